@@ -1,0 +1,98 @@
+"""Every option once, with its meaning and unit. Other configs start from this one and change it.
+
+An option set here is a default, not advice: the values are GPT-2 124M's, with the training recipe
+that nanoGPT and llm.c share.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Returns the full tree of options."""
+    config = ConfigDict()
+    config.seed = 0  # everything random follows from it: data order, initialisation, dropout
+
+    config.model = ConfigDict(
+        dict(
+            vocab_size=0,  # tokens; 0: as many as the tokenizer has
+            context_length=1024,  # tokens
+            num_layers=12,
+            num_heads=12,
+            embed_dim=768,
+            mlp_ratio=4,  # MLP width over embed_dim
+            dropout=0.0,  # probability, on embeddings, attention output and MLP output
+            bias=True,  # in linear layers and norms
+            tie_embeddings=True,  # the output head is the token embedding
+            activation="gelu_tanh",  # gelu_tanh, gelu (exact), relu, relu_squared, silu, swiglu
+            norm="layernorm",  # layernorm, rmsnorm
+            position="learned",  # learned, rope, none
+            qk_norm=False,  # normalise queries and keys per head (RMS, no scale)
+            logit_softcap=0.0,  # c * tanh(logits / c) before the loss; 0: off
+            attention="auto",  # auto, reference, xla, blocked (CPU), cudnn (GPU), splash (TPU)
+        )
+    )
+    config.precision = ConfigDict(
+        dict(
+            params="float32",  # masters and optimizer state
+            compute="float32",  # float32, bfloat16, float16 (with dynamic loss scaling)
+        )
+    )
+    config.data = ConfigDict(
+        dict(
+            corpus="pystdlib",  # see docs/data.md for every prefix
+            tokenizer="gpt2",  # gpt2, byte, char, bpe:SIZE, or a path to a tokenizer.json
+            data_dir="",  # prepared corpora; empty: $GPT2_DATA_DIR, else ~/.cache/gpt2-jax
+            batch_size=480,  # sequences per optimizer step, over all devices and micro-batches
+            val_fraction=0.005,  # share of the corpus held out for validation
+            document_mask=False,  # attend only within a document
+        )
+    )
+    config.optim = ConfigDict(
+        dict(
+            name="adamw",  # adamw, lion, sgd
+            learning_rate=6e-4,  # peak, after the warm-up
+            schedule="cosine",  # cosine, linear, constant, wsd (warmup, stable, decay over last 20%)
+            warmup_steps=2000,
+            end_learning_rate=6e-5,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,  # on kernels and embeddings, not on biases and norms
+            clip_norm=1.0,  # global gradient norm; 0: off
+        )
+    )
+    config.train = ConfigDict(
+        dict(
+            num_steps=600_000,  # optimizer steps
+            accumulate_steps=1,  # micro-batches per optimizer step
+            log_every=10,  # steps
+            eval_every=1000,  # steps; 0: only at the end
+            eval_batches=0,  # batches per validation; 0: the whole validation split
+            checkpoint_every=1000,  # steps; 0: only at the end
+            keep_checkpoints=1,  # newest checkpoints kept, beside the best
+            init_from="",  # hf:DIR, run:DIR or run:DIR@STEP; empty: from scratch
+        )
+    )
+    config.parallel = ConfigDict(
+        dict(
+            backend="pjit",  # pjit (jax.jit with shardings), pmap (data parallel only)
+            data=-1,  # devices that split the batch; -1: the rest
+            fsdp=1,  # devices that split the batch and the stored parameters
+            tensor=1,  # devices that split heads, MLP and vocabulary
+        )
+    )
+    config.memory = ConfigDict(
+        dict(
+            remat="none",  # none, full, or a policy: dots, dots_no_batch, attention
+            scan_layers=False,  # one compiled block for all layers
+        )
+    )
+    config.logging = ConfigDict(
+        dict(
+            tensorboard=True,
+            wandb=False,
+            profile_start=0,  # first step of the trace
+            profile_steps=0,  # steps in the trace; 0: none
+        )
+    )
+    return config
