@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     )
     config.optim = ConfigDict(
         dict(
-            name="adamw",  # adamw, lion, sgd
+            name="adamw",
             learning_rate=6e-4,  # peak, after the warm-up
             schedule="cosine",  # cosine, linear, constant, wsd (warmup, stable, decay over last 20%)
             warmup_steps=2000,
