@@ -51,7 +51,7 @@ def get_config() -> ConfigDict:
         dict(
             name="adamw",
             learning_rate=6e-4,  # peak, after the warm-up
-            schedule="cosine",  # cosine, linear, constant, wsd (warmup, stable, decay over last 20%)
+            schedule="cosine",  # cosine, linear, constant, wsd (decays over the last fifth)
             warmup_steps=2000,
             end_learning_rate=6e-5,
             beta1=0.9,

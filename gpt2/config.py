@@ -6,13 +6,20 @@ ignored, so that no run starts on a mistake.
 """
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt2.errors import UserError
+from ml_collections import ConfigDict
+
+from gpt2.errors import (
+    UserError,
+    require_at_least,
+    require_choice,
+    require_fraction,
+    unknown_option,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "swiglu")
@@ -53,14 +60,14 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("context_length", "num_layers", "num_heads", "embed_dim", "mlp_ratio"):
-            _require_at_least(f"model.{name}", getattr(self, name), 1)
-        _require_at_least("model.vocab_size", self.vocab_size, 0)
-        _require_at_least("model.logit_softcap", self.logit_softcap, 0.0)
-        _require_fraction("model.dropout", self.dropout)
-        _require_choice("model.activation", self.activation, ACTIVATIONS)
-        _require_choice("model.norm", self.norm, NORMS)
-        _require_choice("model.position", self.position, POSITIONS)
-        _require_choice("model.attention", self.attention, ATTENTIONS)
+            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_at_least("model.vocab_size", self.vocab_size, 0)
+        require_at_least("model.logit_softcap", self.logit_softcap, 0.0)
+        require_fraction("model.dropout", self.dropout)
+        require_choice("model.activation", self.activation, ACTIVATIONS)
+        require_choice("model.norm", self.norm, NORMS)
+        require_choice("model.position", self.position, POSITIONS)
+        require_choice("model.attention", self.attention, ATTENTIONS)
         if self.embed_dim % self.num_heads:
             heads = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
             nearest = min(heads, key=lambda n: abs(n - self.num_heads))
@@ -97,12 +104,12 @@ class GPTConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        _require_at_least("model.vocab_size", self.vocab_size, 1)
+        require_at_least("model.vocab_size", self.vocab_size, 1)
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> "GPTConfig":
         """Returns the architecture of an OpenAI release, `gpt2-124m` to `gpt2-1558m`."""
-        _require_choice("model name", name, tuple(SIZES), flag=False)
+        require_choice("model name", name, tuple(SIZES), flag=False)
         num_layers, num_heads, embed_dim = SIZES[name]
         size = dict(num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim)
         return cls(**(size | overrides))
@@ -116,8 +123,8 @@ class PrecisionConfig:
     compute: str = "float32"
 
     def __post_init__(self):
-        _require_choice("precision.compute", self.compute, DTYPES)
-        _require_choice("precision.params", self.params, DTYPES)
+        require_choice("precision.compute", self.compute, DTYPES)
+        require_choice("precision.params", self.params, DTYPES)
         if self.params != "float32" and self.params != self.compute:
             raise UserError(
                 f"precision.params={self.params} is narrower than precision.compute={self.compute}",
@@ -142,7 +149,7 @@ class DataConfig:
     document_mask: bool = False
 
     def __post_init__(self):
-        _require_at_least("data.batch_size", self.batch_size, 1)
+        require_at_least("data.batch_size", self.batch_size, 1)
         if not 0.0 < self.val_fraction < 1.0:
             raise UserError(
                 f"data.val_fraction={self.val_fraction} leaves no training or no validation text",
@@ -166,13 +173,13 @@ class OptimConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self):
-        _require_choice("optim.name", self.name, ("adamw",))
-        _require_choice("optim.schedule", self.schedule, SCHEDULES)
-        _require_fraction("optim.beta1", self.beta1)
-        _require_fraction("optim.beta2", self.beta2)
+        require_choice("optim.name", self.name, ("adamw",))
+        require_choice("optim.schedule", self.schedule, SCHEDULES)
+        require_fraction("optim.beta1", self.beta1)
+        require_fraction("optim.beta2", self.beta2)
         for name in ("learning_rate", "warmup_steps", "end_learning_rate", "eps", "weight_decay"):
-            _require_at_least(f"optim.{name}", getattr(self, name), 0)
-        _require_at_least("optim.clip_norm", self.clip_norm, 0)
+            require_at_least(f"optim.{name}", getattr(self, name), 0)
+        require_at_least("optim.clip_norm", self.clip_norm, 0)
         if self.end_learning_rate > self.learning_rate:
             raise UserError(
                 f"optim.end_learning_rate={self.end_learning_rate:g} is above "
@@ -202,9 +209,9 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("num_steps", "accumulate_steps", "log_every", "keep_checkpoints"):
-            _require_at_least(f"train.{name}", getattr(self, name), 1)
+            require_at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("eval_every", "eval_batches", "checkpoint_every"):
-            _require_at_least(f"train.{name}", getattr(self, name), 0)
+            require_at_least(f"train.{name}", getattr(self, name), 0)
         prefix = self.init_from.partition(":")[0]
         if self.init_from and prefix not in ("hf", "run"):
             raise UserError(
@@ -223,7 +230,7 @@ class ParallelConfig:
     tensor: int = 1
 
     def __post_init__(self):
-        _require_choice("parallel.backend", self.backend, ("pjit", "pmap"))
+        require_choice("parallel.backend", self.backend, ("pjit", "pmap"))
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
         for name, size in sizes.items():
             if size != -1 and size < 1:
@@ -254,7 +261,7 @@ class MemoryConfig:
     scan_layers: bool = False
 
     def __post_init__(self):
-        _require_choice("memory.remat", self.remat, REMATS)
+        require_choice("memory.remat", self.remat, REMATS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,8 +274,8 @@ class LoggingConfig:
     profile_steps: int = 0
 
     def __post_init__(self):
-        _require_at_least("logging.profile_start", self.profile_start, 0)
-        _require_at_least("logging.profile_steps", self.profile_steps, 0)
+        require_at_least("logging.profile_start", self.profile_start, 0)
+        require_at_least("logging.profile_steps", self.profile_steps, 0)
         if self.profile_start and not self.profile_steps:
             raise UserError(
                 f"logging.profile_start={self.profile_start} is ignored while "
@@ -308,12 +315,14 @@ class Config:
             )
 
     @classmethod
-    def from_dict(cls, tree: Mapping) -> "Config":
+    def from_dict(cls, tree: Mapping | ConfigDict) -> "Config":
         """Builds the typed view of a ConfigDict or of a config.json.
 
         Raises:
             UserError: an option is unknown, missing, of the wrong type, or cannot work.
         """
+        if isinstance(tree, ConfigDict):
+            tree = tree.to_dict()
         return _build(cls, tree, prefix="")
 
     def to_dict(self) -> dict:
@@ -384,26 +393,3 @@ def _build(cls, tree: Mapping, prefix: str):
             )
         values[name] = value
     return cls(**values)
-
-
-def unknown_option(name: str, valid: list[str]) -> UserError:
-    """Returns the error for an option that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-    return UserError(f"there is no option {name}", f"Did you mean {near[0]}?" if near else "")
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
-        option = f"--config.{name}={near}" if flag else near
-        raise UserError(f"{name}={value} is none of {', '.join(choices)}", f"Use {option}, for one")
-
-
-def _require_at_least(name: str, value: float, minimum: float) -> None:
-    if not value >= minimum:
-        raise UserError(f"{name}={value} is below {minimum}", f"Use --config.{name}={minimum}")
-
-
-def _require_fraction(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise UserError(f"{name}={value} is not in [0, 1)", f"Use --config.{name}=0.0, for one")

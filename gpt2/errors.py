@@ -1,5 +1,6 @@
-"""The one kind of error that is the user's to mend."""
+"""The one kind of error that is the user's to mend, and the checks that raise it."""
 
+import difflib
 import functools
 import sys
 from collections.abc import Callable
@@ -29,3 +30,29 @@ def exit_on_user_error(main: Callable) -> Callable:
             sys.exit(2)
 
     return wrapped
+
+
+def unknown_option(name: str, valid: list[str]) -> UserError:
+    """Returns the error for an option that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+    return UserError(f"there is no option {name}", f"Did you mean {near[0]}?" if near else "")
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:
+    """Raises unless `value` is one of `choices`; `flag`: `name` is a config option."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
+        option = f"--config.{name}={near}" if flag else near
+        raise UserError(f"{name}={value} is none of {', '.join(choices)}", f"Use {option}, for one")
+
+
+def require_at_least(name: str, value: float, minimum: float) -> None:
+    """Raises unless the config option `name` is at least `minimum`."""
+    if not value >= minimum:
+        raise UserError(f"{name}={value} is below {minimum}", f"Use --config.{name}={minimum}")
+
+
+def require_fraction(name: str, value: float) -> None:
+    """Raises unless the config option `name` is in [0, 1)."""
+    if not 0.0 <= value < 1.0:
+        raise UserError(f"{name}={value} is not in [0, 1)", f"Use --config.{name}=0.0, for one")
