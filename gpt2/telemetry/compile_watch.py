@@ -1,0 +1,171 @@
+"""Compile once, ahead of the loop; a second compilation is an error that names what changed."""
+
+import dataclasses
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+class RecompileError(RuntimeError):
+    """A function that is compiled once was about to be compiled again."""
+
+
+class CompileWatch:
+    """Counts XLA compilations by function name, and forbids them once armed; a context manager.
+
+    It listens to `jax.monitoring`, which costs nothing while nothing compiles.
+
+    Attributes:
+        counts: compilations so far by function, such as `{"jit(train_step)": 1}`.
+        cache_hits: how many of them came from the persistent compilation cache.
+    """
+
+    def __init__(self):
+        self.counts: Counter[str] = Counter()
+        self.cache_hits = 0
+        self._forbidden: frozenset[str] | None = frozenset()
+
+    def arm(self, *names: str) -> None:
+        """From here on, compiling one of these functions, or any if none is named, is an error.
+
+        The error, `RecompileError`, is raised where the compilation happened.
+
+        Args:
+            *names: plain function names, such as `train_step`.
+        """
+        self._forbidden = frozenset(names) or None
+
+    def __enter__(self) -> "CompileWatch":
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        jax.monitoring.unregister_event_listener(self._on_event)
+
+    def _on_event(self, event: str, **_: str | int) -> None:
+        self.cache_hits += event == _CACHE_HIT
+
+    def _on_duration(self, event: str, seconds: float, **details: str | int) -> None:
+        if event != _COMPILED:
+            return
+        name = str(details.get("fun_name", "?"))
+        self.counts[name] += 1
+        plain = name.rpartition("(")[2].rstrip(")")  # jit(train_step) -> train_step
+        if self._forbidden is None or plain in self._forbidden:
+            raise RecompileError(
+                f"{name} was compiled inside the loop ({seconds:.1f} s): an argument's shape, "
+                "dtype, sharding or a static value is not what it was before the loop"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """What a compiled program takes of one device's memory, in bytes, by XLA's own account."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # outputs that reuse the memory of donated arguments
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes in use while it runs, arguments included."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+class CompiledStep:
+    """A compiled function that takes the arguments it was compiled for, and no others.
+
+    Attributes:
+        name: for messages.
+        compile_seconds: tracing, lowering and compiling.
+        from_cache: whether the persistent compilation cache had it.
+        flops: per call and device by XLA's account, which does not see into custom calls; None if
+            the platform does not say.
+        memory: `MemoryUse`, or None if the platform does not say.
+    """
+
+    def __init__(self, name: str, compiled: Any, arguments: tuple, seconds: float, cached: bool):
+        self.name = name
+        self.compile_seconds, self.from_cache = seconds, cached
+        self._compiled, self._expected = compiled, _describe(arguments)
+        cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
+        self.flops: float | None = cost.get("flops") if cost else None
+        self.memory = memory and MemoryUse(
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.alias_size_in_bytes,
+            memory.temp_size_in_bytes,
+        )
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs it.
+
+        Raises:
+            RecompileError: the arguments differ from those it was compiled for.
+        """
+        # The executable compares them anyway and refuses before it runs or takes a donation: what
+        # differs is looked for only then.
+        try:
+            return self._compiled(*arguments)
+        except (TypeError, ValueError) as error:
+            changes = _differences(self._expected, _describe(arguments))
+            if not changes:
+                raise
+            message = f"{self.name} would be compiled again:\n  " + "\n  ".join(changes)
+            raise RecompileError(message) from error
+
+    def text(self) -> str:
+        """Returns the optimised program as HLO text."""
+        return self._compiled.as_text()
+
+
+def compile_once(function: Any, *arguments: Any, name: str = "") -> CompiledStep:
+    """Compiles a `jax.jit` or `jax.pmap` function for these arguments, and for no others.
+
+    Args:
+        function: has `lower`.
+        *arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings; nothing runs.
+        name: for messages; the function's own name if left out.
+    """
+    with CompileWatch() as watch:
+        began = time.perf_counter()
+        compiled = function.lower(*arguments).compile()
+        seconds = time.perf_counter() - began
+    name = name or getattr(function, "__name__", "function")
+    return CompiledStep(name, compiled, arguments, seconds, cached=watch.cache_hits > 0)
+
+
+def _describe(arguments: tuple) -> dict[str, tuple[str, Any, int]]:
+    """Maps each leaf's path to its abstract value, its sharding (None: anywhere) and its rank."""
+    described = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        shape = ",".join(map(str, aval.shape))
+        # An uncommitted array goes wherever it is needed, so its sharding says nothing.
+        committed = isinstance(leaf, jax.ShapeDtypeStruct) or getattr(leaf, "committed", False)
+        sharding = leaf.sharding if committed else None
+        key = f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}"
+        described[key] = (f"{aval.dtype}[{shape}]", sharding, len(aval.shape))
+    return described
+
+
+def _differences(expected: dict, given: dict) -> list[str]:
+    changes = [f"{path}: missing" for path in expected if path not in given]
+    for path, (aval, sharding, rank) in given.items():
+        if path not in expected:
+            changes.append(f"{path}: new, {aval}")
+            continue
+        old_aval, old_sharding, _ = expected[path]
+        if aval != old_aval:
+            changes.append(f"{path}: compiled for {old_aval}, called with {aval}")
+        elif sharding and old_sharding and not sharding.is_equivalent_to(old_sharding, rank):
+            changes.append(f"{path}: compiled for {old_sharding}, called with {sharding}")
+    return changes

@@ -1,0 +1,229 @@
+"""Metrics on disk: metrics.jsonl, TensorBoard event files and, when asked for, W&B.
+
+`metrics.jsonl` is the record of the run: one JSON object per logged step, in order, each step
+once, also after a kill and a resume. A value that is not finite is written as `null`, because JSON
+has no word for it (pandas reads it back as NaN); TensorBoard and W&B get the value itself.
+"""
+
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpt2.errors import UserError
+
+
+class MetricsWriter:
+    """Writes a run's metrics; the values of one step make one line, however many writes bring them.
+
+    A step's line goes to disk when a later step begins, or at `flush`. Values for the newest step
+    may still come after that (a validation following a checkpoint): its line is then replaced.
+
+    Args:
+        workdir: the run's directory; created if missing.
+        config: the resolved config, which W&B shows beside the run.
+        tensorboard: also write event files under `workdir/tensorboard`.
+        wandb: also log to Weights & Biases; `WANDB_MODE=offline` is honoured.
+        resume_step: the checkpoint from which the run continues: later lines, which the run will
+            produce again, are dropped, and so is a line that a kill tore. 0 starts from scratch in
+            a workdir that holds no checkpoint yet. None: a new run.
+
+    Raises:
+        UserError: a new run would write into the metrics of another one, or W&B cannot start.
+    """
+
+    def __init__(
+        self,
+        workdir: Path | str,
+        config: Mapping[str, Any],
+        tensorboard: bool = True,
+        wandb: bool = False,
+        resume_step: int | None = None,
+    ):
+        workdir = Path(workdir)
+        self._path = workdir / "metrics.jsonl"
+        if resume_step is None and self._path.exists():
+            raise UserError(
+                f"{self._path} holds the metrics of another run",
+                "Give a new --workdir, or remove the old one",
+            )
+        self._wandb = _start_wandb(workdir, config) if wandb else None
+        self._events = _EventFile(workdir / "tensorboard", resume_step) if tensorboard else None
+        workdir.mkdir(parents=True, exist_ok=True)
+        records = [] if resume_step is None else list(_records(self._path, up_to=resume_step))
+        self._replace(records)
+        self._step = records[-1]["step"] if records else -1
+        self._record = records[-1] if records else {}
+        self._pending = False  # does `_record` hold values that the file lacks?
+        self._on_disk = bool(records)  # does the file have a line for `_step`?
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds values to the line of `step`.
+
+        Args:
+            step: not below the newest step written.
+            metrics: Python numbers by name, such as `{"train/loss": 3.2, "tokens": 4096}`.
+
+        Raises:
+            ValueError: `step` is older than the newest line.
+        """
+        if step < self._step:
+            raise ValueError(f"metrics of step {step} after those of step {self._step}")
+        if step > self._step:
+            self._commit()
+            self._step, self._record, self._on_disk = step, {"step": step}, False
+        self._record.update(metrics)
+        self._pending = True
+        if self._events:
+            self._events.add(step, metrics)
+        if self._wandb:
+            self._wandb.log(dict(metrics), step=step)
+
+    def flush(self, step: int) -> None:
+        """Puts on disk, past the caches of the system, all that was written up to `step`.
+
+        Call it before a checkpoint of `step` is committed: then no checkpoint outruns its metrics.
+        """
+        if self._step <= step:
+            self._commit()
+        with open(self._path, "a") as file:
+            os.fsync(file.fileno())
+        if self._events:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Writes what is left and closes the files."""
+        self.flush(self._step)
+        if self._events:
+            self._events.close()
+        if self._wandb:
+            self._wandb.finish()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _commit(self) -> None:
+        if not self._pending:
+            return
+        if self._on_disk:
+            earlier = list(_records(self._path, up_to=self._step - 1))
+            self._replace([*earlier, self._record])
+        else:
+            # One write call for the whole line: only a kill inside it could tear the line.
+            with open(self._path, "ab", buffering=0) as file:
+                file.write(_line(self._record))
+        self._pending, self._on_disk = False, True
+
+    def _replace(self, records: list[dict]) -> None:
+        """Rewrites metrics.jsonl at once: a reader or a kill sees the old file or the new one."""
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        with open(temporary, "wb") as file:
+            file.writelines(map(_line, records))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """Reads a metrics.jsonl, leaving out a last line that is being written or was torn.
+
+    Returns:
+        One dict per logged step, oldest first; a value that was not finite is None.
+    """
+    return list(_records(Path(path)))
+
+
+def _records(path: Path, up_to: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Yields the whole lines of a metrics.jsonl whose step is at most `up_to`."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            record = json.loads(line)
+            if record["step"] <= up_to:
+                yield record
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+class _EventFile:
+    """Scalars in a TensorBoard event file, written at once and in order.
+
+    tensorboardX's SummaryWriter would hand them to a thread over a queue, whose flush does not
+    wait for what is still queued; its EventsWriter is the plain file underneath.
+    """
+
+    def __init__(self, directory: Path, resume_step: int | None):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        directory.mkdir(parents=True, exist_ok=True)
+        # The file's name has a resolution of one second, and an existing file would be replaced.
+        suffix = f".{secrets.token_hex(4)}"
+        self._file = EventsWriter(str(directory / "events"), filename_suffix=suffix)
+        if resume_step is not None:
+            # TensorBoard then forgets what the killed run wrote from this step on.
+            start = SessionLog(status=SessionLog.START)
+            event = Event(step=resume_step + 1, wall_time=time.time(), session_log=start)
+            self._file.write_event(event)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = time.time()
+        for name, value in metrics.items():
+            summary = self._scalar(name, value)
+            self._file.write_event(self._event(step=step, wall_time=now, summary=summary))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _start_wandb(workdir: Path, config: Mapping[str, Any]):
+    """Starts, or continues, the W&B run of this workdir; its identity is kept in `wandb/run_id`."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "logging.wandb=True needs the package wandb",
+            "Run `pip install wandb`, or set --config.logging.wandb=False",
+        ) from None
+    directory = workdir / "wandb"
+    directory.mkdir(parents=True, exist_ok=True)
+    identity = directory / "run_id"
+    if not identity.exists():
+        identity.write_text(secrets.token_hex(8))
+    try:
+        # A resumed run repeats the steps since its checkpoint; W&B keeps the first of two values
+        # for a step, which is the same value.
+        return wandb.init(
+            project="gpt2",
+            name=workdir.resolve().name,
+            id=identity.read_text(),
+            resume="allow",
+            dir=str(workdir),
+            config=dict(config),
+        )
+    except wandb.Error as error:
+        raise UserError(
+            f"W&B could not start ({str(error).strip().splitlines()[0]})",
+            "Run `wandb login`, or set WANDB_MODE=offline in the environment",
+        ) from None

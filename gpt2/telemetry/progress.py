@@ -1,0 +1,159 @@
+"""What the person at the terminal sees: a screen before the loop, a bar or lines within it.
+
+On a terminal rich draws them; elsewhere (a file, a pipe, a CI log) they are plain lines.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+
+def format_count(number: float) -> str:
+    """Writes a count for people: 950, 124.4M, 9.0B."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(number) >= limit:
+            return f"{number / (1e3 if unit == 'k' else limit):.1f}{unit}"
+    return f"{number:,.0f}"
+
+
+def format_bytes(number: float) -> str:
+    """Writes a size in binary units: 512 B, 3.4 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Writes a duration in its two leading units: 42s, 1m 23s, 2h 05m, 3d 04h."""
+    if not math.isfinite(seconds):
+        return "?"
+    seconds = round(seconds)
+    for size, unit, below, below_unit in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
+        if seconds >= size:
+            return f"{seconds // size}{unit} {seconds % size // below:02d}{below_unit}"
+    return f"{seconds}s"
+
+
+# How each metric reads in a line, in this order; others appear only in metrics.jsonl.
+_SHOWN = {
+    "train/loss": lambda value: f"loss {value:.4f}",
+    "train/learning_rate": lambda value: f"lr {value:.2e}",
+    "train/grad_norm": lambda value: f"grad {value:.2f}",
+    "eval/loss": lambda value: f"val loss {value:.4f}",
+    "eval/perplexity": lambda value: f"perplexity {value:,.2f}",
+    "eval/bits_per_byte": lambda value: f"bits/byte {value:.4f}",
+    "perf/tokens_per_second": lambda value: f"{format_count(value)} tokens/s",
+    "perf/mfu": lambda value: f"MFU {value:.1%}",
+}
+_ON_BAR = ("train/loss", "eval/loss", "perf/tokens_per_second", "perf/mfu")
+
+
+def format_metrics(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_SHOWN)) -> str:
+    """Writes the metrics that a line has room for, such as `loss 3.2145 | lr 6.00e-04`."""
+    return " | ".join(_SHOWN[name](metrics[name]) for name in names if name in metrics)
+
+
+def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
+    """Prints what will run: one titled block per section, names and values aligned in columns."""
+    width = max((len(name) for rows in sections.values() for name in rows), default=0)
+    if not _on_terminal():
+        for title, rows in sections.items():
+            print(title)
+            for name, value in rows.items():
+                print(f"  {name:<{width}}  {value}")
+        print(flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for title, rows in sections.items():
+        for row, (name, value) in enumerate(rows.items()):
+            heading = Text(title if row == 0 else "", style="bold cyan")
+            table.add_row(heading, Text(name, style="dim"), Text(value))
+    console = Console()
+    console.print(table)
+    console.print()
+
+
+class Progress:
+    """Shows how far a run is; a context manager.
+
+    On a terminal a bar stays at the bottom with the newest loss, validation loss, tokens/s, MFU
+    and time left. Elsewhere each update that carries metrics prints one line.
+
+    Args:
+        total: the step at which the run ends.
+        start: the step from which it continues.
+    """
+
+    def __init__(self, total: int, start: int = 0):
+        self._total, self._start = total, start
+        self._newest: dict[str, float] = {}
+        self._bar = _make_bar() if _on_terminal() else None
+
+    def __enter__(self) -> "Progress":
+        self._began = time.perf_counter()
+        if self._bar:
+            self._task = self._bar.add_task(
+                "", total=self._total, completed=self._start, shown="", left=""
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Moves to `step`; metrics, named as in metrics.jsonl, are shown when they come."""
+        metrics = metrics or {}
+        self._newest.update(metrics)
+        left = format_duration(self._seconds_left(step))
+        if self._bar:
+            shown = format_metrics(self._newest, _ON_BAR)
+            self._bar.update(self._task, completed=step, shown=shown, left=f"{left} left")
+        elif line := format_metrics(metrics):
+            width = len(str(self._total))
+            print(f"step {step:>{width}}/{self._total} | {line} | {left} left", flush=True)
+
+    def log(self, text: str) -> None:
+        """Prints a line of its own, above the bar if there is one."""
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def _seconds_left(self, step: int) -> float:
+        if step >= self._total:
+            return 0.0
+        if step <= self._start:
+            return math.inf
+        elapsed = time.perf_counter() - self._began
+        return elapsed / (step - self._start) * (self._total - step)
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _make_bar():
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}", markup=False),
+        TextColumn("{task.fields[left]}", style="cyan", markup=False),
+        refresh_per_second=4,
+    )

@@ -1,0 +1,237 @@
+"""How fast a run is: model FLOPs, the chip's peak, tokens per second, MFU, and where time goes."""
+
+import contextlib
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gpt2.config import GPTConfig
+
+
+def count_compute_parameters(cfg: GPTConfig) -> int:
+    """Counts the parameters that take part in a matrix product, or sit beside one.
+
+    These are all but the position table and, if the head is untied, the token table: rows that are
+    only looked up cost no FLOPs. The vocabulary counts unpadded.
+    """
+    width, hidden = cfg.embed_dim, cfg.mlp_dim
+    norm = width * (2 if cfg.bias and cfg.norm == "layernorm" else 1)
+    into_mlp = 2 if cfg.activation == "swiglu" else 1  # a gated MLP has a second way in
+    kernels = 4 * width * width + (into_mlp + 1) * width * hidden
+    biases = 5 * width + into_mlp * hidden if cfg.bias else 0
+    layer = kernels + biases + 2 * norm
+    return cfg.num_layers * layer + norm + cfg.vocab_size * width
+
+
+def model_flops_per_token(cfg: GPTConfig, context_length: int) -> float:
+    """Returns the FLOPs that training must spend on one token, forward and backward.
+
+    `6 N + 12 L D T`: every parameter multiplies and adds once forward and twice backward; the
+    attention scores and their weighted sum add 4 D T forward and twice that backward in each layer.
+    Half of the T x T scores are above the diagonal and still counted, and recomputation is not:
+    both by convention, so that figures compare (PaLM, Chowdhery et al. 2022, appendix B; nanoGPT's
+    `estimate_mfu`).
+
+    Args:
+        cfg: the architecture; N is `count_compute_parameters(cfg)`.
+        context_length: tokens per sequence (T).
+    """
+    attention = 12 * cfg.num_layers * cfg.embed_dim * context_length
+    return float(6 * count_compute_parameters(cfg) + attention)
+
+
+class _Chip(NamedTuple):
+    """Dense matrix-product peaks of one JAX device, in TFLOP/s.
+
+    `half` is bfloat16 and float16 with float32 accumulation; `single` what JAX runs for float32 at
+    default precision: TF32 tensor cores on NVIDIA from Ampere on, bfloat16 passes on TPU.
+    """
+
+    pattern: str  # found, case ignored, in `device.device_kind`; the first row that matches counts
+    half: float
+    single: float
+    source: str
+
+
+# Data sheets give NVIDIA's tensor-core figures with sparsity; these are half of those.
+_CHIPS = (
+    _Chip("GB200", 2500.0, 1250.0, "NVIDIA GB200 NVL72 data sheet"),
+    _Chip("B200", 2250.0, 1125.0, "NVIDIA HGX B200 data sheet"),
+    _Chip("H200 NVL", 835.5, 417.5, "NVIDIA H200 data sheet"),
+    _Chip("H200", 989.5, 494.5, "NVIDIA H200 data sheet"),
+    _Chip("GH200", 989.5, 494.5, "NVIDIA GH200 data sheet"),
+    _Chip("H100 PCIe", 756.5, 378.0, "NVIDIA H100 data sheet, PCIe"),
+    _Chip("H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL"),
+    _Chip("H100", 989.5, 494.5, "NVIDIA H100 data sheet, SXM"),
+    _Chip("A100", 312.0, 156.0, "NVIDIA A100 data sheet"),
+    _Chip("A10G", 70.0, 35.0, "NVIDIA A10G, as offered by AWS G5"),
+    _Chip("L40S", 362.0, 183.0, "NVIDIA L40S data sheet"),
+    _Chip("L4", 121.0, 60.0, "NVIDIA L4 data sheet"),
+    _Chip("T4", 65.0, 8.1, "NVIDIA T4 data sheet; float16 only"),
+    _Chip("V100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet, PCIe; float16 only"),
+    _Chip("V100", 125.0, 15.7, "NVIDIA V100 data sheet, SXM2; float16 only"),
+    _Chip("RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper, appendix A"),
+    _Chip("RTX 3090", 71.0, 35.6, "NVIDIA Ampere GA102 white paper, table 2"),
+    _Chip("TPU7", 1153.5, 1153.5, "Google Cloud TPU7x page; half a chip, one JAX device"),
+    _Chip("TPU v6", 918.0, 918.0, "Google Cloud TPU v6e page"),
+    _Chip("TPU v5 lite", 197.0, 197.0, "Google Cloud TPU v5e page"),
+    _Chip("TPU v5e", 197.0, 197.0, "Google Cloud TPU v5e page"),
+    _Chip("TPU v5", 459.0, 459.0, "Google Cloud TPU v5p page"),
+    _Chip("TPU v4 lite", 138.0, 138.0, "Jouppi et al. 2021, table 1 (TPU v4i)"),
+    _Chip("TPU v4", 275.0, 275.0, "Google Cloud TPU v4 page"),
+    _Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page; half a chip, one JAX device"),
+    _Chip("TPU v2", 22.5, 22.5, "Jouppi et al. 2020, table 1; half a chip, one JAX device"),
+)
+
+
+def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
+    """Returns the most FLOP/s that `device` spends on a matrix product of `dtype` operands.
+
+    On a CPU the first call measures it (about a third of a second), shared among the simulated
+    devices of the process, so that a sum over devices is the machine's. bfloat16 on a V100 or T4
+    runs in float32, and so has float32's peak.
+
+    Returns:
+        FLOP/s, or None for a device that the table does not know.
+    """
+    if device.platform == "cpu":
+        return _measure_cpu_flops(jnp.dtype(dtype).name) / len(jax.local_devices(backend="cpu"))
+    chip = _find_chip(device)
+    if chip is None:
+        return None
+    name = jnp.dtype(dtype).name
+    fast = name == "float16" or (name == "bfloat16" and "float16 only" not in chip.source)
+    return 1e12 * (chip.half if fast else chip.single)
+
+
+def peak_source(device: jax.Device) -> str:
+    """Says where the figure of `peak_flops` comes from: `measured`, a data sheet, or `unknown`."""
+    if device.platform == "cpu":
+        return "measured"
+    chip = _find_chip(device)
+    return chip.source if chip else "unknown"
+
+
+def _find_chip(device: jax.Device) -> _Chip | None:
+    kind = device.device_kind.lower()
+    return next((chip for chip in _CHIPS if chip.pattern.lower() in kind), None)
+
+
+@functools.cache
+def _measure_cpu_flops(dtype: str) -> float:
+    """Times a product of GPT-2's shapes, [2048, 768] x [768, 3072], and returns FLOP/s."""
+    m, k, n = 2048, 768, 3072
+    device = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(device):
+        a = jnp.full((m, k), 0.5, dtype)
+        b = jnp.full((k, n), 0.5, dtype)
+        # Accumulation in float32, as everywhere in the model.
+        product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
+        product(a, b).block_until_ready()
+        seconds = []
+        while len(seconds) < 3 or (sum(seconds) < 0.25 and len(seconds) < 20):
+            began = time.perf_counter()
+            product(a, b).block_until_ready()
+            seconds.append(time.perf_counter() - began)
+    return 2 * m * k * n / min(seconds)
+
+
+class StepClock:
+    """Measures steps, and what share of a run goes where.
+
+    Time is always charged to exactly one phase: the innermost open one, or `other` outside all.
+    The training loop runs inside `phase("step")`, with the rest nested in it:
+
+        with clock.phase("compile"): ...
+        with clock.phase("step"):
+            for step in ...:
+                with clock.phase("data wait"): ...
+                clock.count_step()
+                with clock.phase("validation"): ...
+
+    Devices work behind the host: what is still running when a phase opens is charged to it. Wait
+    for the last step's result before opening `validation` or `checkpoint`.
+
+    Args:
+        tokens_per_step: tokens in a global batch.
+        flops_per_token: from `model_flops_per_token`.
+        peak: FLOP/s of all the devices together; None: unknown, and MFU is left out.
+        now: the clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak: float | None,
+        now: Callable[[], float] = time.perf_counter,
+    ):
+        self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak
+        self._now = now
+        self._phase, self._since = "other", now()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._window = (0.0, 0.0)  # seconds of step and of data wait when the window began
+        self._steps = 0  # in the window
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charges the time within to `name`, which a profiler's trace shows too."""
+        outer = self._phase
+        self._switch(name)
+        try:
+            with jax.profiler.TraceAnnotation(name):
+                yield
+        finally:
+            self._switch(outer)
+
+    def count_step(self) -> None:
+        """Counts one optimizer step in the window."""
+        self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        """Returns the mean speed since the last call, and begins a new window.
+
+        Validation, checkpoints and compilation are left out.
+
+        Returns:
+            `perf/step_seconds`, `perf/tokens_per_second` (all devices together),
+            `perf/data_wait_seconds` (per step) and, if the peak is known, `perf/mfu`; nothing if
+            no step was counted.
+        """
+        self._switch(self._phase)
+        began, self._window = self._window, (self._seconds["step"], self._seconds["data wait"])
+        steps, self._steps = self._steps, 0
+        wait = self._window[1] - began[1]
+        total = self._window[0] - began[0] + wait
+        if not steps or total <= 0:
+            return {}
+        tokens_per_second = self._tokens * steps / total
+        metrics = {
+            "perf/step_seconds": total / steps,
+            "perf/tokens_per_second": tokens_per_second,
+            "perf/data_wait_seconds": wait / steps,
+        }
+        if self._peak:
+            metrics["perf/mfu"] = tokens_per_second * self._flops / self._peak
+        return metrics
+
+    def shares(self) -> dict[str, float]:
+        """Returns each phase's share of the wall time since the clock was made; they add to 1."""
+        self._switch(self._phase)
+        total = sum(self._seconds.values())
+        ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
+        return {name: seconds / total for name, seconds in ranked if seconds > 0}
+
+    def describe_shares(self) -> str:
+        """Writes the shares for the end of a run: `step 91 %, validation 6 %, compile 3 %`."""
+        return ", ".join(f"{name} {share:.0%}" for name, share in self.shares().items())
+
+    def _switch(self, name: str) -> None:
+        now = self._now()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = name, now
