@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
             num_heads=12,
             embed_dim=768,
             mlp_ratio=4,  # MLP width over embed_dim
-            dropout=0.0,  # probability, on embeddings, attention output and MLP output
+            dropout=0.0,  # probability, on embeddings, attention weights and residual branches
             bias=True,  # in linear layers and norms
             tie_embeddings=True,  # the output head is the token embedding
             activation="gelu_tanh",  # gelu_tanh, gelu (exact), relu, relu_squared, silu, swiglu
@@ -83,7 +83,7 @@ def get_config() -> ConfigDict:
     )
     config.memory = ConfigDict(
         dict(
-            remat="none",  # none, full, or a policy: dots, dots_no_batch, attention
+            remat="none",  # none, full, dots, dots_no_batch; see gpt2/utils/remat.py
             scan_layers=False,  # one compiled block for all layers
         )
     )

@@ -27,7 +27,7 @@ NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope", "none")
 ATTENTIONS = ("auto", "reference", "xla", "blocked", "cudnn", "splash")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-REMATS = ("none", "full", "dots", "dots_no_batch", "attention")
+REMATS = ("none", "full", "dots", "dots_no_batch")
 
 # name: (num_layers, num_heads, embed_dim). Radford et al. 2019, table 2.
 SIZES = {

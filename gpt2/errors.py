@@ -15,7 +15,9 @@ class UserError(Exception):
     """
 
     def __init__(self, what: str, how: str):
-        super().__init__(f"{what.rstrip('.')}. {how.rstrip('.')}.")
+        super().__init__(
+            f"{what.rstrip('.')}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else ".")
+        )
 
 
 def exit_on_user_error(main: Callable) -> Callable:
@@ -35,7 +37,7 @@ def exit_on_user_error(main: Callable) -> Callable:
 def unknown_option(name: str, valid: list[str]) -> UserError:
     """Returns the error for an option that does not exist, with the nearest that does."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-    return UserError(f"there is no option {name}", f"Did you mean {near[0]}?" if near else "")
+    return UserError(f"there is no option {name}", f"Did you mean {near[0]}?")
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:

@@ -1,0 +1,409 @@
+"""GPT-2 in Flax Linen: `init` and `apply` are pure functions of parameters and tokens.
+
+Dimensions, here and in every comment of the project:
+    B batch   T time   S cache length   D embed   N heads   H head size   F hidden   V vocabulary
+    L layers
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; details after OpenAI's
+code: biases everywhere, tanh GELU, LayerNorm before each branch and after the last, tied head.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from gpt2.config import GPTConfig
+from gpt2.ops import attention, cross_entropy, linear
+from gpt2.ops.attention import attention_cached
+from gpt2.parallel.rules import constrain
+from gpt2.utils.remat import remat
+from gpt2.utils.scan import scan_layers, stack_layers
+
+__all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
+
+# The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
+# divides over devices. Parameters, logits and losses only ever have the true size.
+VOCAB_MULTIPLE = 128
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of the tokens so far.
+
+    Attributes:
+        key, value: `[L, B, S, N, H]` in the compute type.
+        length: `[B]` int32, tokens written per sequence.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
+
+    @classmethod
+    def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
+        """Returns an empty cache for sequences of up to `max_length` tokens."""
+        shape = (config.num_layers, batch_size, max_length, config.num_heads, config.head_size)
+        zeros = jnp.zeros(shape, config.compute_dtype)
+        return cls(zeros, zeros, jnp.zeros(batch_size, jnp.int32))
+
+
+class Linear(nn.Module):
+    """A linear map from the last axes of its input to new ones.
+
+    Attributes:
+        shape: of the kernel: contracted axes, then new ones.
+        axes: the kernel's logical axes.
+        stddev: of the kernel's normal initialisation.
+    """
+
+    config: GPTConfig
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    num_contract: int = 1
+    stddev: float = 0.02
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype = self.config.param_dtype
+        init = nn.with_logical_partitioning(nn.initializers.normal(self.stddev), self.axes)
+        kernel = self.param("kernel", init, self.shape, dtype)
+        bias = None
+        if self.config.bias:
+            out = self.num_contract
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[out:])
+            bias = self.param("bias", zeros, self.shape[out:], dtype)
+        return linear(
+            x, kernel, bias, num_contract=self.num_contract, dtype=self.config.compute_dtype
+        )
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019); statistics in float32."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cfg = self.config
+        ones = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
+        scale = self.param("scale", ones, x.shape[-1:], cfg.param_dtype)
+        y = x.astype(jnp.float32)
+        if cfg.norm == "layernorm":
+            y -= y.mean(axis=-1, keepdims=True)
+        y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + 1e-5)
+        y *= scale
+        if cfg.norm == "layernorm" and cfg.bias:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("norm",))
+            y += self.param("bias", zeros, x.shape[-1:], cfg.param_dtype)
+        return y.astype(cfg.compute_dtype)
+
+
+class Embedding(nn.Module):
+    """A table of vectors, looked up by integers."""
+
+    config: GPTConfig
+    num_rows: int
+    axes: tuple[str, str]
+    stddev: float
+
+    def setup(self):
+        init = nn.with_logical_partitioning(nn.initializers.normal(self.stddev), self.axes)
+        shape = (self.num_rows, self.config.embed_dim)
+        self.embedding = self.param("embedding", init, shape, self.config.param_dtype)
+
+    def __call__(self, indices: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding, indices, axis=0).astype(self.config.compute_dtype)
+
+    def first(self, num_rows: int) -> jax.Array:
+        """Returns the first rows, whose gradient needs no scatter."""
+        return self.embedding[:num_rows].astype(self.config.compute_dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over all heads."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x, cache, positions, segments, deterministic):
+        cfg = self.config
+        D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_size
+        qkv = Linear(cfg, (D, 3, N, H), ("embed", "qkv", "heads", "head_size"), name="c_attn")(x)
+        qkv = constrain(qkv, "batch", "length", "qkv", "heads", "head_size")
+        q, k, v = (qkv[:, :, i] for i in range(3))  # [B, T, N, H] each
+        if cfg.qk_norm:
+            q, k = _unit_rms(q), _unit_rms(k)
+        if cfg.position == "rope":
+            q, k = _rotate(q, positions), _rotate(k, positions)
+        if cache is None:
+            dropout = 0.0 if deterministic else cfg.dropout
+            y = attention(
+                q,
+                k,
+                v,
+                implementation=cfg.attention,
+                segments=segments,
+                dropout=dropout,
+                dropout_key=self.make_rng("dropout") if dropout else None,
+            )
+        else:
+            start, end = positions[:, 0], positions[:, -1] + 1
+            cache = jax.tree.map(lambda old, new: _write(old, new, start), cache, (k, v))
+            y = attention_cached(q, *cache, end)
+        y = constrain(y, "batch", "length", "heads", "head_size")
+        c_proj = Linear(
+            cfg,
+            (N, H, D),
+            ("heads", "head_size", "embed"),
+            num_contract=2,
+            stddev=_residual_stddev(cfg),
+            name="c_proj",
+        )
+        return c_proj(y), cache
+
+
+class MLP(nn.Module):
+    """Two linear maps around a nonlinearity; `swiglu` gates with a third (Shazeer 2020)."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cfg = self.config
+        D, F = cfg.embed_dim, cfg.mlp_dim
+        hidden = Linear(cfg, (D, F), ("embed", "mlp"), name="c_fc")(x)
+        hidden = constrain(hidden, "batch", "length", "mlp")
+        if cfg.activation == "swiglu":
+            gate = Linear(cfg, (D, F), ("embed", "mlp"), name="c_gate")(x)
+            hidden = nn.silu(gate) * hidden
+        else:
+            hidden = _ACTIVATIONS[cfg.activation](hidden)
+        stddev = _residual_stddev(cfg)
+        return Linear(cfg, (F, D), ("mlp", "embed"), stddev=stddev, name="c_proj")(hidden)
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each a residual branch after a norm.
+
+    Takes and returns `x` [B, T, D] and the layer's `cache` (None, or keys and values
+    [B, S, N, H]); `positions` [B or 1, T] int32; `segments` [B, T] int32 or None.
+    """
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x, cache, positions, segments, deterministic):
+        cfg = self.config
+        chex.assert_shape(x, (None, positions.shape[1], cfg.embed_dim))
+        dropout = nn.Dropout(cfg.dropout, deterministic=deterministic)
+        with jax.named_scope("attention"):
+            y = Norm(cfg, name="ln_1")(x)
+            y, cache = Attention(cfg, name="attn")(y, cache, positions, segments, deterministic)
+            x = x + dropout(y)
+        with jax.named_scope("mlp"):
+            x = x + dropout(MLP(cfg, name="mlp")(Norm(cfg, name="ln_2")(x)))
+        return constrain(x, "batch", "length", "embed"), cache
+
+
+class GPT(nn.Module):
+    """The language model.
+
+    `init` gives parameters as plain nested dictionaries, the same numbers whether layers are
+    scanned or unrolled; `logical_axes` gives the names of their axes.
+    """
+
+    config: GPTConfig
+
+    def setup(self):
+        cfg = self.config
+        self.wte = Embedding(cfg, cfg.vocab_size, ("vocab", "table"), stddev=0.02)
+        if cfg.position == "learned":
+            self.wpe = Embedding(cfg, cfg.context_length, ("position", "table"), stddev=0.01)
+        block = remat(Block, cfg.remat, scanned=cfg.scan_layers)
+        if cfg.scan_layers:
+            self.h = scan_layers(block, cfg.num_layers)(cfg)
+        else:
+            self.h = [block(cfg) for _ in range(cfg.num_layers)]
+        self.ln_f = Norm(cfg)
+        if not cfg.tie_embeddings:
+            self.lm_head = Embedding(cfg, cfg.vocab_size, ("vocab", "table"), stddev=0.02)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Returns the logits [B, T, V], float32, of the token after each one.
+
+        Args:
+            tokens: [B, T] int32, T up to `context_length`.
+            segments: [B, T] int32; tokens see only those of their own segment.
+            deterministic: False drops units, with the key `rngs={"dropout": key}`.
+        """
+        hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
+        return self._logits(hidden)
+
+    def loss(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the summed cross-entropy in nats, and the number of targets, float32 scalars.
+
+        Args:
+            tokens: [B, T] int32.
+            targets: [B, T] int32; -1 leaves a position out.
+            segments, deterministic: as for `__call__`.
+        """
+        chex.assert_equal_shape([tokens, targets])
+        cfg = self.config
+        hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
+        with jax.named_scope("head"):
+            return cross_entropy(
+                hidden,
+                self._head(),
+                targets,
+                vocab_size=cfg.vocab_size,
+                logit_softcap=cfg.logit_softcap,
+                dtype=cfg.compute_dtype,
+            )
+
+    def extend(
+        self, tokens: jax.Array, num_new: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Appends tokens to cached sequences: many at once for a prompt, one at a time after.
+
+        Args:
+            tokens: [B, T] int32, padded on the right.
+            num_new: [B] int32, how many of the T are real, at least 1.
+            cache: what came before.
+
+        Returns:
+            The logits [B, V] after each sequence's last real token, and the longer cache.
+        """
+        hidden, cache = self._hidden(tokens, cache=cache)
+        last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
+        return self._logits(last)[:, 0], cache.replace(length=cache.length + num_new)
+
+    def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None):
+        """Returns the normalised output of the last layer [B, T, D], and the cache."""
+        cfg = self.config
+        chex.assert_rank(tokens, 2)
+        B, T = tokens.shape
+        if cfg.context_length < T and cfg.position == "learned":
+            raise ValueError(f"{T} tokens are more than context_length={cfg.context_length}")
+        positions = jnp.arange(T)[None]
+        x = self.wte(tokens)
+        if cache is not None:
+            positions = positions + cache.length[:, None]
+        if cfg.position == "learned":
+            x = x + (self.wpe.first(T) if cache is None else self.wpe(positions))
+        x = self.dropout(x, deterministic=deterministic)
+        x = constrain(x, "batch", "length", "embed")
+        layers = None if cache is None else (cache.key, cache.value)
+        if cfg.scan_layers:
+            x, layers = self.h(x, layers, positions, segments, deterministic)
+        else:
+            new_layers = []
+            for index, block in enumerate(self.h):
+                layer = jax.tree.map(lambda leaf, i=index: leaf[i], layers)
+                x, layer = block(x, layer, positions, segments, deterministic)
+                new_layers.append(layer)
+            if cache is not None:
+                layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *new_layers)
+        x = self.ln_f(x)
+        chex.assert_shape(x, (B, T, cfg.embed_dim))
+        if cache is not None:
+            cache = cache.replace(key=layers[0], value=layers[1])
+        return x, cache
+
+    def _head(self) -> jax.Array:
+        """Returns the output embedding with padded vocabulary, [V padded, D]."""
+        table = self.wte if self.config.tie_embeddings else self.lm_head
+        padding = -self.config.vocab_size % VOCAB_MULTIPLE
+        return constrain(jnp.pad(table.embedding, ((0, padding), (0, 0))), "vocab", "embed")
+
+    def _logits(self, hidden: jax.Array) -> jax.Array:
+        cfg = self.config
+        logits = jnp.einsum(
+            "btd,vd->btv",
+            hidden,
+            self._head().astype(cfg.compute_dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if cfg.logit_softcap:
+            logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+        return logits[..., : cfg.vocab_size]
+
+    @nn.nowrap
+    def init(self, rngs: Any, tokens: jax.Array) -> dict:
+        """Returns `{"params": ...}` drawn with the key `rngs`; `tokens` only lend their shape."""
+        unrolled = GPT(dataclasses.replace(self.config, scan_layers=False, remat="none"))
+        params = nn.unbox(nn.Module.init(unrolled, rngs, tokens))["params"]
+        return {"params": stack_layers(params) if self.config.scan_layers else params}
+
+    @nn.nowrap
+    def logical_axes(self) -> Any:
+        """Returns the names of every parameter's axes, a PartitionSpec in place of each leaf."""
+        unrolled = GPT(dataclasses.replace(self.config, scan_layers=False, remat="none"))
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        boxed = jax.eval_shape(partial(nn.Module.init, unrolled), jax.random.key(0), tokens)
+        axes = nn.get_partition_spec(boxed)["params"]
+        if not self.config.scan_layers:
+            return axes
+        return stack_layers(axes, stack=lambda *layers: PartitionSpec("layers", *layers[0]))
+
+
+def num_params(params: Any) -> int:
+    """Returns the number of parameters in a tree of arrays or shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _residual_stddev(config: GPTConfig) -> float:
+    """Two branches a layer add to the residual stream: keep its variance (GPT-2, section 2.3)."""
+    return 0.02 / (2 * config.num_layers) ** 0.5
+
+
+def _unit_rms(x: jax.Array) -> jax.Array:
+    """Scales each head's vector [..., H] to unit root mean square (Dehghani et al. 2023)."""
+    square = jnp.square(x.astype(jnp.float32)).mean(axis=-1, keepdims=True)
+    return (x * jax.lax.rsqrt(square + 1e-5)).astype(x.dtype)
+
+
+def _rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding of `x` [B, T, N, H] (Su et al. 2021), halves as in GPT-NeoX."""
+    half = x.shape[-1] // 2
+    frequencies = 10000.0 ** (-jnp.arange(half) / half)
+    angles = positions[:, :, None, None] * frequencies
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """Writes `new` [B, T, N, H] into `cache` [B, S, N, H] from each row's `start` [B]."""
+    return jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice_in_dim(c, n, s, axis=0))(
+        cache, new, start
+    )
+
+
+_ACTIVATIONS = {
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+}

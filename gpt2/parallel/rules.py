@@ -1,0 +1,81 @@
+"""From logical axes to mesh axes: the one table that says how everything is spread.
+
+The model names the axes of its parameters and activations by meaning (`embed`, `mlp`, `heads`,
+`vocab`, ...). Two mappings give those names a place on the mesh: `STORAGE` for parameters and
+optimizer state between steps, `COMPUTE` for parameters and activations inside a step. FSDP is the
+difference between the two: a row that stores over `fsdp` and computes whole.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.sharding import PartitionSpec
+
+# Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
+MESH_AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+# Logical axis -> mesh axes that split it. `table` is the width of an embedding table: its rows
+# (50257 of them, or a context length) divide by nothing, so tables are stored by columns.
+STORAGE: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "vocab": (),
+    "position": (),
+    "table": ("tensor", "fsdp"),
+    "embed": ("fsdp",),
+    "norm": ("fsdp",),
+    "qkv": (),
+    "heads": ("tensor",),
+    "head_size": (),
+    "mlp": ("tensor",),
+}
+
+# Parameters inside a step: as stored, gathered over `fsdp`.
+COMPUTE = {name: tuple(a for a in axes if a != "fsdp") for name, axes in STORAGE.items()}
+
+# Activations. The batch is already split when the model sees it (see pjit.py), so it has no row
+# that splits; `vocab` is padded to a multiple that divides.
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "batch": (),
+    "length": (),
+    "embed": (),
+    "qkv": (),
+    "heads": ("tensor",),
+    "head_size": (),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+}
+
+
+def spec(names: tuple[str | None, ...], table: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
+    """Returns the mesh axes of an array whose axes are called `names`.
+
+    Raises:
+        KeyError: a name that no row of the table knows.
+    """
+    entries = []
+    for name in names:
+        axes = () if name is None else table[name]
+        entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
+    return PartitionSpec(*entries)
+
+
+def specs(logical_axes: Any, table: Mapping[str, tuple[str, ...]]) -> Any:
+    """Maps a tree of logical axes (tuples of names in a PartitionSpec) to mesh axes."""
+    return jax.tree.map(
+        lambda names: spec(tuple(names), table),
+        logical_axes,
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
+
+
+def constrain(x: jax.Array, *names: str) -> jax.Array:
+    """Spreads an activation by the names of its axes; does nothing outside a mesh."""
+    return nn.with_logical_constraint(x, names)
+
+
+def activation_rules() -> list[tuple[str, Any]]:
+    """Returns `ACTIVATIONS` in the form of `flax.linen.logical_axis_rules`."""
+    return [(name, axes or None) for name, axes in ACTIVATIONS.items()]

@@ -1,0 +1,1 @@
+"""Single ideas of training in JAX, one a file."""

@@ -1,0 +1,45 @@
+"""Gradient accumulation: a large batch as a scan over micro-batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def accumulate(
+    function: Callable[[dict[str, jax.Array], jax.Array], Any],
+    batch: dict[str, jax.Array],
+    num_micro_batches: int,
+) -> Any:
+    """Sums `function(micro_batch, index)` over equal slices of the batch's rows.
+
+    Sums, not means: the caller divides once by the number of tokens, so that micro-batches with
+    different numbers of them weigh as they should.
+
+    Args:
+        function: maps a micro-batch and its index (int32 scalar) to a tree of arrays.
+        batch: arrays [B, ...]; B is a multiple of `num_micro_batches`.
+        num_micro_batches: 1 calls `function` directly.
+
+    Returns:
+        The tree that `function` gives, summed.
+    """
+    if num_micro_batches == 1:
+        return function(batch, jnp.int32(0))
+    micro_batches = jax.tree.map(
+        lambda x: x.reshape(num_micro_batches, x.shape[0] // num_micro_batches, *x.shape[1:]),
+        batch,
+    )
+
+    def body(total, indexed_micro_batch):
+        index, micro_batch = indexed_micro_batch
+        return jax.tree.map(jnp.add, total, function(micro_batch, index)), None
+
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first, jnp.int32(0))
+    )
+    indices = jnp.arange(num_micro_batches, dtype=jnp.int32)
+    total, _ = jax.lax.scan(body, zeros, (indices, micro_batches))
+    return total

@@ -1,0 +1,28 @@
+"""Random keys: each is a fold of what it is for, so that none is stored and none is used twice."""
+
+import jax
+
+# The streams that one seed gives rise to.
+_INIT, _DROPOUT = range(2)
+
+
+def init_key(seed: int) -> jax.Array:
+    """Returns the key that parameters are drawn with."""
+    return jax.random.fold_in(jax.random.key(seed), _INIT)
+
+
+def dropout_key(
+    seed: int, step: jax.Array | int, micro_batch: jax.Array | int, device: jax.Array | int
+) -> jax.Array:
+    """Returns the dropout key of one micro-batch on one device at one step.
+
+    Args:
+        seed: the run's seed.
+        step: optimizer step, counted from 0.
+        micro_batch: index of the micro-batch within the step.
+        device: index of the device along the axes that split the batch.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), _DROPOUT)
+    for index in (step, micro_batch, device):
+        key = jax.random.fold_in(key, index)
+    return key
