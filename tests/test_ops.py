@@ -1,0 +1,164 @@
+"""The fast form of every operation equals its plain reference, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2.errors import UserError
+from gpt2.ops import attention, cross_entropy, cross_entropy_reference, linear, linear_reference
+from gpt2.ops.attention import attention_cached, attention_reference, resolve
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+dtypes = st.sampled_from(sorted(TOLERANCE))
+few = settings(max_examples=6, deadline=None, derandomize=True)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def assert_close(actual, expected, dtype="float32"):
+    """Agreement relative to the largest entry: narrow types round each entry, not each sum."""
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.shape == e.shape and a.dtype == e.dtype
+        a, e = np.asarray(a, np.float32), np.asarray(e, np.float32)
+        np.testing.assert_allclose(a, e, rtol=0, atol=TOLERANCE[dtype] * max(1, np.abs(e).max()))
+
+
+def weighted(op, *shape):
+    """Turns an operation into a scalar function whose gradient reaches every output entry."""
+    return lambda *args: (op(*args) * normal(9, *shape)).sum().astype(jnp.float32)
+
+
+@few
+@given(rows=st.integers(1, 9), width=st.integers(1, 7), dtype=dtypes, bias=st.booleans())
+def test_linear_equals_tensordot_and_its_derivative(rows, width, dtype, bias):
+    x, kernel = normal(0, 2, rows, 5), normal(1, 5, 3, 2, width)
+    args = (x, kernel) + ((normal(2, 3, 2, width),) if bias else ())
+    shape = (2, rows, 3, 2, width)
+    fast = weighted(lambda *a: linear(*a, dtype=dtype), *shape)
+    plain = weighted(lambda *a: linear_reference(*a, dtype=dtype), *shape)
+    every = tuple(range(len(args)))
+    assert linear(*args, dtype=dtype).dtype == dtype
+    assert_close(linear(*args, dtype=dtype), linear_reference(*args, dtype=dtype), dtype)
+    assert_close(
+        jax.jit(jax.grad(fast, every))(*args), jax.jit(jax.grad(plain, every))(*args), dtype
+    )
+
+
+def test_linear_contracts_two_axes():
+    x, kernel = normal(0, 2, 5, 3, 4), normal(1, 3, 4, 6)
+    expected = np.asarray(x).reshape(2, 5, 12) @ np.asarray(kernel).reshape(12, 6)
+    np.testing.assert_allclose(linear(x, kernel, num_contract=2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_linear_kernel_gradient_is_not_rounded_through_bfloat16():
+    x, kernel = jnp.ones((257, 1)), jnp.zeros((1, 1))
+    gradient = jax.grad(lambda w: linear(x, w, dtype=jnp.bfloat16).astype(jnp.float32).sum())
+    assert gradient(kernel) == 257  # bfloat16 holds 256 and 258, not 257
+
+
+@few
+@given(length=st.sampled_from([1, 7, 128, 129, 260]), dtype=dtypes, with_segments=st.booleans())
+def test_blocked_attention_equals_reference(length, dtype, with_segments):
+    q, k, v = (normal(i, 2, length, 2, 8).astype(dtype) for i in range(3))
+    segments = jnp.sort(jax.random.randint(jax.random.key(3), (2, length), 0, 4))
+    segments = segments if with_segments else None
+    check_attention("blocked", q, k, v, segments, dtype)
+
+
+def check_attention(implementation, q, k, v, segments, dtype):
+    fast = jax.jit(
+        lambda q, k, v: attention(q, k, v, implementation=implementation, segments=segments)
+    )
+    plain = jax.jit(lambda q, k, v: attention_reference(q, k, v, segments=segments))
+    assert_close(fast(q, k, v), plain(q, k, v), dtype)
+    gradient_fast = jax.jit(jax.grad(weighted(fast, *q.shape), (0, 1, 2)))
+    gradient_plain = jax.jit(jax.grad(weighted(plain, *q.shape), (0, 1, 2)))
+    assert_close(gradient_fast(q, k, v), gradient_plain(q, k, v), dtype)
+
+
+def test_xla_attention_equals_reference():
+    q, k, v = (normal(i, 2, 9, 2, 8) for i in range(3))
+    check_attention("xla", q, k, v, jnp.array([[0] * 4 + [1] * 5, [2] * 9]), "float32")
+
+
+def test_first_position_attends_to_itself_and_equal_keys_average():
+    v = normal(0, 1, 4, 1, 8)
+    out = attention(jnp.ones_like(v), jnp.ones_like(v), v)
+    means = np.cumsum(np.asarray(v), axis=1) / np.arange(1, 5)[:, None, None]
+    np.testing.assert_allclose(out, means, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
+def test_no_gradient_flows_back_from_an_earlier_position(implementation):
+    q, k, v = (normal(i, 1, 6, 1, 4) for i in range(3))
+
+    def early(q, k, v):
+        return attention(q, k, v, implementation=implementation)[:, :3].sum()
+
+    for gradient in jax.grad(early, (0, 1, 2))(q, k, v):
+        assert not gradient[:, 3:].any() and gradient[:, :3].any()
+
+
+def test_cached_attention_equals_attention_of_the_last_positions():
+    q, k, v = (normal(i, 2, 9, 2, 8) for i in range(3))
+    garbage = jnp.full((2, 3, 2, 8), 1e9)
+    whole = attention_reference(q, k, v)
+    k_cache, v_cache = (jnp.concatenate([x, garbage], axis=1) for x in (k, v))
+    for new in (1, 4):
+        last = attention_cached(q[:, -new:], k_cache, v_cache, jnp.int32(9))
+        assert_close(last, whole[:, -new:])
+
+
+def test_auto_attention_follows_platform_type_and_shape():
+    assert resolve("auto", "cpu", jnp.float32, 1024, 64) == "blocked"
+    assert resolve("auto", "gpu", jnp.bfloat16, 1024, 64) == "cudnn"
+    assert resolve("auto", "gpu", jnp.float32, 1024, 64) == "xla"
+    assert resolve("auto", "tpu", jnp.bfloat16, 1024, 64) == "splash"
+    assert resolve("auto", "tpu", jnp.bfloat16, 1000, 64) == "xla"
+
+
+@pytest.mark.parametrize("name", ["cudnn", "splash", "flash3"])
+def test_impossible_attention_is_a_user_error(name):
+    with pytest.raises(UserError, match=f"model.attention='{name}'"):
+        resolve(name, "cpu", jnp.float32, 1024, 64)
+
+
+@few
+@given(
+    length=st.integers(1, 9),
+    chunk=st.integers(0, 4),
+    padding=st.integers(0, 5),
+    dtype=dtypes,
+    softcap=st.sampled_from([0.0, 3.0]),
+)
+def test_cross_entropy_equals_reference(length, chunk, padding, dtype, softcap):
+    vocab_size = 11
+    hidden, embedding = normal(0, 2, length, 8), normal(1, vocab_size + padding, 8)
+    targets = jax.random.randint(jax.random.key(2), (2, length), -1, vocab_size)
+    options = dict(vocab_size=vocab_size, logit_softcap=softcap, dtype=dtype)
+
+    def fast(hidden, embedding):
+        return cross_entropy(hidden, embedding, targets, chunk=chunk, **options)
+
+    def plain(hidden, embedding):
+        return cross_entropy_reference(hidden, embedding, targets, **options)
+
+    assert_close(fast(hidden, embedding), plain(hidden, embedding), dtype)
+    gradients = [
+        jax.jit(jax.grad(lambda *a, f=f: 3 * f(*a)[0], (0, 1)))(hidden, embedding)
+        for f in (fast, plain)
+    ]
+    assert_close(*gradients, dtype)
+
+
+def test_uniform_logits_lose_log_of_true_vocabulary():
+    loss, count = cross_entropy(
+        jnp.zeros((1, 4, 8)), jnp.zeros((128, 8)), jnp.array([[1, 2, -1, 3]]), vocab_size=100
+    )
+    assert count == 3
+    np.testing.assert_allclose(loss, 3 * np.log(100), rtol=1e-6)
