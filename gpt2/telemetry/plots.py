@@ -29,7 +29,7 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     with matplotlib.rc_context({"font.size": 11, "font.family": "sans-serif"}):
         figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
@@ -38,8 +38,10 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
         counts = FuncFormatter(lambda value, _: format_count(value))
         if train[0]:
             axes.plot(*train, color=_TRAIN, alpha=0.22, linewidth=1)
-            smooth = _smooth(train[1], window=max(1, len(train[1]) // 30))
-            axes.plot(train[0], smooth, color=_TRAIN, linewidth=2, label=f"train {smooth[-1]:.3f}")
+            window = max(1, len(train[1]) // 30)
+            newest = sum(train[1][-window:]) / window
+            smooth = _smooth(train[1], window)
+            axes.plot(train[0], smooth, color=_TRAIN, linewidth=2, label=f"train {newest:.3f}")
         if validation[0]:
             best = min(validation[1])
             label = f"validation {validation[1][-1]:.3f}"
@@ -51,7 +53,8 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
         axes.set_xlabel("step")
         axes.set_ylabel("loss (nats per token)")
         axes.set_ylim(*_limits(train[1], validation[1]))
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.01 * max(1, records[-1]["step"]))
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.xaxis.set_major_formatter(counts)
         axes.grid(color="#e5e7eb", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -60,7 +63,7 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
             side.set_visible(False)
         axes.legend(frameon=False, loc="upper right")
         if title:
-            axes.set_title(title, loc="left", fontweight="bold", pad=14)
+            axes.set_title(title, loc="left", fontweight="bold", y=1.1)
         if tokens_per_step := _tokens_per_step(records):
             tokens = axes.secondary_xaxis(
                 "top",
@@ -69,7 +72,7 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
                     lambda seen: seen / tokens_per_step,
                 ),
             )
-            tokens.set_xlabel("tokens", color=_MUTED)
+            tokens.set_xlabel("tokens", color=_MUTED, loc="right")
             tokens.xaxis.set_major_formatter(counts)
             tokens.tick_params(color=_MUTED, labelcolor=_MUTED)
             tokens.spines["top"].set_visible(False)
@@ -83,14 +86,10 @@ def _series(records: list[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def _smooth(values: list[float], window: int) -> list[float]:
-    """Exponential moving average over about `window` values, without a bias to the first one."""
-    keep = 1 - 1 / window
-    total = weight = 0.0
-    smooth = []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        smooth.append(total / weight)
-    return smooth
+    """Centred moving average, which does not lag; the window shrinks towards both ends."""
+    half, last = window // 2, len(values) - 1
+    reach = [min(half, i, last - i) for i in range(len(values))]
+    return [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach)]
 
 
 def _limits(train: list[float], validation: list[float]) -> tuple[float, float]:

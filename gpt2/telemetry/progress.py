@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Mapping
 
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
 
 def format_count(number: float) -> str:
-    """Writes a count for people: 950, 124.4M, 9.0B."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if abs(number) >= limit:
-            return f"{number / (1e3 if unit == 'k' else limit):.1f}{unit}"
-    return f"{number:,.0f}"
+    """Writes a count for people: 950, 9,500, 12.3k, 124.4M, 9B."""
+    if abs(number) < 1e4:
+        return f"{number:,.0f}"
+    size, unit = next(pair for pair in _UNITS if abs(number) >= pair[0])
+    return f"{number / size:.1f}".removesuffix(".0") + unit
 
 
 def format_bytes(number: float) -> str:
@@ -89,7 +91,8 @@ class Progress:
     """Shows how far a run is; a context manager.
 
     On a terminal a bar stays at the bottom with the newest loss, validation loss, tokens/s, MFU
-    and time left. Elsewhere each update that carries metrics prints one line.
+    and time left, and each validation leaves a line above it. Elsewhere each update that carries
+    metrics prints one line.
 
     Args:
         total: the step at which the run ends.
@@ -122,9 +125,10 @@ class Progress:
         if self._bar:
             shown = format_metrics(self._newest, _ON_BAR)
             self._bar.update(self._task, completed=step, shown=shown, left=f"{left} left")
-        elif line := format_metrics(metrics):
+        line = format_metrics(metrics)
+        if line and (not self._bar or "eval/loss" in metrics):
             width = len(str(self._total))
-            print(f"step {step:>{width}}/{self._total} | {line} | {left} left", flush=True)
+            self.log(f"step {step:>{width}}/{self._total} | {line} | {left} left")
 
     def log(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
@@ -151,7 +155,7 @@ def _make_bar():
     from rich.progress import Progress as Bar
 
     return Bar(
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[shown]}", markup=False),
         TextColumn("{task.fields[left]}", style="cyan", markup=False),

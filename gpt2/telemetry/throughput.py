@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ class _Chip(NamedTuple):
     half: float
     single: float
     source: str
+    has_bfloat16: bool = True  # else it runs in float32
 
 
 # Data sheets give NVIDIA's tensor-core figures with sparsity; these are half of those.
@@ -69,14 +71,15 @@ _CHIPS = (
     _Chip("H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL"),
     _Chip("H100", 989.5, 494.5, "NVIDIA H100 data sheet, SXM"),
     _Chip("A100", 312.0, 156.0, "NVIDIA A100 data sheet"),
-    _Chip("A10G", 70.0, 35.0, "NVIDIA A10G, as offered by AWS G5"),
+    _Chip("A10G", 70.0, 35.0, "NVIDIA A10G data sheet"),
     _Chip("L40S", 362.0, 183.0, "NVIDIA L40S data sheet"),
+    _Chip("L40", 181.0, 90.5, "NVIDIA L40 data sheet"),
     _Chip("L4", 121.0, 60.0, "NVIDIA L4 data sheet"),
-    _Chip("T4", 65.0, 8.1, "NVIDIA T4 data sheet; float16 only"),
-    _Chip("V100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet, PCIe; float16 only"),
-    _Chip("V100", 125.0, 15.7, "NVIDIA V100 data sheet, SXM2; float16 only"),
-    _Chip("RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper, appendix A"),
-    _Chip("RTX 3090", 71.0, 35.6, "NVIDIA Ampere GA102 white paper, table 2"),
+    _Chip("T4", 65.0, 8.1, "NVIDIA T4 data sheet", False),
+    _Chip("V100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet, PCIe", False),
+    _Chip("V100", 125.0, 15.7, "NVIDIA V100 data sheet, SXM2", False),
+    _Chip("RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper"),
+    _Chip("RTX 3090", 71.0, 35.6, "NVIDIA GA102 architecture white paper"),
     _Chip("TPU7", 1153.5, 1153.5, "Google Cloud TPU7x page; half a chip, one JAX device"),
     _Chip("TPU v6", 918.0, 918.0, "Google Cloud TPU v6e page"),
     _Chip("TPU v5 lite", 197.0, 197.0, "Google Cloud TPU v5e page"),
@@ -85,7 +88,7 @@ _CHIPS = (
     _Chip("TPU v4 lite", 138.0, 138.0, "Jouppi et al. 2021, table 1 (TPU v4i)"),
     _Chip("TPU v4", 275.0, 275.0, "Google Cloud TPU v4 page"),
     _Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page; half a chip, one JAX device"),
-    _Chip("TPU v2", 22.5, 22.5, "Jouppi et al. 2020, table 1; half a chip, one JAX device"),
+    _Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1; half a chip, one JAX device"),
 )
 
 
@@ -93,8 +96,7 @@ def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
     """Returns the most FLOP/s that `device` spends on a matrix product of `dtype` operands.
 
     On a CPU the first call measures it (about a third of a second), shared among the simulated
-    devices of the process, so that a sum over devices is the machine's. bfloat16 on a V100 or T4
-    runs in float32, and so has float32's peak.
+    devices of the process, so that a sum over devices is the machine's.
 
     Returns:
         FLOP/s, or None for a device that the table does not know.
@@ -105,7 +107,7 @@ def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
     if chip is None:
         return None
     name = jnp.dtype(dtype).name
-    fast = name == "float16" or (name == "bfloat16" and "float16 only" not in chip.source)
+    fast = name == "float16" or (name == "bfloat16" and chip.has_bfloat16)
     return 1e12 * (chip.half if fast else chip.single)
 
 
@@ -118,8 +120,11 @@ def peak_source(device: jax.Device) -> str:
 
 
 def _find_chip(device: jax.Device) -> _Chip | None:
-    kind = device.device_kind.lower()
-    return next((chip for chip in _CHIPS if chip.pattern.lower() in kind), None)
+    kind = device.device_kind
+    if re.search(r"\b(Laptop|MIG)\b", kind):  # less than the chip of that name
+        return None
+    # Whole names only: an RTX A1000 is no A100.
+    return next((c for c in _CHIPS if re.search(rf"\b{c.pattern}(?!\d)", kind, re.I)), None)
 
 
 @functools.cache

@@ -1,0 +1,320 @@
+"""What a run writes and shows: metrics that survive kills, progress, curves, traces."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2.errors import UserError
+from gpt2.telemetry import metrics, plots, profiler, progress
+
+
+def lines(workdir) -> list[dict]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def open_writer(workdir, resume_step=None, **options) -> metrics.MetricsWriter:
+    return metrics.MetricsWriter(
+        workdir, {}, **({"tensorboard": False, "resume_step": resume_step} | options)
+    )
+
+
+def events(workdir) -> list[tuple[int, str, float]]:
+    """The scalars of all event files, read by the format's definition, in the order of writing."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted((workdir / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:  # length u64, its crc u32, payload, its crc u32
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            if event.HasField("session_log"):
+                found.append((event.step, "START", 0.0))
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            data = data[16 + size :]
+    return found
+
+
+# metrics.jsonl
+
+
+def test_values_of_one_step_share_a_line(tmp_path):
+    with open_writer(tmp_path) as writer:
+        writer.write(10, {"tokens": 640, "train/loss": 3.5})
+        writer.write(10, {"eval/loss": 3.25})
+        writer.write(20, {"tokens": 1280, "train/loss": 3.0})
+    assert lines(tmp_path) == [
+        {"step": 10, "tokens": 640, "train/loss": 3.5, "eval/loss": 3.25},
+        {"step": 20, "tokens": 1280, "train/loss": 3.0},
+    ]
+
+
+def test_flushed_step_is_on_disk_and_still_takes_values(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.write(1, {"train/loss": 3.0})
+    writer.write(2, {"train/loss": 2.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+    writer.flush(2)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    writer.write(2, {"eval/loss": 2.5})
+    writer.close()
+    assert lines(tmp_path)[1] == {"step": 2, "train/loss": 2.0, "eval/loss": 2.5}
+    assert len(lines(tmp_path)) == 2
+
+
+def test_older_step_is_refused(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.write(2, {"train/loss": 2.0})
+    with pytest.raises(ValueError, match="step 1 after those of step 2"):
+        writer.write(1, {"train/loss": 3.0})
+
+
+def test_not_finite_is_null_in_json(tmp_path):
+    with open_writer(tmp_path) as writer:
+        writer.write(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "tokens": 8})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "step": 1,
+        "train/loss": None,
+        "train/grad_norm": None,
+        "tokens": 8,
+    }
+
+
+def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
+    with open_writer(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.write(step, {"train/loss": 10.0 - step})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "train/lo')
+    with open_writer(tmp_path, resume_step=3) as writer:
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+        writer.write(3, {"eval/loss": 7.5})
+        for step in (4, 5, 6):
+            writer.write(step, {"train/loss": 10.0 - step})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert lines(tmp_path)[2] == {"step": 3, "train/loss": 7.0, "eval/loss": 7.5}
+
+
+def test_torn_line_is_dropped_though_its_step_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8}\n{"step": 2, "tokens": 1')
+    with open_writer(tmp_path, resume_step=5) as writer:
+        writer.write(2, {"tokens": 16})
+    assert lines(tmp_path) == [{"step": 1, "tokens": 8}, {"step": 2, "tokens": 16}]
+
+
+def test_new_run_never_overwrites_another(tmp_path):
+    with open_writer(tmp_path) as writer:
+        writer.write(1, {"train/loss": 3.0})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"holds the metrics of another run.*workdir"):
+        open_writer(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+KILLED_RUN = """
+import itertools, sys
+from pathlib import Path
+from gpt2.telemetry.metrics import MetricsWriter
+workdir, start = Path(sys.argv[1]), int(sys.argv[2])
+writer = MetricsWriter(workdir, {}, tensorboard=False, resume_step=start)
+for step in itertools.count(start + 1):
+    writer.write(step, {"train/loss": 1 / step})
+    if step % 7 == 0:
+        writer.write(step, {"eval/loss": 2 / step})
+        writer.flush(step)
+        (workdir / "checkpoint").write_text(str(step))
+        print(step, flush=True)
+"""
+
+
+def test_sigkill_at_any_moment_leaves_each_step_once(tmp_path):
+    checkpoint = 0
+    for delay in (0.0, 0.003, 0.011, 0.02):
+        command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(checkpoint)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+            run.stdout.readline()  # it has saved a checkpoint, and writes on
+            time.sleep(delay)
+            run.send_signal(signal.SIGKILL)
+        saved = (tmp_path / "checkpoint").read_text()
+        checkpoint = int(saved or checkpoint)
+        open_writer(tmp_path, resume_step=checkpoint).close()
+        assert lines(tmp_path) == [
+            {"step": s, "train/loss": 1 / s} | ({"eval/loss": 2 / s} if s % 7 == 0 else {})
+            for s in range(1, checkpoint + 1)
+        ]
+
+
+# TensorBoard and W&B
+
+
+def test_event_file_holds_what_was_flushed(tmp_path):
+    writer = open_writer(tmp_path, tensorboard=True)
+    writer.write(1, {"train/loss": 3.5, "tokens": 64})
+    writer.flush(1)
+    assert events(tmp_path) == [(1, "train/loss", 3.5), (1, "tokens", 64.0)]
+    writer.close()
+
+
+def test_resumed_event_file_purges_from_the_next_step_on(tmp_path):
+    for resume_step, step in ((None, 5), (3, 4)):
+        with open_writer(tmp_path, resume_step=resume_step, tensorboard=True) as writer:
+            writer.write(step, {"train/loss": 1.5})
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert events(tmp_path) == [(5, "train/loss", 1.5), (4, "START", 0.0), (4, "train/loss", 1.5)]
+
+
+def test_missing_wandb_names_the_package_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        open_writer(tmp_path / "run", wandb=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
+    starts, logged = [], []
+    run = types.SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)), finish=lambda: None
+    )
+    fake = types.SimpleNamespace(
+        init=lambda **options: starts.append(options) or run, Error=OSError
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for resume_step in (None, 1):
+        with open_writer(tmp_path, resume_step=resume_step, wandb=True) as writer:
+            writer.write(2, {"train/loss": 2.0})
+    assert starts[0]["id"] == starts[1]["id"]
+    assert starts[0]["name"] == tmp_path.name
+    assert logged == [(2, {"train/loss": 2.0})] * 2
+
+
+def test_telemetry_loads_nothing_heavy():
+    code = (
+        "import sys, gpt2.telemetry.metrics, gpt2.telemetry.progress, gpt2.telemetry.plots\n"
+        "heavy = {'matplotlib', 'tensorboardX', 'wandb', 'rich', 'jax'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Progress
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (progress.format_count(950), "950"),
+        (progress.format_count(9_500), "9,500"),
+        (progress.format_count(12_345), "12.3k"),
+        (progress.format_count(124_439_808), "124.4M"),
+        (progress.format_count(9e9), "9B"),
+        (progress.format_bytes(512), "512 B"),
+        (progress.format_bytes(3.4 * 2**30), "3.4 GiB"),
+        (progress.format_duration(42.4), "42s"),
+        (progress.format_duration(83), "1m 23s"),
+        (progress.format_duration(7_530), "2h 05m"),
+        (progress.format_duration(3 * 86_400 + 4 * 3_600), "3d 04h"),
+        (progress.format_duration(math.inf), "?"),
+    ],
+)
+def test_figures_read_well(written, expected):
+    assert written == expected
+
+
+def test_plain_progress_prints_a_line_per_update_with_metrics(capsys):
+    with progress.Progress(total=100, start=50) as shown:
+        shown.update(60, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
+        shown.update(61)
+        shown.log("saved [bold] checkpoint")
+        shown.update(100, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
+    assert capsys.readouterr().out.splitlines() == [
+        "step  60/100 | loss 3.2146 | 12.3k tokens/s | 0s left",
+        "saved [bold] checkpoint",
+        "step 100/100 | val loss 3.0000 | perplexity 20.09 | 0s left",
+    ]
+
+
+def test_plain_summary_is_aligned(capsys):
+    progress.print_summary({"model": {"parameters": "124.4M"}, "data": {"corpus": "pystdlib"}})
+    assert capsys.readouterr().out.splitlines() == [
+        "model",
+        "  parameters  124.4M",
+        "data",
+        "  corpus      pystdlib",
+        "",
+    ]
+
+
+# Curves and traces
+
+
+def write_run(workdir, steps: int):
+    with open_writer(workdir) as writer:
+        for step in range(1, steps + 1):
+            writer.write(step, {"tokens": 64 * step, "train/loss": 2 + 8 / step})
+            if step % 10 == 0:
+                writer.write(step, {"eval/loss": 2.5 + 8 / step})
+        writer.write(steps + 1, {"tokens": 64 * (steps + 1), "train/loss": math.nan})
+    return workdir / "metrics.jsonl"
+
+
+@pytest.mark.parametrize("steps", [1, 100])
+def test_curves_are_drawn_for_short_and_long_runs(tmp_path, steps):
+    png = tmp_path / "loss.png"
+    plots.plot_losses(write_run(tmp_path, steps), png, title="a run")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert png.stat().st_size > 10_000
+
+
+def test_run_without_losses_draws_nothing(tmp_path):
+    with open_writer(tmp_path) as writer:
+        writer.write(1, {"tokens": 64})
+    plots.plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_smoothing_keeps_a_straight_line_straight():
+    line = [3.0 * i for i in range(50)]
+    assert plots._smooth(line, window=9) == pytest.approx(line)
+    assert np.std(plots._smooth([0.0, 1.0] * 25, window=9)[5:-5]) < 0.1
+
+
+def test_trace_holds_the_named_steps_and_no_others(tmp_path):
+    step = jax.jit(lambda x: x @ x)
+    x = step(jnp.ones((16, 16)))
+    with profiler.Profiler(tmp_path, start=3, steps=2) as profile:
+        for number in range(1, 8):
+            profile.step(number, x)
+            x = step(x)
+    traces = list(tmp_path.rglob("*.xplane.pb"))
+    assert len(traces) == 1
+    data = jax.profiler.ProfileData.from_file(str(traces[0]))
+    numbers = {
+        dict(event.stats)["step_num"]
+        for plane in data.planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    }
+    assert numbers == {3, 4}
+
+
+def test_run_that_ends_within_the_trace_still_writes_it(tmp_path):
+    with profiler.Profiler(tmp_path, start=1, steps=100) as profile:
+        profile.step(1, jnp.ones(()))
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_no_trace_unless_asked_for(tmp_path):
+    with profiler.Profiler(tmp_path / "profile", start=0, steps=0) as profile:
+        profile.step(0, jnp.ones(()))
+    assert not (tmp_path / "profile").exists()

@@ -1,0 +1,276 @@
+"""Speed figures are the published ones, each second is charged once, a recompilation is named."""
+
+import time
+import types
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gpt2.config import GPTConfig
+from gpt2.telemetry import compile_watch, throughput
+
+# Throughput
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-355m", 354_823_168),
+        ("gpt2-774m", 774_030_080),
+        ("gpt2-1558m", 1_557_611_200),
+    ],
+)
+def test_compute_parameters_are_all_but_positions(name, parameters):
+    cfg = GPTConfig.from_name(name)
+    positions = cfg.context_length * cfg.embed_dim
+    assert throughput.count_compute_parameters(cfg) == parameters - positions
+
+
+def test_untied_head_costs_no_more_flops_than_a_tied_one():
+    tied = GPTConfig.from_name("gpt2-124m")
+    untied = GPTConfig.from_name("gpt2-124m", tie_embeddings=False)
+    assert throughput.model_flops_per_token(tied, 1024) == throughput.model_flops_per_token(
+        untied, 1024
+    )
+
+
+def test_flops_per_token_follow_the_published_formula():
+    cfg = GPTConfig.from_name("gpt2-124m")
+    expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert throughput.model_flops_per_token(cfg, 1024) == expected
+    # 45 % of an H100 is 521,000 tokens/s.
+    peak = throughput.peak_flops(device("NVIDIA H100 80GB HBM3"), jnp.bfloat16)
+    assert 0.45 * peak / expected == pytest.approx(521_000, rel=2e-3)
+
+
+def device(kind: str, platform: str = "gpu"):
+    return types.SimpleNamespace(device_kind=kind, platform=platform)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bfloat16", "float32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5, 494.5),
+        ("NVIDIA H100 PCIe", 756.5, 378.0),
+        ("NVIDIA H200", 989.5, 494.5),
+        ("NVIDIA GH200 480GB", 989.5, 494.5),
+        ("NVIDIA B200", 2250.0, 1125.0),
+        ("NVIDIA A100-SXM4-40GB", 312.0, 156.0),
+        ("NVIDIA A10G", 70.0, 35.0),
+        ("NVIDIA L4", 121.0, 60.0),
+        ("NVIDIA L40S", 362.0, 183.0),
+        ("Tesla T4", 8.1, 8.1),
+        ("Tesla V100-SXM2-16GB", 15.7, 15.7),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+        ("TPU v2", 23.0, 23.0),
+        ("TPU v4", 275.0, 275.0),
+        ("TPU v5 lite", 197.0, 197.0),
+        ("TPU v5", 459.0, 459.0),
+        ("TPU v5p", 459.0, 459.0),
+        ("TPU v6 lite", 918.0, 918.0),
+        ("TPU7x", 1153.5, 1153.5),
+    ],
+)
+def test_peak_follows_the_device_kind(kind, bfloat16, float32):
+    assert throughput.peak_flops(device(kind), "bfloat16") == 1e12 * bfloat16
+    assert throughput.peak_flops(device(kind), "float32") == 1e12 * float32
+    assert throughput.peak_source(device(kind)) not in ("unknown", "measured")
+
+
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 MIG 1g.10gb"]
+)
+def test_peak_of_a_lesser_namesake_is_unknown(kind):
+    assert throughput.peak_flops(device(kind), "bfloat16") is None
+    assert throughput.peak_source(device(kind)) == "unknown"
+
+
+def test_cpu_peak_is_measured_once_and_shared_among_devices():
+    cpus = jax.devices("cpu")
+    began = time.perf_counter()
+    first = throughput.peak_flops(cpus[0], "float32")
+    assert time.perf_counter() - began < 10
+    assert first == throughput.peak_flops(cpus[-1], "float32")
+    assert 1e9 < first * len(cpus) < 1e14
+    assert throughput.peak_source(cpus[0]) == "measured"
+
+
+class Seconds:
+    """A clock that moves when told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_step_clock_leaves_validation_out_and_charges_each_second_once():
+    seconds = Seconds()
+    clock = throughput.StepClock(1000, flops_per_token=6.0, peak=24_000.0, now=seconds)
+    seconds.now += 1
+    with clock.phase("compile"):
+        seconds.now += 3
+    with clock.phase("step"):
+        for _ in range(2):
+            with clock.phase("data wait"):
+                seconds.now += 0.5
+            seconds.now += 1.5
+            clock.count_step()
+        with clock.phase("validation"):
+            seconds.now += 10
+            with clock.phase("checkpoint"):
+                seconds.now += 2
+        assert clock.read() == pytest.approx(
+            {
+                "perf/step_seconds": 2.0,
+                "perf/tokens_per_second": 500.0,
+                "perf/data_wait_seconds": 0.5,
+                "perf/mfu": 500.0 * 6 / 24_000,
+            }
+        )
+        assert clock.read() == {}
+        seconds.now += 4
+        clock.count_step()
+        assert clock.read()["perf/step_seconds"] == pytest.approx(4.0)
+    total = 24.0
+    assert clock.shares() == pytest.approx(
+        {
+            "validation": 10 / total,
+            "step": 7 / total,
+            "compile": 3 / total,
+            "checkpoint": 2 / total,
+            "data wait": 1 / total,
+            "other": 1 / total,
+        }
+    )
+    assert clock.describe_shares().startswith("validation 42%, step 29%, ")
+
+
+def test_unknown_peak_leaves_mfu_out():
+    seconds = Seconds()
+    clock = throughput.StepClock(1000, flops_per_token=6.0, peak=None, now=seconds)
+    with clock.phase("step"):
+        seconds.now += 1
+        clock.count_step()
+    assert "perf/mfu" not in clock.read()
+
+
+# Compilation
+
+
+def state_and_batch(batch_size: int = 8):
+    state = {"params": {"kernel": jnp.ones((4, 16))}}
+    return state, {"tokens": jnp.ones((batch_size, 4), jnp.int32)}
+
+
+def train_step(state, batch):
+    kernel = state["params"]["kernel"]
+    return {"params": {"kernel": kernel + 1}}, (batch["tokens"].astype(jnp.float32) @ kernel).sum()
+
+
+def test_compiled_step_gives_what_jit_gives_and_accounts_for_itself():
+    step = compile_watch.compile_once(jax.jit(train_step), *state_and_batch())
+    chex.assert_trees_all_close(
+        step(*state_and_batch()), jax.jit(train_step)(*state_and_batch()), rtol=1e-6
+    )
+    assert step.name == "train_step"
+    assert step.compile_seconds > 0
+    assert step.flops >= 2 * 8 * 4 * 16
+    assert step.memory.arguments == 4 * (4 * 16 + 8 * 4)
+    assert step.memory.peak >= step.memory.arguments + step.memory.outputs
+    assert "HloModule" in step.text()
+
+
+def test_donation_lowers_the_peak():
+    x = jnp.ones(1024)
+    kept = compile_watch.compile_once(jax.jit(jnp.sin), x)
+    donated = compile_watch.compile_once(jax.jit(jnp.sin, donate_argnums=0), x)
+    assert kept.memory.peak - donated.memory.peak == donated.memory.aliased == 4096
+
+
+def test_steps_compile_for_shapes_alone():
+    shapes = jax.eval_shape(state_and_batch)
+    step = compile_watch.compile_once(jax.jit(train_step), *shapes)
+    _, total = step(*state_and_batch())
+    assert total == 8 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda state, batch: (state, {"tokens": batch["tokens"][:4]}),
+            r"argument 1\['tokens'\]: compiled for int32\[8,4\], called with int32\[4,4\]",
+        ),
+        (
+            lambda state, batch: (jax.tree.map(lambda x: x.astype(jnp.bfloat16), state), batch),
+            r"argument 0\['params'\]\['kernel'\]: compiled for float32\[4,16\], "
+            r"called with bfloat16\[4,16\]",
+        ),
+        (
+            lambda state, batch: (state, batch | {"segments": batch["tokens"]}),
+            r"argument 1\['segments'\]: new, int32\[8,4\]",
+        ),
+        (lambda state, batch: (state, {}), r"argument 1\['tokens'\]: missing"),
+        (
+            lambda state, batch: (state, jax.tree.map(split_over_two_devices, batch)),
+            r"argument 1\['tokens'\]: compiled for .*, called with NamedSharding",
+        ),
+    ],
+)
+def test_recompilation_names_the_leaf_that_changed(change, named):
+    state, batch = jax.device_put(state_and_batch(), jax.devices()[0])
+    step = compile_watch.compile_once(jax.jit(train_step, donate_argnums=0), state, batch)
+    with pytest.raises(compile_watch.RecompileError, match=named) as caught:
+        step(*change(state, batch))
+    assert str(caught.value).startswith("train_step would be compiled again:")
+    assert len(str(caught.value).splitlines()) == 2
+    step(state, batch)  # the refused call took no donation
+
+
+def split_over_two_devices(x: jax.Array) -> jax.Array:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def test_pmap_steps_are_guarded_too():
+    def pmapped_step(state, tokens):
+        return state + jax.lax.psum(tokens.sum(), "data")
+
+    mapped = jax.pmap(pmapped_step, "data", in_axes=(None, 0), out_axes=None)
+    tokens = jnp.ones((jax.device_count(), 4))
+    step = compile_watch.compile_once(mapped, jnp.zeros(()), tokens)
+    assert step(jnp.zeros(()), tokens) == 4 * jax.device_count()
+    with pytest.raises(compile_watch.RecompileError, match=r"argument 1: compiled for float32"):
+        step(jnp.zeros(()), tokens[:, :2])
+
+
+def test_watch_counts_each_compilation_and_forbids_more():
+    def watched_step(x):
+        return x * 3 + 1
+
+    compiled = jax.jit(watched_step)
+    with compile_watch.CompileWatch() as watch:
+        compiled(jnp.ones(3))
+        compiled(jnp.ones(3))
+        assert watch.counts["jit(watched_step)"] == 1
+        watch.arm("watched_step")
+        jax.jit(lambda x: x * 5)(jnp.ones(3))  # not the function that is guarded
+        compiled(jnp.ones(3))
+        with pytest.raises(compile_watch.RecompileError, match=r"jit\(watched_step\) was compiled"):
+            compiled(jnp.ones(4))
+    compiled(jnp.ones(5))  # no longer watched
+
+
+def test_watch_armed_without_names_forbids_every_compilation():
+    x = jnp.ones(3)
+    with compile_watch.CompileWatch() as watch:
+        watch.arm()
+        with pytest.raises(compile_watch.RecompileError, match="inside the loop"):
+            jax.jit(lambda x: x * 7 - 2)(x)
