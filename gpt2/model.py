@@ -334,7 +334,9 @@ class GPT(nn.Module):
         """Returns the output embedding with padded vocabulary, [V padded, D]."""
         table = self.wte if self.config.tie_embeddings else self.lm_head
         padding = -self.config.vocab_size % VOCAB_MULTIPLE
-        return constrain(jnp.pad(table.embedding, ((0, padding), (0, 0))), "vocab", "embed")
+        head = jnp.pad(table.embedding, ((0, padding), (0, 0)))
+        # Pad as stored, by columns, and only then split by rows.
+        return constrain(constrain(head, "rows", "table"), "vocab", "embed")
 
     def _logits(self, hidden: jax.Array) -> jax.Array:
         cfg = self.config

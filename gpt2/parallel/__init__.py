@@ -1,1 +1,39 @@
-"""Spreading one program over devices: the mesh, the rules, and two backends with one interface."""
+"""Spreading one program over devices: the mesh, the rules, and two backends with one interface.
+
+init_state(init_fn, key) -> TrainState      placed, never materialised whole on one device
+state_shardings(state)   -> shardings       of a state of arrays or shapes
+local_rows(batch_size)   -> slice           this process's rows of a global batch
+put_batch(host_batch)    -> device arrays   from this process's rows
+compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
+compile_eval(step)       -> (params, batch) -> metrics
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from gpt2.config import ParallelConfig
+from gpt2.parallel.mesh import make_mesh
+from gpt2.parallel.pjit import PjitBackend
+from gpt2.parallel.pmap import PmapBackend
+
+
+def make_backend(
+    parallel: ParallelConfig,
+    logical_axes: Any,
+    optimizer: optax.GradientTransformation,
+    devices: list[jax.Device] | None = None,
+) -> PjitBackend | PmapBackend:
+    """Returns the backend that `parallel.backend` names, over all devices unless some are given.
+
+    Args:
+        parallel: the `parallel.` options.
+        logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
+        optimizer: whose state is laid out like the parameters it follows.
+        devices: all of the cluster's, if not given.
+    """
+    mesh = make_mesh(parallel, devices)
+    if parallel.backend == "pmap":
+        return PmapBackend(list(mesh.devices.flat))
+    return PjitBackend(mesh, logical_axes, optimizer)

@@ -6,12 +6,13 @@ optimizer state between steps, `COMPUTE` for parameters and activations inside a
 difference between the two: a row that stores over `fsdp` and computes whole.
 """
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -35,8 +36,8 @@ STORAGE: dict[str, tuple[str, ...]] = {
 # Parameters inside a step: as stored, gathered over `fsdp`.
 COMPUTE = {name: tuple(a for a in axes if a != "fsdp") for name, axes in STORAGE.items()}
 
-# Activations. The batch is already split when the model sees it (see pjit.py), so it has no row
-# that splits; `vocab` is padded to a multiple that divides.
+# Activations, and the output head, whose rows are padded to a number that divides. The batch is
+# already split when the model sees it (see pjit.py).
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "batch": (),
     "length": (),
@@ -46,7 +47,11 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "head_size": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "rows": (),
+    "table": ("tensor",),
 }
+
+_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 
 
 def spec(names: tuple[str | None, ...], table: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
@@ -71,11 +76,19 @@ def specs(logical_axes: Any, table: Mapping[str, tuple[str, ...]]) -> Any:
     )
 
 
+@contextlib.contextmanager
+def spread_activations(mesh: Mesh) -> Iterator[None]:
+    """While a model is traced inside, `constrain` spreads activations over `mesh`."""
+    token = _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
 def constrain(x: jax.Array, *names: str) -> jax.Array:
     """Spreads an activation by the names of its axes; does nothing outside a mesh."""
-    return nn.with_logical_constraint(x, names)
-
-
-def activation_rules() -> list[tuple[str, Any]]:
-    """Returns `ACTIVATIONS` in the form of `flax.linen.logical_axis_rules`."""
-    return [(name, axes or None) for name, axes in ACTIVATIONS.items()]
+    mesh = _mesh.get()
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(names, ACTIVATIONS)))

@@ -1,0 +1,84 @@
+"""The pmap backend: explicit data parallelism, one replica of the state per device.
+
+Every device runs the step on its own rows; `lax.psum` adds up gradients and counts by name of the
+axis, after all micro-batches. The state has no device axis (`in_axes=(None, 0)`), so state and
+checkpoints are those of the pjit backend.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gpt2.parallel.mesh import local_rows
+from gpt2.state import TrainState
+
+AXIS = "data"
+
+
+class PmapBackend:
+    """Runs steps on every device alike. See `gpt2.parallel.make_backend`."""
+
+    def __init__(self, devices: list[jax.Device]):
+        self.mesh = Mesh(np.array(devices), (AXIS,))
+        self.num_shards = len(devices)
+        self._devices = devices
+        self._batch_sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """Returns the sharding of every leaf of a state: whole on every device."""
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), state)
+
+    def init_state(self, init_fn: Callable[[jax.Array], TrainState], key: jax.Array) -> TrainState:
+        """Returns `init_fn(key)`, computed by every device for itself."""
+        return jax.jit(init_fn, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(key)
+
+    def local_rows(self, batch_size: int) -> slice:
+        """Returns which rows of a global batch this process has to provide."""
+        return local_rows(self._batch_sharding, batch_size)
+
+    def put_batch(self, batch: dict) -> dict[str, jax.Array]:
+        """Places this process's rows [B local, T] as [devices, B / devices, T]."""
+        num_local = len(self.mesh.local_devices)
+        return {
+            name: jax.make_array_from_process_local_data(
+                self._batch_sharding, rows.reshape(num_local, -1, *rows.shape[1:])
+            )
+            for name, rows in batch.items()
+        }
+
+    def compile_train(self, step: Callable) -> Callable:
+        """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
+
+        def train_step(state, batch):
+            return step(state, batch, _map_sum)
+
+        return self._pmap(train_step, donate_argnums=0)
+
+    def compile_eval(self, step: Callable) -> Callable:
+        """Returns the pmapped `(params, batch) -> metrics`."""
+
+        def eval_step(params, batch):
+            return step(params, batch, _map_sum)
+
+        return self._pmap(eval_step)
+
+    def _pmap(self, function, **kwargs):
+        return jax.pmap(
+            function,
+            axis_name=AXIS,
+            in_axes=(None, 0),
+            out_axes=None,
+            devices=self._devices,
+            **kwargs,
+        )
+
+
+def _map_sum(function: Callable) -> Callable:
+    """The `map_sum` of `gpt2.steps`: this device's rows, then one sum over the axis."""
+
+    def mapped(params, batch):
+        return jax.lax.psum(function(params, batch, jax.lax.axis_index(AXIS)), AXIS)
+
+    return mapped

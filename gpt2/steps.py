@@ -1,0 +1,114 @@
+"""One step of training and one of evaluation, as pure functions.
+
+No device, mesh or file in sight: a step sums over whatever rows it is given, through `map_sum`,
+which a backend of `gpt2.parallel` provides. `map_sum(function)(params, batch)` calls
+`function(params, rows, device) -> (sums, grads)` for the rows of every device that splits the
+batch and adds up the results, once, across all of them: `sums` is a tree of scalars, `grads` a
+tree like `params`, or None.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gpt2.model import GPT
+from gpt2.state import TrainState
+from gpt2.utils.accumulate import accumulate
+from gpt2.utils.prng import dropout_key
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+MapSum = Callable[[Callable], Callable]
+
+
+def on_one_device(function: Callable) -> Callable:
+    """The `map_sum` of a single device: all rows at once, nothing to add."""
+    return lambda params, batch: function(params, batch, 0)
+
+
+def make_train_step(
+    model: GPT,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    seed: int,
+    accumulate_steps: int = 1,
+) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
+    """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
+
+    A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
+    Losses and gradients are summed with their token counts and divided once, so the result is the
+    mean over the global batch, whatever the layout. Under float16, a step whose gradients are not
+    finite changes nothing but the loss scale and the step count.
+
+    Metrics, float32 scalars: `train/loss` (nats per token), `train/grad_norm` (before clipping)
+    and `train/learning_rate`.
+    """
+    dropout = model.config.dropout > 0
+
+    def train_step(
+        state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
+    ) -> tuple[TrainState, Metrics]:
+        scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
+
+        def sum_gradients(params, rows, device):
+            def loss_and_count(params, micro_batch, index):
+                keys = {"dropout": dropout_key(seed, state.step, index, device)} if dropout else {}
+                loss, count = _loss(model, params, micro_batch, not dropout, keys)
+                return loss * scale, count
+
+            gradients = partial(jax.value_and_grad(loss_and_count, has_aux=True), params)
+            return accumulate(gradients, rows, accumulate_steps)
+
+        (loss, count), grads = map_sum(sum_gradients)(state.params, batch)
+        with jax.named_scope("optimizer"):
+            divisor = scale * jnp.maximum(count, 1.0)
+            grads = jax.tree.map(lambda g: g / divisor, grads)
+            grad_norm = optax.global_norm(grads)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        new_state = state.replace(params=params, opt_state=opt_state)
+        if state.loss_scale is not None:
+            finite = jnp.isfinite(grad_norm)
+            new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
+            new_state = new_state.replace(loss_scale=state.loss_scale.update(finite))
+        metrics = {
+            "train/loss": loss / divisor,
+            "train/grad_norm": grad_norm,
+            "train/learning_rate": jnp.float32(schedule(state.step)),
+        }
+        return new_state.replace(step=state.step + 1), metrics
+
+    return train_step
+
+
+def make_eval_step(model: GPT) -> Callable[[Any, Batch, MapSum], Metrics]:
+    """Returns `eval_step(params, batch, map_sum=on_one_device) -> metrics`.
+
+    Metrics, float32 scalars: `loss_sum` in nats and `count` of targets, over the global batch.
+    """
+
+    def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Metrics:
+        def sum_loss(params, rows, device):
+            loss, count = _loss(model, params, rows, deterministic=True, keys={})
+            return {"loss_sum": loss, "count": count}, None
+
+        return map_sum(sum_loss)(params, batch)[0]
+
+    return eval_step
+
+
+def _loss(model, params, batch, deterministic, keys):
+    return model.apply(
+        {"params": params},
+        batch["tokens"],
+        batch["targets"],
+        segments=batch.get("segments"),
+        deterministic=deterministic,
+        rngs=keys,
+        method="loss",
+    )
