@@ -175,8 +175,9 @@ class _EventFile:
 
         self._event, self._scalar = Event, scalar
         directory.mkdir(parents=True, exist_ok=True)
-        # The file's name has a resolution of one second, and an existing file would be replaced.
-        suffix = f".{secrets.token_hex(4)}"
+        # TensorBoard reads the files in the order of their names, which tell the second only; and
+        # a file of the same name would be replaced.
+        suffix = f".{time.time_ns()}"
         self._file = EventsWriter(str(directory / "events"), filename_suffix=suffix)
         if resume_step is not None:
             # TensorBoard then forgets what the killed run wrote from this step on.

@@ -5,7 +5,7 @@ from pathlib import Path
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.progress import format_count
 
-_TRAIN, _VALIDATION, _MUTED = "#3b6fb6", "#d1495b", "#6b7280"
+_TRAIN, _VALIDATION, _MUTED, _GRID = "#3b6fb6", "#d1495b", "#6b7280", "#e5e7eb"
 
 
 def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> None:
@@ -27,56 +27,47 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
         return
 
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     with matplotlib.rc_context({"font.size": 11, "font.family": "sans-serif"}):
         figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        counts = FuncFormatter(lambda value, _: format_count(value))
         if train[0]:
-            axes.plot(*train, color=_TRAIN, alpha=0.22, linewidth=1)
             window = max(1, len(train[1]) // 30)
             newest = sum(train[1][-window:]) / window
             smooth = _smooth(train[1], window)
+            axes.plot(*train, color=_TRAIN, alpha=0.22, linewidth=1)
             axes.plot(train[0], smooth, color=_TRAIN, linewidth=2, label=f"train {newest:.3f}")
         if validation[0]:
-            best = min(validation[1])
-            label = f"validation {validation[1][-1]:.3f}"
-            if best < validation[1][-1]:
-                label += f" (best {best:.3f})"
-            axes.plot(
-                *validation, color=_VALIDATION, linewidth=1.6, marker="o", markersize=4, label=label
-            )
+            best, newest = min(validation[1]), validation[1][-1]
+            label = f"validation {newest:.3f}" + (f" (best {best:.3f})" if best < newest else "")
+            style = dict(linewidth=1.6, marker="o", markersize=4)
+            axes.plot(*validation, color=_VALIDATION, label=label, **style)
+        axes.legend(frameon=False, loc="upper right")
+        axes.set_title(title, loc="left", fontweight="bold", y=1.1)
         axes.set_xlabel("step")
         axes.set_ylabel("loss (nats per token)")
-        axes.set_ylim(*_limits(train[1], validation[1]))
         axes.set_xlim(0, 1.01 * max(1, records[-1]["step"]))
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.xaxis.set_major_formatter(counts)
-        axes.grid(color="#e5e7eb", linewidth=0.8)
+        axes.set_ylim(*_limits(train[1], validation[1]))
+        axes.grid(color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.tick_params(color=_MUTED, labelcolor=_MUTED)
-        for side in axes.spines.values():
-            side.set_visible(False)
-        axes.legend(frameon=False, loc="upper right")
-        if title:
-            axes.set_title(title, loc="left", fontweight="bold", y=1.1)
+        _style_ticks(axes)
         if tokens_per_step := _tokens_per_step(records):
-            tokens = axes.secondary_xaxis(
-                "top",
-                functions=(
-                    lambda step: step * tokens_per_step,
-                    lambda seen: seen / tokens_per_step,
-                ),
-            )
+            scale = (lambda step: step * tokens_per_step, lambda seen: seen / tokens_per_step)
+            tokens = axes.secondary_xaxis("top", functions=scale)
             tokens.set_xlabel("tokens", color=_MUTED, loc="right")
-            tokens.xaxis.set_major_formatter(counts)
-            tokens.tick_params(color=_MUTED, labelcolor=_MUTED)
-            tokens.spines["top"].set_visible(False)
+            _style_ticks(tokens)
         figure.savefig(png)
+
+
+def _style_ticks(axes) -> None:
+    """Puts short whole numbers along the x axis, and no frame around it."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    axes.tick_params(color=_MUTED, labelcolor=_MUTED)
+    axes.spines[:].set_visible(False)
 
 
 def _series(records: list[dict], name: str) -> tuple[list[int], list[float]]:
@@ -86,10 +77,14 @@ def _series(records: list[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def _smooth(values: list[float], window: int) -> list[float]:
-    """Centred moving average, which does not lag; the window shrinks towards both ends."""
-    half, last = window // 2, len(values) - 1
-    reach = [min(half, i, last - i) for i in range(len(values))]
-    return [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach)]
+    """Centred moving average: it does not lag, follows the steep start, and ends calmly."""
+    half = window // 2
+    smooth = []
+    for i in range(len(values)):
+        reach = min(i, half)  # narrow at the start; at the end only the left half is full
+        near = values[i - reach : i + reach + 1]
+        smooth.append(sum(near) / len(near))
+    return smooth
 
 
 def _limits(train: list[float], validation: list[float]) -> tuple[float, float]:
