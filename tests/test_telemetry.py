@@ -243,6 +243,20 @@ def test_plain_progress_prints_a_line_per_update_with_metrics(capsys):
     ]
 
 
+def test_terminal_keeps_validations_and_log_lines_above_the_bar(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    progress.print_summary({"data": {"corpus": "text:[a-z]*"}})
+    with progress.Progress(total=100) as shown:
+        shown.update(50, {"train/loss": 3.5, "perf/mfu": 0.412})
+        shown.update(100, {"eval/loss": 3.0})
+        shown.log("saved [bold] checkpoint")
+    out = capsys.readouterr().out
+    assert "text:[a-z]*" in out
+    assert "step 100/100 | val loss 3.0000 | 0s left\nsaved [bold] checkpoint\n" in out
+    assert "100/100 loss 3.5000 | val loss 3.0000 | MFU 41.2%" in out
+
+
 def test_plain_summary_is_aligned(capsys):
     progress.print_summary({"model": {"parameters": "124.4M"}, "data": {"corpus": "pystdlib"}})
     assert capsys.readouterr().out.splitlines() == [

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import GPTConfig
+from gpt2.model import GPT, num_params
 from gpt2.telemetry import compile_watch, throughput
 
 # Throughput
@@ -29,6 +30,26 @@ def test_compute_parameters_are_all_but_positions(name, parameters):
     cfg = GPTConfig.from_name(name)
     positions = cfg.context_length * cfg.embed_dim
     assert throughput.count_compute_parameters(cfg) == parameters - positions
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie_embeddings": False},
+        {"activation": "swiglu", "qk_norm": True},
+        {"norm": "rmsnorm", "position": "rope"},
+    ],
+)
+def test_compute_parameters_are_those_of_the_model(options, bias):
+    size = dict(vocab_size=97, context_length=16, num_layers=3, num_heads=4, embed_dim=32)
+    cfg = GPTConfig(**size, bias=bias, **options)
+    tokens = jnp.zeros((1, 16), jnp.int32)
+    params = jax.eval_shape(GPT(cfg).init, jax.random.key(0), tokens)["params"]
+    looked_up = {"wpe"} if cfg.tie_embeddings else {"wpe", "wte"}
+    computing = {name: tree for name, tree in params.items() if name not in looked_up}
+    assert throughput.count_compute_parameters(cfg) == num_params(computing)
 
 
 def test_untied_head_costs_no_more_flops_than_a_tied_one():
