@@ -255,6 +255,14 @@ def test_recompilation_names_the_leaf_that_changed(change, named):
     step(state, batch)  # the refused call took no donation
 
 
+def test_recompilation_names_a_few_leaves_of_many():
+    leaves = [jnp.ones(2)] * 20
+    step = compile_watch.compile_once(jax.jit(sum), leaves)
+    with pytest.raises(compile_watch.RecompileError, match=r"and 12 more$") as caught:
+        step([jnp.ones(3)] * 20)
+    assert len(str(caught.value).splitlines()) == 10
+
+
 def split_over_two_devices(x: jax.Array) -> jax.Array:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))

@@ -9,6 +9,7 @@ import jax
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_SHOWN = 8  # changed leaves that an error names
 
 
 class RecompileError(RuntimeError):
@@ -36,7 +37,7 @@ class CompileWatch:
         The error, `RecompileError`, is raised where the compilation happened.
 
         Args:
-            *names: plain function names, such as `train_step`.
+            *names: plain function names, such as `train_step`; jax.pmap calls all of its `_fun`.
         """
         self._forbidden = frozenset(names) or None
 
@@ -119,7 +120,10 @@ class CompiledStep:
             changes = _differences(self._expected, _describe(arguments))
             if not changes:
                 raise
-            message = f"{self.name} would be compiled again:\n  " + "\n  ".join(changes)
+            shown = changes[:_SHOWN]
+            if len(changes) > _SHOWN:
+                shown.append(f"and {len(changes) - _SHOWN} more")
+            message = "\n  ".join([f"{self.name} would be compiled again:", *shown])
             raise RecompileError(message) from error
 
     def text(self) -> str:
