@@ -1,0 +1,229 @@
+"""Checkpoints of a run: asynchronous, sharded, whole or not there. The only user of Orbax.
+
+A checkpoint holds `params` and `rest` (the other members of the TrainState) beside the layout of
+their layers, so that weights can be read without the optimizer, and any run continues from any
+other's layout: devices by restoring to the wanted shardings, layers by stacking or unstacking.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
+
+from gpt2.config import Config, load_config
+from gpt2.errors import UserError
+from gpt2.model import GPT
+from gpt2.state import TrainState
+from gpt2.utils.scan import stack_layers, unstack_layers
+
+_METRIC = "eval/loss"
+
+
+class Checkpointer:
+    """Saves and restores the states of one run, under `workdir/checkpoints/STEP`.
+
+    Args:
+        workdir: the run's directory.
+        num_latest: how many of the newest checkpoints to keep, beside the best by validation loss.
+        read_only: neither create nor delete anything.
+    """
+
+    def __init__(self, workdir: Path | str, num_latest: int = 1, read_only: bool = False):
+        self._directory = Path(workdir).resolve() / "checkpoints"
+        best = keep.BestN(
+            get_metric_fn=lambda metrics: metrics[_METRIC],
+            reverse=True,
+            n=1,
+            keep_checkpoints_without_metrics=False,
+        )
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(num_latest), best]),
+                best_fn=lambda metrics: metrics[_METRIC],
+                best_mode="min",
+                read_only=read_only,
+                create=not read_only,
+                cleanup_tmp_directories=not read_only,
+            ),
+            item_names=("params", "rest", "layout"),
+        )
+
+    def latest_step(self) -> int | None:
+        """Returns the newest step saved, or None."""
+        return self._manager.latest_step()
+
+    def best(self) -> tuple[int, float] | None:
+        """Returns the step with the lowest validation loss, and that loss, or None."""
+        step = self._manager.best_step()
+        if step is None:
+            return None
+        metrics = self._manager.metrics(step)
+        return (step, metrics[_METRIC]) if metrics else None
+
+    def all_steps(self) -> list[int]:
+        """Returns the steps saved, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: TrainState, step: int, eval_loss: float | None = None) -> None:
+        """Starts to save `state`, and returns as soon as it may be changed."""
+        if step in self._manager.all_steps():
+            return
+        rest = dataclasses.replace(state, params=None)
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                rest=ocp.args.StandardSave(rest),
+                layout=ocp.args.JsonSave({"scan_layers": "h" in state.params}),
+            ),
+            metrics=None if eval_loss is None else {_METRIC: eval_loss},
+        )
+
+    def restore(self, step: int, state: TrainState) -> TrainState:
+        """Restores a state.
+
+        Args:
+            step: one of `all_steps`.
+            state: shapes, dtypes and shardings to restore to (`jax.ShapeDtypeStruct` leaves).
+        """
+        scanned = self._is_scanned(step)
+        saved = _convert_layers(state, scanned)
+        items = self._restore(
+            step,
+            params=ocp.args.StandardRestore(saved.params),
+            rest=ocp.args.StandardRestore(dataclasses.replace(saved, params=None)),
+        )
+        restored = dataclasses.replace(items["rest"], params=items["params"])
+        return _place(restored, state, scanned)
+
+    def restore_params(self, step: int, params: Any) -> Any:
+        """Restores the parameters alone; arguments as for `restore`."""
+        scanned = self._is_scanned(step)
+        saved = _convert_layers(params, scanned)
+        items = self._restore(step, params=ocp.args.StandardRestore(saved))
+        return _place(items["params"], params, scanned)
+
+    def wait(self) -> None:
+        """Returns once everything saved is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finishes what is under way."""
+        self._manager.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _is_scanned(self, step: int) -> bool:
+        return self._restore(step, layout=ocp.args.JsonRestore())["layout"]["scan_layers"]
+
+    def _restore(self, step: int, **items: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (ValueError, KeyError, OSError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"checkpoint {self._directory / str(step)} cannot be read ({reason})",
+                "Remove it to continue from the one before",
+            ) from error
+
+
+def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Any]:
+    """Loads a run's weights on one device, in the layer layout of its config.
+
+    Args:
+        workdir: of the run.
+        which: `best` by validation loss (the latest if none was validated), `latest`, or a step.
+
+    Returns:
+        The run's config and its parameters.
+
+    Raises:
+        UserError: there is no such run or checkpoint.
+    """
+    config = load_config(Path(workdir))
+    if not (Path(workdir) / "checkpoints").is_dir():
+        raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
+    gpt = config.gpt()
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    shapes = jax.eval_shape(GPT(gpt).init, jax.random.key(0), tokens)["params"]
+    sharding = SingleDeviceSharding(jax.local_devices()[0])
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+    )
+    with Checkpointer(workdir, read_only=True) as checkpointer:
+        return config, checkpointer.restore_params(_find_step(checkpointer, workdir, which), target)
+
+
+def _find_step(checkpointer: Checkpointer, workdir: Path | str, which: str | int) -> int:
+    steps = checkpointer.all_steps()
+    if not steps:
+        raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
+    if which == "latest":
+        return steps[-1]
+    if which == "best":
+        best = checkpointer.best()
+        return best[0] if best else steps[-1]
+    if not str(which).isdigit() or int(which) not in steps:
+        known = ", ".join(map(str, steps))
+        raise UserError(f"{workdir} has no checkpoint {which}", f"Use best, latest or {known}")
+    return int(which)
+
+
+def _convert_layers(target: Any, scanned: bool) -> Any:
+    """Returns the shapes and shardings of `target` with its layers stacked, or not."""
+    if _has_scanned(target) == scanned:
+        return target
+    if scanned:
+        return stack_layers(target, stack=_stack_shapes)
+    return unstack_layers(target, _num_layers(target), take=_take_shape)
+
+
+def _place(restored: Any, target: Any, scanned: bool) -> Any:
+    """Brings restored arrays into the layer layout and shardings of `target`."""
+    if _has_scanned(target) == scanned:
+        return restored
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    if scanned:
+        convert = lambda tree: unstack_layers(tree, _num_layers(restored))  # noqa: E731
+    else:
+        convert = stack_layers
+    return jax.jit(convert, out_shardings=shardings)(restored)
+
+
+def _params(tree: Any) -> dict:
+    return tree.params if isinstance(tree, TrainState) else tree
+
+
+def _has_scanned(tree: Any) -> bool:
+    return "h" in _params(tree)
+
+
+def _num_layers(tree: Any) -> int:
+    return jax.tree.leaves(_params(tree)["h"])[0].shape[0]
+
+
+def _stack_shapes(*layers: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    leaf = layers[0]
+    sharding = _map_spec(leaf.sharding, lambda spec: PartitionSpec(None, *spec))
+    return jax.ShapeDtypeStruct((len(layers), *leaf.shape), leaf.dtype, sharding=sharding)
+
+
+def _take_shape(leaf: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
+    sharding = _map_spec(leaf.sharding, lambda spec: PartitionSpec(*spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+
+def _map_spec(sharding: Any, function: Any) -> Any:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, function(sharding.spec))
+    return sharding
