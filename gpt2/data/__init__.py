@@ -1,0 +1,1 @@
+"""Documents -> tokens -> records -> batch(step)."""

@@ -1,0 +1,206 @@
+"""Corpora, by prefix: where documents come from.
+
+`READERS` is the one place that knows them all; a new prefix is one more function there.
+"""
+
+import glob
+import gzip
+import hashlib
+import json
+import random
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2.data import hub
+from gpt2.errors import UserError
+
+# A document is its text, or the path of a UTF-8 file that holds it.
+Document = str | Path
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents to be had, in an order that never changes.
+
+    Attributes:
+        fingerprint: differs whenever the documents may differ. Needs no network to compute.
+        documents: starts an iteration over the documents; raises `UserError` when they cannot be
+            read.
+        num_bytes: about how much text there is; 0 where nobody knows beforehand.
+    """
+
+    fingerprint: str
+    documents: Callable[[], Iterator[Document]]
+    num_bytes: int = 0
+
+
+def open_corpus(spec: str) -> Corpus:
+    """Returns the corpus that `data.corpus` names; reads no text yet.
+
+    Raises:
+        UserError: the prefix is unknown or nothing is there.
+    """
+    prefix, colon, rest = spec.partition(":")
+    if prefix not in READERS:
+        raise UserError(
+            f"data.corpus={spec!r} has no known prefix", f"Choose one of: {', '.join(READERS)}:..."
+        )
+    takes_argument = prefix not in ("pystdlib", "synthetic")
+    if takes_argument != bool(rest) or (colon and not rest):
+        raise UserError(
+            f"data.corpus={spec!r} " + ("names nothing" if takes_argument else "takes no argument"),
+            f"Write {USAGE[prefix]}",
+        )
+    return READERS[prefix](rest)
+
+
+def find_files(pattern: str) -> list[Path]:
+    """Returns the files that a glob (`**` included) matches, sorted by name.
+
+    Raises:
+        UserError: there is none.
+    """
+    expanded = str(Path(pattern).expanduser())
+    files = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if Path(p).is_file()]
+    if not files:
+        raise UserError(
+            f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
+            "Give a path or a glob of existing files, as in text:books/*.txt",
+        )
+    return files
+
+
+def file_fingerprint(files: list[Path], *more: str) -> str:
+    """Returns a hash over the places, sizes and modification times of files, and over `more`."""
+    stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(json.dumps([stats, more]).encode()).hexdigest()
+
+
+def _total_size(files: list[Path]) -> int:
+    return sum(f.stat().st_size for f in files)
+
+
+def _text(pattern: str) -> Corpus:
+    """Each file is a document."""
+    files = find_files(pattern)
+    fingerprint = file_fingerprint(files, "text")
+    return Corpus(fingerprint, lambda: iter(files), _total_size(files))
+
+
+def _pystdlib(_: str) -> Corpus:
+    """The modules of the running Python's standard library, one document each.
+
+    Without its tests, which not every system installs and which are as long as all the rest.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = [f for f in sorted(root.rglob("*.py")) if not excluded & set(f.relative_to(root).parts)]
+    if not files:
+        raise UserError(
+            f"This Python has no standard library source in {root}",
+            "Choose another corpus, as in --config.data.corpus='text:books/*.txt'",
+        )
+
+    def documents() -> Iterator[str]:
+        for file in files:
+            try:
+                yield file.read_bytes().decode("utf-8")
+            except UnicodeDecodeError:  # a few modules are written in other encodings
+                continue
+
+    return Corpus(file_fingerprint(files, "pystdlib"), documents, _total_size(files))
+
+
+def _synthetic(_: str) -> Corpus:
+    """Four thousand documents of sums, for tests and benchmarks: the same everywhere, quick."""
+    num_documents, num_lines = 4000, 60
+
+    def documents() -> Iterator[str]:
+        rng = random.Random(0)
+        for number in range(num_documents):
+            lines = [f"# {number}\n"]
+            for _ in range(num_lines):
+                a, b = divmod(int(rng.random() * 10_000), 100)
+                lines.append(f"{a} + {b} = {a + b}\n")
+            yield "".join(lines)
+
+    return Corpus(f"synthetic-{num_documents}-{num_lines}", documents, 3_400_000)
+
+
+def _jsonl(argument: str) -> Corpus:
+    """Each line of *.jsonl or *.jsonl.gz is an object whose FIELD is a document."""
+    pattern, _, field = argument.partition("#")
+    field = field or "text"
+    files = find_files(pattern)
+
+    def documents() -> Iterator[str]:
+        for file in files:
+            with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield _json_field(line, field, f"{file}:{number}")
+
+    return Corpus(file_fingerprint(files, "jsonl", field), documents, _total_size(files))
+
+
+def _json_field(line: bytes, field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON ({error})", "Each line must be an object") from error
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UserError(
+            f"{where} has no text in the field {field!r}", "Name the field: jsonl:GLOB#FIELD"
+        )
+    # JSON can spell half a surrogate pair, which is no text.
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _parquet(argument: str) -> Corpus:
+    """Each row's COLUMN is a document."""
+    pattern, _, column = argument.partition("#")
+    column = column or "text"
+    files = find_files(pattern)
+
+    def documents() -> Iterator[str]:
+        for file in files:
+            yield from hub.parquet_column(file, column)
+
+    return Corpus(file_fingerprint(files, "parquet", column), documents, _total_size(files))
+
+
+def _hugging_face(argument: str) -> Corpus:
+    """A data set of the Hugging Face hub."""
+    name, _, column = argument.partition("#")
+    column = column or "text"
+    return Corpus(f"hf-{name}-{column}", lambda: hub.hugging_face(name, column))
+
+
+def _tfds(argument: str) -> Corpus:
+    """The training split of a data set of the TensorFlow Datasets catalogue."""
+    name, _, feature = argument.partition("#")
+    feature = feature or "text"
+    return Corpus(f"tfds-{name}-{feature}", lambda: hub.tensorflow_datasets(name, feature))
+
+
+READERS: dict[str, Callable[[str], Corpus]] = {
+    "pystdlib": _pystdlib,
+    "text": _text,
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+    "tfds": _tfds,
+    "hf": _hugging_face,
+    "synthetic": _synthetic,
+}
+USAGE = {
+    "pystdlib": "pystdlib",
+    "text": "text:GLOB",
+    "jsonl": "jsonl:GLOB#FIELD",
+    "parquet": "parquet:GLOB#COLUMN",
+    "tfds": "tfds:NAME#FEATURE",
+    "hf": "hf:OWNER/NAME#COLUMN",
+    "synthetic": "synthetic",
+}

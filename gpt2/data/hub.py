@@ -1,0 +1,114 @@
+"""Documents from libraries and servers. Each says within seconds when it cannot be reached."""
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt2.errors import UserError
+
+CONNECT_SECONDS = 4.0
+TRAIN_WITHOUT = (
+    "To train on text that this machine has, without a network, add --config.data.corpus=pystdlib"
+)
+
+
+def parquet_column(file: Path, column: str) -> Iterator[str]:
+    """Yields one string column of a Parquet file, a row group at a time.
+
+    Raises:
+        UserError: the file cannot be read or lacks the column.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError("Reading Parquet needs pyarrow", "pip install pyarrow") from error
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        if column not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            raise UserError(f"{file} has no column {column!r}", f"Choose after '#' one of: {names}")
+        for batch in table.iter_batches(batch_size=1024, columns=[column]):
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str):
+                    raise UserError(
+                        f"The column {column!r} of {file} holds no text", "Choose another after '#'"
+                    )
+                yield text
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{file} cannot be read ({error})", "Give Parquet files") from error
+
+
+def hugging_face(name: str, column: str) -> Iterator[str]:
+    """Yields the training split of a public data set, from the hub's Parquet copy of it.
+
+    Reads one file at a time, in the hub's order, through a temporary file. `HF_ENDPOINT` names
+    another server than https://huggingface.co.
+
+    Raises:
+        UserError: the hub cannot be reached or has no such data set.
+    """
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    listing = f"{endpoint}/api/datasets/{name}/parquet"
+    try:
+        with urllib.request.urlopen(listing, timeout=CONNECT_SECONDS) as reply:
+            subsets = json.load(reply)
+    except urllib.error.HTTPError as error:
+        raise UserError(
+            f"hf:{name} cannot be had from {endpoint} (HTTP {error.code})",
+            f"Check the name. {TRAIN_WITHOUT}",
+        ) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise UserError(
+            f"hf:{name} is neither prepared nor reachable at {endpoint} ({error})", TRAIN_WITHOUT
+        ) from error
+    splits = subsets.get("default") or next(iter(subsets.values()), {})
+    if "train" not in splits:
+        raise UserError(f"hf:{name} has no training split on the hub", TRAIN_WITHOUT)
+    for url in splits["train"]:
+        with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
+            try:
+                with urllib.request.urlopen(url, timeout=60) as reply:
+                    shutil.copyfileobj(reply, file)
+            except (OSError, http.client.HTTPException) as error:
+                raise UserError(f"{url} broke off ({error})", "Run the same again") from error
+            file.flush()
+            yield from parquet_column(Path(file.name), column)
+
+
+def tensorflow_datasets(name: str, feature: str) -> Iterator[str]:
+    """Yields the training split of a TFDS data set, preparing it as ArrayRecord when it is missing.
+
+    Raises:
+        UserError: there is no such data set, feature, or network.
+    """
+    import tensorflow_datasets as tfds
+
+    try:
+        builder = tfds.builder(name, file_format="array_record")
+    except tfds.core.DatasetNotFoundError as error:
+        raise UserError(
+            f"TFDS knows no data set {name!r}", f"Check the name. {TRAIN_WITHOUT}"
+        ) from error
+    if feature not in builder.info.features:
+        names = ", ".join(builder.info.features)
+        raise UserError(f"tfds:{name} has no feature {feature!r}", f"Choose one of: {names}")
+    if not builder.is_prepared():
+        # TFDS itself goes on trying for minutes.
+        try:
+            socket.create_connection(("storage.googleapis.com", 443), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise UserError(
+                f"tfds:{name} is neither prepared nor reachable ({error})", TRAIN_WITHOUT
+            ) from error
+        builder.download_and_prepare()
+    for record in builder.as_data_source(split="train"):
+        value = record[feature]
+        yield value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)

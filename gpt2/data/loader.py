@@ -1,0 +1,215 @@
+"""Token streams -> batches: a batch is a function of the seed and the step alone.
+
+A batch is a dict of numpy arrays [B, T]: `tokens` int32; `targets` int32, the token that follows
+each, -1 where there is none to predict; and with `document_mask` also `segments` int32, the
+document's number within the row.
+"""
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from gpt2.data.prepare import Dataset
+from gpt2.errors import UserError
+
+IGNORED = -1
+ALL_ROWS = slice(None)
+
+Batch = dict[str, np.ndarray]
+
+
+class TrainLoader:
+    """Training batches, shuffled without replacement.
+
+    An epoch visits every window of `context_length` + 1 tokens once, neighbours sharing one token.
+    Where the first window starts is drawn for each epoch, so that later epochs cut the text
+    elsewhere. Any batch is found at once, and reads only the rows asked for.
+
+    Args:
+        dataset: a prepared corpus.
+        batch_size: sequences in a batch, over all processes.
+        context_length: tokens in a sequence.
+        seed: of the order.
+        document_mask: adds `segments`.
+
+    Raises:
+        UserError: the split is smaller than a batch, or has no documents to mask.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        context_length: int,
+        seed: int,
+        document_mask: bool = False,
+    ):
+        self._stream = dataset.open("train")
+        self._batch_size = batch_size
+        self._context_length = context_length
+        self._eot = _document_start(dataset) if document_mask else None
+        # One window less than would fit leaves room for the offset.
+        self.num_windows = max(len(self._stream) // context_length - 1, 0)
+        if self.num_windows < batch_size:
+            raise UserError(
+                f"The training split has {len(self._stream)} tokens: {self.num_windows} windows "
+                f"of model.context_length={context_length}, and a batch needs {batch_size}",
+                "Lower data.batch_size or model.context_length, or choose a larger corpus",
+            )
+        # Grain's own per-epoch seeds are seed + epoch: hashing keeps runs of nearby seeds apart.
+        self._seed = seed
+        order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._order = grain.MapDataset.range(self.num_windows).shuffle(seed=order_seed)
+        self._offset = functools.lru_cache(8)(self._draw_offset)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that visit every window once."""
+        return self.num_windows / self._batch_size
+
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns `rows` of the batch of a step, counted from 0."""
+        numbers = range(step * self._batch_size, (step + 1) * self._batch_size)[rows]
+        T = self._context_length
+        starts = [self._offset(i // self.num_windows) + T * self._order[i] for i in numbers]
+        return _cut_batch(self._stream, starts, T, self._eot)
+
+    def _draw_offset(self, epoch: int) -> int:
+        return int(np.random.default_rng((self._seed, epoch)).integers(self._context_length))
+
+
+class ValidationLoader:
+    """Validation batches, in order: every token but the first is a target exactly once.
+
+    Args:
+        dataset: a prepared corpus.
+        batch_size: sequences in a batch, over all processes. The last batch is filled with rows
+            that have nothing to predict.
+        context_length: tokens in a sequence.
+        num_batches: the first so many, at most; 0: the whole split.
+        document_mask: adds `segments`.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        context_length: int,
+        num_batches: int = 0,
+        document_mask: bool = False,
+    ):
+        self._stream = dataset.open("validation")
+        self._batch_size = batch_size
+        self._context_length = context_length
+        self._eot = _document_start(dataset) if document_mask else None
+        num_windows = -(-(len(self._stream) - 1) // context_length)
+        whole = -(-num_windows // batch_size)
+        self._num_batches = min(num_batches, whole) if num_batches else whole
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def batch(self, index: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns `rows` of a batch, 0 <= index < len(self)."""
+        numbers = range(index * self._batch_size, (index + 1) * self._batch_size)[rows]
+        T = self._context_length
+        return _cut_batch(self._stream, [i * T for i in numbers], T, self._eot)
+
+
+def _cut_batch(stream, starts: list[int], context_length: int, eot: int | None) -> Batch:
+    tokens = np.zeros((len(starts), context_length), np.int32)
+    targets = np.full_like(tokens, IGNORED)
+    for row, start in enumerate(starts):
+        window = stream.read(start, context_length + 1)
+        num_targets = max(len(window) - 1, 0)
+        tokens[row, :num_targets] = window[:num_targets]
+        targets[row, :num_targets] = window[1:]
+    batch = {"tokens": tokens, "targets": targets}
+    if eot is not None:
+        batch["segments"] = np.cumsum(tokens == eot, axis=1, dtype=np.int32)
+    return batch
+
+
+def _document_start(dataset: Dataset) -> int:
+    eot = dataset.tokenizer.eot
+    if eot is None or dataset.splits["train"].num_documents < 2:
+        raise UserError(
+            "data.document_mask=True, and the corpus is one document", "Set it to False"
+        )
+    return eot
+
+
+class prefetch:
+    """Iterates over device batches that a background thread gets ready.
+
+    Args:
+        get_batch: the host batch of a step.
+        steps: the steps, in order.
+        put: takes a host batch to the devices.
+        depth: batches that wait ready, at most.
+
+    Attributes:
+        seconds_waited: how long the consumer has waited for batches so far, in all.
+
+    Raises:
+        Whatever `get_batch` or `put` raises, where the consumer asks for that batch.
+    """
+
+    _END = object()
+
+    def __init__(
+        self,
+        get_batch: Callable[[int], Batch],
+        steps: Iterable[int],
+        put: Callable[[Batch], Any],
+        depth: int = 2,
+    ):
+        self.seconds_waited = 0.0
+        self._ready: queue.Queue = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._fill, args=(get_batch, steps, put), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._closed.is_set():
+            raise StopIteration
+        begin = time.perf_counter()
+        batch, error = self._ready.get()
+        self.seconds_waited += time.perf_counter() - begin
+        if batch is self._END:
+            self.close()
+            raise error
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread. Batches not yet taken are dropped."""
+        self._closed.set()
+        while self._thread.is_alive():
+            # Room in the queue lets a thread that waits to put see that it is over.
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    def _fill(self, get_batch: Callable, steps: Iterable[int], put: Callable) -> None:
+        end: BaseException = StopIteration()
+        try:
+            for step in steps:
+                self._ready.put((put(get_batch(step)), None))
+                if self._closed.is_set():
+                    return
+        except BaseException as error:
+            end = error
+        self._ready.put((self._END, end))

