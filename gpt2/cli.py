@@ -1,6 +1,7 @@
 """What every command shares: flags whose mistakes give one line, and settings before JAX starts."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,10 @@ def run(main: Callable[[], int | None]) -> None:
             raise UserError(f"{argv[1]} is not a flag", "Write options as --name=value")
         logging.set_verbosity(logging.WARNING)
         _use_compilation_cache()
-        return main()
+        try:
+            return main()
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
 
     app.run(guarded, flags_parser=exit_on_user_error(_parse_flags))
 

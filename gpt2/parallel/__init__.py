@@ -8,6 +8,7 @@ compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
 compile_eval(step)       -> (params, batch) -> metrics
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from gpt2.config import ParallelConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
+from gpt2.state import TrainState
 
 
 def make_backend(
@@ -37,3 +39,15 @@ def make_backend(
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
     return PjitBackend(mesh, logical_axes, optimizer)
+
+
+def abstract_state(
+    backend: PjitBackend | PmapBackend, init_fn: Callable[[jax.Array], TrainState]
+) -> TrainState:
+    """Returns the shapes, dtypes and shardings of the state that `init_fn(key)` would give."""
+    shapes = jax.eval_shape(init_fn, jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        backend.state_shardings(shapes),
+    )

@@ -111,6 +111,12 @@ def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
     return 1e12 * (chip.half if fast else chip.single)
 
 
+def total_peak_flops(dtype: jnp.dtype | str) -> float | None:
+    """Returns `peak_flops` of all devices together, or None if that of one is not known."""
+    peaks = [peak_flops(device, dtype) for device in jax.devices()]
+    return None if None in peaks else sum(peaks)
+
+
 def peak_source(device: jax.Device) -> str:
     """Says where the figure of `peak_flops` comes from: `measured`, a data sheet, or `unknown`."""
     if device.platform == "cpu":

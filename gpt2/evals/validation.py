@@ -1,0 +1,31 @@
+"""The loss over held-out text, in the three units people compare."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+
+def validate(
+    eval_step: Callable, params: Any, batches: Iterable[dict], bytes_per_token: float
+) -> dict[str, float]:
+    """Scores every target of `batches`.
+
+    Args:
+        eval_step: compiled, `(params, batch) -> {"loss_sum", "count"}`.
+        params: of the model.
+        batches: on the devices already.
+        bytes_per_token: of the text scored, UTF-8.
+
+    Returns:
+        `eval/loss` (nats per token), `eval/perplexity` (per token), `eval/bits_per_byte`.
+    """
+    # Nothing is fetched before the last batch is under way.
+    sums = jax.device_get([eval_step(params, batch) for batch in batches])
+    loss = math.fsum(s["loss_sum"] for s in sums) / math.fsum(s["count"] for s in sums)
+    return {
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(min(loss, 700.0)),
+        "eval/bits_per_byte": loss / math.log(2.0) / bytes_per_token,
+    }

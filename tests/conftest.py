@@ -1,0 +1,15 @@
+"""What every test shares: eight simulated devices, and one cache of compiled programs."""
+
+import os
+import tempfile
+from pathlib import Path
+
+# Before JAX is imported by anything.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _FLAGS:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+_CACHE = Path(tempfile.gettempdir()) / f"gpt2-tests-{os.getuid()}"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("GPT2_DATA_DIR", str(_CACHE / "data"))

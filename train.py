@@ -1,0 +1,310 @@
+"""Trains GPT-2: one run, from its options to its loss curve, to be read from top to bottom.
+
+    python train.py --config=configs/gpt2_124m.py --workdir=runs/first --config.train.num_steps=1000
+
+A run continues by itself where its workdir holds a checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from gpt2 import cli
+from gpt2.checkpoint import Checkpointer
+from gpt2.config import Config, differences, load_config
+from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
+from gpt2.data.prepare import Dataset, prepare
+from gpt2.errors import UserError
+from gpt2.evals.validation import validate
+from gpt2.generate import Sampling, generate
+from gpt2.model import GPT, num_params
+from gpt2.optim import make_optimizer, make_schedule
+from gpt2.parallel import abstract_state, make_backend
+from gpt2.parallel.mesh import check_layout
+from gpt2.state import TrainState
+from gpt2.steps import make_eval_step, make_train_step
+from gpt2.telemetry.compile_watch import compile_once
+from gpt2.telemetry.metrics import MetricsWriter
+from gpt2.telemetry.plots import plot_losses
+from gpt2.telemetry.profiler import Profiler
+from gpt2.telemetry.progress import Progress, print_summary
+from gpt2.telemetry.summary import describe_run
+from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
+from gpt2.utils.prng import init_key
+
+CONFIG = cli.define_config("configs/quickstart.py")
+WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if empty.")
+
+# What may change when a run continues. All else decides what is learnt.
+MAY_CHANGE = ("parallel.", "memory.", "logging.", "train.", "data.data_dir", "model.attention")
+
+
+def main() -> int:
+    # Options. Whatever is wrong with them is said before anything is spent.
+    config = cli.load_config(CONFIG)
+    workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
+    check_workdir(workdir, config)
+    is_main = jax.process_index() == 0
+
+    # Data: prepared once and kept. After that, a batch is a function of the step.
+    dataset = prepare(config.data, show_progress=is_main)
+    config = with_vocabulary(config, dataset)
+    batch_size, length = config.data.batch_size, config.model.context_length
+    eval_batch_size = batch_size // config.train.accumulate_steps
+    shape = dict(context_length=length, document_mask=config.data.document_mask)
+    train_data = TrainLoader(dataset, batch_size=batch_size, seed=config.seed, **shape)
+    eval_data = ValidationLoader(
+        dataset, batch_size=eval_batch_size, num_batches=config.train.eval_batches, **shape
+    )
+
+    # Model, optimizer, and how they are spread over the devices.
+    check_layout(config, config.model, jax.device_count())
+    model = GPT(config.gpt())
+    schedule = make_schedule(config.optim, config.train.num_steps)
+    optimizer = make_optimizer(config.optim, schedule)
+    backend = make_backend(config.parallel, model.logical_axes(), optimizer)
+    train_rows, eval_rows = backend.local_rows(batch_size), backend.local_rows(eval_batch_size)
+
+    # State: continued from the newest checkpoint, else drawn.
+    def init_fn(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, length), jnp.int32))["params"]
+        return TrainState.create(params, optimizer, config.precision.compute)
+
+    checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints)
+    start = checkpointer.latest_step() or 0
+    if start:
+        state = checkpointer.restore(start, abstract_state(backend, init_fn))
+    else:
+        state = backend.init_state(init_fn, init_key(config.seed))
+
+    # Compile, once and ahead of the loop: from here on, other shapes are an error.
+    clock = StepClock(
+        tokens_per_step=batch_size * length,
+        flops_per_token=model_flops_per_token(model.config, length),
+        peak=total_peak_flops(config.precision.compute),
+    )
+    with clock.phase("compile"):
+        train_step = compile_once(
+            backend.compile_train(
+                make_train_step(
+                    model,
+                    optimizer,
+                    schedule,
+                    seed=config.seed,
+                    accumulate_steps=config.train.accumulate_steps,
+                )
+            ),
+            state,
+            backend.put_batch(train_data.batch(0, train_rows)),
+        )
+        eval_step = compile_once(
+            backend.compile_eval(make_eval_step(model)),
+            state.params,
+            backend.put_batch(eval_data.batch(0, eval_rows)),
+        )
+    if is_main:
+        write_run(workdir, config, dataset)
+        size = num_params(state.params)
+        print_summary(describe_run(config, dataset, size, backend.mesh, train_step, workdir, start))
+
+    # The loop. Metrics are read a step late, so that the devices never wait for the host.
+    num_steps = config.train.num_steps
+    best_loss = (checkpointer.best() or (0, math.inf))[1]
+    scores, late = {}, None  # `late`: the newest step and its metrics, still on the devices
+    nothing = contextlib.nullcontext()
+    writer, progress = nothing, nothing
+    if is_main:
+        writer = MetricsWriter(
+            workdir,
+            config.to_dict(),
+            tensorboard=config.logging.tensorboard,
+            wandb=config.logging.wandb,
+            resume_step=start,
+        )
+        progress = Progress(num_steps, start)
+    profiler = Profiler(
+        workdir / "profile", config.logging.profile_start, config.logging.profile_steps
+    )
+    batches = prefetch(
+        lambda step: train_data.batch(step, train_rows), range(start, num_steps), backend.put_batch
+    )
+
+    def report(step: int, metrics: dict[str, jax.Array]) -> None:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not math.isfinite(values["train/loss"]):
+            raise DivergedError(step)
+        if step % config.train.log_every == 0 or step == num_steps:
+            log(step, {"tokens": step * batch_size * length} | values | clock.read())
+
+    def log(step: int, values: dict[str, float]) -> None:
+        if is_main:
+            writer.write(step, values)
+            progress.update(step, values)
+
+    def evaluate(params: Any) -> dict[str, float]:
+        held_out = dataset.splits["validation"]
+        bytes_per_token = held_out.num_bytes / held_out.num_tokens
+        eval_batches = prefetch(
+            lambda index: eval_data.batch(index, eval_rows),
+            range(len(eval_data)),
+            backend.put_batch,
+        )
+        return validate(eval_step, params, eval_batches, bytes_per_token)
+
+    with checkpointer, writer, progress, profiler, closing(batches), StopSignal() as stop:
+        with clock.phase("step"):
+            for step in range(start + 1, num_steps + 1):
+                with clock.phase("data wait"):
+                    batch = next(batches)
+                profiler.step(step - 1, state)
+                state, metrics = train_step(state, batch)
+                clock.count_step()
+                if late:
+                    report(*late)
+                late = (step, metrics)
+
+                is_last = step == num_steps or stop.requested
+                is_eval = step == num_steps or is_due(step, config.train.eval_every)
+                is_save = is_last or is_due(step, config.train.checkpoint_every)
+                if is_eval or is_save:
+                    report(*late)
+                    late = None
+                if is_eval:
+                    with clock.phase("validation"):
+                        scores = evaluate(state.params)
+                    log(step, scores)
+                    is_save |= scores["eval/loss"] < best_loss
+                    best_loss = min(best_loss, scores["eval/loss"])
+                if is_save:
+                    with clock.phase("checkpoint"):
+                        if is_main:
+                            writer.flush(step)
+                        checkpointer.save(state, step, scores["eval/loss"] if is_eval else None)
+                if is_last:
+                    break
+        with clock.phase("checkpoint"):
+            checkpointer.wait()
+
+    # What a person looks at afterwards.
+    if stop.requested and step < num_steps:
+        print(f"stopped by {stop.requested.name} at step {step}; the same command continues")
+        return 128 + stop.requested
+    scores = scores or evaluate(state.params)
+    if is_main:
+        plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
+        write_samples(workdir, config, dataset, state.params)
+        print_results(scores, dataset, clock)
+    return 0
+
+
+def check_workdir(workdir: Path, config: Config) -> None:
+    """Refuses to continue a run under other options than it began with."""
+    if not (workdir / "config.json").exists():
+        if workdir.exists() and any(workdir.iterdir()):
+            raise UserError(f"{workdir} holds files that are no run's", "Give another --workdir")
+        return
+    for name, (old, new) in differences(load_config(workdir), config).items():
+        if name.startswith(MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
+            continue
+        raise UserError(
+            f"{workdir} holds a run with {name}={old}, not {new}",
+            "Give another --workdir, or the option as it was",
+        )
+
+
+def with_vocabulary(config: Config, dataset: Dataset) -> Config:
+    """Returns the config with `model.vocab_size` as large as the tokenizer's, if it was 0."""
+    known, wanted = dataset.tokenizer.vocab_size, config.model.vocab_size
+    if 0 < wanted < known:
+        raise UserError(
+            f"model.vocab_size={wanted} is less than the {known} tokens of "
+            f"data.tokenizer={config.data.tokenizer}",
+            "Use --config.model.vocab_size=0",
+        )
+    vocab_size = wanted or known
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
+    )
+
+
+def write_run(workdir: Path, config: Config, dataset: Dataset) -> None:
+    """Puts beside the checkpoints what it takes to use them: config.json and tokenizer.json."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    dataset.tokenizer.save(workdir / "tokenizer.json")
+    temporary = workdir / "config.json.tmp"
+    temporary.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    os.replace(temporary, workdir / "config.json")
+
+
+def is_due(step: int, every: int) -> bool:
+    """Says whether something that happens every so many steps (0: never) happens at this one."""
+    return every > 0 and step % every == 0
+
+
+def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) -> None:
+    """Lets the model write a few texts from nothing, into samples.txt."""
+    tokenizer = dataset.tokenizer
+    first = 0 if tokenizer.eot is None else tokenizer.eot
+    texts = generate(
+        params,
+        config.gpt(),
+        [[first]] * 3,
+        max_new_tokens=min(256, config.model.context_length - 1),
+        sampling=Sampling(temperature=0.8, top_k=50),
+        seed=config.seed,
+        eot=tokenizer.eot,
+    )
+    rule = "\n" + "-" * 80 + "\n"
+    (workdir / "samples.txt").write_text(rule.join(map(tokenizer.decode, texts)) + "\n")
+
+
+def print_results(scores: dict[str, float], dataset: Dataset, clock: StepClock) -> None:
+    """Prints the end of a run: where the time went, and how good the model is."""
+    print(f"time: {clock.describe_shares()}")
+    print(
+        f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:.2f}, "
+        f"{scores['eval/bits_per_byte']:.3f} bits per byte (zlib -9 needs "
+        f"{dataset.zlib_bits_per_byte:.3f} for the same text)"
+    )
+
+
+class DivergedError(Exception):
+    """The loss of a step is not finite."""
+
+
+class StopSignal:
+    """While inside, SIGTERM and SIGINT ask the loop to end after its step; a second one ends it.
+
+    Attributes:
+        requested: the signal that came, or None.
+    """
+
+    def __init__(self):
+        self.requested: signal.Signals | None = None
+
+    def __enter__(self) -> "StopSignal":
+        signals = (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._on_signal) for number in signals}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self.requested = signal.Signals(number)
+        signal.signal(number, self._before[number])
+
+
+if __name__ == "__main__":
+    cli.run(main)
