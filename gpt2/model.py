@@ -38,20 +38,25 @@ class KVCache:
     """Keys and values of the tokens so far.
 
     Attributes:
-        key, value: `[L, B, S, N, H]` in the compute type.
+        layers: a pair of keys and values for each layer, `[B, N, S, H]` in the compute type: apart
+            and heads first, so that they are written in place and multiplied where they lie. A
+            single pair with a leading axis L if layers are scanned.
         length: `[B]` int32, tokens written per sequence.
     """
 
-    key: jax.Array
-    value: jax.Array
+    layers: Any
     length: jax.Array
 
     @classmethod
     def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
         """Returns an empty cache for sequences of up to `max_length` tokens."""
-        shape = (config.num_layers, batch_size, max_length, config.num_heads, config.head_size)
-        zeros = jnp.zeros(shape, config.compute_dtype)
-        return cls(zeros, zeros, jnp.zeros(batch_size, jnp.int32))
+        L, shape = config.num_layers, (batch_size, config.num_heads, max_length, config.head_size)
+
+        def pair(*shape: int) -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
+
+        layers = pair(L, *shape) if config.scan_layers else [pair(*shape) for _ in range(L)]
+        return cls(layers, jnp.zeros(batch_size, jnp.int32))
 
 
 class Linear(nn.Module):
@@ -193,7 +198,7 @@ class Block(nn.Module):
     """One layer: attention and MLP, each a residual branch after a norm.
 
     Takes and returns `x` [B, T, D] and the layer's `cache` (None, or keys and values
-    [B, S, N, H]); `positions` [B or 1, T] int32; `segments` [B, T] int32 or None.
+    [B, N, S, H]); `positions` [B or 1, T] int32; `segments` [B, T] int32 or None.
     """
 
     config: GPTConfig
@@ -251,7 +256,7 @@ class GPT(nn.Module):
             deterministic: False drops units, with the key `rngs={"dropout": key}`.
         """
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
-        return self._logits(hidden)
+        return self._logits(hidden, self._head())
 
     def loss(
         self,
@@ -296,7 +301,8 @@ class GPT(nn.Module):
         """
         hidden, cache = self._hidden(tokens, cache=cache)
         last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
-        return self._logits(last)[:, 0], cache.replace(length=cache.length + num_new)
+        logits = self._logits(last, self._table())  # padding it would copy it at every token
+        return logits[:, 0], cache.replace(length=cache.length + num_new)
 
     def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None):
         """Returns the normalised output of the last layer [B, T, D], and the cache."""
@@ -313,37 +319,34 @@ class GPT(nn.Module):
             x = x + (self.wpe.first(T) if cache is None else self.wpe(positions))
         x = self.dropout(x, deterministic=deterministic)
         x = constrain(x, "batch", "length", "embed")
-        layers = None if cache is None else (cache.key, cache.value)
+        layers = None if cache is None else cache.layers
         if cfg.scan_layers:
             x, layers = self.h(x, layers, positions, segments, deterministic)
         else:
-            new_layers = []
+            layers = list(layers or [None] * cfg.num_layers)
             for index, block in enumerate(self.h):
-                layer = jax.tree.map(lambda leaf, i=index: leaf[i], layers)
-                x, layer = block(x, layer, positions, segments, deterministic)
-                new_layers.append(layer)
-            if cache is not None:
-                layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *new_layers)
+                x, layers[index] = block(x, layers[index], positions, segments, deterministic)
         x = self.ln_f(x)
         chex.assert_shape(x, (B, T, cfg.embed_dim))
-        if cache is not None:
-            cache = cache.replace(key=layers[0], value=layers[1])
-        return x, cache
+        return x, None if cache is None else cache.replace(layers=layers)
+
+    def _table(self) -> jax.Array:
+        """Returns the output embedding, [V, D]."""
+        return (self.wte if self.config.tie_embeddings else self.lm_head).embedding
 
     def _head(self) -> jax.Array:
         """Returns the output embedding with padded vocabulary, [V padded, D]."""
-        table = self.wte if self.config.tie_embeddings else self.lm_head
         padding = -self.config.vocab_size % VOCAB_MULTIPLE
-        head = jnp.pad(table.embedding, ((0, padding), (0, 0)))
+        head = jnp.pad(self._table(), ((0, padding), (0, 0)))
         # Pad as stored, by columns, and only then split by rows.
         return constrain(constrain(head, "rows", "table"), "vocab", "embed")
 
-    def _logits(self, hidden: jax.Array) -> jax.Array:
+    def _logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         cfg = self.config
         logits = jnp.einsum(
             "btd,vd->btv",
             hidden,
-            self._head().astype(cfg.compute_dtype),
+            head.astype(cfg.compute_dtype),
             preferred_element_type=jnp.float32,
         )
         if cfg.logit_softcap:
@@ -396,9 +399,9 @@ def _rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """Writes `new` [B, T, N, H] into `cache` [B, S, N, H] from each row's `start` [B]."""
-    return jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice_in_dim(c, n, s, axis=0))(
-        cache, new, start
+    """Writes `new` [B, T, N, H] into `cache` [B, N, S, H] from each row's `start` [B]."""
+    return jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice_in_dim(c, n, s, axis=1))(
+        cache, jnp.swapaxes(new, 1, 2), start
     )
 
 

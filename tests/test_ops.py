@@ -108,7 +108,7 @@ def test_cached_attention_equals_attention_of_the_last_positions():
     q, k, v = (normal(i, 2, 9, 2, 8) for i in range(3))
     garbage = jnp.full((2, 3, 2, 8), 1e9)
     whole = attention_reference(q, k, v)
-    k_cache, v_cache = (jnp.concatenate([x, garbage], axis=1) for x in (k, v))
+    k_cache, v_cache = (jnp.concatenate([x, garbage], axis=1).swapaxes(1, 2) for x in (k, v))
     for new in (1, 4):
         last = attention_cached(q[:, -new:], k_cache, v_cache, jnp.int32(9))
         assert_close(last, whole[:, -new:])

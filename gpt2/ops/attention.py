@@ -119,19 +119,19 @@ def attention_cached(
 
     Args:
         q: `[B, T, N, H]`, the last T positions; T is 1 when decoding.
-        k_cache, v_cache: `[B, S, N, H]`; entries from `length` on are not looked at.
+        k_cache, v_cache: `[B, N, S, H]`; entries from `length` on are not looked at.
         length: int32, scalar or `[B]`: positions held, the new ones included.
 
     Returns:
         `[B, T, N, H]` of the type of `q`.
     """
-    T, S = q.shape[1], k_cache.shape[1]
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k_cache, preferred_element_type=jnp.float32)
+    T, S = q.shape[1], k_cache.shape[2]
+    scores = jnp.einsum("btnh,bnsh->bnts", q, k_cache, preferred_element_type=jnp.float32)
     first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
     visible = jnp.arange(S) <= first + jnp.arange(T)[:, None]
     scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
     weights = jax.nn.softmax(scores).astype(q.dtype)
-    out = jnp.einsum("bnts,bsnh->btnh", weights, v_cache, preferred_element_type=jnp.float32)
+    out = jnp.einsum("bnts,bnsh->btnh", weights, v_cache, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)
 
 
