@@ -1,0 +1,24 @@
+"""GPT-2 1558M on OpenWebText.
+
+    python train.py --config=configs/gpt2_1558m.py
+
+Data: as for configs/gpt2_124m.py.
+Learning rate, batch of 1,048,576 tokens and 32,000 steps as in llm.c's 1558M; OpenAI's weights of
+this size score 2.54 on OpenWebText (nanoGPT's README). What these options reach was not measured.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import gpt2_124m
+
+
+def get_config() -> ConfigDict:
+    """Returns the options."""
+    config = gpt2_124m.get_config()
+    config.model.update(num_layers=48, num_heads=25, embed_dim=1600)
+    config.optim.update(learning_rate=6e-4, end_learning_rate=0.0, warmup_steps=700)
+    config.data.batch_size = 1024
+    config.train.update(num_steps=32_000, accumulate_steps=8)
+    config.memory.update(remat="full", scan_layers=True)
+    config.parallel.update(data=1, fsdp=-1)
+    return config

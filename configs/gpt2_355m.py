@@ -1,0 +1,21 @@
+"""GPT-2 355M on OpenWebText.
+
+    python train.py --config=configs/gpt2_355m.py
+
+Data: as for configs/gpt2_124m.py.
+Learning rate as in llm.c's 350M. OpenAI's weights of this size score 2.84 on OpenWebText (nanoGPT's
+README); what these options reach was not measured.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import gpt2_124m
+
+
+def get_config() -> ConfigDict:
+    """Returns the options."""
+    config = gpt2_124m.get_config()
+    config.model.update(num_layers=24, num_heads=16, embed_dim=1024)
+    config.optim.update(learning_rate=3e-4, end_learning_rate=3e-5)
+    config.train.update(accumulate_steps=2)
+    return config

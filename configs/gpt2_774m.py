@@ -1,0 +1,22 @@
+"""GPT-2 774M on OpenWebText.
+
+    python train.py --config=configs/gpt2_774m.py
+
+Data: as for configs/gpt2_124m.py.
+Learning rate as in llm.c's 774M. OpenAI's weights of this size score 2.67 on OpenWebText (nanoGPT's
+README); what these options reach was not measured.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import gpt2_124m
+
+
+def get_config() -> ConfigDict:
+    """Returns the options."""
+    config = gpt2_124m.get_config()
+    config.model.update(num_layers=36, num_heads=20, embed_dim=1280)
+    config.optim.update(learning_rate=2.5e-4, end_learning_rate=2.5e-5)
+    config.train.update(accumulate_steps=4)
+    config.memory.update(remat="dots_no_batch", scan_layers=True)
+    return config

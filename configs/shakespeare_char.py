@@ -1,0 +1,30 @@
+"""A character-level GPT on the works of Shakespeare, nanoGPT's shakespeare_char.
+
+    python train.py --config=configs/shakespeare_char.py --config.data.corpus=text:input.txt
+
+Data: tiny_shakespeare's input.txt (1.1 MB), which you bring.
+Expect: best validation loss 1.4697, minutes on one A100 (published by nanoGPT).
+
+On two CPU cores, in nanoGPT's smaller form:
+
+    python train.py --config=configs/shakespeare_char.py --config.data.corpus=text:input.txt \
+        --config.model.num_layers=4 --config.model.num_heads=4 --config.model.embed_dim=128 \
+        --config.model.context_length=64 --config.model.dropout=0.0 --config.data.batch_size=12 \
+        --config.train.num_steps=2000
+"""
+
+from ml_collections import ConfigDict
+
+from configs import default
+
+
+def get_config() -> ConfigDict:
+    """Returns the options."""
+    config = default.get_config()
+    config.model.update(
+        context_length=256, num_layers=6, num_heads=6, embed_dim=384, dropout=0.2, bias=False
+    )
+    config.data.update(corpus="text:input.txt", tokenizer="char", batch_size=64, val_fraction=0.1)
+    config.optim.update(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=100, beta2=0.99)
+    config.train.update(num_steps=5000, eval_every=250, checkpoint_every=250)
+    return config
