@@ -42,18 +42,16 @@ def open_corpus(spec: str) -> Corpus:
     Raises:
         UserError: the prefix is unknown or nothing is there.
     """
-    prefix, colon, rest = spec.partition(":")
+    prefix, colon, argument = spec.partition(":")
     if prefix not in READERS:
+        choices = ", ".join(usage for usage, _ in READERS.values())
         raise UserError(
-            f"data.corpus={spec!r} has no known prefix", f"Choose one of: {', '.join(READERS)}:..."
+            f"data.corpus={spec!r} is no known corpus", f"Choose one of: {choices}, tokens:GLOB"
         )
-    takes_argument = prefix not in ("pystdlib", "synthetic")
-    if takes_argument != bool(rest) or (colon and not rest):
-        raise UserError(
-            f"data.corpus={spec!r} " + ("names nothing" if takes_argument else "takes no argument"),
-            f"Write {USAGE[prefix]}",
-        )
-    return READERS[prefix](rest)
+    usage, reader = READERS[prefix]
+    if (":" in usage) != bool(argument) or (colon and not argument):
+        raise UserError(f"data.corpus={spec!r} is no way to name a corpus", f"Write {usage}")
+    return reader(argument)
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -186,21 +184,13 @@ def _tfds(argument: str) -> Corpus:
     return Corpus(f"tfds-{name}-{feature}", lambda: hub.tensorflow_datasets(name, feature))
 
 
-READERS: dict[str, Callable[[str], Corpus]] = {
-    "pystdlib": _pystdlib,
-    "text": _text,
-    "jsonl": _jsonl,
-    "parquet": _parquet,
-    "tfds": _tfds,
-    "hf": _hugging_face,
-    "synthetic": _synthetic,
-}
-USAGE = {
-    "pystdlib": "pystdlib",
-    "text": "text:GLOB",
-    "jsonl": "jsonl:GLOB#FIELD",
-    "parquet": "parquet:GLOB#COLUMN",
-    "tfds": "tfds:NAME#FEATURE",
-    "hf": "hf:OWNER/NAME#COLUMN",
-    "synthetic": "synthetic",
+# Prefix: (how to write it, what opens it). Ready tokens, which are no documents, are in shards.py.
+READERS: dict[str, tuple[str, Callable[[str], Corpus]]] = {
+    "pystdlib": ("pystdlib", _pystdlib),
+    "text": ("text:GLOB", _text),
+    "jsonl": ("jsonl:GLOB#FIELD", _jsonl),
+    "parquet": ("parquet:GLOB#COLUMN", _parquet),
+    "tfds": ("tfds:NAME#FEATURE", _tfds),
+    "hf": ("hf:OWNER/NAME#COLUMN", _hugging_face),
+    "synthetic": ("synthetic", _synthetic),
 }

@@ -4,16 +4,19 @@ import http.client
 import json
 import os
 import shutil
-import socket
 import tempfile
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from gpt2.errors import UserError
 
-CONNECT_SECONDS = 4.0
+T = TypeVar("T")
+
+ANSWER_SECONDS = 5.0
 TRAIN_WITHOUT = (
     "To train on text that this machine has, without a network, add --config.data.corpus=pystdlib"
 )
@@ -58,8 +61,7 @@ def hugging_face(name: str, column: str) -> Iterator[str]:
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     listing = f"{endpoint}/api/datasets/{name}/parquet"
     try:
-        with urllib.request.urlopen(listing, timeout=CONNECT_SECONDS) as reply:
-            subsets = json.load(reply)
+        subsets = _at_once(lambda: json.load(urllib.request.urlopen(listing)))
     except urllib.error.HTTPError as error:
         raise UserError(
             f"hf:{name} cannot be had from {endpoint} (HTTP {error.code})",
@@ -103,7 +105,9 @@ def tensorflow_datasets(name: str, feature: str) -> Iterator[str]:
     if not builder.is_prepared():
         # TFDS itself goes on trying for minutes.
         try:
-            socket.create_connection(("storage.googleapis.com", 443), CONNECT_SECONDS).close()
+            _at_once(lambda: urllib.request.urlopen("https://storage.googleapis.com").close())
+        except urllib.error.HTTPError:
+            pass  # an answer all the same
         except OSError as error:
             raise UserError(
                 f"tfds:{name} is neither prepared nor reachable ({error})", TRAIN_WITHOUT
@@ -112,3 +116,31 @@ def tensorflow_datasets(name: str, feature: str) -> Iterator[str]:
     for record in builder.as_data_source(split="train"):
         value = record[feature]
         yield value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _at_once(ask: Callable[[], T]) -> T:
+    """Returns what `ask` returns, within seconds.
+
+    A timeout of urllib's does not do: looking up a name takes as long as the system likes.
+
+    Raises:
+        TimeoutError: there is no answer yet.
+        Whatever `ask` raises.
+    """
+    outcome: list = []
+
+    def run() -> None:
+        try:
+            outcome.append((ask(), None))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    if not outcome:
+        raise TimeoutError(f"no answer in {ANSWER_SECONDS:.0f} seconds")
+    answer, error = outcome[0]
+    if error:
+        raise error
+    return answer

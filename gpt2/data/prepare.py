@@ -91,10 +91,11 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
     directory = data_root(data.data_dir) / f"{label}-{key}"
-    if not directory.exists():
+    facts = directory / "prepared.json"
+    if not facts.exists():
         try:
             with _alone(directory.with_name(f".{directory.name}.lock")):
-                if not directory.exists():
+                if not facts.exists():  # another process may have been at it meanwhile
                     _write(directory, corpus, data, show_progress)
         except OSError as error:
             raise UserError(
@@ -127,7 +128,8 @@ def _alone(lock: Path) -> Iterator[None]:
 def _write(directory: Path, corpus: Corpus, data: DataConfig, show_progress: bool) -> None:
     """Prepares into a directory of its own and renames it to its place."""
     partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    for broken in (partial, directory):  # left by a process or a person that stopped halfway
+        shutil.rmtree(broken, ignore_errors=True)
     partial.mkdir()
     try:
         if isinstance(corpus, shards.Shards):

@@ -16,10 +16,10 @@ import numpy as np
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import dataset_info, sequential_writer
 
-RECORD_TOKENS = 8192
-SHARD_RECORDS = 16_384  # 128 Mi tokens to a file
-FLUSH_RECORDS = 512  # records that wait in memory before they are written
-CACHE_RECORDS = 4096  # decoded records kept by a reader: at most 128 MiB
+RECORD_TOKENS = 4096
+SHARD_RECORDS = 4096  # 16 Mi tokens to a file: reading a record takes longer in a longer file
+FLUSH_RECORDS = 1024  # records that wait in memory before they are written
+CACHE_RECORDS = 8192  # decoded records kept by a reader: at most 128 MiB
 
 NAME = "tokens"
 VERSION = "1.0.0"

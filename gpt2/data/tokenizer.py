@@ -63,7 +63,7 @@ class ByteTokenizer(_Decoding):
     eot = 256
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
@@ -90,7 +90,7 @@ class CharTokenizer(_Decoding):
         self.vocab_size = len(characters) + has_eot
 
     def encode(self, text: str) -> np.ndarray:
-        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         ids = np.searchsorted(self._code_points, code_points)
         known = self._code_points[np.minimum(ids, len(self._code_points) - 1)] == code_points
         if not known.all():
@@ -200,7 +200,7 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The printable character that stands for each byte in a BPE file (GPT-2's encoder.py)."""
     shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     hidden = [b for b in range(256) if b not in shown]
@@ -230,8 +230,11 @@ def _gpt2_like_ranks(tree: dict[str, Any]) -> tuple[dict[bytes, int], int] | Non
     eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     merged = [vocabulary["".join(pair)] for pair in merges]
-    alphabet = _byte_alphabet()
-    if sorted(merged) != merged or not set(alphabet) <= set(vocabulary):
+    alphabet = byte_alphabet()
+    if merged != sorted(merged) or set(vocabulary.values()) != {
+        *merged,
+        *(vocabulary.get(c) for c in alphabet),
+    }:
         return None
     return {bytes(alphabet[c] for c in token): i for token, i in vocabulary.items()}, eot
 
