@@ -269,7 +269,7 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
     ranks, eot = _gpt2_like_ranks(tree)
-    return BytePairTokenizer(f"bpe:{size}", ranks, eot, tree)
+    return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
 
 
 def check_spec(spec: str) -> str:
