@@ -92,7 +92,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    sampling: Sampling = Sampling(),
     seed: int = 0,
     eot: int | None = None,
 ) -> list[list[int]]:
@@ -136,7 +136,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    sampling: Sampling = Sampling(),
     seed: int = 0,
     eot: int | None = None,
     chunk: int = 0,
@@ -193,9 +193,7 @@ def _prefill(params, tokens, lengths, seed, end, cfg, sampling, cache_length) ->
     """Reads the prompts [B, T] and draws the first token of each."""
     B = tokens.shape[0]
     cache = KVCache.create(cfg, B, cache_length)
-    logits, cache = GPT(cfg).apply(
-        {"params": params}, tokens, lengths, cache, method=GPT.extend
-    )
+    logits, cache = GPT(cfg).apply({"params": params}, tokens, lengths, cache, method=GPT.extend)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(B))
     state = _State(
         step=jnp.int32(0),
