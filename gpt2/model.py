@@ -22,15 +22,11 @@ from jax.sharding import PartitionSpec
 from gpt2.config import GPTConfig
 from gpt2.ops import attention, cross_entropy, linear
 from gpt2.ops.attention import attention_cached
-from gpt2.parallel.rules import constrain
+from gpt2.parallel.rules import VOCAB_MULTIPLE, constrain
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import scan_layers, stack_layers
 
 __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
-
-# The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
-# divides over devices. Parameters, logits and losses only ever have the true size.
-VOCAB_MULTIPLE = 128
 
 
 @struct.dataclass

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import Config, ModelConfig, ParallelConfig
 from gpt2.errors import UserError
-from gpt2.parallel.rules import BATCH_AXES, MESH_AXES
+from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, VOCAB_MULTIPLE
 
 
 def make_mesh(parallel: ParallelConfig, devices: list[jax.Device] | None = None) -> Mesh:
@@ -36,23 +36,16 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     sizes = {axis: getattr(parallel, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     rest = [axis for axis in MESH_AXES if sizes[axis] == -1]
-    given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size != 1)
     if rest and num_devices % fixed == 0:
         return sizes | {rest[0]: num_devices // fixed}
+    if fixed == num_devices:
+        return sizes
+    given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
     if rest:
-        axis = max((a for a in MESH_AXES if sizes[a] > 1), key=sizes.get)
-        others = fixed // sizes[axis]
-        nearest = _nearest_divisor(num_devices // math.gcd(num_devices, others), sizes[axis])
-        raise UserError(
-            f"{given} does not divide {num_devices} devices",
-            f"Use --config.parallel.{axis}={nearest}, for one",
-        )
-    if fixed != num_devices:
-        raise UserError(
-            f"{given or 'parallel.data=1'} asks for {fixed} devices and there are {num_devices}",
-            "Let one axis take the rest, as --config.parallel.data=-1",
-        )
-    return sizes
+        what = f"{given} does not divide the {num_devices} devices there are"
+    else:
+        what = f"{given or 'parallel.data=1'} takes {fixed} devices, and there are {num_devices}"
+    raise UserError(what, _propose(parallel, _all_sizes(parallel, num_devices)))
 
 
 def check_layout(config: Config, model: ModelConfig, num_devices: int) -> None:
@@ -62,37 +55,16 @@ def check_layout(config: Config, model: ModelConfig, num_devices: int) -> None:
         UserError: names the numbers, and the nearest that work.
     """
     sizes = mesh_sizes(config.parallel, num_devices)
-    tensor, fsdp = sizes["tensor"], sizes["fsdp"]
-    for option, dim, axis in (
-        ("num_heads", model.num_heads, "tensor"),
-        ("mlp_ratio x embed_dim", model.mlp_dim, "tensor"),
-        ("embed_dim", model.embed_dim, "fsdp"),
-    ):
-        if dim % sizes[axis]:
-            raise UserError(
-                f"model.{option}={dim} does not split over parallel.{axis}={sizes[axis]}",
-                f"Use --config.parallel.{axis}={_nearest_divisor(dim, sizes[axis])}, for one",
-            )
-    if model.embed_dim % (tensor * fsdp):
-        raise UserError(
-            f"model.embed_dim={model.embed_dim} does not split over parallel.tensor={tensor} "
-            f"x parallel.fsdp={fsdp}, as the embedding tables are stored",
-            f"Use --config.parallel.fsdp={_nearest_divisor(model.embed_dim // tensor, fsdp)}",
-        )
-    if 128 % tensor:
-        raise UserError(
-            f"the vocabulary, padded to a multiple of 128, does not split over "
-            f"parallel.tensor={tensor}",
-            f"Use --config.parallel.tensor={_nearest_divisor(128, tensor)}",
-        )
-    shards = sizes["data"] * fsdp
-    micro_batches = config.train.accumulate_steps
-    batch_size = config.data.batch_size
+    if misfit := _misfit(model, sizes):
+        fitting = [s for s in _all_sizes(config.parallel, num_devices) if not _misfit(model, s)]
+        raise UserError(misfit, _propose(config.parallel, fitting))
+    shards = sizes["data"] * sizes["fsdp"]
+    micro_batches, batch_size = config.train.accumulate_steps, config.data.batch_size
     if batch_size % (shards * micro_batches):
         nearest = max(1, round(batch_size / (shards * micro_batches))) * shards * micro_batches
         raise UserError(
             f"data.batch_size={batch_size} does not split over parallel.data={sizes['data']} x "
-            f"parallel.fsdp={fsdp} x train.accumulate_steps={micro_batches}",
+            f"parallel.fsdp={sizes['fsdp']} x train.accumulate_steps={micro_batches}",
             f"Use --config.data.batch_size={nearest}",
         )
 
@@ -109,6 +81,43 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
     return slice(int(bounds[:, 0].min()), int(bounds[:, 1].max()))
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    return min(divisors, key=lambda n: abs(n - wanted))
+def _misfit(model: ModelConfig, sizes: dict[str, int]) -> str | None:
+    """Says which dimension of the model the mesh does not divide, if there is one."""
+    tensor, fsdp = sizes["tensor"], sizes["fsdp"]
+    for name, dim in (
+        ("model.num_heads", model.num_heads),
+        ("model.mlp_ratio x model.embed_dim", model.mlp_dim),
+        ("the multiple that the vocabulary is padded to", VOCAB_MULTIPLE),
+    ):
+        if dim % tensor:
+            return f"{name}={dim} does not split over parallel.tensor={tensor}"
+    if model.embed_dim % (tensor * fsdp):  # as embedding tables are stored
+        over = f"parallel.fsdp={fsdp}" + (f" x parallel.tensor={tensor}" if tensor > 1 else "")
+        return f"model.embed_dim={model.embed_dim} does not split over {over}"
+    return None
+
+
+def _all_sizes(parallel: ParallelConfig, num_devices: int) -> list[dict[str, int]]:
+    """Returns every mesh that `num_devices` can make under the chosen backend."""
+    if parallel.backend == "pmap":
+        return [{"data": num_devices, "fsdp": 1, "tensor": 1}]
+    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    return [
+        {"data": num_devices // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
+        for fsdp in divisors
+        for tensor in divisors
+        if num_devices % (fsdp * tensor) == 0
+    ]
+
+
+def _propose(parallel: ParallelConfig, meshes: list[dict[str, int]]) -> str:
+    """Returns the flags for the mesh nearest to the wanted one, factor by factor."""
+    wanted = {axis: getattr(parallel, axis) for axis in MESH_AXES}
+
+    def distance(sizes: dict[str, int]) -> float:
+        fixed = (axis for axis in MESH_AXES if wanted[axis] != -1)
+        return sum(abs(math.log(sizes[axis] / wanted[axis])) for axis in fixed)
+
+    nearest = min(meshes, key=distance)
+    changed = [axis for axis in MESH_AXES if wanted[axis] not in (-1, nearest[axis])]
+    return "Use " + " ".join(f"--config.parallel.{axis}={nearest[axis]}" for axis in changed)

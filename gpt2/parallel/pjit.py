@@ -39,11 +39,13 @@ class PjitBackend:
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
+        # What an optimizer keeps per parameter but in another shape (factored moments) stays whole.
         opt_state = optax.tree.map_params(
             self._optimizer,
-            lambda _, spec: spec,
+            lambda leaf, spec, param: spec if leaf.shape == param.shape else PartitionSpec(),
             state.opt_state,
             self._storage,
+            state.params,
             transform_non_params=lambda _: PartitionSpec(),
         )
         whole = jax.tree.map(lambda _: PartitionSpec(), state)

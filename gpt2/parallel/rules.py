@@ -14,9 +14,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gpt2.errors import UserError
+
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
+
+# The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
+# divides over devices. Parameters, logits and losses only ever have the true size.
+VOCAB_MULTIPLE = 128
 
 # Logical axis -> mesh axes that split it. `table` is the width of an embedding table: its rows
 # (50257 of them, or a context length) divide by nothing, so tables are stored by columns.
@@ -54,25 +60,42 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 
 
-def spec(names: tuple[str | None, ...], table: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
+def spec(names: tuple[str, ...], table: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
     """Returns the mesh axes of an array whose axes are called `names`.
 
     Raises:
         KeyError: a name that no row of the table knows.
     """
-    entries = []
-    for name in names:
-        axes = () if name is None else table[name]
-        entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
-    return PartitionSpec(*entries)
+    entries = [table[name] for name in names]
+    return PartitionSpec(
+        *(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries)
+    )
 
 
 def specs(logical_axes: Any, table: Mapping[str, tuple[str, ...]]) -> Any:
-    """Maps a tree of logical axes (tuples of names in a PartitionSpec) to mesh axes."""
-    return jax.tree.map(
-        lambda names: spec(tuple(names), table),
-        logical_axes,
-        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    """Maps a tree of logical axes (tuples of names in a PartitionSpec) to mesh axes.
+
+    Raises:
+        UserError: a parameter has an axis without a name, or with one that the table does not know.
+    """
+
+    def to_mesh(path: Any, names: PartitionSpec) -> PartitionSpec:
+        parameter = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not set(names) - {"layers"}:  # which scanning adds
+            raise UserError(
+                f"the axes of parameter {parameter} have no names",
+                "Create it with nn.with_logical_partitioning(init, names)",
+            )
+        for name in names:
+            if name not in table:
+                raise UserError(
+                    f"parameter {parameter} has an axis {name!r} that no rule names",
+                    "Name it in STORAGE, in gpt2/parallel/rules.py",
+                )
+        return spec(tuple(names), table)
+
+    return jax.tree_util.tree_map_with_path(
+        to_mesh, logical_axes, is_leaf=lambda node: isinstance(node, PartitionSpec)
     )
 
 
