@@ -1,0 +1,328 @@
+"""Corpora, preparing and storing: what goes in comes out, once, whole and split apart."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tensorflow_datasets as tfds
+
+from gpt2.config import DataConfig
+from gpt2.data import prepare, records, splits
+from gpt2.data.corpus import open_corpus
+from gpt2.data.tokenizer import build
+from gpt2.errors import UserError
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "naïve", "測試"]
+
+
+def _document(number: int, num_words: int = 60) -> str:
+    rng = np.random.default_rng(number)
+    return f"{number}: " + " ".join(rng.choice(WORDS, num_words)) + "\n"
+
+
+def _stream(dataset, split):
+    stream = dataset.open(split)
+    return stream.read(0, len(stream))
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Prepares a corpus into a directory of the test's own."""
+
+    def make(corpus, tokenizer="byte", val_fraction=0.1, data_dir=tmp_path / "prepared"):
+        options = dict(corpus=corpus, tokenizer=tokenizer, data_dir=str(data_dir))
+        return prepare.prepare(
+            DataConfig(**options, val_fraction=val_fraction), show_progress=False
+        )
+
+    return make
+
+
+@pytest.fixture
+def many(tmp_path):
+    """A corpus of 200 documents, ten of them twice, as (spec, documents)."""
+    documents = [_document(i) for i in [*range(190), *range(10)]]
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"body": d}) + "\n" for d in documents))
+    return f"jsonl:{path}#body", documents
+
+
+def _documents_of(dataset, split):
+    tokens = _stream(dataset, split)
+    eot = dataset.tokenizer.eot
+    assert tokens[0] == eot
+    starts = np.flatnonzero(tokens == eot)
+    return [dataset.tokenizer.decode(part[1:]) for part in np.split(tokens, starts)[1:]]
+
+
+def test_single_text_is_split_as_nanogpt_splits_it(tmp_path, make):
+    text = "".join(_document(i) for i in range(40)) + "odd"
+    (tmp_path / "input.txt").write_text(text, encoding="utf-8")
+    dataset = make(f"text:{tmp_path}/input.txt", "char")
+    n = len(text)
+    train, validation = text[: int(n * 0.9)], text[int(n * 0.9) :]
+    characters = sorted(set(text))
+    assert dataset.tokenizer.vocab_size == len(characters)
+    np.testing.assert_array_equal(_stream(dataset, "train"), [characters.index(c) for c in train])
+    np.testing.assert_array_equal(
+        _stream(dataset, "validation"), [characters.index(c) for c in validation]
+    )
+    assert dataset.splits["validation"] == prepare.Split(
+        len(validation), len(validation.encode()), 1
+    )
+    assert dataset.zlib_bits_per_byte == pytest.approx(
+        8 * len(zlib.compress(validation.encode(), 9)) / len(validation.encode())
+    )
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "bpe:300", "char"])
+def test_documents_are_joined_by_end_of_text_and_all_kept(make, many, tokenizer):
+    spec, documents = many
+    dataset = make(spec, tokenizer)
+    train, validation = (_documents_of(dataset, split) for split in ("train", "validation"))
+    assert sorted(train + validation) == sorted(documents)
+    for split, texts in (("train", train), ("validation", validation)):
+        assert dataset.splits[split].num_documents == len(texts)
+        assert dataset.splits[split].num_bytes == len("".join(texts).encode())
+
+
+def test_no_document_is_in_both_splits(make, many):
+    spec, documents = many
+    dataset = make(spec)
+    train, validation = (set(_documents_of(dataset, s)) for s in ("train", "validation"))
+    assert train and validation and not train & validation
+    assert len(documents) > len(train | validation)  # the corpus has duplicates: this can fail
+
+
+def test_a_document_keeps_its_split_when_others_come(tmp_path, make):
+    def validation(count):
+        path = tmp_path / f"{count}.jsonl"
+        lines = (json.dumps({"text": _document(i)}) for i in reversed(range(count)))
+        path.write_text("\n".join(lines))
+        return set(_documents_of(make(f"jsonl:{path}"), "validation"))
+
+    assert validation(100) == validation(150) & {_document(i) for i in range(100)}
+
+
+def test_file_formats_agree(tmp_path, make):
+    documents = [_document(i) for i in range(60)]
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, text in enumerate(documents):
+        (texts / f"{number:02}.txt").write_text(text, encoding="utf-8")
+    (texts / "empty.txt").touch()
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), tmp_path / "d.parquet")
+    with gzip.open(tmp_path / "d.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": d}) + "\n" for d in documents)
+    corpora = [f"text:{texts}/*.txt", f"parquet:{tmp_path}/*.parquet", f"jsonl:{tmp_path}/d.*.gz"]
+    first, *others = [make(corpus) for corpus in corpora]
+    for other in others:
+        for split in ("train", "validation"):
+            np.testing.assert_array_equal(_stream(first, split), _stream(other, split))
+
+
+def test_prepared_corpus_is_a_tfds_dataset(make, many):
+    spec, _ = many
+    dataset = make(spec, "gpt2")
+    builder = tfds.builder_from_directory(dataset.directory)
+    source = builder.as_data_source(split="train")
+    assert source[0]["tokens"].dtype == np.uint16
+    joined = np.concatenate([record["tokens"] for record in source])
+    np.testing.assert_array_equal(joined, _stream(dataset, "train"))
+    assert list(dataset.directory.glob("*.array_record*"))
+
+
+def test_any_stretch_can_be_read_across_records_and_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RECORD_TOKENS", 7)
+    monkeypatch.setattr(records, "SHARD_RECORDS", 5)
+    monkeypatch.setattr(records, "FLUSH_RECORDS", 2)
+    tokens = np.random.default_rng(0).integers(0, 70_000, 400)
+    writer = records.RecordWriter(tmp_path, vocab_size=70_000)
+    for part in np.split(tokens, [1, 3, 50, 50, 333]):
+        writer.append("train", part)
+    writer.append("validation", tokens[:9])
+    writer.close()
+    assert len(list(tmp_path.glob("*train*"))) > 3
+    stream = records.RecordStream(tmp_path, "train", len(tokens))
+    for start in range(0, 400, 3):
+        for length in (1, 7, 8, 40, 400):
+            np.testing.assert_array_equal(stream.read(start, length), tokens[start:][:length])
+    assert records.RecordStream(tmp_path, "validation", 9).read(0, 99).tolist() == list(tokens[:9])
+
+
+def test_nothing_imports_tensorflow(tmp_path):
+    code = (
+        "import sys\n"
+        "from gpt2.config import DataConfig\n"
+        "from gpt2.data.prepare import prepare\n"
+        "from gpt2.data.loader import TrainLoader\n"
+        f"data = DataConfig(corpus='synthetic', tokenizer='byte', data_dir={str(tmp_path)!r})\n"
+        "TrainLoader(prepare(data), batch_size=2, context_length=8, seed=0).batch(0)\n"
+        "assert 'tensorflow' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_long_documents_encode_as_if_whole(monkeypatch):
+    gpt2 = build("gpt2")
+    text = "".join(_document(i, 9) + "\n\n  \n if x:\t\r\n" for i in range(60))
+    whole = gpt2.encode(text)
+    for size in (50, 97, 300):
+        monkeypatch.setattr(splits, "PIECE_CHARACTERS", size)
+        pieces = list(splits.read_pieces(text))
+        assert len(pieces) > 10
+        np.testing.assert_array_equal(np.concatenate([gpt2.encode(p) for p in pieces]), whole)
+
+
+def test_standard_library_is_real_and_without_tests():
+    corpus = open_corpus("pystdlib")
+    documents = list(corpus.documents())
+    assert len(documents) > 200
+    assert Path(json.__file__).read_text(encoding="utf-8") in documents
+    assert documents == list(corpus.documents())
+    test_file = Path(json.__file__).parents[1] / "test" / "test_json" / "test_dump.py"
+    assert not test_file.exists() or test_file.read_text(encoding="utf-8") not in documents
+
+
+def test_prepared_once_and_anew_when_anything_differs(tmp_path, make):
+    path = tmp_path / "input.txt"
+    path.write_text(_document(1, 500))
+    first = make(f"text:{path}")
+    stamp = (first.directory / "prepared.json").stat().st_mtime_ns
+    again = make(f"text:{path}")
+    assert again.directory == first.directory
+    assert (again.directory / "prepared.json").stat().st_mtime_ns == stamp
+    others = [make(f"text:{path}", "char"), make(f"text:{path}", val_fraction=0.2)]
+    path.write_text(_document(2, 500))
+    others.append(make(f"text:{path}"))
+    assert len({d.directory for d in [first, *others]}) == 4
+
+
+def _prepare_slowly(data_dir, started):
+    """In another process: stops for good in the middle of writing."""
+    append = records.RecordWriter.append
+
+    def append_and_stop(self, split, tokens):
+        append(self, split, tokens)
+        started.set()
+        time.sleep(600)
+
+    records.RecordWriter.append = append_and_stop
+    data = DataConfig(corpus="synthetic", tokenizer="byte", data_dir=data_dir, val_fraction=0.1)
+    prepare.prepare(data, show_progress=False)
+
+
+def test_killed_preparation_is_never_used_and_cleaned_up(tmp_path, make):
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    data_dir = tmp_path / "prepared"
+    process = context.Process(target=_prepare_slowly, args=(str(data_dir), started))
+    process.start()
+    assert started.wait(60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert list(data_dir.glob(".*.partial")) and not list(data_dir.glob("[!.]*"))
+    dataset = make("synthetic")
+    assert not list(data_dir.glob(".*.partial"))
+    assert sum(s.num_documents for s in dataset.splits.values()) == 4000
+
+
+def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):
+    writes = []
+    write_splits = prepare.write_splits
+
+    def counted(*arguments):
+        writes.append(arguments)
+        time.sleep(0.2)
+        return write_splits(*arguments)
+
+    monkeypatch.setattr(prepare, "write_splits", counted)
+    path = tmp_path / "input.txt"
+    path.write_text(_document(1, 500))
+    # A lock on a file is its descriptor's: threads stand for processes here.
+    datasets = []
+    threads = [
+        threading.Thread(target=lambda: datasets.append(make(f"text:{path}"))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(datasets) == 3 and len(writes) == 1
+
+
+def test_failed_preparation_leaves_nothing(tmp_path, make):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "too"}\nbad\n')
+    with pytest.raises(UserError, match=r"bad\.jsonl:3 is no JSON"):
+        make(f"jsonl:{path}")
+    assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
+
+
+def test_directory_from_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path))
+    assert prepare.data_root("") == tmp_path
+    assert prepare.data_root("/elsewhere") == Path("/elsewhere")
+    monkeypatch.delenv("GPT2_DATA_DIR")
+    assert prepare.data_root("") == Path.home() / ".cache/gpt2-jax"
+
+
+@pytest.mark.parametrize(
+    ("corpus", "message"),
+    [
+        ("openwebtext", "no known corpus.*pystdlib, text:GLOB"),
+        ("pystdlib:x", "Write pystdlib"),
+        ("text", "Write text:GLOB"),
+        ("text:", "Write text:GLOB"),
+        ("text:no/such/*.txt", "no file matches 'no/such/"),
+        ("text:EMPTY", "holds no text"),
+        ("text:LATIN", "cannot be read as UTF-8"),
+        ("text:TINY", "val_fraction=0.1 leaves a split .* empty"),
+        ("jsonl:LINES#body", "LINES:1 has no text in the field 'body'"),
+        ("parquet:LATIN", "cannot be read"),
+        ("parquet:TABLE#body", "no column 'body'.*one of: text, number"),
+        ("parquet:TABLE#number", "holds no text"),
+        ("tokens:LATIN", "Add --config.data.tokenizer=gpt2"),
+    ],
+)
+def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, corpus, message):
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").touch()
+    Path("LATIN").write_bytes("naïve".encode("latin-1") * 99)
+    Path("TINY").write_text("a")
+    Path("LINES").write_text('{"text": "a"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "number": [1]}), "TABLE")
+    with pytest.raises(UserError, match=message):
+        make(corpus)
+
+
+def test_share_that_leaves_no_validation_document_names_one_that_works(make, many):
+    spec, _ = many
+    with pytest.raises(UserError, match=r"choose from (0\.\d+) to (0\.\d+)") as caught:
+        make(spec, val_fraction=1e-6)
+    share = float(str(caught.value).split("choose from ")[1].split()[0])
+    assert make(spec, val_fraction=share).splits["validation"].num_documents >= 1
+
+
+def test_unwritable_directory_is_refused(tmp_path, make):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="GPT2_DATA_DIR"):
+        make("synthetic", data_dir=tmp_path / "file" / "inside")
+
+
+def test_too_little_room_is_refused_before_writing(make, monkeypatch):
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: type("", (), {"free": 10})())
+    with pytest.raises(UserError, match="needed"):
+        make("synthetic")

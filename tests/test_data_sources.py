@@ -1,0 +1,139 @@
+"""Text and tokens from elsewhere: the hub, TFDS, and ready token shards."""
+
+import http.server
+import json
+import threading
+import time
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from gpt2.config import DataConfig
+from gpt2.data import hub, prepare
+from gpt2.data.tokenizer import build
+from gpt2.errors import UserError
+
+TEXTS = [f"{number}: some words, then {number**3} naïve 測試 cats\n" for number in range(80)]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Prepares a corpus into a directory of the test's own."""
+
+    def make(corpus, tokenizer="byte", val_fraction=0.1):
+        data_dir = str(tmp_path / "prepared")
+        data = DataConfig(
+            corpus=corpus, tokenizer=tokenizer, val_fraction=val_fraction, data_dir=data_dir
+        )
+        return prepare.prepare(data, show_progress=False)
+
+    return make
+
+
+def _stream(dataset, split):
+    stream = dataset.open(split)
+    return stream.read(0, len(stream))
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Stands for the hub: serves what the test puts into a directory."""
+    root = tmp_path / "hub"
+    root.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=str(root))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        yield root, f"http://127.0.0.1:{httpd.server_port}"
+        httpd.shutdown()
+
+
+def test_hub_data_set_is_read_from_its_parquet_files(server, make, monkeypatch):
+    root, url = server
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    documents = TEXTS
+    for number in range(2):
+        table = pyarrow.table({"text": documents[40 * number : 40 * (number + 1)]})
+        pyarrow.parquet.write_table(table, root / f"{number}.parquet")
+    listing = root / "api/datasets/someone/texts/parquet"
+    listing.parent.mkdir(parents=True)
+    urls = [f"{url}/{number}.parquet" for number in range(2)]
+    listing.write_text(json.dumps({"default": {"train": urls}}))
+    dataset = make("hf:someone/texts#text")
+    joined = np.concatenate([_stream(dataset, split) for split in ("train", "validation")])
+    read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
+    assert sorted(read) == sorted(documents)
+    with pytest.raises(UserError, match="HTTP 404"):
+        make("hf:someone/else#text")
+
+
+@pytest.mark.parametrize("corpus", ["hf:Skylion007/openwebtext#text", "tfds:tiny_shakespeare#text"])
+def test_without_a_network_the_flag_that_works_is_named_at_once(
+    tmp_path, make, monkeypatch, corpus
+):
+
+    def answer_late(*_):
+        time.sleep(1)
+        raise OSError("too late")
+
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(hub.urllib.request, "urlopen", answer_late)
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    begin = time.perf_counter()
+    with pytest.raises(UserError, match=r"--config\.data\.corpus=pystdlib"):
+        make(corpus)
+    assert time.perf_counter() - begin < 5
+    time.sleep(1)
+
+
+def _write_shard(path, tokens, header):
+    start = np.zeros(256, np.int32)
+    start[:3] = 20240520, 1, len(tokens)
+    tokens = np.asarray(tokens, np.uint16)
+    path.write_bytes((start.tobytes() if header else b"") + tokens.tobytes())
+
+
+@pytest.mark.parametrize("header", [False, True])
+def test_token_shards_are_read_in_place(tmp_path, make, header):
+    gpt2 = build("gpt2")
+    texts = TEXTS[:9]
+    encoded = [np.concatenate([[gpt2.eot], gpt2.encode(t)]) for t in texts]
+    for number in range(3):
+        name = f"{'val' if number == 0 else 'train'}_{number}.bin"
+        _write_shard(tmp_path / name, np.concatenate(encoded[3 * number :][:3]), header)
+    dataset = make(f"tokens:{tmp_path}/*.bin", "gpt2")
+    np.testing.assert_array_equal(_stream(dataset, "validation"), np.concatenate(encoded[:3]))
+    np.testing.assert_array_equal(_stream(dataset, "train"), np.concatenate(encoded[3:]))
+    stream = dataset.open("train")
+    everything = np.concatenate(encoded[3:])
+    for start in range(0, len(stream), 11):
+        np.testing.assert_array_equal(stream.read(start, 200), everything[start:][:200])
+    assert dataset.splits["validation"].num_bytes == len("".join(texts[:3]).encode())
+    assert dataset.splits["train"].num_documents == 6
+
+    alone = make(f"tokens:{tmp_path}/train_*.bin", "gpt2", val_fraction=0.25)
+    num_train = int(len(everything) * 0.75)
+    np.testing.assert_array_equal(_stream(alone, "train"), everything[:num_train])
+    np.testing.assert_array_equal(_stream(alone, "validation"), everything[num_train:])
+
+
+def test_broken_token_shards_are_refused(tmp_path, make):
+    path = tmp_path / "train.bin"
+    _write_shard(path, range(1000), header=True)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="cut short"):
+        make(f"tokens:{path}", "gpt2")
+    _write_shard(path, [60_000] * 100, header=False)
+    with pytest.raises(UserError, match="token 60000"):
+        make(f"tokens:{path}", "gpt2")
+    path.write_bytes(b"odd")
+    with pytest.raises(UserError, match="no shard"):
+        make(f"tokens:{path}", "gpt2")

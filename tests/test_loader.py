@@ -1,0 +1,247 @@
+"""Batches: functions of (seed, step), every window once an epoch, every token once a validation."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import chex
+import numpy as np
+import pytest
+
+from gpt2.data import prepare, records
+from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
+from gpt2.errors import UserError
+
+EOT = 99_999
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Stores token arrays as a prepared corpus."""
+
+    def make(train, validation=(1, 2, 3), eot=EOT, num_documents=9):
+        directory = tmp_path_factory.mktemp("prepared")
+        writer = records.RecordWriter(directory, vocab_size=100_000)
+        writer.append("train", np.asarray(train))
+        writer.append("validation", np.asarray(validation))
+        writer.close()
+        splits = {
+            "train": prepare.Split(len(train), 0, num_documents),
+            "validation": prepare.Split(len(validation), 0, num_documents),
+        }
+        return prepare.Dataset(directory, SimpleNamespace(eot=eot), splits, 0.0)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def counting(make):
+    """Token i of the stream is i, so that a token says where it is from. 5000 train, 101 val."""
+    return make(np.arange(5000), np.arange(101))
+
+
+def _epoch(loader, epoch):
+    """The rows of one epoch, where batches do not straddle epochs."""
+    steps = int(loader.steps_per_epoch)
+    assert steps == loader.steps_per_epoch
+    return [loader.batch(step) for step in range(epoch * steps, (epoch + 1) * steps)]
+
+
+def test_batch_has_the_static_shape_and_shifted_targets(counting):
+    loader = TrainLoader(counting, batch_size=4, context_length=16, seed=0)
+    batch = loader.batch(3)
+    assert set(batch) == {"tokens", "targets"}
+    chex.assert_shape(list(batch.values()), (4, 16))
+    chex.assert_type(list(batch.values()), np.int32)
+    np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
+    np.testing.assert_array_equal(np.diff(batch["tokens"], axis=1), 1)
+
+
+def test_an_epoch_visits_every_window_once(counting):
+    loader = TrainLoader(counting, batch_size=7, context_length=16, seed=0)
+    assert loader.num_windows == 311
+    loader = TrainLoader(counting, batch_size=311, context_length=16, seed=0)
+    for epoch in range(3):
+        starts = np.sort(np.concatenate([b["tokens"][:, 0] for b in _epoch(loader, epoch)]))
+        np.testing.assert_array_equal(np.diff(starts), 16)
+        assert len(starts) == 311
+
+
+def test_epochs_differ_in_order_and_in_offset(counting):
+    loader = TrainLoader(counting, batch_size=311, context_length=16, seed=0)
+    starts = [loader.batch(epoch)["tokens"][:, 0] for epoch in range(6)]
+    offsets = {int(s.min()) for s in starts}
+    assert len(offsets) > 1 and max(offsets) < 16
+    orders = {tuple((s - s.min()) // 16) for s in starts}
+    assert len(orders) == 6
+    assert all(tuple(sorted(order)) != order for order in orders)
+
+
+def test_batch_depends_on_seed_and_step_alone(counting):
+    def loader(seed):
+        return TrainLoader(counting, batch_size=8, context_length=16, seed=seed)
+
+    forward = [loader(1).batch(step) for step in range(6)]
+    late = loader(1)
+    for step in (5, 0, 3):
+        chex.assert_trees_all_equal(late.batch(step), forward[step])
+    far = 10**9
+    chex.assert_trees_all_equal(late.batch(far), loader(1).batch(far))
+    assert not np.array_equal(forward[0]["tokens"], forward[1]["tokens"])
+    assert not np.array_equal(forward[0]["tokens"], loader(2).batch(0)["tokens"])
+
+
+def test_nearby_seeds_share_no_epoch(counting):
+    def order(seed, epoch):
+        loader = TrainLoader(counting, batch_size=311, context_length=16, seed=seed)
+        starts = loader.batch(epoch)["tokens"][:, 0]
+        return tuple((starts - starts.min()) // 16)
+
+    assert not {order(0, e) for e in range(4)} & {order(1, e) for e in range(4)}
+
+
+def test_batches_straddle_epochs(counting):
+    loader = TrainLoader(counting, batch_size=200, context_length=16, seed=0)
+    rows = np.concatenate([loader.batch(step)["tokens"][:, 0] for step in range(4)])
+    first, second = np.sort(rows[:311]), np.sort(rows[311:622])
+    np.testing.assert_array_equal(np.diff(first), 16)
+    np.testing.assert_array_equal(np.diff(second), 16)
+
+
+@pytest.mark.parametrize("kind", ["train", "validation"])
+def test_processes_together_read_the_whole_batch(counting, kind):
+    if kind == "train":
+        loader = TrainLoader(counting, batch_size=8, context_length=16, seed=0)
+    else:
+        loader = ValidationLoader(counting, batch_size=8, context_length=5)
+    whole = loader.batch(2)
+    for size in (1, 2, 4):
+        parts = [loader.batch(2, slice(i, i + size)) for i in range(0, 8, size)]
+        for name, values in whole.items():
+            np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), values)
+
+
+def test_only_the_rows_asked_for_are_read(counting, monkeypatch):
+    loader = TrainLoader(counting, batch_size=8, context_length=16, seed=0)
+    reads = []
+    read = loader._stream.read
+    monkeypatch.setattr(loader._stream, "read", lambda *a: reads.append(a) or read(*a))
+    loader.batch(0, slice(2, 4))
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 64])
+@pytest.mark.parametrize("context_length", [1, 7, 10, 100, 200])
+def test_validation_predicts_every_token_but_the_first_once(counting, batch_size, context_length):
+    loader = ValidationLoader(counting, batch_size=batch_size, context_length=context_length)
+    batches = [loader.batch(i) for i in range(len(loader))]
+    for batch in batches:
+        chex.assert_shape(list(batch.values()), (batch_size, context_length))
+    targets = np.concatenate([b["targets"].ravel() for b in batches])
+    tokens = np.concatenate([b["tokens"].ravel() for b in batches])
+    np.testing.assert_array_equal(targets[targets >= 0], np.arange(1, 101))
+    np.testing.assert_array_equal(tokens[targets >= 0] + 1, targets[targets >= 0])
+
+
+def test_validation_can_be_cut_short(counting):
+    whole = ValidationLoader(counting, batch_size=2, context_length=10)
+    short = ValidationLoader(counting, batch_size=2, context_length=10, num_batches=3)
+    assert (len(whole), len(short)) == (5, 3)
+    chex.assert_trees_all_equal(short.batch(2), whole.batch(2))
+    assert len(ValidationLoader(counting, batch_size=2, context_length=10, num_batches=99)) == 5
+
+
+def test_segments_count_documents_within_a_row(make):
+    stream = np.arange(200)
+    stream[[0, 13, 14, 50]] = EOT
+    dataset = make(stream, stream)
+    loader = ValidationLoader(dataset, batch_size=1, context_length=20, document_mask=True)
+    segments = [loader.batch(i)["segments"][0].tolist() for i in range(3)]
+    # The end-of-text token opens its document.
+    assert segments == [[1] * 13 + [2] + [3] * 6, [0] * 20, [0] * 10 + [1] * 10]
+    train = TrainLoader(dataset, batch_size=4, context_length=20, seed=0, document_mask=True)
+    assert train.batch(0)["segments"].dtype == np.int32
+
+
+def test_document_mask_without_documents_is_refused(make):
+    for options in ({"eot": None}, {"num_documents": 1}):
+        dataset = make(np.arange(200), **options)
+        with pytest.raises(UserError, match=r"data\.document_mask"):
+            TrainLoader(dataset, batch_size=1, context_length=8, seed=0, document_mask=True)
+
+
+def test_split_smaller_than_a_batch_is_refused(counting):
+    TrainLoader(counting, batch_size=49, context_length=100, seed=0)
+    with pytest.raises(UserError, match=r"49 windows .* a batch needs 50"):
+        TrainLoader(counting, batch_size=50, context_length=100, seed=0)
+    with pytest.raises(UserError, match="0 windows"):
+        TrainLoader(counting, batch_size=1, context_length=5000, seed=0)
+
+
+def test_prefetch_yields_every_step_in_order():
+    batches = prefetch(lambda step: {"x": step}, range(3, 20), lambda batch: batch["x"] * 10)
+    assert list(batches) == [10 * step for step in range(3, 20)]
+    assert list(batches) == []
+
+
+def test_prefetch_works_ahead_and_no_further():
+    made = []
+    batches = prefetch(lambda step: made.append(step) or step, range(100), lambda b: b, depth=2)
+    assert next(batches) == 0
+    deadline = time.perf_counter() + 10
+    while len(made) < 4 and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert len(made) == 4  # one taken, two ready, one in hand
+    batches.close()
+
+
+def test_prefetch_tells_how_long_its_consumer_waited():
+    batches = prefetch(lambda step: time.sleep(0.05) or step, range(4), lambda b: b)
+    list(batches)
+    assert 0.1 < batches.seconds_waited < 5
+    ready = prefetch(lambda step: step, range(1), lambda b: b)
+    time.sleep(0.2)
+    next(ready)
+    assert ready.seconds_waited < 0.1
+
+
+@pytest.mark.parametrize("place", ["get_batch", "put", "steps"])
+def test_errors_while_prefetching_reach_the_consumer(place):
+    def fail(step):
+        if step == 2:
+            raise ValueError("broken record")
+        return step
+
+    steps = map(fail, range(5)) if place == "steps" else range(5)
+    batches = prefetch(
+        fail if place == "get_batch" else lambda s: s,
+        steps,
+        fail if place == "put" else lambda b: b,
+    )
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(ValueError, match="broken record"):
+        next(batches)
+    assert list(batches) == []
+
+
+def test_closing_ends_the_thread():
+    before = threading.active_count()
+    batches = prefetch(lambda step: step, iter(int, 1), lambda b: b)
+    next(batches)
+    assert threading.active_count() == before + 1
+    batches.close()
+    assert threading.active_count() == before
+    assert list(batches) == []
+    batches.close()
+
+
+def test_reading_is_fast_enough_not_to_be_waited_for(make):
+    dataset = make(np.arange(500_000) % 50_000)
+    for context_length, least in ((64, 4000), (1024, 400)):  # windows a second, a fifth of usual
+        loader = TrainLoader(dataset, batch_size=64, context_length=context_length, seed=0)
+        loader.batch(0)
+        begin = time.process_time()
+        for step in range(10):
+            loader.batch(step)
+        assert 640 / (time.process_time() - begin) > least
