@@ -2,16 +2,15 @@
 
 import contextlib
 import functools
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gpt2.config import GPTConfig
+from gpt2.telemetry.chips import find_chip
 
 
 def count_compute_parameters(cfg: GPTConfig) -> int:
@@ -46,52 +45,6 @@ def model_flops_per_token(cfg: GPTConfig, context_length: int) -> float:
     return float(6 * count_compute_parameters(cfg) + attention)
 
 
-class _Chip(NamedTuple):
-    """Dense matrix-product peaks of one JAX device, in TFLOP/s.
-
-    `half` is bfloat16 and float16 with float32 accumulation; `single` what JAX runs for float32 at
-    default precision: TF32 tensor cores on NVIDIA from Ampere on, bfloat16 passes on TPU.
-    """
-
-    pattern: str  # found, case ignored, in `device.device_kind`; the first row that matches counts
-    half: float
-    single: float
-    source: str
-    has_bfloat16: bool = True  # else it runs in float32
-
-
-# Data sheets give NVIDIA's tensor-core figures with sparsity; these are half of those.
-_CHIPS = (
-    _Chip("GB200", 2500.0, 1250.0, "NVIDIA GB200 NVL72 data sheet"),
-    _Chip("B200", 2250.0, 1125.0, "NVIDIA HGX B200 data sheet"),
-    _Chip("H200 NVL", 835.5, 417.5, "NVIDIA H200 data sheet"),
-    _Chip("H200", 989.5, 494.5, "NVIDIA H200 data sheet"),
-    _Chip("GH200", 989.5, 494.5, "NVIDIA GH200 data sheet"),
-    _Chip("H100 PCIe", 756.5, 378.0, "NVIDIA H100 data sheet, PCIe"),
-    _Chip("H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL"),
-    _Chip("H100", 989.5, 494.5, "NVIDIA H100 data sheet, SXM"),
-    _Chip("A100", 312.0, 156.0, "NVIDIA A100 data sheet"),
-    _Chip("A10G", 70.0, 35.0, "NVIDIA A10G data sheet"),
-    _Chip("L40S", 362.0, 183.0, "NVIDIA L40S data sheet"),
-    _Chip("L40", 181.0, 90.5, "NVIDIA L40 data sheet"),
-    _Chip("L4", 121.0, 60.0, "NVIDIA L4 data sheet"),
-    _Chip("T4", 65.0, 8.1, "NVIDIA T4 data sheet", False),
-    _Chip("V100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet, PCIe", False),
-    _Chip("V100", 125.0, 15.7, "NVIDIA V100 data sheet, SXM2", False),
-    _Chip("RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper"),
-    _Chip("RTX 3090", 71.0, 35.6, "NVIDIA GA102 architecture white paper"),
-    _Chip("TPU7", 1153.5, 1153.5, "Google Cloud TPU7x page; half a chip, one JAX device"),
-    _Chip("TPU v6", 918.0, 918.0, "Google Cloud TPU v6e page"),
-    _Chip("TPU v5 lite", 197.0, 197.0, "Google Cloud TPU v5e page"),
-    _Chip("TPU v5e", 197.0, 197.0, "Google Cloud TPU v5e page"),
-    _Chip("TPU v5", 459.0, 459.0, "Google Cloud TPU v5p page"),
-    _Chip("TPU v4 lite", 138.0, 138.0, "Jouppi et al. 2021, table 1 (TPU v4i)"),
-    _Chip("TPU v4", 275.0, 275.0, "Google Cloud TPU v4 page"),
-    _Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page; half a chip, one JAX device"),
-    _Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1; half a chip, one JAX device"),
-)
-
-
 def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
     """Returns the most FLOP/s that `device` spends on a matrix product of `dtype` operands.
 
@@ -103,12 +56,10 @@ def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
     """
     if device.platform == "cpu":
         return _measure_cpu_flops(jnp.dtype(dtype).name) / len(jax.local_devices(backend="cpu"))
-    chip = _find_chip(device)
+    chip = find_chip(device.device_kind)
     if chip is None:
         return None
-    name = jnp.dtype(dtype).name
-    fast = name == "float16" or (name == "bfloat16" and chip.has_bfloat16)
-    return 1e12 * (chip.half if fast else chip.single)
+    return chip.peak_flops(jnp.dtype(dtype).name)
 
 
 def total_peak_flops(dtype: jnp.dtype | str) -> float | None:
@@ -121,16 +72,8 @@ def peak_source(device: jax.Device) -> str:
     """Says where the figure of `peak_flops` comes from: `measured`, a data sheet, or `unknown`."""
     if device.platform == "cpu":
         return "measured"
-    chip = _find_chip(device)
+    chip = find_chip(device.device_kind)
     return chip.source if chip else "unknown"
-
-
-def _find_chip(device: jax.Device) -> _Chip | None:
-    kind = device.device_kind
-    if re.search(r"\b(Laptop|MIG)\b", kind):  # less than the chip of that name
-        return None
-    # Whole names only: an RTX A1000 is no A100.
-    return next((c for c in _CHIPS if re.search(rf"\b{c.pattern}(?!\d)", kind, re.I)), None)
 
 
 @functools.cache

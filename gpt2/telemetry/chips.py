@@ -1,0 +1,106 @@
+"""Accelerators by name: what they compute, hold and send, from their makers' pages."""
+
+import re
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+    """Dense matrix-product peaks of one JAX device, in TFLOP/s.
+
+    `half` is bfloat16 and float16 with float32 accumulation; `single` what JAX runs for float32 at
+    default precision: TF32 tensor cores on NVIDIA from Ampere on, bfloat16 passes on TPU.
+    """
+
+    pattern: str  # found, case ignored, in `device.device_kind`; the first row that matches counts
+    half: float
+    single: float
+    source: str
+    has_bfloat16: bool = True  # else it runs in float32
+
+    def peak_flops(self, dtype: str) -> float:
+        """Returns FLOP/s of matrix products of `dtype` operands."""
+        fast = dtype == "float16" or (dtype == "bfloat16" and self.has_bfloat16)
+        return 1e12 * (self.half if fast else self.single)
+
+
+class Board(NamedTuple):
+    """Memory of one JAX device in GB (10^9 bytes), and what it sends in GB/s, one direction.
+
+    `near` among the `domain` devices that share NVLink or a torus; `far` beyond them, None where
+    the table does not say.
+    """
+
+    memory: float
+    near: float
+    domain: int
+    far: float | None = None
+
+    def bandwidth(self, group: tuple[int, ...]) -> float | None:
+        """Returns bytes/s that each device of a ring sends, or None if the table does not say.
+
+        Where a ring leaves a domain, the adapters of all its devices there share what passes, as
+        in NCCL, so that one crossing does not slow the ring to the speed of one adapter.
+
+        Args:
+            group: numbers of the devices, those of one domain in sequence.
+        """
+        together = sum(device // self.domain == group[0] // self.domain for device in group)
+        if together == len(group):
+            return 1e9 * self.near
+        return None if self.far is None else 1e9 * min(self.near, self.far * together)
+
+
+# Data sheets give NVIDIA's tensor-core figures with sparsity; these are half of those.
+_CHIPS = (
+    Chip("GB200", 2500.0, 1250.0, "NVIDIA GB200 NVL72 data sheet"),
+    Chip("B200", 2250.0, 1125.0, "NVIDIA HGX B200 data sheet"),
+    Chip("H200 NVL", 835.5, 417.5, "NVIDIA H200 data sheet"),
+    Chip("H200", 989.5, 494.5, "NVIDIA H200 data sheet"),
+    Chip("GH200", 989.5, 494.5, "NVIDIA GH200 data sheet"),
+    Chip("H100 PCIe", 756.5, 378.0, "NVIDIA H100 data sheet, PCIe"),
+    Chip("H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL"),
+    Chip("H100", 989.5, 494.5, "NVIDIA H100 data sheet, SXM"),
+    Chip("A100", 312.0, 156.0, "NVIDIA A100 data sheet"),
+    Chip("A10G", 70.0, 35.0, "NVIDIA A10G data sheet"),
+    Chip("L40S", 362.0, 183.0, "NVIDIA L40S data sheet"),
+    Chip("L40", 181.0, 90.5, "NVIDIA L40 data sheet"),
+    Chip("L4", 121.0, 60.0, "NVIDIA L4 data sheet"),
+    Chip("T4", 65.0, 8.1, "NVIDIA T4 data sheet", has_bfloat16=False),
+    Chip("V100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet, PCIe", has_bfloat16=False),
+    Chip("V100", 125.0, 15.7, "NVIDIA V100 data sheet, SXM2", has_bfloat16=False),
+    Chip("RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper"),
+    Chip("RTX 3090", 71.0, 35.6, "NVIDIA GA102 architecture white paper"),
+    Chip("TPU7", 1153.5, 1153.5, "Google Cloud TPU7x page; half a chip, one JAX device"),
+    Chip("TPU v6", 918.0, 918.0, "Google Cloud TPU v6e page"),
+    Chip("TPU v5 lite", 197.0, 197.0, "Google Cloud TPU v5e page"),
+    Chip("TPU v5e", 197.0, 197.0, "Google Cloud TPU v5e page"),
+    Chip("TPU v5", 459.0, 459.0, "Google Cloud TPU v5p page"),
+    Chip("TPU v4 lite", 138.0, 138.0, "Jouppi et al. 2021, table 1 (TPU v4i)"),
+    Chip("TPU v4", 275.0, 275.0, "Google Cloud TPU v4 page"),
+    Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page; half a chip, one JAX device"),
+    Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1; half a chip, one JAX device"),
+)
+
+# From the same pages. `near` is half of what they give for NVLink, or for Cloud TPU's links
+# between chips, in both directions; `far` the network adapter that each GPU has in the maker's own
+# system (DGX A100, H100, H200, B200; GB200 NVL72).
+BOARDS = {
+    "GB200": Board(memory=186, near=900, domain=72, far=50),
+    "B200": Board(memory=180, near=900, domain=8, far=50),
+    "H200": Board(memory=141, near=450, domain=8, far=50),
+    "H100": Board(memory=80, near=450, domain=8, far=50),
+    "A100": Board(memory=80, near=300, domain=8, far=25),
+    "TPU7": Board(memory=96, near=300, domain=18432),
+    "TPU v6e": Board(memory=32, near=400, domain=256),
+    "TPU v5e": Board(memory=16, near=200, domain=256),
+    "TPU v5p": Board(memory=95, near=600, domain=8960),
+    "TPU v4": Board(memory=32, near=300, domain=4096),
+}
+
+
+def find_chip(kind: str) -> Chip | None:
+    """Returns the row for a `device.device_kind`, or None."""
+    if re.search(r"\b(Laptop|MIG)\b", kind):  # less than the chip of that name
+        return None
+    # Whole names only: an RTX A1000 is no A100.
+    return next((c for c in _CHIPS if re.search(rf"\b{c.pattern}(?!\d)", kind, re.I)), None)
