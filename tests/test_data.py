@@ -106,14 +106,28 @@ def test_no_document_is_in_both_splits(make, many):
     assert len(documents) > len(train | validation)  # the corpus has duplicates: this can fail
 
 
-def test_a_document_keeps_its_split_when_others_come(tmp_path, make):
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_validation_is_the_share_of_bytes_asked_for(make, many, share):
+    sizes = [split.num_bytes for split in make(many[0], val_fraction=share).splits.values()]
+    assert sizes[1] / sum(sizes) == pytest.approx(share, abs=0.01)
+
+
+def test_smallest_share_is_one_document(make, many):
+    assert make(many[0], val_fraction=1e-6).splits["validation"].num_documents in (1, 2)
+
+
+def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(splits, "WEIGHED_BYTES", 0)
+
     def validation(count):
         path = tmp_path / f"{count}.jsonl"
         lines = (json.dumps({"text": _document(i)}) for i in reversed(range(count)))
         path.write_text("\n".join(lines))
         return set(_documents_of(make(f"jsonl:{path}"), "validation"))
 
-    assert validation(100) == validation(150) & {_document(i) for i in range(100)}
+    few = validation(100)
+    assert 2 <= len(few) <= 25
+    assert few == validation(150) & {_document(i) for i in range(100)}
 
 
 def test_file_formats_agree(tmp_path, make):
@@ -308,12 +322,10 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, co
         make(corpus)
 
 
-def test_share_that_leaves_no_validation_document_names_one_that_works(make, many):
-    spec, _ = many
-    with pytest.raises(UserError, match=r"choose from (0\.\d+) to (0\.\d+)") as caught:
-        make(spec, val_fraction=1e-6)
-    share = float(str(caught.value).split("choose from ")[1].split()[0])
-    assert make(spec, val_fraction=share).splits["validation"].num_documents >= 1
+def test_equal_documents_alone_leave_a_split_empty(tmp_path, make):
+    (tmp_path / "d.jsonl").write_text('{"text": "the same"}\n' * 9)
+    with pytest.raises(UserError, match=r"leaves a split .* empty.*documents that differ"):
+        make(f"jsonl:{tmp_path}/d.jsonl")
 
 
 def test_unwritable_directory_is_refused(tmp_path, make):

@@ -28,7 +28,7 @@ from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.splits import SPLITS, write_splits
 from gpt2.errors import UserError, exit_on_user_error
 
-FORMAT = 1  # of a prepared directory; another number prepares everything anew
+FORMAT = 2  # of a prepared directory; another number prepares everything anew
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     ready_tokens = data.corpus.startswith("tokens:")
     corpus = shards.open_shards(data) if ready_tokens else open_corpus(data.corpus)
     tokenizer_identity = tokenizers.check_spec(data.tokenizer)
-    parts = [FORMAT, corpus.fingerprint, tokenizer_identity, data.val_fraction]
+    layout = [FORMAT, records.RECORD_TOKENS]
+    parts = [*layout, corpus.fingerprint, tokenizer_identity, data.val_fraction]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
     directory = data_root(data.data_dir) / f"{label}-{key}"

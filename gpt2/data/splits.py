@@ -26,6 +26,7 @@ from gpt2.errors import UserError
 
 SPLITS = ("train", "validation")
 PIECE_CHARACTERS = 2**18  # longer documents are encoded in pieces, shorter ones several at once
+WEIGHED_BYTES = 2**30  # corpora up to this size are read once more, to weigh their documents
 # A piece ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PIECE_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
@@ -42,8 +43,8 @@ class Piece:
 def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progress: bool) -> dict:
     """Writes the tokenizer and the records of both splits.
 
-    Several documents each get an end-of-text token before them, and go to validation when a hash
-    of their content says so: equal ones together. A single text gets no such token, and its last
+    Several documents each get an end-of-text token before them, and go to a split by a hash of
+    their content, equal ones together. A single text gets no such token, and its last
     `val_fraction` of characters is the validation split.
 
     Returns:
@@ -77,7 +78,10 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
             bar.advance(task, len(text))
         num_compressed += len(compressor.flush())
     if min(total["num_tokens"] for total in totals.values()) < 2:
-        raise _empty_split(corpus, data, many_documents)
+        raise UserError(
+            f"data.val_fraction={data.val_fraction} leaves a split of {data.corpus!r} empty",
+            "Choose another share, or a corpus with more documents that differ or a longer text",
+        )
     writer.close()
     bits_per_byte = 8 * num_compressed / totals["validation"]["num_bytes"]
     return {"splits": totals, "zlib_bits_per_byte": bits_per_byte}
@@ -91,14 +95,21 @@ def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[]
     """
 
     def documents() -> Iterator[Document]:
-        return filter(_has_text, corpus.documents())
+        return filter(_size, corpus.documents())
 
     first = list(itertools.islice(documents(), 2))
     if not first:
         raise UserError(f"data.corpus={data.corpus!r} holds no text", "Choose another corpus")
     if len(first) == 1:
         return False, lambda: _split_text(first[0], data.val_fraction)
-    return True, lambda: _assign_documents(documents(), data.val_fraction)
+    chosen = None
+    if 0 < corpus.num_bytes <= WEIGHED_BYTES:
+        chosen = _weigh(documents(), data.val_fraction)
+
+    def is_validation(position: float) -> bool:
+        return position < data.val_fraction if chosen is None else position in chosen
+
+    return True, lambda: _assign_documents(documents(), is_validation)
 
 
 def encode_in_parallel(
@@ -172,8 +183,8 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _has_text(document: Document) -> bool:
-    return document.stat().st_size > 0 if isinstance(document, Path) else bool(document)
+def _size(document: Document) -> int:
+    return document.stat().st_size if isinstance(document, Path) else len(document.encode("utf-8"))
 
 
 def _position(document: Document) -> float:
@@ -186,9 +197,29 @@ def _position(document: Document) -> float:
     return int.from_bytes(digest[:6]) / 2**48
 
 
-def _assign_documents(documents: Iterable[Document], val_fraction: float) -> Iterator[Piece]:
+def _weigh(documents: Iterable[Document], val_fraction: float) -> set[float]:
+    """Returns the positions of documents that make up `val_fraction` of all bytes.
+
+    Taken in order of position as far as they still fit: a share of the documents, as good for many,
+    can be anything in bytes for few. At least one document is taken, the smallest.
+    """
+    sizes: dict[float, int] = {}
     for document in documents:
-        split = "validation" if _position(document) < val_fraction else "train"
+        position = _position(document)
+        sizes[position] = sizes.get(position, 0) + _size(document)
+    room, chosen = val_fraction * sum(sizes.values()), set()
+    for position in sorted(sizes):
+        if sizes[position] <= room:
+            chosen.add(position)
+            room -= sizes[position]
+    return chosen or {min(sizes, key=sizes.__getitem__)}
+
+
+def _assign_documents(
+    documents: Iterable[Document], is_validation: Callable[[float], bool]
+) -> Iterator[Piece]:
+    for document in documents:
+        split = "validation" if is_validation(_position(document)) else "train"
         for number, text in enumerate(read_pieces(document)):
             yield Piece(split, text, starts_document=number == 0)
 
@@ -204,19 +235,6 @@ def _split_text(document: Document, val_fraction: float) -> Iterator[Piece]:
         if text[cut:]:
             yield Piece("validation", text[cut:], starts_document=position <= num_train)
         position += len(text)
-
-
-def _empty_split(corpus: Corpus, data: DataConfig, many_documents: bool) -> UserError:
-    how = "Choose another share, or a longer text"
-    if many_documents:
-        positions = [_position(d) for d in corpus.documents() if _has_text(d)]
-        low, high = min(positions) + 1e-4, max(positions) - 1e-4
-        how = "Add documents that differ: all of one content go to one split"
-        if low < high:
-            how = f"Documents go whole to a split: choose from {low:.4f} to {high:.4f}"
-    return UserError(
-        f"data.val_fraction={data.val_fraction} leaves a split of {data.corpus!r} empty", how
-    )
 
 
 @contextlib.contextmanager
