@@ -28,6 +28,7 @@ from gpt2.errors import UserError
 from gpt2.evals.validation import validate
 from gpt2.generate import Sampling, generate
 from gpt2.model import GPT, num_params
+from gpt2.ops import resolve
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import abstract_state, make_backend
 from gpt2.parallel.mesh import check_layout
@@ -42,7 +43,7 @@ from gpt2.telemetry.summary import describe_run
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
 from gpt2.utils.prng import init_key
 
-CONFIG = cli.define_config("configs/quickstart.py")
+CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if empty.")
 
 # What may change when a run continues. All else decides what is learnt.
@@ -54,6 +55,8 @@ def main() -> int:
     config = cli.load_config(CONFIG)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     check_workdir(workdir, config)
+    check_layout(config, config.model, jax.device_count())
+    attention = resolve_attention(config)
     is_main = jax.process_index() == 0
 
     # Data: prepared once and kept. After that, a batch is a function of the step.
@@ -68,7 +71,6 @@ def main() -> int:
     )
 
     # Model, optimizer, and how they are spread over the devices.
-    check_layout(config, config.model, jax.device_count())
     model = GPT(config.gpt())
     schedule = make_schedule(config.optim, config.train.num_steps)
     optimizer = make_optimizer(config.optim, schedule)
@@ -115,7 +117,9 @@ def main() -> int:
     if is_main:
         write_run(workdir, config, dataset)
         size = num_params(state.params)
-        print_summary(describe_run(config, dataset, size, backend.mesh, train_step, workdir, start))
+        print_summary(
+            describe_run(config, dataset, size, attention, backend.mesh, train_step, workdir, start)
+        )
 
     # The loop. Metrics are read a step late, so that the devices never wait for the host.
     num_steps = config.train.num_steps
@@ -222,6 +226,14 @@ def check_workdir(workdir: Path, config: Config) -> None:
         )
 
 
+def resolve_attention(config: Config) -> str:
+    """Names the implementation of attention in use, and refuses one that cannot run here."""
+    model, compute = config.model, config.precision.compute
+    platform = jax.default_backend()
+    name = resolve(model.attention, platform, compute, model.context_length, model.head_size)
+    return f"{name} (reference in training, for its dropout)" if model.dropout else name
+
+
 def with_vocabulary(config: Config, dataset: Dataset) -> Config:
     """Returns the config with `model.vocab_size` as large as the tokenizer's, if it was 0."""
     known, wanted = dataset.tokenizer.vocab_size, config.model.vocab_size
@@ -307,4 +319,4 @@ class StopSignal:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, default_config="quickstart")

@@ -1,0 +1,1 @@
+"""Options of runs, one file each; `default.py` has them all."""

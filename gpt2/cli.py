@@ -1,6 +1,7 @@
 """What every command shares: flags whose mistakes give one line, and settings before JAX starts."""
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +10,27 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+import configs.default
 from gpt2.config import Config
 from gpt2.errors import UserError, exit_on_user_error, unknown_option
 
 
-def run(main: Callable[[], int | None]) -> None:
-    """Parses flags and calls `main()`; a user's mistake in either is one line and exit code 2."""
+def run(main: Callable[[], int | None], default_config: str = "") -> None:
+    """Parses flags and calls `main()`; a user's mistake in either is one line and exit code 2.
+
+    Args:
+        main: returns the exit code, None for 0.
+        default_config: for commands that define `--config`: which of configs/ to use without it.
+    """
+
+    def parse(argv: list[str]) -> list[str]:
+        if default_config and not any(re.match("--?config(=|$)", arg) for arg in argv):
+            path = Path(configs.__file__).with_name(f"{default_config}.py")
+            argv = [argv[0], f"--config={path}", *argv[1:]]
+        return _parse_flags(argv)
 
     @exit_on_user_error
-    def guarded(argv):
+    def guarded(argv: list[str]) -> int | None:
         if len(argv) > 1:
             raise UserError(f"{argv[1]} is not a flag", "Write options as --name=value")
         logging.set_verbosity(logging.WARNING)
@@ -27,16 +40,18 @@ def run(main: Callable[[], int | None]) -> None:
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
 
-    app.run(guarded, flags_parser=exit_on_user_error(_parse_flags))
+    app.run(guarded, flags_parser=exit_on_user_error(parse))
 
 
-def define_config(default: str) -> flags.FlagHolder:
-    """Defines `--config=FILE` and its overrides `--config.a.b=v`; `default` is a config file."""
-    return config_flags.DEFINE_config_file("config", default, "File of options, see configs/.")
+def define_config() -> flags.FlagHolder:
+    """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
+    return config_flags.DEFINE_config_file("config", None, "File of options, see configs/.")
 
 
 def load_config(holder: flags.FlagHolder) -> Config:
     """Returns the validated options that `--config` and its overrides give."""
+    if holder.value is None:
+        raise UserError("there is no --config", "Name a file of options, see configs/")
     return Config.from_dict(holder.value)
 
 
@@ -46,38 +61,32 @@ def config_name() -> str:
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
+    known = _config_options()
+    for arg in argv[1:]:
+        option = re.match(r"--?config\.([^=]+)", arg)
+        if option and option[1] not in known:
+            raise unknown_option(f"--config.{option[1]}", [f"--config.{name}" for name in known])
+        file = re.match("--?config=(.*)", arg)
+        if file and not Path(file[1]).is_file():
+            raise UserError(f"--config={file[1]} is no file", "See configs/ for those there are")
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
-        option = error.flagname
-        if not option.startswith("config."):
-            public = [name for name in flags.FLAGS if "." not in name]
-            raise unknown_option(f"--{option}", [f"--{name}" for name in public]) from None
-        raise _unknown_config_option(option) from None
+        public = [f"--{name}" for name in flags.FLAGS if "." not in name]
+        raise unknown_option(f"--{error.flagname}", public) from None
     except flags.Error as error:
         raise UserError(str(error).replace("\n", " "), "See --help") from None
-    except FileNotFoundError as error:
-        raise UserError(
-            f"--config={error.filename} is no file", "See configs/ for those there are"
-        ) from None
-    except (AttributeError, KeyError) as error:
-        raise UserError(
-            str(error).strip("'\""), "See configs/default.py for every option"
-        ) from None
     except (TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), "See configs/default.py for types") from None
 
 
-def _unknown_config_option(option: str) -> UserError:
-    from configs.default import get_config
-
-    valid = [
-        f"config.{group}.{name}"
-        for group, options in get_config().to_dict().items()
-        if isinstance(options, dict)
-        for name in options
-    ]
-    return unknown_option(f"--{option}", [f"--{name}" for name in ["config.seed", *valid]])
+def _config_options() -> list[str]:
+    """Returns the dotted names of all options."""
+    names = []
+    for name, value in configs.default.get_config().to_dict().items():
+        members = value if isinstance(value, dict) else ()
+        names += [f"{name}.{member}" for member in members] or [name]
+    return names
 
 
 def _use_compilation_cache() -> None:
@@ -85,4 +94,4 @@ def _use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gpt2-jax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -68,6 +68,12 @@ class ModelConfig:
         require_choice("model.norm", self.norm, NORMS)
         require_choice("model.position", self.position, POSITIONS)
         require_choice("model.attention", self.attention, ATTENTIONS)
+        if self.dropout and self.attention not in ("auto", "reference"):
+            raise UserError(
+                f"model.attention={self.attention} keeps no attention weights for "
+                f"model.dropout={self.dropout} to drop",
+                "Use --config.model.attention=auto, or --config.model.dropout=0.0",
+            )
         if self.embed_dim % self.num_heads:
             heads = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
             nearest = min(heads, key=lambda n: abs(n - self.num_heads))

@@ -6,7 +6,6 @@ import jax
 
 from gpt2.config import Config
 from gpt2.data.prepare import Dataset
-from gpt2.ops import resolve
 from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.telemetry.progress import format_bytes, format_count
 from gpt2.telemetry.throughput import model_flops_per_token
@@ -16,6 +15,7 @@ def describe_run(
     config: Config,
     dataset: Dataset,
     num_parameters: int,
+    attention: str,
     mesh: jax.sharding.Mesh,
     train_step: CompiledStep,
     workdir: Path,
@@ -27,6 +27,7 @@ def describe_run(
         config: with its vocabulary resolved.
         dataset: the prepared corpus.
         num_parameters: of the model.
+        attention: the implementation in use.
         mesh: of devices.
         train_step: compiled.
         workdir: where the run lives.
@@ -35,13 +36,6 @@ def describe_run(
     model, train, device = config.model, config.train, jax.devices()[0]
     layers = "scanned" if config.memory.scan_layers else "unrolled"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    kernel = resolve(
-        model.attention,
-        device.platform,
-        config.precision.compute,
-        model.context_length,
-        model.head_size,
-    )
     tokens = config.data.batch_size * model.context_length
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
     memory = train_step.memory
@@ -52,7 +46,7 @@ def describe_run(
             "shape": f"{model.num_layers} layers {layers}, {model.num_heads} heads, "
             f"{model.embed_dim} wide, context {model.context_length}",
             "precision": f"{config.precision.compute} compute, {config.precision.params} weights",
-            "attention": kernel,
+            "attention": attention,
         },
         "data": {
             "corpus": config.data.corpus,

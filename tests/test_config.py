@@ -1,0 +1,100 @@
+"""Options: every config builds, and every mistake is told in one line."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import configs.default
+from gpt2.config import Config, GPTConfig, differences
+from gpt2.errors import UserError
+
+CONFIGS = sorted(
+    path.stem for path in Path(configs.default.__file__).parent.glob("*.py") if path.stem[0] != "_"
+)
+
+
+def build(**options):
+    """The default config with dotted options changed, `a__b` for `a.b`."""
+    tree = configs.default.get_config()
+    for name, value in options.items():
+        group, _, member = name.rpartition("__")
+        (tree[group] if group else tree)[member] = value
+    return Config.from_dict(tree)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_is_valid_and_survives_json(name):
+    config = Config.from_dict(importlib.import_module(f"configs.{name}").get_config())
+    assert Config.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("gpt2_")])
+def test_the_gpt2_configs_have_openais_shapes(name):
+    config = Config.from_dict(importlib.import_module(f"configs.{name}").get_config())
+    released = GPTConfig.from_name(name.replace("_", "-"))
+    for field in ("num_layers", "num_heads", "embed_dim", "context_length", "bias", "activation"):
+        assert getattr(config.model, field) == getattr(released, field)
+
+
+def test_every_option_of_the_default_config_is_a_field_and_the_reverse():
+    tree = configs.default.get_config().to_dict()
+    assert build().to_dict().keys() == tree.keys()
+    for group, members in tree.items():
+        if isinstance(members, dict):
+            assert build().to_dict()[group].keys() == members.keys()
+
+
+def test_differences_names_what_changed():
+    assert differences(build(), build(seed=3, model__bias=False)) == {
+        "seed": (0, 3),
+        "model.bias": (True, False),
+    }
+
+
+def test_unknown_option_names_the_nearest():
+    tree = configs.default.get_config().to_dict()
+    tree["model"]["num_layer"] = tree["model"].pop("num_layers")
+    with pytest.raises(UserError, match=r"no option model\.num_layer.*model\.num_layers"):
+        Config.from_dict(tree)
+
+
+def test_wrong_type_names_the_type():
+    tree = configs.default.get_config().to_dict()
+    tree["train"]["num_steps"] = "many"
+    with pytest.raises(UserError, match=r"train\.num_steps='many' is not of type int"):
+        Config.from_dict(tree)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model__num_heads": 7}, r"multiple of model\.num_heads=7.*num_heads=6"),
+        ({"model__num_layers": 0}, r"model\.num_layers=0 is below 1"),
+        ({"model__dropout": 1.0}, r"model\.dropout=1\.0 is not in \[0, 1\)"),
+        ({"model__activation": "gelo"}, r"activation=gelo is none of.*activation=gelu"),
+        ({"model__dropout": 0.1, "model__attention": "blocked"}, "keeps no attention weights"),
+        (
+            {"model__position": "rope", "model__embed_dim": 36},
+            "rope needs an even head size, not 3",
+        ),
+        ({"precision__compute": "float8"}, r"precision\.compute=float8 is none of"),
+        ({"precision__params": "bfloat16"}, "narrower than"),
+        ({"precision__params": "float16", "precision__compute": "float16"}, "cannot hold"),
+        ({"data__val_fraction": 0.0}, "no validation text"),
+        ({"data__batch_size": 0}, r"data\.batch_size=0 is below 1"),
+        ({"train__accumulate_steps": 7}, r"does not split into.*batch_size=483"),
+        ({"optim__schedule": "constant"}, r"would ignore optim\.end_learning_rate"),
+        ({"optim__end_learning_rate": 1.0}, r"is above optim\.learning_rate"),
+        ({"optim__warmup_steps": 700_000}, r"more than train\.num_steps"),
+        ({"train__init_from": "somewhere"}, "names no source of weights"),
+        ({"parallel__data": 0}, "no number of devices"),
+        ({"parallel__fsdp": -1}, "only one axis can take the rest"),
+        ({"parallel__backend": "pmap", "parallel__tensor": 2}, r"ignore parallel\.tensor=2"),
+        ({"memory__remat": "some"}, r"memory\.remat=some is none of"),
+        ({"logging__profile_start": 5}, r"ignored while logging\.profile_steps=0"),
+    ],
+)
+def test_mistakes_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        build(**options)

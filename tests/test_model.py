@@ -1,0 +1,204 @@
+"""The model: sizes, causality, caches, layouts of its layers, and its numbers in narrow types."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2.model import GPT, GPTConfig, KVCache, num_params
+from gpt2.utils.scan import stack_layers, unstack_layers
+
+SMALL = GPTConfig(vocab_size=300, context_length=16, num_layers=3, num_heads=2, embed_dim=32)
+SIZES = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1558m": 1_557_611_200,
+}
+VARIANTS = [
+    {},
+    {"bias": False, "activation": "gelu"},
+    {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "tie_embeddings": False},
+    {"qk_norm": True, "logit_softcap": 5.0, "activation": "relu_squared", "position": "none"},
+]
+
+
+def replaced(**changes):
+    return dataclasses.replace(SMALL, **changes)
+
+
+def tokens_of(seed, batch_size=2, length=16):
+    return jax.random.randint(jax.random.key(seed), (batch_size, length), 0, SMALL.vocab_size)
+
+
+@functools.cache
+def init(config):
+    return jax.jit(GPT(config).init)(jax.random.key(0), tokens_of(0))["params"]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(config, params, tokens, segments=None):
+    return GPT(config).apply({"params": params}, tokens, segments=segments)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss(config, params, tokens, key=None):
+    """The mean loss of predicting each token from those before; with dropout if there is a key."""
+    options = {} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
+    targets = jnp.roll(tokens, -1, axis=1)
+    total, count = GPT(config).apply({"params": params}, tokens, targets, method="loss", **options)
+    return total / count
+
+
+gradient_of = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES.items())
+def test_openai_sizes_have_exactly_their_parameters(name, size):
+    config = GPTConfig.from_name(name)
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    shapes = jax.eval_shape(GPT(config).init, jax.random.key(0), tokens)["params"]
+    assert num_params(shapes) == size
+    chex.assert_shape(shapes["wte"]["embedding"], (50257, config.embed_dim))
+
+
+def test_initialisation_follows_gpt2():
+    config = replaced(embed_dim=128, num_layers=8)
+    params = init(config)
+    kernels = params["h_5"]
+    assert np.std(params["wte"]["embedding"]) == pytest.approx(0.02, rel=0.05)
+    assert np.std(params["wpe"]["embedding"]) == pytest.approx(0.01, rel=0.05)
+    assert np.std(kernels["attn"]["c_attn"]["kernel"]) == pytest.approx(0.02, rel=0.05)
+    assert np.std(kernels["mlp"]["c_proj"]["kernel"]) == pytest.approx(0.02 / 4, rel=0.05)
+    assert np.std(kernels["attn"]["c_proj"]["kernel"]) == pytest.approx(0.02 / 4, rel=0.05)
+    assert not np.any(kernels["mlp"]["c_fc"]["bias"])
+    np.testing.assert_array_equal(kernels["ln_1"]["scale"], 1.0)
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_logits_are_float32_of_the_true_vocabulary(changes):
+    config = replaced(compute_dtype="bfloat16", **changes)
+    logits = logits_of(config, init(config), tokens_of(1))
+    chex.assert_shape(logits, (2, 16, 300))
+    chex.assert_type(logits, jnp.float32)
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_no_logit_depends_on_a_later_token(changes):
+    config = replaced(**changes)
+    params, tokens = init(config), jnp.arange(100, 116)[None]  # a row of the table each
+
+    def logit(table, position):
+        # Of token 0, whose row a tied head reads too, and no position looks up.
+        return logits_of(config, params | {"wte": {"embedding": table}}, tokens)[0, position, 0]
+
+    for position in (0, 7, 14):
+        rows = jax.jit(jax.grad(logit))(params["wte"]["embedding"], position)[100:116]
+        assert np.any(rows[: position + 1])
+        np.testing.assert_array_equal(rows[position + 1 :], 0.0)
+
+
+def test_loss_is_the_mean_cross_entropy_of_the_logits():
+    params, tokens = init(SMALL), tokens_of(1)
+    targets = jnp.roll(tokens, -1, axis=1).at[0, 3].set(-1)
+    model = GPT(SMALL)
+    total, count = model.apply({"params": params}, tokens, targets, method="loss")
+    log_probs = jax.nn.log_softmax(logits_of(SMALL, params, tokens))
+    picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    assert count == 31
+    np.testing.assert_allclose(total, -jnp.where(targets >= 0, picked, 0).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_scanned_layers_equal_unrolled_ones(changes):
+    config = replaced(**changes)
+    scanned = dataclasses.replace(config, scan_layers=True)
+    params, stacked, tokens = init(config), init(scanned), tokens_of(1)
+    chex.assert_trees_all_equal(stack_layers(params), stacked)
+    chex.assert_trees_all_equal(unstack_layers(stacked, 3), params)
+    assert "scan[" in str(jax.make_jaxpr(loss, static_argnums=0)(scanned, stacked, tokens))
+    assert "scan[" not in str(jax.make_jaxpr(loss, static_argnums=0)(config, params, tokens))
+    chex.assert_trees_all_close(
+        unstack_layers(gradient_of(scanned, stacked, tokens), 3),
+        gradient_of(config, params, tokens),
+        atol=2e-6,
+    )
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", "dots_no_batch"])
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_remat_recomputes_and_changes_no_gradient(policy, scan_layers):
+    plain = replaced(scan_layers=scan_layers, dropout=0.1)
+    remat = dataclasses.replace(plain, remat=policy)
+    params, tokens = init(plain), tokens_of(1)
+    key = jax.random.key(5)
+    plain_jaxpr, remat_jaxpr = (
+        str(jax.make_jaxpr(gradient_of, static_argnums=0)(config, params, tokens, key))
+        for config in (plain, remat)
+    )
+    assert remat_jaxpr.count("tanh") > plain_jaxpr.count("tanh")  # GELU runs again
+    chex.assert_trees_all_close(
+        gradient_of(remat, params, tokens, key), gradient_of(plain, params, tokens, key), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_cached_logits_equal_uncached_ones(changes, scan_layers):
+    config = replaced(scan_layers=scan_layers, **changes)
+    params, tokens = init(config), tokens_of(1)
+    model = GPT(config)
+    expected = logits_of(config, params, tokens)
+
+    @jax.jit
+    def extend(new, num_new, cache):
+        return model.apply({"params": params}, new, num_new, cache, method="extend")
+
+    # Prompts of 5 and 3 tokens, then one token at a time.
+    lengths = jnp.array([5, 3])
+    logits, cache = extend(tokens[:, :5], lengths, KVCache.create(config, 2, 16))
+    for _ in range(8):
+        np.testing.assert_allclose(logits, expected[jnp.arange(2), lengths - 1], atol=1e-5)
+        new = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
+        logits, cache = extend(new, jnp.ones(2, jnp.int32), cache)
+        lengths = lengths + 1
+        np.testing.assert_array_equal(cache.length, lengths)
+
+
+def test_segments_see_only_themselves():
+    config = replaced(position="none")
+    params, tokens = init(config), tokens_of(1)
+    segments = (jnp.arange(16) >= 6).astype(jnp.int32)[None].repeat(2, axis=0)
+    together = logits_of(config, params, tokens, segments)
+    np.testing.assert_allclose(together[:, 6:], logits_of(config, params, tokens[:, 6:]), atol=1e-5)
+    assert np.abs(together - logits_of(config, params, tokens)).max() > 1e-3
+
+
+def test_dropout_follows_its_key():
+    config = replaced(dropout=0.5)
+    params, tokens = init(config), tokens_of(1)
+    first, again, other = (loss(config, params, tokens, jax.random.key(i)) for i in (0, 0, 1))
+    assert first == again != other
+    assert loss(config, params, tokens) == loss(SMALL, params, tokens)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_compute_is_close_to_float32_and_leaves_float32_gradients(dtype):
+    narrow = replaced(compute_dtype=dtype)
+    params, tokens = init(SMALL), tokens_of(1)
+    text = str(jax.make_jaxpr(loss, static_argnums=0)(narrow, params, tokens))
+    assert {"bfloat16": "bf16[", "float16": "f16["}[dtype] in text
+    np.testing.assert_allclose(loss(narrow, params, tokens), loss(SMALL, params, tokens), rtol=2e-3)
+    grads, exact = gradient_of(narrow, params, tokens), gradient_of(SMALL, params, tokens)
+    chex.assert_trees_all_equal_dtypes(grads, params)
+    error = jax.tree.map(lambda a, b: jnp.abs(a - b).max() / jnp.abs(b).max(), grads, exact)
+    assert max(jax.tree.leaves(error)) < 0.05
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(ValueError, match="17 tokens are more than context_length=16"):
+        logits_of(SMALL, init(SMALL), tokens_of(0, length=17))
