@@ -6,6 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -15,14 +17,14 @@ class Collective:
 
     Attributes:
         kind: one of `KINDS`.
-        group_size: devices that take part together.
+        group: the devices that take part together, of the first group if there are several.
         bytes: of the whole array, gathered or not yet scattered, each time it runs.
         times: how often it runs per call of the program.
         loop_unknown: it sits in a loop whose length the text does not say; `times` counts one turn.
     """
 
     kind: str
-    group_size: int
+    group: tuple[int, ...]
     bytes: int
     times: int = 1
     loop_unknown: bool = False
@@ -34,7 +36,7 @@ class Collective:
         An all-reduce is a reduce-scatter and an all-gather, each of which passes every piece but
         one on (Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
         """
-        share = (self.group_size - 1) / self.group_size
+        share = (len(self.group) - 1) / len(self.group)
         factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
         return factor * self.bytes * self.times
 
@@ -55,7 +57,7 @@ def collectives(text: str) -> list[Collective]:
         for line in computations[name]:
             if match := _INSTRUCTION.search(line):
                 collective = _parse(line, *match.groups(), num_devices)
-                if collective.group_size > 1:
+                if len(collective.group) > 1:
                     found.append(dataclasses.replace(collective, times=times, loop_unknown=unknown))
                 continue
             if " while(" not in line:
@@ -117,12 +119,12 @@ def _parse(line: str, result: str, kind: str, start: str | None, num_devices: in
         _bits(dtype) // 8 * math.prod(int(dim) for dim in dims.split(",") if dim)
         for dtype, dims in _ARRAY.findall(result)
     ]
-    group = _group_size(line, kind, num_devices)
+    group = _first_group(line, kind, num_devices)
     total = sum(sizes)
     if kind == "reduce-scatter":
-        total *= group  # the result is a device's piece
+        total *= len(group)  # the result is a device's piece
     elif kind == "all-gather" and start:
-        total = total * group // (group + 1)  # operands are part of the result
+        total = total * len(group) // (len(group) + 1)  # operands are part of the result
     elif kind == "collective-permute" and start:
         total = sizes[0]  # so are they here, with two words of state
     return Collective(kind, group, total)
@@ -133,20 +135,43 @@ def _bits(dtype: str) -> int:
     return 8 if dtype == "pred" else int(re.search(r"\d+", dtype).group())
 
 
-def _group_size(line: str, kind: str, num_devices: int) -> int:
-    """Reads the size of the groups of devices, in any of the three ways that HLO writes them."""
-    if kind == "collective-permute":
-        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line).group(1)
-        moves = [pair for pair in re.findall(r"(\d+),(\d+)", pairs) if pair[0] != pair[1]]
-        return 2 if moves else 1
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
-        return listed.group(1).count(",") + 1
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(iota.group(1))
-    mesh = re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}", line)
-    if mesh is None:
-        return num_devices
-    sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh.group(1)))
-    # An axis may be used in part: 'axis_0':(2)4 is the 4 of axis_0 = 2 x 4 x ...
-    used = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh.group(2))
-    return math.prod(int(part or sizes[axis]) for axis, part in used)
+def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
+    """Returns the first group of devices, which HLO writes in one of four ways."""
+    if kind == "collective-permute":  # {{0,1},{1,0}}: who sends to whom
+        pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2])
+        return next(((int(a), int(b)) for a, b in pairs if a != b), (0,))
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return _integers(listed[1])
+    if iota := re.search(rf"replica_groups=(\[[\d,]+\]){_IOTA}", line):
+        return tuple(_device_ids(*iota.groups()[1:]).reshape(_integers(iota[1]))[0].tolist())
+    mesh = re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", line)
+    if mesh is None:  # {}: all together
+        return tuple(range(num_devices))
+    axes, order, used = mesh.groups()
+    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    shape = tuple(sizes.values())
+    devices = (
+        _device_ids(*re.fullmatch(_ORDER, order).groups()) if order else np.arange(num_devices)
+    )
+    # An axis may be used in part: 'a':(2)4 is the 4 when a is taken as 2 x 4 x the rest.
+    parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)
+    index, ids = [0] * len(shape), devices.reshape(shape)
+    for axis, before, size in parts:
+        number = list(sizes).index(axis)
+        stride = sizes[axis] // (int(before) * int(size)) if before else 1
+        chosen = range(0, stride * int(size or sizes[axis]), stride)
+        index[number] = list(chosen)
+    return tuple(ids[np.ix_(*(np.atleast_1d(i) for i in index))].ravel().tolist())
+
+
+_IOTA = r"<=(\[[\d,]+\])(?:T(\([\d,]+\)))?"  # [4,2]<=[2,4]T(1,0)
+_ORDER = r"(\[[\d,]+\])(?:T(\([\d,]+\)))?"
+
+
+def _device_ids(shape: str, transpose: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
+    return ids.transpose(_integers(transpose)) if transpose else ids
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))

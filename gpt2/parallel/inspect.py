@@ -1,0 +1,140 @@
+"""Seeing how a state is spread over devices: the largest tensors, and what is left unsharded."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from gpt2.errors import UserError
+from gpt2.parallel.collectives import collectives, summarize
+from gpt2.telemetry.progress import format_bytes
+
+# More than this share of parameter bytes whole on every device, and something has no rule.
+MAX_UNSHARDED = 0.02
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Returns how much of a tree of placed arrays, or shapes with shardings, one device holds."""
+    return sum(map(_local_bytes, jax.tree.leaves(tree)))
+
+
+def unsharded_share(params: Any) -> float:
+    """Returns the share of parameter bytes that every device holds whole."""
+    leaves = jax.tree.leaves(params)
+    whole = sum(_bytes(leaf) for leaf in leaves if _is_whole(leaf))
+    return whole / sum(map(_bytes, leaves))
+
+
+def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
+    """Checks that parameters are spread, where the mesh has axes to spread them over.
+
+    Args:
+        params: placed arrays, or shapes with shardings.
+        mesh_shape: sizes of the mesh's axes.
+
+    Raises:
+        UserError: more than `MAX_UNSHARDED` of their bytes are whole on every device.
+    """
+    asked = [f"{axis}={size}" for axis, size in mesh_shape.items() if axis != "data" and size > 1]
+    share = unsharded_share(params)
+    if not asked or share <= MAX_UNSHARDED:
+        return
+    whole = {n: leaf for n, leaf in _by_size(params).items() if _is_whole(leaf)}
+    raise UserError(
+        f"parallel.{' and parallel.'.join(asked)} leave {share:.1%} of the parameters whole on "
+        f"every device, {next(iter(whole))} first",
+        "Give its axes rules in gpt2/parallel/rules.py, or train a model too small to spread with "
+        "--config.parallel.data=-1 alone",
+    )
+
+
+def describe_sharding(params: Any, num_largest: int = 5) -> dict[str, str]:
+    """Returns rows of a table: the largest tensors, then the share left unsharded.
+
+    Layers that are alike, whether scanned or not, give one row: the largest of them.
+    """
+    rows, seen = {}, set()
+    for name, leaf in _by_size(params).items():
+        kind = re.sub(r"h_\d+/", "h_*/", name)
+        if kind in seen or len(rows) == num_largest:
+            continue
+        seen.add(kind)
+        shape = "x".join(map(str, leaf.shape))
+        rows[kind] = f"{shape}, {_describe_spec(leaf)}, {format_bytes(_local_bytes(leaf))} a device"
+    return rows | {"whole on every device": f"{unsharded_share(params):.2%} of parameter bytes"}
+
+
+def describe_collectives(text: str) -> dict[str, str]:
+    """Returns a row per kind of collective in a compiled step: how many, and how much is sent.
+
+    Args:
+        text: optimised HLO, from `CompiledStep.text()`.
+    """
+    found = collectives(text)
+    rows = {
+        kind: f"{count} of {format_bytes(size)} in all, {format_bytes(sent)} sent by each device"
+        for kind, (count, size, sent) in summarize(found).items()
+    }
+    if any(collective.loop_unknown for collective in found):
+        rows["loops"] = "some have no known length: what they send is counted once"
+    return rows or {"collectives": "none"}
+
+
+def visualize(params: Any, pattern: str) -> None:
+    """Draws, on standard output, which device holds which part of the parameters that match.
+
+    Args:
+        params: placed arrays.
+        pattern: regular expression for names such as `h_0/mlp/c_fc/kernel`.
+
+    Raises:
+        UserError: no parameter matches.
+    """
+    named = _by_size(params)
+    matching = [name for name in named if re.search(pattern, name)]
+    if not matching:
+        raise UserError(
+            f"--visualize={pattern} matches no parameter", f"Try {next(iter(named))}, for one"
+        )
+    for name in matching:
+        leaf = named[name]
+        print(f"{name} {leaf.shape}, {_describe_spec(leaf)}")
+        # Drawings have two dimensions at most: axes that are not split are left out of them.
+        spec = leaf.sharding.spec
+        split = [i for i, axes in enumerate(spec) if axes] or range(leaf.ndim)
+        drawn = tuple(split)[:2]
+        shape = tuple(leaf.shape[i] for i in drawn)
+        axes = jax.sharding.PartitionSpec(*(spec[i] if i < len(spec) else None for i in drawn))
+        jax.debug.visualize_sharding(shape, jax.sharding.NamedSharding(leaf.sharding.mesh, axes))
+
+
+def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize
+
+
+def _local_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _is_whole(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    return leaf.sharding.is_fully_replicated
+
+
+def _by_size(params: Any) -> dict[str, Any]:
+    """Returns the leaves by name, the largest first."""
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    return dict(sorted(named.items(), key=lambda item: -item[1].size))
+
+
+def _describe_spec(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """Writes which mesh axes split which dimension, those of one device left out."""
+    mesh, parts = leaf.sharding.mesh, []
+    for dim, axes in enumerate(leaf.sharding.spec):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        parts += [f"{axis} splits axis {dim}" for axis in axes if mesh.shape[axis] > 1]
+    return ", ".join(parts) or "whole"
