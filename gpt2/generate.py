@@ -1,7 +1,8 @@
 """Sampling with a key-value cache: `python -m gpt2.generate --workdir=DIR --prompt=TEXT`.
 
 Prompts of any lengths are padded on the right to one of a few lengths and read in one pass. The
-loop that samples is one compiled program, which stops when every sequence has ended.
+loop that samples is one compiled program, which stops when every sequence has ended; to show
+tokens as they come, it is called for a few of them at a time.
 """
 
 import dataclasses
@@ -12,18 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 from flax import struct
 
+from gpt2 import cli
 from gpt2.config import GPTConfig
+from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
+from gpt2.utils.buckets import bucket
 from gpt2.utils.scan import unstack_layers
+from gpt2.weights import load_model
 
 __all__ = ["Sampling", "generate", "stream"]
-
-# Prompts and caches get one of these lengths, times a power of two, so that few programs are
-# compiled.
-_SHORTEST = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +176,6 @@ def stream(
             return
 
 
-def bucket(length: int, limit: int) -> int:
-    """Returns the smallest 32 * 2^i that holds `length`, at most `limit`."""
-    size = _SHORTEST
-    while size < length:
-        size *= 2
-    return min(size, limit)
-
-
 def _until(tokens: np.ndarray, end: int) -> list[int]:
     """The tokens before the one that ends a sequence."""
     (ends,) = np.nonzero(tokens == end)
@@ -232,3 +226,54 @@ def _append(state: _State, logits: jax.Array, end: jax.Array, sampling: Sampling
         tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, new[:, None], state.step, 1),
         ended=state.ended | (new == end),
     )
+
+
+def _print_stream(tokenizer: Tokenizer, prompt: str, chunks: Iterator[list[list[int]]]) -> None:
+    """Prints one sequence as it grows, up to characters whose bytes are still coming."""
+    tokens, shown = [], ""
+    for (new,) in chunks:
+        tokens += new
+        text = prompt + tokenizer.decode(tokens).rstrip("\ufffd")
+        print(text[len(shown) :], end="", flush=True)
+        shown = text
+    print()
+
+
+def main() -> None:
+    """Continues `--prompt` in `--num_samples` ways."""
+    args = flags.FLAGS
+    cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
+    prompt = tokenizer.encode(args.prompt).tolist()
+    if not prompt:
+        if tokenizer.eot is None:
+            raise UserError("--prompt is empty", "Give the text to continue, as --prompt=TEXT")
+        prompt = [tokenizer.eot]
+    chunks = stream(
+        params,
+        cfg,
+        [prompt] * args.num_samples,
+        max_new_tokens=args.max_new_tokens,
+        sampling=Sampling(args.temperature, args.top_k, args.top_p),
+        seed=args.seed,
+        eot=tokenizer.eot,
+        chunk=8 if args.num_samples == 1 else 0,
+    )
+    if args.num_samples == 1:
+        _print_stream(tokenizer, args.prompt, chunks)
+        return
+    for index, tokens in enumerate(next(chunks)):
+        print(f"--- sample {index + 1}\n{args.prompt}{tokenizer.decode(tokens)}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", None, "Directory of a run.")
+    flags.DEFINE_string("hf", None, "Directory of a Hugging Face GPT-2, in place of --workdir.")
+    flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
+    flags.DEFINE_string("prompt", "", "Text to continue.")
+    flags.DEFINE_integer("max_new_tokens", 200, "At most so many tokens.", lower_bound=1)
+    flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: always the likeliest token.")
+    flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
+    flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
+    flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of the random numbers.")
+    cli.run(main)

@@ -1,0 +1,111 @@
+"""How well a model foretells text: WikiText, enwik8, text8 and a run's own validation split."""
+
+import math
+import re
+from pathlib import Path
+
+from gpt2.data.loader import ValidationLoader
+from gpt2.data.prepare import Dataset
+from gpt2.data.tokenizer import Tokenizer
+from gpt2.evals.report import Figure, perplexity, ratio
+from gpt2.evals.scoring import Request, Scorer, windows
+
+
+def validation(scorer: Scorer, dataset: Dataset, document_mask: bool = False) -> list[Figure]:
+    """Scores a corpus' validation split, just as training does."""
+    loader = ValidationLoader(
+        dataset,
+        batch_size=1,
+        context_length=scorer.context_length,
+        document_mask=document_mask,
+    )
+    requests = []
+    for index in range(len(loader)):
+        batch = loader.batch(index)
+        requests.append(Request(**{name: rows[0] for name, rows in batch.items()}))
+    scores = scorer.score(requests, "validation")
+    split = dataset.splits["validation"]
+    loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
+    bits = split.num_tokens / split.num_bytes / math.log(2.0)
+    convention = f"windows of {scorer.context_length} tokens, none overlapping"
+    n = len(requests)
+    return [
+        Figure("validation", "loss (nats per token)", loss, stderr, n, convention),
+        Figure("validation", "perplexity per token", *perplexity(scores), n, convention),
+        Figure("validation", "bits per byte", loss * bits, stderr * bits, n, convention),
+    ]
+
+
+def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int) -> list[Figure]:
+    """Scores the text of WikiText (the `raw` release, one file), by token and by word."""
+    text = path.read_text(encoding="utf-8")
+    by_token = scorer.score(_windows(scorer, tokenizer, text, stride), "wikitext tokens")
+    by_word = scorer.score(_windows(scorer, tokenizer, detokenize(text), stride), "wikitext words")
+    # A window's share of the words is that of its tokens: windows do not end where words do.
+    words_per_token = len(text.split()) / sum(score.count for score in by_word)
+    words = [score.count * words_per_token for score in by_word]
+    context = f"windows of {scorer.context_length} tokens, stride {stride}"
+    return [
+        Figure(
+            "wikitext",
+            "perplexity per token",
+            *perplexity(by_token),
+            len(by_token),
+            f"text as it is; {context}",
+        ),
+        Figure(
+            "wikitext",
+            "perplexity per word",
+            *perplexity(by_word, words),
+            len(by_word),
+            f"detokenised text, per whitespace-separated word of the original; {context}",
+        ),
+    ]
+
+
+def compression(
+    task: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
+) -> list[Figure]:
+    """Scores a file in bits per byte, as enwik8 and text8 are."""
+    text = path.read_bytes().decode("utf-8", errors="ignore")
+    scores = scorer.score(_windows(scorer, tokenizer, text, stride), task)
+    bytes_per_token = len(text.encode()) / sum(score.count for score in scores)
+    nats, stderr = ratio([-s.log_prob for s in scores], [s.count * bytes_per_token for s in scores])
+    return [
+        Figure(
+            task,
+            "bits per byte",
+            nats / math.log(2.0),
+            stderr / math.log(2.0),
+            len(scores),
+            f"whole file; windows of {scorer.context_length} tokens, stride {stride}",
+        )
+    ]
+
+
+def _windows(scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int) -> list[Request]:
+    """Begins after an end-of-text token, where there is one, so that every token is scored."""
+    tokens = tokenizer.encode(text).tolist()
+    start = [] if tokenizer.eot is None else [tokenizer.eot]
+    return windows(start + tokens, scorer.context_length, stride)
+
+
+# WikiText's tokenisation undone, in this order: pattern -> replacement.
+_DETOKENIZE = (
+    (r" @([-,.])@ ", r"\1"),  # marks within numbers and compounds
+    (r" ([:;.!?,]) ", r"\1 "),
+    (r"([(\[{]) ", r"\1"),
+    (r" ([)\]}])", r"\1"),
+    (r'" ([^"\n]*?) "', r'"\1"'),
+    (r" '(s|t|re|ve|ll|d|m)\b", r"'\1"),
+    (r"s ' ", "s' "),
+    (r"= (?==)", "="),
+    (r" *\n *", "\n"),
+)
+
+
+def detokenize(text: str) -> str:
+    """Undoes WikiText's tokenisation, as the GPT-2 paper does (section 3.1)."""
+    for pattern, replacement in _DETOKENIZE:
+        text = re.sub(pattern, replacement, text)
+    return text

@@ -1,0 +1,90 @@
+"""What an evaluation found: figures that say how they were come by, as a table and as JSON."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from gpt2.evals.scoring import Score
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One number.
+
+    Attributes:
+        task: that it belongs to.
+        metric: its name, with the unit where it has one.
+        value: the number.
+        stderr: its standard error over examples.
+        num_examples: how many examples.
+        convention: how it was scored, in words.
+    """
+
+    task: str
+    metric: str
+    value: float
+    stderr: float
+    num_examples: int
+    convention: str
+
+
+def mean(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of values, one an example, and its standard error."""
+    return ratio(values, np.ones(len(values)))
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float]:
+    """Returns sum / sum over examples, and its standard error.
+
+    The error is that of a ratio estimator (Cochran 1977, section 2.11): examples are independent,
+    what lies within one is not.
+    """
+    x, y = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
+    n, value = len(x), x.sum() / y.sum()
+    if n < 2:
+        return float(value), math.nan
+    residuals = x - value * y
+    return float(value), float(np.sqrt(n / (n - 1) * np.square(residuals).sum()) / y.sum())
+
+
+def perplexity(
+    scores: Sequence[Score], units: Sequence[float] | None = None
+) -> tuple[float, float]:
+    """Returns exp(loss per unit) and its standard error, by the slope of exp.
+
+    Args:
+        scores: one an example.
+        units: that an example counts; its scored tokens if not given.
+    """
+    units = [score.count for score in scores] if units is None else units
+    loss, stderr = ratio([-score.log_prob for score in scores], units)
+    value = math.exp(min(loss, 700.0))
+    return value, value * stderr
+
+
+def print_table(figures: Sequence[Figure]) -> None:
+    """Prints the figures, and under them how each was scored."""
+    table = Table("task", "metric", "value", "± stderr", "examples")
+    for figure in figures:
+        numbers = (f"{figure.value:.6g}", f"{figure.stderr:.2g}", f"{figure.num_examples:,}")
+        table.add_row(figure.task, figure.metric, *numbers)
+    console = Console()
+    console.print(table)
+    for figure in figures:
+        console.print(f"{figure.task}, {figure.metric}: {figure.convention}", style="dim")
+
+
+def write_json(figures: Sequence[Figure], path: Path) -> None:
+    """Writes the figures as a JSON list of objects, with null for a number that is not known."""
+    rows = [
+        {k: None if v != v else v for k, v in dataclasses.asdict(figure).items()}
+        for figure in figures
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

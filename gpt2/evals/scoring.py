@@ -1,0 +1,191 @@
+"""Log-likelihoods of many texts of mixed lengths, by few compiled programs.
+
+Requests are sorted by length into buckets, padded on the right to their bucket's length, and
+scored a batch of fixed shape at a time; causal attention keeps the padding out of every score.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.progress import track
+
+from gpt2.errors import UserError
+from gpt2.utils.buckets import bucket
+
+TOKENS_PER_BATCH = 2048  # on each device: bounds the logits, which are 4 V bytes a token
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A text, and which of its tokens are to be scored.
+
+    Attributes:
+        tokens: [T] int32, what the model reads.
+        targets: [T] int32, the token after each; -1 where it is not scored.
+        segments: [T] int32 or None; tokens see only those of their own segment.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    segments: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What the model thinks of a request.
+
+    Attributes:
+        log_prob: of all scored tokens, in nats.
+        count: how many those are.
+        greedy: whether each of them was the likeliest.
+    """
+
+    log_prob: float
+    count: int
+    greedy: bool
+
+
+def continuation(context: Sequence[int], tokens: Sequence[int], context_length: int) -> Request:
+    """Asks for the likelihood of `tokens` after `context`, of which the end is kept if need be.
+
+    Raises:
+        UserError: there is no context, or the tokens alone exceed `context_length`.
+    """
+    if not len(context) or not 0 < len(tokens) <= context_length:
+        raise UserError(
+            f"an example has {len(context)} tokens of context and {len(tokens)} to score",
+            f"Give at least one of each, and at most {context_length} to score",
+        )
+    text = np.array([*context, *tokens], np.int32)[-context_length - 1 :]
+    targets = text[1:].copy()
+    targets[: -len(tokens)] = -1
+    return Request(text[:-1], targets)
+
+
+def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Request]:
+    """Asks for every token but the first, by windows that move `stride` tokens at a time.
+
+    Each window scores only what the one before has not, so that all but the first tokens have at
+    least `context_length - stride` tokens of context.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    requests, scored = [], 0  # targets scored so far
+    for start in range(0, len(tokens) - 1, stride):
+        text = tokens[start : start + context_length + 1]
+        targets = text[1:].copy()
+        targets[: scored - start] = -1
+        requests.append(Request(text[:-1], targets))
+        scored = start + len(targets)
+        if scored == len(tokens) - 1:
+            break
+    return requests
+
+
+class Scorer:
+    """A model on all local devices, each of which scores its share of every batch.
+
+    Args:
+        model: `gpt2.model.GPT`, whose `apply` gives logits.
+        params: of the model.
+
+    Attributes:
+        context_length: tokens that the model can read at once.
+    """
+
+    def __init__(self, model: nn.Module, params: Any):
+        self.context_length = model.config.context_length
+        devices = jax.local_devices()
+        mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+        self._rows = NamedSharding(mesh, PartitionSpec("data"))
+        self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        self._num_devices = len(devices)
+        self._score = jax.jit(
+            jax.shard_map(
+                partial(_score, model),
+                mesh=mesh,
+                in_specs=(PartitionSpec(), PartitionSpec("data")),
+                out_specs=PartitionSpec("data"),
+                check_vma=False,
+            )
+        )
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs have been compiled: one for each bucket that was met."""
+        return self._score._cache_size()
+
+    def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
+        """Scores requests, in their order, with a progress bar on a terminal."""
+        buckets: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            length = bucket(len(request.tokens), self.context_length)
+            buckets.setdefault(length, []).append(index)
+        batches = []
+        for length, rows in sorted(buckets.items(), reverse=True):
+            size = self._batch_size(length, len(rows))
+            starts = range(0, len(rows), size)
+            batches += [(length, size, rows[start : start + size]) for start in starts]
+        scores: dict[int, Score] = {}
+        late: tuple[list[int], Any] | None = None  # read while the next batch is under way
+        console = Console(file=sys.stderr)
+        for length, size, rows in track(
+            batches, label, console=console, disable=not console.is_terminal
+        ):
+            batch = self._pad([requests[row] for row in rows], size, length)
+            result = self._score(self._params, jax.device_put(batch, self._rows))
+            if late:
+                scores |= _read(*late)
+            late = rows, result
+        if late:
+            scores |= _read(*late)
+        return [scores[index] for index in range(len(requests))]
+
+    def _batch_size(self, length: int, num_rows: int) -> int:
+        """As many rows as fit in a batch, but not many times those that there are."""
+        per_device = max(1, TOKENS_PER_BATCH // length)
+        while per_device > 1 and (per_device // 2) * self._num_devices >= num_rows:
+            per_device //= 2
+        return per_device * self._num_devices
+
+    def _pad(self, requests: list[Request], size: int, length: int) -> dict[str, np.ndarray]:
+        shape = (size, length)
+        batch = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, -1, np.int32)}
+        if requests[0].segments is not None:
+            batch["segments"] = np.zeros(shape, np.int32)
+        for row, request in enumerate(requests):
+            for name, values in batch.items():
+                values[row, : len(request.tokens)] = getattr(request, name)
+        return batch
+
+
+def _score(model: nn.Module, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Sums over the scored tokens of each row: [B] each."""
+    targets, scored = batch["targets"], batch["targets"] >= 0
+    logits = model.apply({"params": params}, batch["tokens"], segments=batch.get("segments"))
+    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    return {
+        "log_prob": jnp.where(scored, log_probs, 0.0).sum(axis=1),
+        "count": scored.sum(axis=1),
+        "greedy": (~scored | (logits.argmax(axis=-1) == targets)).all(axis=1),
+    }
+
+
+def _read(rows: list[int], result: dict[str, jax.Array]) -> dict[int, Score]:
+    """Brings a batch's scores to the host: index of the request -> score."""
+    values = jax.device_get(result)
+    return {
+        index: Score(
+            float(values["log_prob"][row]), int(values["count"][row]), bool(values["greedy"][row])
+        )
+        for row, index in enumerate(rows)
+    }
