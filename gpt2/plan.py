@@ -1,0 +1,199 @@
+"""Planning a run without running it: `python train.py --plan [--plan_devices=N]`.
+
+The train step is compiled for N simulated CPU devices from shapes alone. Memory and collectives are
+read from the compiled program, so they are those of a run in the same layout; what another
+compiler would make of it (a GPU's, a TPU's) differs in work space, not in state or gradients.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpt2.config import Config
+from gpt2.errors import UserError
+from gpt2.model import GPT, num_params
+from gpt2.optim import make_optimizer, make_schedule
+from gpt2.parallel import abstract_state, make_backend, rules
+from gpt2.parallel.collectives import Collective, collectives
+from gpt2.parallel.inspect import (
+    bytes_per_device,
+    check_sharded,
+    describe_collectives,
+    describe_sharding,
+)
+from gpt2.parallel.mesh import check_layout
+from gpt2.state import TrainState
+from gpt2.steps import make_train_step
+from gpt2.telemetry.chips import BOARDS, Board, find_chip
+from gpt2.telemetry.compile_watch import compile_once
+from gpt2.telemetry.progress import format_bytes, format_count, print_summary
+from gpt2.telemetry.throughput import model_flops_per_token
+
+# The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
+ATTAINABLE = 0.4
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one training step takes.
+
+    Attributes:
+        config: with its vocabulary resolved.
+        num_devices: of the layout.
+        state: shapes and shardings.
+        memory: bytes per device by kind: parameters, optimizer, gradients, and activations, which
+            are all else that the step holds, parameters gathered over `fsdp` included.
+        text: the compiled step, as HLO.
+    """
+
+    config: Config
+    num_devices: int
+    state: TrainState
+    memory: dict[str, int]
+    text: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step, over all devices."""
+        return self.config.data.batch_size * self.config.model.context_length
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the model per step, over all devices; recomputation is not counted."""
+        model = self.config.gpt()
+        return self.tokens * model_flops_per_token(model, model.context_length)
+
+    def compute_seconds(self, name: str) -> float:
+        """Returns the seconds that a step computes on the accelerator `name` of `BOARDS`."""
+        peak = find_chip(name).peak_flops(self.config.precision.compute)
+        again = 4 / 3 if self.config.memory.remat == "full" else 1.0  # forward runs twice
+        return again * self.flops / self.num_devices / (peak * ATTAINABLE)
+
+    def network_seconds(self, name: str) -> float | None:
+        """Returns the seconds that a step's collectives take, one after another."""
+        return _seconds_sending(collectives(self.text), BOARDS[name])
+
+
+def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
+    """Compiles the train step for `devices` (all, if not given) without running anything.
+
+    Raises:
+        UserError: the layout cannot work, or the size of the vocabulary is not known.
+    """
+    devices = jax.devices() if devices is None else devices
+    config = _with_vocabulary(config)
+    check_layout(config, config.model, len(devices))
+    model = GPT(config.gpt())
+    schedule = make_schedule(config.optim, config.train.num_steps)
+    optimizer = make_optimizer(config.optim, schedule)
+    logical_axes = model.logical_axes()
+    backend = make_backend(config.parallel, logical_axes, optimizer, devices)
+    shape = (config.data.batch_size, config.model.context_length)
+    names = ("tokens", "targets") + ("segments",) * config.data.document_mask
+    batch = backend.put_batch({name: np.zeros(shape, np.int32) for name in names})
+
+    def init_fn(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return TrainState.create(params, optimizer, config.precision.compute)
+
+    state = abstract_state(backend, init_fn)
+    check_sharded(state.params, backend.mesh.shape)
+    accumulate_steps = config.train.accumulate_steps
+    step = make_train_step(
+        model, optimizer, schedule, seed=config.seed, accumulate_steps=accumulate_steps
+    )
+    compiled = compile_once(backend.compile_train(step), state, batch)
+    memory = {
+        "parameters": bytes_per_device(state.params),
+        "optimizer": bytes_per_device(state.opt_state),
+        "gradients": _gradient_bytes(state.params, logical_axes, backend.mesh.shape),
+    }
+    memory["activations"] = compiled.memory.peak - sum(memory.values())
+    return Plan(config, len(devices), state, memory, compiled.text())
+
+
+def print_plan(config: Config, num_devices: int = 0) -> None:
+    """Plans a run and prints what it takes: the whole of `train.py --plan`.
+
+    Args:
+        config: the options.
+        num_devices: CPU devices to simulate; 0: those that JAX finds, of whatever kind.
+    """
+    if num_devices:
+        # Before anything asks JAX for a device.
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    plan = make_plan(config)
+    kind = jax.devices()[0].device_kind
+    print_summary(
+        {
+            "plan": {
+                "devices": f"{plan.num_devices} ({'simulated' if num_devices else kind})",
+                "parameters": f"{num_params(plan.state.params):,}",
+                "tokens per step": f"{plan.tokens:,}",
+                "FLOPs per step": format_count(plan.flops),
+            },
+            "memory of a device": {
+                kind: format_bytes(size)
+                for kind, size in (plan.memory | {"in all": sum(plan.memory.values())}).items()
+            },
+            "largest tensors": describe_sharding(plan.state.params),
+            "network, per step": describe_collectives(plan.text),
+            f"at {ATTAINABLE:.0%} of peak": {name: _describe_time(plan, name) for name in BOARDS},
+        }
+    )
+
+
+def _describe_time(plan: Plan, name: str) -> str:
+    share = sum(plan.memory.values()) / (1e9 * BOARDS[name].memory)
+    compute, network = plan.compute_seconds(name), plan.network_seconds(name)
+    fits = f"memory {share:.0%}" if share <= 1 else f"does not fit (memory {share:.0%})"
+    if network is None:
+        return f"computes {_milliseconds(compute)}, network unknown beyond one pod, {fits}"
+    seconds = compute + network  # nothing overlaps: gradients are sent after the last micro-batch
+    return (
+        f"{_milliseconds(seconds)} a step, {_milliseconds(network)} of it sending, "
+        f"{format_count(plan.tokens / seconds)} tokens/s, {fits}"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{1e3 * seconds:,.0f} ms"
+
+
+def _seconds_sending(found: list[Collective], board: Board) -> float | None:
+    seconds = 0.0
+    for collective in found:
+        bandwidth = board.bandwidth(collective.group)
+        if bandwidth is None:
+            return None
+        seconds += collective.bytes_sent / bandwidth
+    return seconds
+
+
+def _gradient_bytes(params, logical_axes, mesh_shape) -> int:
+    """Returns what a device's sum of gradients takes: whole, but for what `tensor` splits."""
+
+    def local(leaf, spec):
+        split = "tensor" in jax.tree.leaves(tuple(spec))
+        return leaf.size * leaf.dtype.itemsize // (mesh_shape.get("tensor", 1) if split else 1)
+
+    sizes = jax.tree.map(local, params, rules.specs(logical_axes, rules.COMPUTE))
+    return sum(jax.tree.leaves(sizes))
+
+
+def _with_vocabulary(config: Config) -> Config:
+    """Returns the config with `model.vocab_size` as the tokenizer's name implies, if it was 0."""
+    name, _, size = config.data.tokenizer.partition(":")
+    known = {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdigit() else 0}
+    vocab_size = config.model.vocab_size or known.get(name, 0)
+    if not vocab_size:
+        raise UserError(
+            f"data.tokenizer={config.data.tokenizer} does not say how many tokens it has",
+            "Give --config.model.vocab_size",
+        )
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
+    )
