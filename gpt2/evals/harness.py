@@ -1,0 +1,157 @@
+"""Any task of lm-evaluation-harness on a run or a Hugging Face directory.
+
+    python -m gpt2.evals.harness --model gpt2_jax --model_args workdir=runs/first --tasks piqa
+
+is the harness' own command with one more model, `gpt2_jax`. It needs the package lm_eval.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from gpt2.errors import UserError
+from gpt2.evals.examples import after
+from gpt2.evals.scoring import Scorer, continuation
+from gpt2.generate import Sampling, stream
+from gpt2.model import GPT
+from gpt2.weights import load_model
+
+PROMPTS_PER_BATCH = 8
+TOKENS_PER_CHUNK = 16  # generated between two looks for a stop sequence
+
+
+@register_model("gpt2_jax")
+class HarnessModel(LM):
+    """A model of this project, as lm-evaluation-harness wants it.
+
+    Args:
+        workdir: of a run.
+        hf: directory of a Hugging Face GPT-2, in place of `workdir`.
+        checkpoint: of the run: `best`, `latest` or a step.
+        seed: of sampled, not greedy, generation.
+        batch_size, max_batch_size, device: accepted as the harness passes them; batches are sized
+            by gpt2/evals/scoring.py, and all devices are used.
+    """
+
+    def __init__(
+        self,
+        workdir: str | None = None,
+        hf: str | None = None,
+        checkpoint: str | int = "best",
+        seed: int = 0,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
+    ):
+        super().__init__()
+        self._cfg, self._params, self._tokenizer = load_model(workdir, hf, checkpoint)
+        if self._tokenizer.eot is None:
+            raise UserError(
+                "the harness needs an end-of-text token, which this tokenizer lacks",
+                "Use a model with another tokenizer",
+            )
+        self._scorer = Scorer(GPT(self._cfg), self._params)
+        self._seed = seed
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer, for the harness' cache of requests."""
+        return self._tokenizer.name
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Scores (context, continuation) pairs: log-likelihood in nats, and whether greedy."""
+        T = self._cfg.context_length
+        pairs = [request.args for request in requests]
+        scores = self._scorer.score([after(self._tokenizer, *pair, T) for pair in pairs])
+        results = [(score.log_prob, score.greedy) for score in scores]
+        for pair, result in zip(pairs, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", pair, result)
+        return results
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Scores whole texts, in nats, by the harness' own windows."""
+        T = self._cfg.context_length
+        parts, owners = [], []
+        for index, request in enumerate(requests):
+            tokens = self._tokenizer.encode(request.args[0]).tolist()
+            for window in get_rolling_token_windows(tokens, self._tokenizer.eot, T, 1):
+                parts.append(continuation(*make_disjoint_window(window), T))
+                owners.append(index)
+        results = [0.0] * len(requests)
+        for owner, score in zip(owners, self._scorer.score(parts), strict=True):
+            results[owner] += score.log_prob
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
+        return results
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continues contexts up to a stop sequence, which is left out."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            groups[repr(request.args[1])].append(index)
+        texts = [""] * len(requests)
+        for group in groups.values():
+            group.sort(key=lambda index: len(requests[index].args[0]))
+            for start in range(0, len(group), PROMPTS_PER_BATCH):
+                rows = group[start : start + PROMPTS_PER_BATCH]
+                contexts = [requests[row].args[0] for row in rows]
+                continued = self._generate(contexts, requests[rows[0]].args[1])
+                for row, text in zip(rows, continued, strict=True):
+                    texts[row] = text
+                    self.cache_hook.add_partial("generate_until", requests[row].args, text)
+        return texts
+
+    def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
+        options = normalize_gen_kwargs(options)
+        max_new_tokens, stops = options["max_gen_toks"], [s for s in options["until"] if s]
+        room = self._cfg.context_length - max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"the task generates {max_new_tokens} tokens, and the context has "
+                f"{self._cfg.context_length}",
+                "Give fewer, as --gen_kwargs=max_gen_toks=32",
+            )
+        sampling = Sampling(
+            options["temperature"], options.get("top_k") or 0, options.get("top_p") or 1.0
+        )
+        eot = self._tokenizer.eot
+        prompts = [self._tokenizer.encode(text).tolist()[-room:] or [eot] for text in contexts]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for chunk in stream(
+            self._params,
+            self._cfg,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=self._seed,
+            eot=eot,
+            chunk=TOKENS_PER_CHUNK,
+        ):
+            for row, new in zip(tokens, chunk, strict=True):
+                row.extend(new)
+            texts = [self._tokenizer.decode(row) for row in tokens]
+            if all(any(stop in text for stop in stops) for text in texts):
+                break
+        return [_cut(text, stops) for text in texts]
+
+
+def _cut(text: str, stops: list[str]) -> str:
+    """The text before the first stop sequence."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
