@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,11 @@ from gpt2.generate import Sampling, generate
 from gpt2.model import GPT, num_params
 from gpt2.ops import resolve
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import abstract_state, make_backend
+from gpt2.parallel import abstract_state, distributed, gather, make_backend
+from gpt2.parallel.inspect import check_sharded, describe_spread, visualize
 from gpt2.parallel.mesh import check_layout
+from gpt2.parallel.stop import StopSignal
+from gpt2.plan import print_plan
 from gpt2.state import TrainState
 from gpt2.steps import make_eval_step, make_train_step
 from gpt2.telemetry.compile_watch import compile_once
@@ -42,9 +44,16 @@ from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.summary import describe_run
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
 from gpt2.utils.prng import init_key
+from gpt2.weights import load_initial_params
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if empty.")
+VISUALIZE = flags.DEFINE_string("visualize", None, "Draw how parameters of this name are spread.")
+PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
+PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to simulate; 0: those there are.")
+COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, if of several.")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
+PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Which of them this is, from 0.")
 
 # What may change when a run continues. All else decides what is learnt.
 MAY_CHANGE = ("parallel.", "memory.", "logging.", "train.", "data.data_dir", "model.attention")
@@ -53,6 +62,10 @@ MAY_CHANGE = ("parallel.", "memory.", "logging.", "train.", "data.data_dir", "mo
 def main() -> int:
     # Options. Whatever is wrong with them is said before anything is spent.
     config = cli.load_config(CONFIG)
+    if PLAN.value or PLAN_DEVICES.value:
+        print_plan(config, PLAN_DEVICES.value)
+        return 0
+    distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     check_workdir(workdir, config)
     check_layout(config, config.model, jax.device_count())
@@ -77,17 +90,25 @@ def main() -> int:
     backend = make_backend(config.parallel, model.logical_axes(), optimizer)
     train_rows, eval_rows = backend.local_rows(batch_size), backend.local_rows(eval_batch_size)
 
-    # State: continued from the newest checkpoint, else drawn.
+    # State: continued from the newest checkpoint, else from other weights, else drawn.
     def init_fn(key: jax.Array) -> TrainState:
         params = model.init(key, jnp.zeros((1, length), jnp.int32))["params"]
         return TrainState.create(params, optimizer, config.precision.compute)
 
+    shapes = abstract_state(backend, init_fn)
+    check_sharded(shapes.params, backend.mesh.shape)
+    if VISUALIZE.value and is_main:
+        visualize(shapes.params, VISUALIZE.value)
     checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints)
     start = checkpointer.latest_step() or 0
     if start:
-        state = checkpointer.restore(start, abstract_state(backend, init_fn))
+        state = checkpointer.restore(start, shapes)
     else:
         state = backend.init_state(init_fn, init_key(config.seed))
+    if config.train.init_from and not start:
+        params = load_initial_params(config.train.init_from, model.config)
+        places = backend.state_shardings(state).params
+        state = state.replace(params=jax.device_put(jax.device_get(params), places))
 
     # Compile, once and ahead of the loop: from here on, other shapes are an error.
     clock = StepClock(
@@ -119,6 +140,7 @@ def main() -> int:
         size = num_params(state.params)
         print_summary(
             describe_run(config, dataset, size, attention, backend.mesh, train_step, workdir, start)
+            | describe_spread(state.params, train_step.text())
         )
 
     # The loop. Metrics are read a step late, so that the devices never wait for the host.
@@ -156,14 +178,13 @@ def main() -> int:
             progress.update(step, values)
 
     def evaluate(params: Any) -> dict[str, float]:
-        held_out = dataset.splits["validation"]
-        bytes_per_token = held_out.num_bytes / held_out.num_tokens
         eval_batches = prefetch(
             lambda index: eval_data.batch(index, eval_rows),
             range(len(eval_data)),
             backend.put_batch,
         )
-        return validate(eval_step, params, eval_batches, bytes_per_token)
+        targets_per_byte = dataset.splits["validation"].targets_per_byte
+        return validate(eval_step, params, eval_batches, targets_per_byte)
 
     with checkpointer, writer, progress, profiler, closing(batches), StopSignal() as stop:
         with clock.phase("step"):
@@ -177,7 +198,7 @@ def main() -> int:
                     report(*late)
                 late = (step, metrics)
 
-                is_last = step == num_steps or stop.requested
+                is_last = stop.reached(step) or step == num_steps
                 is_eval = step == num_steps or is_due(step, config.train.eval_every)
                 is_save = is_last or is_due(step, config.train.checkpoint_every)
                 if is_eval or is_save:
@@ -204,9 +225,10 @@ def main() -> int:
         print(f"stopped by {stop.requested.name} at step {step}; the same command continues")
         return 128 + stop.requested
     scores = scores or evaluate(state.params)
+    params = gather(state.params, backend.mesh)
     if is_main:
         plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
-        write_samples(workdir, config, dataset, state.params)
+        write_samples(workdir, config, dataset, params)
         print_results(scores, dataset, clock)
     return 0
 
@@ -294,29 +316,5 @@ class DivergedError(Exception):
     """The loss of a step is not finite."""
 
 
-class StopSignal:
-    """While inside, SIGTERM and SIGINT ask the loop to end after its step; a second one ends it.
-
-    Attributes:
-        requested: the signal that came, or None.
-    """
-
-    def __init__(self):
-        self.requested: signal.Signals | None = None
-
-    def __enter__(self) -> "StopSignal":
-        signals = (signal.SIGTERM, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._on_signal) for number in signals}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _: object) -> None:
-        self.requested = signal.Signals(number)
-        signal.signal(number, self._before[number])
-
-
 if __name__ == "__main__":
-    cli.run(main, default_config="quickstart")
+    cli.run(distributed.ends_together(main), default_config="quickstart")

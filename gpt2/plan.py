@@ -17,12 +17,7 @@ from gpt2.model import GPT, num_params
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import abstract_state, make_backend, rules
 from gpt2.parallel.collectives import Collective, collectives
-from gpt2.parallel.inspect import (
-    bytes_per_device,
-    check_sharded,
-    describe_collectives,
-    describe_sharding,
-)
+from gpt2.parallel.inspect import bytes_per_device, check_sharded, describe_spread
 from gpt2.parallel.mesh import check_layout
 from gpt2.state import TrainState
 from gpt2.steps import make_train_step
@@ -126,23 +121,20 @@ def print_plan(config: Config, num_devices: int = 0) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num_devices)
     plan = make_plan(config)
-    kind = jax.devices()[0].device_kind
+    memory = plan.memory | {"in all": sum(plan.memory.values())}
+    kind = "simulated" if num_devices else jax.devices()[0].device_kind
     print_summary(
         {
             "plan": {
-                "devices": f"{plan.num_devices} ({'simulated' if num_devices else kind})",
+                "devices": f"{plan.num_devices} ({kind})",
                 "parameters": f"{num_params(plan.state.params):,}",
                 "tokens per step": f"{plan.tokens:,}",
                 "FLOPs per step": format_count(plan.flops),
             },
-            "memory of a device": {
-                kind: format_bytes(size)
-                for kind, size in (plan.memory | {"in all": sum(plan.memory.values())}).items()
-            },
-            "largest tensors": describe_sharding(plan.state.params),
-            "network, per step": describe_collectives(plan.text),
-            f"at {ATTAINABLE:.0%} of peak": {name: _describe_time(plan, name) for name in BOARDS},
+            "memory of a device": {name: format_bytes(size) for name, size in memory.items()},
         }
+        | describe_spread(plan.state.params, plan.text)
+        | {f"at {ATTAINABLE:.0%} of peak": {name: _describe_time(plan, name) for name in BOARDS}}
     )
 
 
@@ -160,7 +152,7 @@ def _describe_time(plan: Plan, name: str) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{1e3 * seconds:,.0f} ms"
+    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 2}f} ms"
 
 
 def _seconds_sending(found: list[Collective], board: Board) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig
 from gpt2.parallel.mesh import make_mesh
@@ -51,3 +52,9 @@ def abstract_state(
         shapes,
         backend.state_shardings(shapes),
     )
+
+
+def gather(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Returns a tree whole on this process's first device; every process has to call it."""
+    whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)

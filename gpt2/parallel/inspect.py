@@ -82,6 +82,16 @@ def describe_collectives(text: str) -> dict[str, str]:
     return rows or {"collectives": "none"}
 
 
+def describe_spread(params: Any, text: str) -> dict[str, dict[str, str]]:
+    """Returns what a screen says of sharding and network: nothing, on a single device."""
+    if len(jax.tree.leaves(params)[0].sharding.device_set) == 1:
+        return {}
+    return {
+        "largest tensors": describe_sharding(params),
+        "network, per step": describe_collectives(text),
+    }
+
+
 def visualize(params: Any, pattern: str) -> None:
     """Draws, on standard output, which device holds which part of the parameters that match.
 

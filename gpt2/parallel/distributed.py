@@ -1,0 +1,134 @@
+"""One run as several processes, on JAX's own distributed runtime.
+
+Every process runs the same command. They meet at the coordinator (process 0), which watches over
+them: a process that ends without saying goodbye is missed after `HEARTBEAT_SECONDS`, and the
+runtime ends the others.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import jax
+
+from gpt2.errors import UserError
+
+# How long a process may be silent before it counts as dead.
+HEARTBEAT_SECONDS = 20
+
+# What collectives and the runtime say, in their own words, when a process is gone.
+_LOST_PEER = re.compile("Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I)
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+) -> None:
+    """Joins the run's other processes, if there are any. To be called before JAX has devices.
+
+    With all three arguments, as they say; with none, as Slurm, Open MPI or Cloud TPU say, or else
+    as a single process.
+
+    Args:
+        coordinator: HOST:PORT where process 0 listens.
+        num_processes: how many there are.
+        process_index: which one this is, from 0.
+
+    Raises:
+        UserError: only some are given, they make no sense, or the port is taken.
+    """
+    given = {
+        "--coordinator": coordinator,
+        "--num_processes": num_processes,
+        "--process_index": process_index,
+    }
+    missing = [flag for flag, value in given.items() if value is None]
+    if len(missing) == len(given):
+        if not _started_by_cluster():
+            return
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        return
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is missing beside {', '.join(set(given) - set(missing))}",
+            "Several processes need --coordinator, --num_processes and --process_index",
+        )
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise UserError(
+            f"--coordinator={coordinator} is no HOST:PORT", "Use localhost:1234, for one"
+        )
+    if not 0 <= process_index < num_processes:
+        raise UserError(
+            f"--process_index={process_index} is not one of --num_processes={num_processes}",
+            f"Count from 0 to {max(num_processes - 1, 0)}",
+        )
+    # The runtime waits for the others in silence, and ends the process if they do not come.
+    print(
+        f"process {process_index} of {num_processes} waits for the others at {coordinator}",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_index,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(
+            f"process 0 cannot listen at {coordinator} ({error})", "Choose another port"
+        ) from error
+
+
+def ends_together(main: Callable[[], int]) -> Callable[[], int]:
+    """Wraps a command's main: where there are several processes, one that fails ends at once.
+
+    Otherwise it would wait for the others to say goodbye, and they for it to join a collective.
+    """
+
+    @functools.wraps(main)
+    def wrapped() -> int:
+        with contextlib.ExitStack() as stack:
+            stack.push(_end_at_once)
+            return main()
+
+    return wrapped
+
+
+def _end_at_once(
+    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    if error is None or not jax.distributed.is_initialized():
+        return
+    if isinstance(error, UserError):
+        message, code = f"error: {error}", 2
+    elif isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
+        message, code = (
+            "error: another process of this run has ended, see its output. "
+            "Start all of them again to continue from the last checkpoint.",
+            1,
+        )
+    else:
+        message, code = "".join(traceback.format_exception(error)), 1
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _started_by_cluster() -> bool:
+    """Says whether a launcher that JAX knows has started this process, maybe one of many."""
+    slurm = int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ
+    open_mpi = "OMPI_MCA_orte_hnp_uri" in os.environ
+    tpu_chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
+    tpu = tpu_chips and importlib.util.find_spec("libtpu") is not None
+    return slurm or open_mpi or (tpu and "TPU_SKIP_MDS_QUERY" not in os.environ)

@@ -1,0 +1,47 @@
+"""Stopping on a signal, after the same step in every process."""
+
+import os
+import signal
+from types import FrameType
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopSignal:
+    """While inside, SIGTERM and SIGINT ask the loop to end after its step; a second one ends it.
+
+    Where there are several processes, a signal to any of them stops all: JAX's runtime listens for
+    SIGTERM and lets them agree on a step that none has passed yet.
+
+    Attributes:
+        requested: the signal that came, or None.
+    """
+
+    def __init__(self):
+        self.requested: signal.Signals | None = None
+        self._agrees = jax.distributed.is_initialized()
+
+    def reached(self, step: int) -> bool:
+        """Says whether to stop after `step`; to be asked after each one."""
+        if not self._agrees:
+            return self.requested is not None
+        if not multihost_utils.reached_preemption_sync_point(step):
+            return False
+        self.requested = self.requested or signal.SIGTERM
+        return True
+
+    def __enter__(self) -> "StopSignal":
+        signals = (signal.SIGINT,) if self._agrees else (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._on_signal) for number in signals}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.requested = signal.Signals(number)
+        signal.signal(number, self._before[number])
+        if self._agrees:
+            os.kill(os.getpid(), signal.SIGTERM)
