@@ -1,5 +1,6 @@
 """A model from wherever its weights lie: a run of train.py, or a Hugging Face directory."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ from gpt2.config import GPTConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
 from gpt2.hf_tokenizer import load_tokenizer
+from gpt2.utils.scan import stack_layers, unstack_layers
 
 
 def load_model(
@@ -33,3 +35,55 @@ def load_model(
     cfg, params = hf.load(hf_directory)
     tokenizer = load_tokenizer(Path(hf_directory), cfg)
     return cfg, jax.device_put(params), tokenizer
+
+
+# What a model may change and still use the same parameters.
+_FREE = (
+    *("context_length", "dropout", "attention"),
+    *("param_dtype", "compute_dtype", "remat", "scan_layers"),
+)
+
+
+def load_initial_params(source: str, cfg: GPTConfig) -> dict:
+    """Loads the weights that `train.init_from` names.
+
+    Args:
+        source: `hf:DIR`, `run:DIR` (its best checkpoint) or `run:DIR@STEP`.
+        cfg: of the model that takes them. Its context may be shorter than theirs: it takes their
+            first positions.
+
+    Returns:
+        The parameters, in the layer layout of `cfg`, on the default device.
+
+    Raises:
+        UserError: there are no such weights, or they are another model's.
+    """
+    kind, _, place = source.partition(":")
+    if kind == "hf":
+        found, params, _ = load_model(None, place)
+    else:
+        directory, _, step = place.partition("@")
+        found, params, _ = load_model(directory, None, step or "best")
+    for field in dataclasses.fields(GPTConfig):
+        theirs, ours = getattr(found, field.name), getattr(cfg, field.name)
+        if field.name not in _FREE and theirs != ours:
+            raise UserError(
+                f"the weights of train.init_from={source} have model.{field.name}={theirs}, "
+                f"not {ours}",
+                f"Use --config.model.{field.name}={theirs}",
+            )
+    if found.context_length < cfg.context_length:
+        raise UserError(
+            f"the weights of train.init_from={source} have "
+            f"model.context_length={found.context_length}, not {cfg.context_length}",
+            f"Use --config.model.context_length={found.context_length}, or less",
+        )
+    if cfg.position == "learned":
+        positions = params["wpe"]["embedding"][: cfg.context_length]
+        params = params | {"wpe": {"embedding": positions}}
+    params = jax.tree.map(lambda x: x.astype(cfg.param_dtype), params)
+    if cfg.scan_layers and not found.scan_layers:
+        return jax.jit(stack_layers)(params)
+    if found.scan_layers and not cfg.scan_layers:
+        return jax.jit(lambda tree: unstack_layers(tree, cfg.num_layers))(params)
+    return params

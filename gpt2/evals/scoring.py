@@ -91,19 +91,20 @@ def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Req
 
 
 class Scorer:
-    """A model on all local devices, each of which scores its share of every batch.
+    """A model on one or more devices, each of which scores its share of every batch.
 
     Args:
         model: `gpt2.model.GPT`, whose `apply` gives logits.
         params: of the model.
+        devices: that share the rows of a batch; all local ones if not given.
 
     Attributes:
         context_length: tokens that the model can read at once.
     """
 
-    def __init__(self, model: nn.Module, params: Any):
+    def __init__(self, model: nn.Module, params: Any, devices: Sequence[jax.Device] | None = None):
         self.context_length = model.config.context_length
-        devices = jax.local_devices()
+        devices = devices or jax.local_devices()
         mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,369 @@
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import peer
+import pytest
+
+from gpt2 import hf
+from gpt2.config import GPTConfig
+from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, train_bpe
+from gpt2.errors import UserError
+from gpt2.generate import Sampling, generate
+from gpt2.hf_names import hf_shape, tensors
+from gpt2.hf_tokenizer import load_tokenizer, save_tokenizer
+from gpt2.model import GPT
+from gpt2.utils.scan import stack_layers
+from gpt2.utils.tensor_files import read_safetensors, read_torch, write_safetensors
+from gpt2.weights import load_initial_params, load_model
+
+needs_peers = pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="needs PyTorch and transformers: pip install -e '.[peers]'",
+)
+SMALL = ["tied", "untied"]
+BIG = pytest.param("124m", marks=pytest.mark.slow)
+
+
+def our_answers(directory, name):
+    """What `peer.torch_answers` gives, by this project."""
+    cfg, params = hf.load(directory)
+    ids = peer.tokens(name)
+
+    def loss(params):
+        total, count = GPT(cfg).apply(
+            {"params": params}, ids[:, :-1], jnp.asarray(ids[:, 1:], jnp.int32), method="loss"
+        )
+        return total / count
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    by_name = {}
+    for tensor, path, shape in tensors(cfg):
+        leaf = gradients
+        for key in path:
+            leaf = leaf[key]
+        full_name = tensor if tensor.startswith("lm_head") else f"transformer.{tensor}"
+        by_name[full_name] = np.asarray(leaf).reshape(hf_shape(tensor, shape))
+    (generated,) = generate(
+        params, cfg, ids[:1, :8].tolist(), max_new_tokens=peer.NUM_NEW, sampling=Sampling(0.0)
+    )
+    return {
+        "loss": float(value),
+        "logits": np.asarray(jax.jit(GPT(cfg).apply)({"params": params}, ids)),
+        "gradients": by_name,
+        "generated": generated,
+    }
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
+    ours = our_answers(peer.write_model(tmp_path, name), name)
+    golden = json.loads((peer.GOLDEN / f"{name}.json").read_text())
+    assert abs(ours["loss"] - golden["loss"]) < 1e-5
+    np.testing.assert_allclose(ours["logits"][0, ::12], golden["logits"], atol=1e-4, rtol=0)
+    assert ours["gradients"].keys() == golden["gradients"].keys()
+    for tensor, (norm, projection) in golden["gradients"].items():
+        our_norm, our_projection = peer.probe(ours["gradients"][tensor])
+        assert abs(our_norm - norm) < 1e-3 * norm, tensor
+        assert abs(our_projection - projection) < 1e-3 * norm, tensor
+    assert ours["generated"] == golden["generated"]
+
+
+@needs_peers
+@pytest.mark.parametrize("name", [*SMALL, BIG])
+def test_imported_weights_give_pytorchs_logits_gradients_and_tokens(name, tmp_path):
+    directory = peer.write_model(tmp_path, name)
+    ours, theirs = our_answers(directory, name), peer.torch_answers(directory, name)
+    np.testing.assert_allclose(ours["logits"], theirs["logits"], atol=1e-4, rtol=0)
+    assert ours["gradients"].keys() == theirs["gradients"].keys()
+    for tensor, gradient in theirs["gradients"].items():
+        difference = np.abs(ours["gradients"][tensor] - gradient).max()
+        assert difference < 1e-3 * np.abs(gradient).max(), tensor
+    assert ours["generated"] == theirs["generated"]
+
+
+@pytest.mark.parametrize("name", [*SMALL, BIG])
+def test_import_then_export_gives_back_every_bit(name, tmp_path):
+    source = peer.write_model(tmp_path / "source", name)
+    hf.save(tmp_path / "copy", *hf.load(source))
+    original = read_safetensors(source / "model.safetensors")
+    copied = read_safetensors(tmp_path / "copy" / "model.safetensors")
+    assert original.keys() == copied.keys()
+    for tensor, stored in original.items():
+        np.testing.assert_array_equal(stored.read(), copied[tensor].read(), tensor)
+
+
+def test_import_command_makes_a_run_that_exports_the_same_bits(tmp_path):
+    source, run = peer.write_model(tmp_path / "source", "tied"), tmp_path / "run"
+    tokenizer = CharTokenizer("".join(map(chr, range(100, 100 + 131))), has_eot=False)
+    save_tokenizer(source, tokenizer, 96)
+    hf.import_run(source, run)
+    cfg, params, loaded = load_model(run, None)
+    assert loaded.encode("efg").tolist() == [1, 2, 3]
+    chex.assert_trees_all_equal(params, hf.load(source)[1])
+    hf.save(tmp_path / "copy", cfg, params, loaded)
+    weights = "model.safetensors"
+    assert (tmp_path / "copy" / weights).read_bytes() == (source / weights).read_bytes()
+
+
+def rewrite(directory, names, dtype=np.float32, shards=1):
+    """Writes a model's tensors anew: under other names, as another type, in shards."""
+    stored = read_safetensors(directory / "model.safetensors")
+    arrays = {names(k): v.read() for k, v in stored.items()}
+    (directory / "model.safetensors").unlink()
+    files = {}
+    for shard in range(shards):
+        part = dict(list(arrays.items())[shard::shards])
+        file = f"model-{shard}.safetensors" if shards > 1 else "model.safetensors"
+        shapes = {k: v.shape for k, v in part.items()}
+        write_safetensors(directory / file, shapes, part.__getitem__)
+        files |= dict.fromkeys(part, file)
+    if shards > 1:
+        index = directory / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": files}))
+
+
+def test_shards_and_names_without_prefix_load_the_same(tmp_path):
+    directory = peer.write_model(tmp_path, "untied")
+    expected = hf.load(directory)
+    rewrite(directory, lambda name: name.removeprefix("transformer."), shards=3)
+    chex.assert_trees_all_equal(hf.load(directory), expected)
+
+
+def test_masks_and_a_copy_of_the_tied_head_are_passed_over(tmp_path):
+    directory = peer.write_model(tmp_path, "tied")
+    expected = hf.load(directory)
+    stored = read_safetensors(directory / "model.safetensors")
+    arrays = {name: tensor.read() for name, tensor in stored.items()}
+    arrays["transformer.h.0.attn.bias"] = np.ones((1, 1, 4, 4))
+    arrays["lm_head.weight"] = arrays["transformer.wte.weight"]
+    shapes = {name: array.shape for name, array in arrays.items()}
+    write_safetensors(directory / "model.safetensors", shapes, arrays.__getitem__)
+    chex.assert_trees_all_equal(hf.load(directory), expected)
+    arrays["lm_head.weight"] = arrays["lm_head.weight"] + 1
+    write_safetensors(directory / "model.safetensors", shapes, arrays.__getitem__)
+    with pytest.raises(UserError, match=r"lm_head.weight is not wte.weight"):
+        hf.load(directory)
+
+
+def test_scanned_and_biasless_models_export_the_same_function(tmp_path):
+    cfg = GPTConfig(
+        vocab_size=17, context_length=16, num_layers=2, num_heads=2, embed_dim=8, bias=False
+    )
+    ids = np.arange(8)[None]
+    params = GPT(cfg).init(jax.random.key(0), ids)["params"]
+    hf.save(tmp_path / "unrolled", cfg, params)
+    scanned = GPTConfig(**{**vars(cfg), "scan_layers": True})
+    hf.save(tmp_path / "scanned", scanned, stack_layers(params))
+    chex.assert_trees_all_equal(hf.load(tmp_path / "unrolled"), hf.load(tmp_path / "scanned"))
+    loaded_cfg, loaded = hf.load(tmp_path / "unrolled")
+    chex.assert_trees_all_close(
+        GPT(loaded_cfg).apply({"params": loaded}, ids),
+        GPT(cfg).apply({"params": params}, ids),
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("norm", "rmsnorm"),
+        ("position", "rope"),
+        ("qk_norm", True),
+        ("logit_softcap", 30.0),
+        ("activation", "swiglu"),
+    ],
+)
+def test_export_names_the_option_that_gpt2_lacks(option, value, tmp_path):
+    cfg = GPTConfig(num_layers=1, **{option: value})
+    with pytest.raises(UserError, match=rf"no words for model\.{option}={value}"):
+        hf.save(tmp_path / "out", cfg, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", ["zip.bin", "stream.bin"])
+def test_pytorch_files_are_read_without_pytorch(file):
+    stored = read_torch(peer.GOLDEN / file)
+    arrays = {name: tensor.read() for name, tensor in stored.items()}
+    grid = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(arrays["plain"], grid)
+    np.testing.assert_array_equal(arrays["transposed"], grid.T)
+    np.testing.assert_array_equal(arrays["narrow"], [4, 5, 6, 7])
+    assert arrays["bfloat16"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(arrays["bfloat16"].astype(np.float32), [1.5, -2.0])
+    np.testing.assert_array_equal(arrays["mask"], [True, False])
+
+
+class Attack:
+    def __init__(self, witness):
+        self.witness = witness
+
+    def __reduce__(self):
+        return Path.touch, (self.witness,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_pytorch_file_is_refused_and_not_run(zipped, tmp_path):
+    witness, file = tmp_path / "witness", tmp_path / "pytorch_model.bin"
+    if zipped:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"a": Attack(witness)}))
+    else:
+        file.write_bytes(pickle.dumps(Attack(witness)))
+    with pytest.raises(UserError, match="which no tensor needs"):
+        read_torch(file)
+    assert not witness.exists()
+    pickle.loads(pickle.dumps(Attack(witness)))
+    assert witness.exists()  # so the refusal meant something
+
+
+def break_truncated(source):
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def break_header(source):
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50])
+
+
+def break_config(source):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"n_embd": 64}))
+
+
+def break_layers(source):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
+
+
+def break_epsilon(source):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}))
+
+
+def break_shard(source):
+    rewrite(source, lambda name: name, shards=3)
+    (source / "model-1.safetensors").unlink()
+
+
+def break_tokenizer(source):
+    save_tokenizer(source, ByteTokenizer(), 96)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_truncated, "should end at byte"),
+        (break_header, "its header is cut short"),
+        (break_config, r"wte.weight has shape \[131, 32\], and config.json asks for \[131, 64\]"),
+        (break_layers, "h.2.ln_1.weight is missing"),
+        (break_epsilon, "layer_norm_epsilon=0.001 is not what GPT-2 computes"),
+        (break_shard, "model-1.safetensors is missing"),
+        (break_tokenizer, "has 257 tokens, and the model has 131"),
+    ],
+)
+def test_damaged_directories_are_told_and_nothing_is_written(damage, message, tmp_path):
+    source, workdir = peer.write_model(tmp_path / "source", "tied"), tmp_path / "run"
+    tokenizer = CharTokenizer("".join(map(chr, range(100, 231))), has_eot=False)
+    save_tokenizer(source, tokenizer, 96)
+    damage(source)
+    with pytest.raises(UserError, match=message) as raised:
+        hf.import_run(source, workdir)
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_nothing_that_exists_is_overwritten(tmp_path):
+    cfg, params = hf.load(peer.write_model(tmp_path / "source", "tied"))
+    with pytest.raises(UserError, match="exists already"):
+        hf.save(tmp_path / "source", cfg, params)
+
+
+TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
+
+
+def make_tokenizers():
+    characters = "".join(sorted(set(TEXT)))
+    return {
+        "gpt2": gpt2_tokenizer(),
+        "byte": ByteTokenizer(),
+        "char": CharTokenizer(characters, has_eot=True),
+        "char, one text": CharTokenizer(characters, has_eot=False),
+        "bpe": train_bpe(300, [TEXT * 20]),
+    }
+
+
+@pytest.mark.parametrize("name", list(make_tokenizers()))
+def test_exported_tokenizer_reads_and_writes_the_same_text(name, tmp_path):
+    tokenizer = make_tokenizers()[name]
+    save_tokenizer(tmp_path, tokenizer, 64)
+    loaded = load_tokenizer(tmp_path, GPTConfig(vocab_size=tokenizer.vocab_size))
+    ids = tokenizer.encode(TEXT)
+    np.testing.assert_array_equal(loaded.encode(TEXT), ids)
+    assert loaded.decode(ids) == TEXT
+    assert loaded.eot == tokenizer.eot
+
+
+@needs_peers
+@pytest.mark.parametrize("name", list(make_tokenizers()))
+def test_transformers_loads_an_export_with_nothing_missing(name, tmp_path):
+    from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
+
+    tokenizer = make_tokenizers()[name]
+    cfg = GPTConfig(
+        vocab_size=tokenizer.vocab_size, context_length=64, num_layers=1, num_heads=2, embed_dim=8
+    )
+    params = GPT(cfg).init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    hf.save(tmp_path / "out", cfg, params, tokenizer)
+    _, info = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == (
+        tokenizer.encode(TEXT).tolist()
+    )
+    (answer,) = pipeline("text-generation", str(tmp_path / "out"))("Hello", max_new_tokens=2)
+    assert answer["generated_text"].startswith("Hello")
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_path):
+    cfg, params = hf.load(peer.write_model(tmp_path, "tied"))
+    shorter = GPTConfig(**{**vars(cfg), "context_length": 40, "scan_layers": scan_layers})
+    ids = peer.tokens("tied")[:, :40]
+    save_tokenizer(tmp_path, CharTokenizer("".join(map(chr, range(100, 231))), False), 96)
+    initial = load_initial_params(f"hf:{tmp_path}", shorter)
+    expected = GPT(cfg).apply({"params": params}, ids)
+    chex.assert_trees_all_close(
+        GPT(shorter).apply({"params": initial}, ids), expected, atol=1e-5, rtol=1e-5
+    )
+    with pytest.raises(UserError, match=r"--config\.model\.num_layers=2"):
+        load_initial_params(f"hf:{tmp_path}", GPTConfig(**{**vars(cfg), "num_layers": 4}))
+
+
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
+    """A fresh process, whose peak is its own: 45 million parameters, 180 MB."""
+    config = dict(n_layer=1, n_head=4, n_embd=1280, n_positions=64, vocab_size=20000)
+    peer.CONFIGS["wide"] = config
+    directory = peer.write_model(tmp_path / "wide", "wide")
+    program = (
+        "import re; from gpt2 import hf; import jax; jax.devices();"
+        "status = lambda: open('/proc/self/status').read();"
+        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s*(\\d+)', status())[1]);"
+        f"before = peak(); hf.load({str(directory)!r}); print(peak() - before)"
+    )
+    env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1]))
+    grown = int(subprocess.check_output([sys.executable, "-c", program], env=env, text=True))
+    size = (directory / "model.safetensors").stat().st_size
+    shutil.rmtree(directory)
+    assert 0.8 * size < grown < 1.3 * size
