@@ -1,0 +1,116 @@
+"""Any layout gives the same training, sends what theory says, and continues any other's.
+
+A part of what `python -m tests.layouts` compares in full.
+"""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from gpt2.model import num_params
+from gpt2.parallel.collectives import Collective, collectives
+from gpt2.parallel.inspect import bytes_per_device, unsharded_share
+from tests.layouts import (
+    MODEL,
+    REFERENCE,
+    TOLERANCE,
+    Case,
+    continue_elsewhere,
+    loss_difference,
+    param_difference,
+    setup,
+)
+
+# Every layout, and between them every switch in both positions.
+CASES = [
+    Case("pmap x 8", accumulate=4),
+    Case("data 8", accumulate=4),
+    Case("data 8"),
+    Case("fsdp 8", remat="full"),
+    Case("data 2 x tensor 4", scanned=True),
+    Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True),
+]
+SCALARS = 512  # bytes: losses, counts, and the norm of each gradient
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return setup(REFERENCE).train()
+
+
+def sent(case: Case) -> list[Collective]:
+    """Returns the collectives of a case's compiled step."""
+    return collectives(setup(case).compiled.text())
+
+
+def param_bytes(case: Case) -> int:
+    return 4 * num_params(setup(case).shapes.params)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_layout_gives_the_losses_and_parameters_of_one_device(case, reference):
+    result = setup(case).train()
+    assert loss_difference(result, reference) < TOLERANCE
+    assert param_difference(result, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_switch_changes_the_program(case):
+    one, other = setup(REFERENCE), setup(case)
+    assert len(jax.tree.leaves(other.shapes)[0].sharding.device_set) == 8
+    assert sent(case) and not sent(REFERENCE)
+
+    def jaxpr(setup):
+        batch = {name: np.zeros((32, MODEL.context_length), np.int32) for name in setup.batch(0)}
+        return str(jax.make_jaxpr(setup.step)(setup.shapes, batch))
+
+    before, after = jaxpr(one), jaxpr(other)
+    assert not re.search("remat|checkpoint|length=", before)
+    assert bool(re.search("remat|checkpoint", after)) == (case.remat == "full")
+    assert (f"length={MODEL.num_layers}" in after) == case.scanned
+    assert (f"length={case.accumulate}" in after) == (case.accumulate > 1)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.layout in ("pmap x 8", "data 8")], ids=str)
+def test_data_parallel_sends_the_gradients_once_a_step(case):
+    large = [c for c in sent(case) if c.bytes > SCALARS]
+    assert [(c.kind, c.times, c.group) for c in large] == [("all-reduce", 1, tuple(range(8)))]
+    assert 0 <= large[0].bytes - param_bytes(case) <= SCALARS
+    assert {c.kind for c in sent(case)} == {"all-reduce"}
+
+
+def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
+    case = Case("fsdp 8", remat="full")
+    params = setup(case).shapes.params
+    split = param_bytes(case) * (1 - unsharded_share(params))
+    for kind in ("all-gather", "reduce-scatter"):
+        moved = [c for c in sent(case) if c.kind == kind]
+        assert sum(c.bytes * c.times for c in moved) == pytest.approx(split)
+    rest = [c for c in sent(case) if c.kind not in ("all-gather", "reduce-scatter")]
+    assert {c.kind for c in rest} == {"all-reduce"}
+    assert sum(c.bytes * c.times for c in rest) <= param_bytes(case) - split + SCALARS
+
+
+def test_accumulation_changes_nothing_that_crosses_the_data_axis():
+    """Only what `tensor` sends, activations, may be sent once per micro-batch."""
+    case = Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True)
+    across_data = [c for c in sent(case) if set(c.group) - {0, 1}]
+    assert across_data
+    assert all(c.times == 1 for c in across_data)
+
+
+def test_state_of_a_spread_layout_is_spread():
+    whole = bytes_per_device(setup(REFERENCE).shapes)
+    for layout, devices in (("fsdp 8", 8), ("data 2 x fsdp 2 x tensor 2", 4)):
+        assert bytes_per_device(setup(Case(layout)).shapes) < whole * (1 / devices + 0.02)
+
+
+def test_a_checkpoint_of_any_layout_continues_in_any_other(reference, tmp_path):
+    for saved, others in ((CASES[0], CASES[3:6]), (CASES[5], [REFERENCE, *CASES[:2]])):
+        results = continue_elsewhere(saved, others, tmp_path / saved.layout)
+        for result in results.values():
+            assert len(result.losses) == 3
+            assert loss_difference(result, reference) < TOLERANCE
+            assert param_difference(result, reference) < TOLERANCE
