@@ -6,13 +6,12 @@ runtime ends the others.
 """
 
 import contextlib
-import functools
 import importlib.util
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -89,19 +88,16 @@ def initialize(
         ) from error
 
 
-def ends_together(main: Callable[[], int]) -> Callable[[], int]:
-    """Wraps a command's main: where there are several processes, one that fails ends at once.
+@contextlib.contextmanager
+def ends_together() -> Iterator[None]:
+    """Where there are several processes, ends this one at once if it fails inside.
 
-    Otherwise it would wait for the others to say goodbye, and they for it to join a collective.
+    Otherwise it would wait for the others to say goodbye or to finish a checkpoint, and they for it
+    to join a collective.
     """
-
-    @functools.wraps(main)
-    def wrapped() -> int:
-        with contextlib.ExitStack() as stack:
-            stack.push(_end_at_once)
-            return main()
-
-    return wrapped
+    with contextlib.ExitStack() as stack:
+        stack.push(_end_at_once)
+        yield
 
 
 def _end_at_once(
@@ -110,7 +106,7 @@ def _end_at_once(
     if error is None or not jax.distributed.is_initialized():
         return
     if isinstance(error, UserError):
-        message, code = f"error: {error}", 2
+        message, code = f"error: {error}", error.exit_code
     elif isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
         message, code = (
             "error: another process of this run has ended, see its output. "
