@@ -20,7 +20,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from gpt2.config import GPTConfig
-from gpt2.ops import attention, cross_entropy, linear
+from gpt2.ops import attention, cross_entropy, gelu_tanh, linear
 from gpt2.ops.attention import attention_cached
 from gpt2.parallel.rules import VOCAB_MULTIPLE, constrain
 from gpt2.utils.remat import remat
@@ -402,7 +402,7 @@ def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 
 
 _ACTIVATIONS = {
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu_tanh": gelu_tanh,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),

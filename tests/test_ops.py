@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2.errors import UserError
-from gpt2.ops import attention, cross_entropy, cross_entropy_reference, linear, linear_reference
+from gpt2.ops import (
+    attention,
+    cross_entropy,
+    cross_entropy_reference,
+    gelu_tanh,
+    gelu_tanh_reference,
+    linear,
+    linear_reference,
+)
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -162,3 +170,16 @@ def test_uniform_logits_lose_log_of_true_vocabulary():
     )
     assert count == 3
     np.testing.assert_allclose(loss, 3 * np.log(100), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gelu_equals_reference_and_its_derivative_from_end_to_end(dtype):
+    x = jnp.concatenate([jnp.linspace(-12, 12, 999), jnp.array([-6e4, -30.0, 30.0, 6e4])])
+    x = x.astype(dtype)
+    assert_close(gelu_tanh(x), gelu_tanh_reference(x), dtype)
+    slopes = [
+        jax.vmap(jax.grad(lambda x, f=f: f(x).astype(jnp.float32)))(x)
+        for f in (gelu_tanh, gelu_tanh_reference)
+    ]
+    assert_close(*slopes, dtype)
+    assert slopes[0][-1] == 1 and abs(slopes[0][-4]) < 1e-9

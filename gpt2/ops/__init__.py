@@ -4,6 +4,7 @@ Every function here has a form written for speed, with its own backward rule, an
 `*_reference` form written for reading. Tests hold the two together, values and gradients.
 """
 
+from gpt2.ops.activation import gelu_tanh, gelu_tanh_reference
 from gpt2.ops.attention import attention, resolve
 from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from gpt2.ops.linear import linear, linear_reference
@@ -12,6 +13,8 @@ __all__ = [
     "attention",
     "cross_entropy",
     "cross_entropy_reference",
+    "gelu_tanh",
+    "gelu_tanh_reference",
     "linear",
     "linear_reference",
     "resolve",

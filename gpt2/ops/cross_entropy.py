@@ -73,8 +73,10 @@ def _loss_sum(hidden, embedding, targets, vocab_size, logit_softcap, dtype, chun
     loss = jnp.float32(0.0)
     for rows in _chunks(hidden.shape[1], chunk):
         logits = _logits(hidden[:, rows], embedding, vocab_size, logit_softcap)
-        nll, *_ = _nll(logits, targets[:, rows])
-        loss += nll.sum()
+        _, normaliser, highest = _softmax(logits)
+        target = _target_logits(hidden[:, rows], embedding, targets[:, rows], logit_softcap)
+        nll = highest + jnp.log(normaliser) - target
+        loss += jnp.where(targets[:, rows, None] >= 0, nll, 0.0).sum()
     return loss
 
 
@@ -85,13 +87,19 @@ def _loss_sum_fwd(hidden, embedding, targets, vocab_size, logit_softcap, dtype, 
     dhidden = []
     for rows in _chunks(hidden.shape[1], chunk):
         logits = _logits(hidden[:, rows], weights, vocab_size, logit_softcap)
-        nll, is_target, log_normaliser = _nll(logits, targets[:, rows])
-        dlogits = jnp.exp(logits - log_normaliser) - is_target
-        dlogits = jnp.where(targets[:, rows, None] >= 0, dlogits, 0.0)
+        exponentials, normaliser, highest = _softmax(logits)
+        target = _target_logits(hidden[:, rows], weights, targets[:, rows], logit_softcap)
+        nll = highest + jnp.log(normaliser) - target
+        valid = targets[:, rows, None] >= 0
+        loss += jnp.where(valid, nll, 0.0).sum()
+        # A comparison takes the place of a scatter: it joins the same pass over the logits, and
+        # it splits without communication when V is spread over devices.
+        column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+        is_target = column == targets[:, rows, None]
+        dlogits = exponentials * jnp.where(valid, 1.0 / normaliser, 0.0) - is_target
         if logit_softcap:
             dlogits *= 1.0 - (logits / logit_softcap) ** 2
         dlogits = dlogits.astype(dtype)
-        loss += nll.sum()
         dhidden.append(_dot(dlogits, weights, (2,), (0,)).astype(dtype))
         dembedding += _dot(dlogits, hidden[:, rows], (0, 1), (0, 1))
     residuals = jnp.concatenate(dhidden, axis=1), dembedding.astype(embedding.dtype)
@@ -127,18 +135,22 @@ def _logits(hidden, embedding, vocab_size, logit_softcap):
     return logits
 
 
-def _nll(logits, targets):
-    """The loss `[B, T]` of each position, the one-hot targets and the log of the normaliser.
+def _softmax(logits):
+    """Exponentials `[B, T, V]`, their sums and the maximum taken from the logits, `[B, T, 1]`.
 
-    A comparison takes the place of a gather along V: it joins the same pass over the logits, and
-    it splits without communication when V is spread over devices.
+    The exponentials are stored once and serve the loss and the gradient: XLA:CPU, left to fuse
+    them into each reduction, computes them again and slowly.
     """
-    is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-    highest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    log_normaliser = highest + jnp.log(jnp.exp(logits - highest).sum(axis=-1, keepdims=True))
-    target_logit = jnp.where(is_target, logits, 0.0).sum(axis=-1)
-    nll = jnp.where(targets >= 0, log_normaliser[..., 0] - target_logit, 0.0)
-    return nll, is_target, log_normaliser
+    highest = logits.max(axis=-1, keepdims=True)
+    exponentials = jnp.exp(logits - highest)
+    return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
+
+
+def _target_logits(hidden, embedding, targets, logit_softcap):
+    """`[B, T, 1]` float32, from the targets' own rows: cheaper than a pass over the logits."""
+    rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0)
+    logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
+    return logit_softcap * jnp.tanh(logits / logit_softcap) if logit_softcap else logits
 
 
 def _dot(a, b, contract_a, contract_b):
