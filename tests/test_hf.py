@@ -162,7 +162,7 @@ def test_scanned_and_biasless_models_export_the_same_function(tmp_path):
         vocab_size=17, context_length=16, num_layers=2, num_heads=2, embed_dim=8, bias=False
     )
     ids = np.arange(8)[None]
-    params = GPT(cfg).init(jax.random.key(0), ids)["params"]
+    params = jax.jit(GPT(cfg).init)(jax.random.key(0), ids)["params"]
     hf.save(tmp_path / "unrolled", cfg, params)
     scanned = GPTConfig(**{**vars(cfg), "scan_layers": True})
     hf.save(tmp_path / "scanned", scanned, stack_layers(params))
@@ -325,7 +325,7 @@ def test_transformers_loads_an_export_with_nothing_missing(name, tmp_path):
     cfg = GPTConfig(
         vocab_size=tokenizer.vocab_size, context_length=64, num_layers=1, num_heads=2, embed_dim=8
     )
-    params = GPT(cfg).init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    params = jax.jit(GPT(cfg).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     hf.save(tmp_path / "out", cfg, params, tokenizer)
     _, info = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

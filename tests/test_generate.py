@@ -1,0 +1,166 @@
+import dataclasses
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2 import generate as generate_module
+from gpt2.errors import UserError
+from gpt2.generate import Sampling, generate, stream
+from gpt2.model import GPT, GPTConfig
+from gpt2.utils.scan import stack_layers
+
+CFG = GPTConfig(vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32)
+PROMPTS = [[1, 2, 3], [5] * 17, [7, 8] * 15]
+GREEDY = Sampling(temperature=0.0)
+
+
+@functools.cache
+def make_params(cfg=CFG):
+    """Weights large enough that the model has strong and varied opinions."""
+    params = jax.jit(GPT(cfg).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    return jax.tree.map(lambda x: x * 8, params)
+
+
+def likeliest_without_cache(params, cfg, prompt, num_new):
+    apply = jax.jit(GPT(cfg).apply)
+    row = np.zeros((1, cfg.context_length), np.int32)
+    row[0, : len(prompt)] = prompt
+    for position in range(len(prompt), len(prompt) + num_new):
+        row[0, position] = apply({"params": params}, row)[0, position - 1].argmax()
+    return row[0, len(prompt) : len(prompt) + num_new].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"position": "rope", "qk_norm": True}, {"position": "none", "tie_embeddings": False}],
+    ids=str,
+)
+def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
+    cfg = dataclasses.replace(CFG, **options)
+    params = make_params(cfg)
+    generated = generate(params, cfg, PROMPTS, max_new_tokens=24, sampling=GREEDY)
+    for prompt, tokens in zip(PROMPTS, generated, strict=True):
+        assert tokens == likeliest_without_cache(params, cfg, prompt, 24)
+
+
+def test_scanned_layers_generate_the_same():
+    params, scanned = make_params(), dataclasses.replace(CFG, scan_layers=True)
+    kwargs = dict(max_new_tokens=10, sampling=GREEDY)
+    assert generate(stack_layers(params), scanned, PROMPTS, **kwargs) == (
+        generate(params, CFG, PROMPTS, **kwargs)
+    )
+
+
+def test_samples_repeat_with_their_seed_and_no_other():
+    params = make_params()
+    first, again, other = (
+        generate(params, CFG, [[1]] * 2, max_new_tokens=20, seed=seed) for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first != other
+    assert first[0] != first[1]  # each sequence has its own random numbers
+
+
+def test_a_sequence_is_the_same_whatever_comes_with_it():
+    params = make_params()
+    together = generate(params, CFG, PROMPTS, max_new_tokens=20, seed=1)
+    alone = generate(params, CFG, PROMPTS[:1], max_new_tokens=20, seed=1)
+    assert together[0] == alone[0]
+
+
+def test_chunks_of_a_stream_make_up_the_whole():
+    params = make_params()
+    kwargs = dict(max_new_tokens=20, seed=3, eot=4)
+    chunks = list(stream(params, CFG, PROMPTS, chunk=6, **kwargs))
+    assert len(chunks) > 1
+    joined = [list(itertools.chain(*parts)) for parts in zip(*chunks, strict=True)]
+    assert joined == generate(params, CFG, PROMPTS, **kwargs)
+
+
+def test_generation_stops_at_end_of_text():
+    params = make_params()
+    (free,) = generate(params, CFG, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY)
+    end = free[5]
+    (ended,) = generate(params, CFG, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY, eot=end)
+    assert ended == free[: free.index(end)]
+    chunks = list(
+        stream(params, CFG, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY, eot=end, chunk=8)
+    )
+    assert len(chunks) == 1  # the two others are never computed
+
+
+def test_other_prompts_and_lengths_in_the_same_buckets_compile_nothing():
+    params = make_params()
+    generate(params, CFG, [[1] * 5], max_new_tokens=10)
+    before = generate_module._prefill._cache_size(), generate_module._decode._cache_size()
+    generate(params, CFG, [[2] * 20], max_new_tokens=12, seed=9)
+    after = generate_module._prefill._cache_size(), generate_module._decode._cache_size()
+    assert before == after
+    generate(params, CFG, [[2] * 40], max_new_tokens=12)
+    assert generate_module._prefill._cache_size() == after[0] + 1
+
+
+def draw(sampling, logits, num=2000):
+    keys = jax.random.split(jax.random.key(0), num)
+    return np.asarray(sampling(jnp.broadcast_to(jnp.asarray(logits), (num, len(logits))), keys))
+
+
+def test_sampling_follows_the_distribution():
+    probs = np.array([0.5, 0.3, 0.15, 0.05])
+    drawn = np.bincount(draw(Sampling(), np.log(probs)), minlength=4) / 2000
+    np.testing.assert_allclose(drawn, probs, atol=0.04)
+    sharper = probs**2 / (probs**2).sum()
+    drawn = np.bincount(draw(Sampling(temperature=0.5), np.log(probs)), minlength=4) / 2000
+    np.testing.assert_allclose(drawn, sharper, atol=0.04)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        (Sampling(top_k=1), {0}),
+        (Sampling(top_k=2), {0, 1}),
+        (Sampling(top_k=9), {0, 1, 2, 3}),
+        (Sampling(top_p=0.4), {0}),
+        (Sampling(top_p=0.6), {0, 1}),
+        (Sampling(top_p=0.9), {0, 1, 2}),
+        (Sampling(top_k=2, top_p=0.95), {0, 1}),
+        (Sampling(temperature=0.0), {0}),
+    ],
+    ids=str,
+)
+def test_truncated_sampling_draws_all_that_is_allowed_and_nothing_else(sampling, allowed):
+    assert set(draw(sampling, np.log([0.5, 0.3, 0.15, 0.05])).tolist()) == allowed
+
+
+def test_no_padded_vocabulary_is_ever_sampled():
+    params = make_params()
+    hot = Sampling(temperature=100.0)  # nearly uniform over all that can be drawn
+    rows = generate(params, CFG, [[1]] * 32, max_new_tokens=60, sampling=hot)
+    assert {token for row in rows for token in row} == set(range(CFG.vocab_size))
+
+
+def test_cache_holds_what_the_config_says():
+    cache = generate_module.KVCache.create(CFG, batch_size=3, max_length=16)
+    assert len(cache.layers) == CFG.num_layers
+    for key, value in cache.layers:
+        chex.assert_shape([key, value], (3, 4, 16, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Sampling(temperature=-1.0), "temperature=-1.0 is negative"),
+        (lambda: Sampling(top_k=-1), "top_k=-1 is negative"),
+        (lambda: Sampling(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
+        (lambda: generate({}, CFG, [[]], max_new_tokens=1), "a prompt is empty"),
+        (lambda: generate({}, CFG, [[1] * 60], max_new_tokens=10), "--max_new_tokens=4"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
