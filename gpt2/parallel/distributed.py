@@ -1,11 +1,13 @@
 """One run as several processes, on JAX's own distributed runtime.
 
 Every process runs the same command. They meet at the coordinator (process 0), which watches over
-them: a process that ends without saying goodbye is missed after `HEARTBEAT_SECONDS`, and the
-runtime ends the others.
+them. A process that dies is noticed by the collective that waits for it, which fails; where the
+collective hangs instead, the runtime misses the process's heartbeat, says that "another task died"
+and ends the others.
 """
 
 import contextlib
+import faulthandler
 import importlib.util
 import os
 import re
@@ -51,9 +53,9 @@ def initialize(
     }
     missing = [flag for flag, value in given.items() if value is None]
     if len(missing) == len(given):
-        if not _started_by_cluster():
-            return
-        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        if _started_by_cluster():
+            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+            faulthandler.disable()
         return
     if missing:
         raise UserError(
@@ -86,6 +88,7 @@ def initialize(
         raise UserError(
             f"process 0 cannot listen at {coordinator} ({error})", "Choose another port"
         ) from error
+    faulthandler.disable()  # the stacks of all threads would bury the runtime's last words
 
 
 @contextlib.contextmanager

@@ -1,0 +1,142 @@
+"""train.py as two processes of four devices: their agreement, and how they end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2.errors import UserError
+from gpt2.parallel import distributed
+
+ROOT = Path(__file__).parents[1]
+FLAGS = """
+    --config.model.num_layers=2 --config.model.num_heads=4 --config.model.embed_dim=64
+    --config.model.context_length=32 --config.data.tokenizer=byte --config.data.batch_size=16
+    --config.optim.schedule=constant --config.optim.learning_rate=1e-3
+    --config.optim.end_learning_rate=1e-3 --config.optim.warmup_steps=2
+    --config.train.num_steps=100000 --config.train.log_every=1 --config.train.eval_every=0
+    --config.train.eval_batches=1 --config.train.checkpoint_every=5
+    --config.logging.tensorboard=False
+"""
+
+
+class Pair:
+    """Two processes of train.py, each with four simulated devices."""
+
+    def __init__(self, workdir: Path, *flags: str):
+        self.workdir = workdir
+        with socket.socket() as sock:
+            sock.bind(("localhost", 0))
+            port = sock.getsockname()[1]
+        environ = os.environ | {
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "JAX_PLATFORMS": "cpu",
+        }
+        self.logs = [workdir.with_name(f"{workdir.name}.{i}.log") for i in range(2)]
+        self.processes = []
+        for index, log in enumerate(self.logs):
+            command = [sys.executable, "train.py", f"--workdir={workdir}", *FLAGS.split(), *flags]
+            command += [f"--coordinator=localhost:{port}", "--num_processes=2"]
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    [*command, f"--process_index={index}"],
+                    cwd=ROOT,
+                    env=environ,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            self.processes.append(process)
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def losses(self) -> dict[int, float]:
+        """Returns the training loss of every step logged so far."""
+        path = self.workdir / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        rows = map(json.loads, lines)
+        return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+    def run_until(self, step: int, checkpoint: int) -> None:
+        """Waits for a step to be logged and a checkpoint to be whole."""
+        deadline = time.monotonic() + 120
+        saved = self.workdir / "checkpoints" / str(checkpoint)
+        while not (saved.exists() and max(self.losses(), default=0) >= step):
+            assert all(process.poll() is None for process in self.processes), self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.1)
+
+    def output(self) -> str:
+        """Returns what both processes printed."""
+        return "\n".join(log.read_text() for log in self.logs)
+
+
+def test_a_killed_process_ends_the_other_and_the_pair_continues_exactly(tmp_path):
+    workdir = tmp_path / "run"
+    with Pair(workdir) as pair:
+        pair.run_until(step=8, checkpoint=5)
+        pair.processes[1].kill()
+        killed = time.monotonic()
+        assert pair.processes[0].wait(timeout=60) != 0
+        assert time.monotonic() - killed < 60
+        output = pair.logs[0].read_text()
+        assert re.search("another process of this run has ended|another task died", output)
+        assert "Fatal Python error" not in output
+        before = pair.losses()
+    newest = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.is_dir())
+
+    with Pair(workdir) as pair:
+        pair.run_until(step=max(before) + 1, checkpoint=newest)
+        pair.processes[1].send_signal(signal.SIGTERM)  # to one, and all stop after the same step
+        assert [process.wait(timeout=60) for process in pair.processes] == [143, 143]
+        after = pair.losses()
+    replayed = [step for step in before if step > newest]
+    assert replayed
+    assert [after[step] for step in replayed] == [before[step] for step in replayed]
+    stopped = {
+        re.search(r"stopped by SIGTERM at step (\d+)", log.read_text())[1] for log in pair.logs
+    }
+    assert len(stopped) == 1
+    assert (workdir / "checkpoints" / stopped.pop()).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("localhost:1234", 2, None), "--process_index is missing beside"),
+        ((None, 2, None), "--coordinator, --process_index is missing beside --num_processes"),
+        (("localhost", 2, 0), "no HOST:PORT"),
+        (("localhost:1234", 2, 2), "Count from 0 to 1"),
+    ],
+)
+def test_flags_of_processes_that_make_no_sense_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        distributed.initialize(*arguments)
+
+
+def test_a_port_in_use_is_a_users_mistake():
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        sock.listen()
+        code = f"""
+from gpt2.errors import exit_on_user_error
+from gpt2.parallel.distributed import initialize
+exit_on_user_error(initialize)("localhost:{sock.getsockname()[1]}", 2, 0)
+"""
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+    assert run.returncode == 2
+    assert "Choose another port" in run.stderr
