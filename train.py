@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from gpt2 import cli
-from gpt2.checkpoint import Checkpointer
+from gpt2.checkpoint import Checkpointer, latest_step
 from gpt2.config import Config, differences, load_config
 from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.prepare import Dataset, prepare
@@ -29,7 +30,7 @@ from gpt2.generate import Sampling, generate
 from gpt2.model import GPT, num_params
 from gpt2.ops import resolve
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import abstract_state, distributed, gather, make_backend
+from gpt2.parallel import Backend, abstract_state, distributed, gather, make_backend
 from gpt2.parallel.inspect import check_sharded, describe_spread, visualize
 from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.stop import StopSignal
@@ -59,6 +60,7 @@ PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Which of them this 
 MAY_CHANGE = ("parallel.", "memory.", "logging.", "train.", "data.data_dir", "model.attention")
 
 
+@distributed.ends_together()
 def main() -> int:
     # Options. Whatever is wrong with them is said before anything is spent.
     config = cli.load_config(CONFIG)
@@ -99,16 +101,11 @@ def main() -> int:
     check_sharded(shapes.params, backend.mesh.shape)
     if VISUALIZE.value and is_main:
         visualize(shapes.params, VISUALIZE.value)
+    start = latest_step(workdir) or 0
+    state = None if start else initial_state(config, model, backend, init_fn)
     checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints)
-    start = checkpointer.latest_step() or 0
     if start:
         state = checkpointer.restore(start, shapes)
-    else:
-        state = backend.init_state(init_fn, init_key(config.seed))
-    if config.train.init_from and not start:
-        params = load_initial_params(config.train.init_from, model.config)
-        places = backend.state_shardings(state).params
-        state = state.replace(params=jax.device_put(jax.device_get(params), places))
 
     # Compile, once and ahead of the loop: from here on, other shapes are an error.
     clock = StepClock(
@@ -146,7 +143,11 @@ def main() -> int:
     # The loop. Metrics are read a step late, so that the devices never wait for the host.
     num_steps = config.train.num_steps
     best_loss = (checkpointer.best() or (0, math.inf))[1]
-    scores, late = {}, None  # `late`: the newest step and its metrics, still on the devices
+    step, scores, late = (
+        start,
+        {},
+        None,
+    )  # `late`: the newest step and its metrics, still on the devices
     nothing = contextlib.nullcontext()
     writer, progress = nothing, nothing
     if is_main:
@@ -168,7 +169,8 @@ def main() -> int:
     def report(step: int, metrics: dict[str, jax.Array]) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not math.isfinite(values["train/loss"]):
-            raise DivergedError(step)
+            raise DivergedError(step, workdir)
+        clock.count_step()
         if step % config.train.log_every == 0 or step == num_steps:
             log(step, {"tokens": step * batch_size * length} | values | clock.read())
 
@@ -187,13 +189,12 @@ def main() -> int:
         return validate(eval_step, params, eval_batches, targets_per_byte)
 
     with checkpointer, writer, progress, profiler, closing(batches), StopSignal() as stop:
-        with clock.phase("step"):
+        with distributed.ends_together(), clock.phase("step"):
             for step in range(start + 1, num_steps + 1):
                 with clock.phase("data wait"):
                     batch = next(batches)
                 profiler.step(step - 1, state)
                 state, metrics = train_step(state, batch)
-                clock.count_step()
                 if late:
                     report(*late)
                 late = (step, metrics)
@@ -256,6 +257,17 @@ def resolve_attention(config: Config) -> str:
     return f"{name} (reference in training, for its dropout)" if model.dropout else name
 
 
+def initial_state(
+    config: Config, model: GPT, backend: Backend, init_fn: Callable[[jax.Array], TrainState]
+) -> TrainState:
+    """Returns the state before the first step, with the weights of `train.init_from` if given."""
+    if not config.train.init_from:
+        return backend.init_state(init_fn, init_key(config.seed))
+    params = jax.device_get(load_initial_params(config.train.init_from, model.config))
+    state = backend.init_state(init_fn, init_key(config.seed))
+    return state.replace(params=jax.device_put(params, backend.state_shardings(state).params))
+
+
 def with_vocabulary(config: Config, dataset: Dataset) -> Config:
     """Returns the config with `model.vocab_size` as large as the tokenizer's, if it was 0."""
     known, wanted = dataset.tokenizer.vocab_size, config.model.vocab_size
@@ -312,9 +324,21 @@ def print_results(scores: dict[str, float], dataset: Dataset, clock: StepClock) 
     )
 
 
-class DivergedError(Exception):
+class DivergedError(UserError):
     """The loss of a step is not finite."""
+
+    exit_code = 3
+
+    def __init__(self, step: int, workdir: Path):
+        last = latest_step(workdir)
+        super().__init__(
+            f"the loss is not finite at step {step}",
+            f"Start a new run with a lower --config.optim.learning_rate and "
+            f"--config.train.init_from=run:{workdir}@{last}, the last good checkpoint"
+            if last
+            else "Lower --config.optim.learning_rate; there is no checkpoint yet",
+        )
 
 
 if __name__ == "__main__":
-    cli.run(distributed.ends_together(main), default_config="quickstart")
+    cli.run(main, default_config="quickstart")

@@ -54,10 +54,6 @@ class Checkpointer:
             item_names=("params", "rest", "layout"),
         )
 
-    def latest_step(self) -> int | None:
-        """Returns the newest step saved, or None."""
-        return self._manager.latest_step()
-
     def best(self) -> tuple[int, float] | None:
         """Returns the step with the lowest validation loss, and that loss, or None."""
         step = self._manager.best_step()
@@ -135,6 +131,13 @@ class Checkpointer:
                 f"checkpoint {self._directory / str(step)} cannot be read ({reason})",
                 "Remove it to continue from the one before",
             ) from error
+
+
+def latest_step(workdir: Path | str) -> int | None:
+    """Returns the newest step that a run has saved, or None."""
+    directory = Path(workdir) / "checkpoints"
+    steps = [int(path.name) for path in directory.glob("*") if path.name.isdigit()]
+    return max(steps, default=None)
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Any]:

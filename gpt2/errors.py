@@ -14,6 +14,8 @@ class UserError(Exception):
         how: how to mend it.
     """
 
+    exit_code = 2
+
     def __init__(self, what: str, how: str):
         super().__init__(
             f"{what.rstrip('.')}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else ".")
@@ -21,7 +23,7 @@ class UserError(Exception):
 
 
 def exit_on_user_error(main: Callable) -> Callable:
-    """Wraps a command's main: a `UserError` becomes `error: ...` on stderr and exit code 2."""
+    """Wraps a command's main: a `UserError` becomes `error: ...` on stderr and its exit code."""
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
@@ -29,7 +31,7 @@ def exit_on_user_error(main: Callable) -> Callable:
             return main(*args, **kwargs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.exit(2)
+            sys.exit(error.exit_code)
 
     return wrapped
 

@@ -68,7 +68,7 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             divisor = scale * jnp.maximum(count, 1.0)
             grads = jax.tree.map(lambda g: g / divisor, grads)
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
         new_state = state.replace(params=params, opt_state=opt_state)

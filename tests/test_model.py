@@ -12,7 +12,7 @@ import pytest
 from gpt2.model import GPT, GPTConfig, KVCache, num_params
 from gpt2.utils.scan import stack_layers, unstack_layers
 
-SMALL = GPTConfig(vocab_size=300, context_length=16, num_layers=3, num_heads=2, embed_dim=32)
+SMALL = GPTConfig(vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32)
 SIZES = {
     "gpt2-124m": 124_439_808,
     "gpt2-355m": 354_823_168,
@@ -55,6 +55,7 @@ def loss(config, params, tokens, key=None):
 
 
 gradient_of = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
+unstack = jax.jit(lambda tree: unstack_layers(tree, SMALL.num_layers))
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES.items())
@@ -118,12 +119,12 @@ def test_scanned_layers_equal_unrolled_ones(changes):
     config = replaced(**changes)
     scanned = dataclasses.replace(config, scan_layers=True)
     params, stacked, tokens = init(config), init(scanned), tokens_of(1)
-    chex.assert_trees_all_equal(stack_layers(params), stacked)
-    chex.assert_trees_all_equal(unstack_layers(stacked, 3), params)
+    chex.assert_trees_all_equal(jax.jit(stack_layers)(params), stacked)
+    chex.assert_trees_all_equal(unstack(stacked), params)
     assert "scan[" in str(jax.make_jaxpr(loss, static_argnums=0)(scanned, stacked, tokens))
     assert "scan[" not in str(jax.make_jaxpr(loss, static_argnums=0)(config, params, tokens))
     chex.assert_trees_all_close(
-        unstack_layers(gradient_of(scanned, stacked, tokens), 3),
+        unstack(gradient_of(scanned, stacked, tokens)),
         gradient_of(config, params, tokens),
         atol=2e-6,
     )

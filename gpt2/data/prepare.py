@@ -18,15 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from absl import app
-from ml_collections import config_flags
-
-from gpt2.config import Config, DataConfig
+from gpt2 import cli
+from gpt2.config import DataConfig
 from gpt2.data import records, shards
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.splits import SPLITS, write_splits
-from gpt2.errors import UserError, exit_on_user_error
+from gpt2.errors import UserError
 
 FORMAT = 2  # of a prepared directory; another number prepares everything anew
 
@@ -44,6 +42,11 @@ class Split:
     num_tokens: int
     num_bytes: int
     num_documents: int
+
+    @property
+    def targets_per_byte(self) -> float:
+        """Tokens to predict, all but the first, for each byte of text."""
+        return (self.num_tokens - 1) / self.num_bytes
 
 
 @dataclass(frozen=True)
@@ -155,10 +158,8 @@ def _check_room(directory: Path, corpus: Corpus) -> None:
         raise OSError(f"{free / 1e9:.1f} GB are free and {2 * corpus.num_bytes / 1e9:.1f} needed")
 
 
-def _main(argv: list[str]) -> None:
-    if argv[1:]:
-        raise UserError(f"Unknown argument {argv[1]!r}", "Options look like --config.data.corpus=X")
-    dataset = prepare(Config.from_dict(_CONFIG.value).data)
+def _main() -> None:
+    dataset = prepare(cli.load_config(_CONFIG).data)
     for name, split in dataset.splits.items():
         print(
             f"{name}: {split.num_tokens:,} tokens, {split.num_bytes:,} bytes, "
@@ -170,5 +171,5 @@ def _main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py")
-    app.run(exit_on_user_error(_main))
+    _CONFIG = cli.define_config()
+    cli.run(_main, default_config="quickstart")

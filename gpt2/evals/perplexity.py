@@ -24,9 +24,8 @@ def validation(scorer: Scorer, dataset: Dataset, document_mask: bool = False) ->
         batch = loader.batch(index)
         requests.append(Request(**{name: rows[0] for name, rows in batch.items()}))
     scores = scorer.score(requests, "validation")
-    split = dataset.splits["validation"]
     loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
-    bits = split.num_tokens / split.num_bytes / math.log(2.0)
+    bits = dataset.splits["validation"].targets_per_byte / math.log(2.0)
     convention = f"windows of {scorer.context_length} tokens, none overlapping"
     n = len(requests)
     return [

@@ -8,7 +8,7 @@ import jax
 
 
 def validate(
-    eval_step: Callable, params: Any, batches: Iterable[dict], bytes_per_token: float
+    eval_step: Callable, params: Any, batches: Iterable[dict], targets_per_byte: float
 ) -> dict[str, float]:
     """Scores every target of `batches`.
 
@@ -16,7 +16,7 @@ def validate(
         eval_step: compiled, `(params, batch) -> {"loss_sum", "count"}`.
         params: of the model.
         batches: on the devices already.
-        bytes_per_token: of the text scored, UTF-8.
+        targets_per_byte: tokens to predict for each UTF-8 byte of the text scored.
 
     Returns:
         `eval/loss` (nats per token), `eval/perplexity` (per token), `eval/bits_per_byte`.
@@ -27,5 +27,5 @@ def validate(
     return {
         "eval/loss": loss,
         "eval/perplexity": math.exp(min(loss, 700.0)),
-        "eval/bits_per_byte": loss / math.log(2.0) / bytes_per_token,
+        "eval/bits_per_byte": loss * targets_per_byte / math.log(2.0),
     }

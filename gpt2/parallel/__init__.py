@@ -21,13 +21,15 @@ from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
 from gpt2.state import TrainState
 
+Backend = PjitBackend | PmapBackend
+
 
 def make_backend(
     parallel: ParallelConfig,
     logical_axes: Any,
     optimizer: optax.GradientTransformation,
     devices: list[jax.Device] | None = None,
-) -> PjitBackend | PmapBackend:
+) -> Backend:
     """Returns the backend that `parallel.backend` names, over all devices unless some are given.
 
     Args:
@@ -42,9 +44,7 @@ def make_backend(
     return PjitBackend(mesh, logical_axes, optimizer)
 
 
-def abstract_state(
-    backend: PjitBackend | PmapBackend, init_fn: Callable[[jax.Array], TrainState]
-) -> TrainState:
+def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], TrainState]) -> TrainState:
     """Returns the shapes, dtypes and shardings of the state that `init_fn(key)` would give."""
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     return jax.tree.map(

@@ -1,0 +1,215 @@
+"""Steps, optimizer, state and keys: what one update is, however it is computed."""
+
+import dataclasses
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gpt2.config import OptimConfig
+from gpt2.model import GPT, GPTConfig
+from gpt2.optim import decay_mask, make_optimizer, make_schedule
+from gpt2.state import LossScale, TrainState
+from gpt2.steps import make_eval_step, make_train_step
+from gpt2.utils.accumulate import accumulate
+from gpt2.utils.prng import dropout_key, init_key
+
+CONFIG = GPTConfig(vocab_size=100, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
+OPTIM = OptimConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
+
+
+def make_batch(seed, batch_size=8, ignored=()):
+    tokens = np.random.default_rng(seed).integers(0, 100, (batch_size, 9)).astype(np.int32)
+    targets = tokens[:, 1:].copy()
+    for row, column in ignored:
+        targets[row, column:] = -1
+    return {"tokens": tokens[:, :-1], "targets": targets}
+
+
+def setup(config=CONFIG, optim=OPTIM, **options):
+    model = GPT(config)
+    schedule = make_schedule(optim, 10)
+    optimizer = make_optimizer(optim, schedule)
+    params = jax.jit(model.init)(init_key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    state = TrainState.create(params, optimizer, config.compute_dtype)
+    return state, jax.jit(make_train_step(model, optimizer, schedule, seed=0, **options))
+
+
+def test_accumulated_gradients_equal_full_batch():
+    # Rows with very different numbers of targets: a mean of means would differ.
+    batch = make_batch(0, ignored=[(0, 1), (1, 1), (2, 0), (7, 5)])
+    state, full = setup()
+    _, accumulated = setup(accumulate_steps=4)
+    assert "scan[" in str(jax.make_jaxpr(accumulated)(state, batch))
+    assert "scan[" not in str(jax.make_jaxpr(full)(state, batch))
+    (after, metrics), (after_4, metrics_4) = full(state, batch), accumulated(state, batch)
+    np.testing.assert_allclose(metrics["train/loss"], metrics_4["train/loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["train/grad_norm"], metrics_4["train/grad_norm"], rtol=1e-5)
+    chex.assert_trees_all_close(after.params, after_4.params, atol=1e-5)
+
+
+def test_accumulate_sums_over_micro_batches_in_order():
+    batch = {"x": jnp.arange(6.0)}
+    total = accumulate(lambda rows, index: (rows["x"].sum() * 10.0**index, index + 1), batch, 3)
+    assert total == ((0 + 1) + (2 + 3) * 10 + (4 + 5) * 100, 1 + 2 + 3)
+
+
+def test_padded_rows_change_nothing():
+    batch = make_batch(0, batch_size=4)
+    padding = {"tokens": np.zeros((4, 8), np.int32), "targets": np.full((4, 8), -1, np.int32)}
+    padded = {name: np.concatenate([batch[name], padding[name]]) for name in batch}
+    state, step = setup()
+    (after, metrics), (after_padded, metrics_padded) = step(state, batch), step(state, padded)
+    np.testing.assert_allclose(metrics["train/loss"], metrics_padded["train/loss"], rtol=1e-6)
+    chex.assert_trees_all_close(after.params, after_padded.params, atol=1e-5)
+
+
+def test_first_step_is_adamw_on_the_clipped_mean_gradient():
+    """One update written out after Loshchilov and Hutter 2019, algorithm 2."""
+    batch = make_batch(0)
+    state, step = setup()
+
+    def mean_loss(params):
+        total, count = GPT(CONFIG).apply({"params": params}, **batch, method="loss")
+        return total / count
+
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(state.params)
+    norm = float(optax.tree.norm(grads))
+    assert norm > OPTIM.clip_norm  # so that clipping shows
+    learning_rate = OPTIM.learning_rate / 3  # the first of two warm-up steps
+
+    def update(path, param, grad):
+        grad = grad / norm
+        decay = OPTIM.weight_decay if path[-1].key in ("kernel", "embedding") else 0.0
+        return param - learning_rate * (grad / (jnp.abs(grad) + OPTIM.eps) + decay * param)
+
+    expected = jax.tree_util.tree_map_with_path(update, state.params, grads)
+    after, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["train/loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["train/grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics["train/learning_rate"], learning_rate, rtol=1e-6)
+    # A gradient near eps moves by what rounding makes of it: compare all but those.
+    clear = jax.tree.map(lambda g: jnp.abs(g) > 1e-6, grads)
+    masked = lambda tree: jax.tree.map(lambda x, keep: jnp.where(keep, x, 0.0), tree, clear)  # noqa: E731
+    chex.assert_trees_all_close(masked(after.params), masked(expected), atol=1e-5)
+
+
+def test_weight_decay_spares_biases_and_norms_in_both_layer_layouts():
+    for scan_layers in (False, True):
+        model = GPT(dataclasses.replace(CONFIG, scan_layers=scan_layers))
+        shapes = jax.eval_shape(model.init, init_key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+        for path, decayed in jax.tree_util.tree_leaves_with_path(decay_mask(shapes)):
+            assert decayed == (path[-1].key not in ("bias", "scale"))
+
+
+def test_training_overfits_one_batch():
+    state, step = setup(optim=dataclasses.replace(OPTIM, weight_decay=0.0))
+    batch = make_batch(0, batch_size=2)
+    losses = []
+    for _ in range(10):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["train/loss"]))
+    assert losses[-1] < losses[0] - 1.0
+    assert state.step == 10
+
+
+def test_dropout_differs_by_step_and_micro_batch_and_repeats_with_them():
+    state, step = setup(dataclasses.replace(CONFIG, dropout=0.5), accumulate_steps=2)
+    batch = make_batch(0)
+    later = state.replace(step=jnp.int32(1))
+    first, again, other = (step(s, batch)[1]["train/loss"] for s in (state, state, later))
+    assert first == again != other
+
+
+def test_every_key_is_used_once():
+    keys = [
+        tuple(np.asarray(jax.random.key_data(key)).tolist())
+        for seed in (0, 1)
+        for key in (
+            init_key(seed),
+            *(dropout_key(seed, *index) for index in itertools.product(range(4), repeat=3)),
+        )
+    ]
+    assert len(set(keys)) == len(keys) == 2 * (1 + 4**3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # After two warm-up steps (1/3 and 2/3 of the peak), 8 steps from 1.0 to 0.1.
+        ("cosine", [1 / 3, 2 / 3, 1.0, 0.55, 0.1]),
+        ("linear", [1 / 3, 2 / 3, 1.0, 0.55, 0.1]),
+        ("wsd", [1 / 3, 2 / 3, 1.0, 1.0, 0.1]),
+    ],
+)
+def test_schedules_pass_through_known_points(schedule, expected):
+    optim = OptimConfig(learning_rate=1.0, end_learning_rate=0.1, warmup_steps=2, schedule=schedule)
+    rate = make_schedule(optim, 10)
+    np.testing.assert_allclose([rate(i) for i in (0, 1, 2, 6, 10)], expected, rtol=1e-5)
+
+
+def test_constant_schedule_without_warmup_is_constant():
+    optim = OptimConfig(
+        learning_rate=1.0, end_learning_rate=1.0, warmup_steps=0, schedule="constant"
+    )
+    assert {float(make_schedule(optim, 10)(i)) for i in range(11)} == {1.0}
+
+
+def test_eval_step_sums_losses_and_counts_targets():
+    state, step = setup()
+    batch = make_batch(1, ignored=[(0, 4)])
+    sums = jax.jit(make_eval_step(GPT(CONFIG)))(state.params, batch)
+    assert sums["count"] == 8 * 8 - 4
+    np.testing.assert_allclose(
+        sums["loss_sum"] / sums["count"], step(state, batch)[1]["train/loss"], rtol=1e-6
+    )
+
+
+def test_float16_skips_an_overflowing_step_and_halves_its_scale():
+    state, step = setup(dataclasses.replace(CONFIG, compute_dtype="float16"))
+    good, metrics = step(state, make_batch(0))
+    assert jnp.isfinite(metrics["train/grad_norm"])
+    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.any(a != b), good, state)))
+
+    huge = state.replace(loss_scale=LossScale(jnp.float32(2.0**24), jnp.int32(5)))
+    skipped, metrics = step(huge, make_batch(0))
+    assert not jnp.isfinite(metrics["train/grad_norm"])
+    chex.assert_trees_all_equal(skipped.params, huge.params)
+    chex.assert_trees_all_equal(skipped.opt_state, huge.opt_state)
+    assert skipped.loss_scale.scale == 2.0**23
+    assert skipped.loss_scale.good_steps == 0
+    assert skipped.step == 1
+
+
+def test_loss_scale_doubles_after_its_interval():
+    scale = LossScale(jnp.float32(4.0), jnp.int32(LossScale.GROWTH_INTERVAL - 1))
+    grown = scale.update(jnp.array(True))
+    assert (grown.scale, grown.good_steps) == (8.0, 0)
+
+
+def test_float16_gradients_do_not_depend_on_the_scale():
+    config = dataclasses.replace(CONFIG, compute_dtype="float16")
+    state, step = setup(config)
+    norms = [
+        step(state.replace(loss_scale=LossScale(jnp.float32(s), jnp.int32(0))), make_batch(0))[1]
+        for s in (2.0**4, 2.0**10)
+    ]
+    np.testing.assert_allclose(norms[0]["train/grad_norm"], norms[1]["train/grad_norm"], rtol=1e-2)
+
+
+def test_gradients_equal_an_unfused_reference():
+    """XLA:CPU has fused wrongly before: the same step, one operation at a time."""
+    state, _ = setup()
+    batch = make_batch(3, batch_size=2)
+
+    def total_loss(params):
+        return GPT(CONFIG).apply({"params": params}, **batch, method="loss")[0]
+
+    with jax.disable_jit():
+        unfused = jax.grad(total_loss)(state.params)
+    fused = jax.jit(jax.grad(total_loss))(state.params)
+    chex.assert_trees_all_close(fused, unfused, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,214 @@
+"""train.py as a person runs it: a process of its own, its files, its mistakes, its restarts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2.checkpoint import load_params
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--config.model.num_layers=1",
+    "--config.model.num_heads=2",
+    "--config.model.embed_dim=32",
+    "--config.model.context_length=16",
+    "--config.data.tokenizer=byte",
+    "--config.data.batch_size=4",
+    "--config.optim.warmup_steps=2",
+    "--config.train.num_steps=8",
+    "--config.train.log_every=1",
+    "--config.train.eval_every=4",
+    "--config.train.eval_batches=2",
+    "--config.train.checkpoint_every=2",
+]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A few documents of words, as an option of train.py."""
+    directory = tmp_path_factory.mktemp("corpus")
+    words = ["the", "of", "and", "to", "in", "that", "was", "his", "he", "it", "with", "is"]
+    random = np.random.default_rng(0)
+    for index in range(20):
+        (directory / f"{index}.txt").write_text(" ".join(random.choice(words, 400)))
+    return [f"--config.data.corpus=text:{directory}/*.txt", "--config.data.val_fraction=0.1"]
+
+
+def start(workdir, *options, script="train.py"):
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, ROOT / script, f"--workdir={workdir}", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+
+
+def run(workdir, *options, **kwargs):
+    process = start(workdir, *options, **kwargs)
+    stdout, stderr = process.communicate(timeout=240)
+    return process.returncode, stdout, stderr
+
+
+def metrics_of(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(process, workdir, step):
+    """Waits until metrics.jsonl tells of a step."""
+    while process.poll() is None:
+        path = workdir / "metrics.jsonl"
+        if path.exists() and any(m["step"] >= step for m in metrics_of(workdir)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"ended before step {step}: {process.stderr.read()}")
+
+
+def params_of(workdir):
+    import jax
+
+    leaves = jax.tree_util.tree_leaves_with_path(load_params(workdir, "latest")[1])
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """A run that was never disturbed."""
+    workdir = tmp_path_factory.mktemp("runs") / "finished"
+    code, stdout, stderr = run(workdir, *TINY, *corpus)
+    assert code == 0, stderr
+    return workdir, stdout
+
+
+def test_a_run_leaves_every_file_of_its_workdir(finished):
+    workdir, stdout = finished
+    names = {path.name for path in workdir.iterdir()}
+    assert names == {
+        "config.json",
+        "tokenizer.json",
+        "metrics.jsonl",
+        "loss.png",
+        "samples.txt",
+        "checkpoints",
+        "tensorboard",
+    }
+    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(
+        r"validation loss \d\.\d{4}, perplexity [\d.]+, \d\.\d{3} bits per byte \(zlib", stdout
+    )
+
+
+def test_metrics_have_their_names_and_each_step_once(finished):
+    lines = metrics_of(finished[0])
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    always = {"tokens", "train/loss", "train/grad_norm", "train/learning_rate"}
+    speed = {"perf/step_seconds", "perf/tokens_per_second", "perf/mfu", "perf/data_wait_seconds"}
+    scores = {"eval/loss", "eval/perplexity", "eval/bits_per_byte"}
+    for line in lines:
+        assert always | speed <= line.keys()
+        assert (scores <= line.keys()) == (line["step"] in (4, 8))
+        assert line["tokens"] == line["step"] * 4 * 16
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"]
+
+
+def test_eval_scores_the_checkpoint_as_training_did(finished):
+    workdir, _ = finished
+    output = workdir.parent / "scores.json"
+    code, stdout, stderr = run(workdir, "--checkpoint=8", f"--output={output}", script="eval.py")
+    assert code == 0, stderr
+    assert "validation" in stdout and output.exists()
+
+
+@pytest.mark.parametrize("kill_at", [1, 3, 6])
+def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, kill_at):
+    workdir = tmp_path / "killed"
+    process = start(workdir, *TINY, *corpus)
+    wait_for_step(process, workdir, kill_at)
+    process.kill()
+    process.wait()
+    code, _, stderr = run(workdir, *TINY, *corpus)
+    assert code == 0, stderr
+    expected, restarted = params_of(finished[0]), params_of(workdir)
+    assert expected.keys() == restarted.keys()
+    for name in expected:
+        np.testing.assert_array_equal(restarted[name], expected[name], err_msg=name)
+    lines, undisturbed = metrics_of(workdir), metrics_of(finished[0])
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [m["train/loss"] for m in lines] == [m["train/loss"] for m in undisturbed]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
+    workdir = tmp_path / "stopped"
+    options = [*TINY, *corpus, "--config.train.num_steps=100000", "--config.train.eval_every=0"]
+    process = start(workdir, *options, "--config.train.checkpoint_every=0")
+    wait_for_step(process, workdir, 2)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    step = int(re.search(r"stopped by \w+ at step (\d+)", stdout)[1])
+    assert (workdir / "checkpoints" / str(step)).is_dir()
+    assert metrics_of(workdir)[-1]["step"] == step
+
+
+def test_divergence_names_its_step_and_exits_with_3(corpus, tmp_path):
+    code, _, stderr = run(
+        tmp_path / "run", *TINY, *corpus, "--config.optim.learning_rate=1e30",
+        "--config.optim.clip_norm=0.0",
+    )  # fmt: skip
+    assert code == 3
+    assert re.fullmatch(r"error: the loss is not finite at step \d+\. .*\n", stderr)
+
+
+def test_continuing_under_other_options_is_refused(finished, corpus):
+    workdir, _ = finished
+    before = (workdir / "config.json").read_text()
+    code, _, stderr = run(workdir, *TINY, *corpus, "--config.optim.beta2=0.5")
+    assert code == 2
+    assert "holds a run with optim.beta2=0.95, not 0.5" in stderr
+    assert (workdir / "config.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config.model.num_layer=3"], "no option --config.model.num_layer. Did you mean"),
+        (["--workdr=x"], "no option --workdr. Did you mean --workdir?"),
+        (["--config=configs/none.py"], "--config=configs/none.py is no file"),
+        (["--config.optim.learning_rate=fast"], "could not convert string to float"),
+        (["surplus"], "surplus is not a flag"),
+        (["--config.data.corpus=text:none/*.txt"], "no file matches"),
+        (["--config.data.corpus=novel"], "no known corpus"),
+        (["--config.data.tokenizer=word"], "tokenizer"),
+        (["--config.parallel.fsdp=3"], "does not divide the 1 devices"),
+        (["--config.model.attention=cudnn"], "needs an NVIDIA GPU"),
+        (["--config.data.batch_size=100000000"], "windows"),
+        (["--config.train.init_from=run:nowhere"], "nowhere holds no run"),
+    ],
+)
+def test_a_mistake_gives_one_line_and_no_workdir(tmp_path, corpus, options, message):
+    workdir = tmp_path / "run"
+    code, _, stderr = run(workdir, *TINY, *corpus, *options)
+    assert code == 2
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    assert message in stderr
+    assert not workdir.exists()
+
+
+def test_openwebtext_out_of_reach_names_the_corpus_that_is_not(tmp_path):
+    began = time.monotonic()
+    environment = ["--config=configs/gpt2_124m.py", f"--config.data.data_dir={tmp_path}"]
+    code, _, stderr = run(tmp_path / "run", *environment)
+    if code == 2:  # on a machine that reaches it, there is nothing to see
+        assert "--config.data.corpus=pystdlib" in stderr
+        assert time.monotonic() - began < 30
