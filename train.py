@@ -38,7 +38,7 @@ from gpt2.plan import print_plan
 from gpt2.state import TrainState
 from gpt2.steps import make_eval_step, make_train_step
 from gpt2.telemetry.compile_watch import compile_once
-from gpt2.telemetry.metrics import MetricsWriter
+from gpt2.telemetry.metrics import MetricsWriter, check_wandb
 from gpt2.telemetry.plots import plot_losses
 from gpt2.telemetry.profiler import Profiler
 from gpt2.telemetry.progress import Progress, print_summary
@@ -72,6 +72,8 @@ def main() -> int:
     check_workdir(workdir, config)
     check_layout(config, config.model, jax.device_count())
     attention = resolve_attention(config)
+    if config.logging.wandb:
+        check_wandb()
     is_main = jax.process_index() == 0
 
     # Data: prepared once and kept. After that, a batch is a function of the step.

@@ -5,6 +5,7 @@ once, also after a kill and a resume. A value that is not finite is written as `
 has no word for it (pandas reads it back as NaN); TensorBoard and W&B get the value itself.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -198,15 +199,20 @@ class _EventFile:
         self._file.close()
 
 
-def _start_wandb(workdir: Path, config: Mapping[str, Any]):
-    """Starts, or continues, the W&B run of this workdir; its identity is kept in `wandb/run_id`."""
-    try:
-        import wandb
-    except ImportError:
+def check_wandb() -> None:
+    """Refuses `logging.wandb` where W&B is not installed."""
+    if importlib.util.find_spec("wandb") is None:
         raise UserError(
             "logging.wandb=True needs the package wandb",
             "Run `pip install wandb`, or set --config.logging.wandb=False",
-        ) from None
+        )
+
+
+def _start_wandb(workdir: Path, config: Mapping[str, Any]):
+    """Starts, or continues, the W&B run of this workdir; its identity is kept in `wandb/run_id`."""
+    check_wandb()
+    import wandb
+
     directory = workdir / "wandb"
     directory.mkdir(parents=True, exist_ok=True)
     identity = directory / "run_id"

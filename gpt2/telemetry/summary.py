@@ -38,6 +38,8 @@ def describe_run(
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     tokens = config.data.batch_size * model.context_length
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
+    flops = tokens * model_flops_per_token(config.gpt(), model.context_length)
+    compiled = format_count(train_step.flops) if train_step.flops else "unknown"
     memory = train_step.memory
     cached = ", from the cache" if train_step.from_cache else ""
     return {
@@ -63,9 +65,7 @@ def describe_run(
         "step": {
             "tokens": f"{format_count(tokens)} in {train.accumulate_steps} micro-batches",
             "memory": f"{format_bytes(memory.peak)} per device" if memory else "unknown",
-            "FLOPs": format_count(
-                tokens * model_flops_per_token(config.gpt(), model.context_length)
-            ),
+            "FLOPs": f"{format_count(flops)} by the model's formula, {compiled} as compiled",
             "compiled": f"in {train_step.compile_seconds:.1f} s{cached}",
         },
         "run": {
