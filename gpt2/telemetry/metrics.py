@@ -5,7 +5,6 @@ once, also after a kill and a resume. A value that is not finite is written as `
 has no word for it (pandas reads it back as NaN); TensorBoard and W&B get the value itself.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -201,11 +200,13 @@ class _EventFile:
 
 def check_wandb() -> None:
     """Refuses `logging.wandb` where W&B is not installed."""
-    if importlib.util.find_spec("wandb") is None:
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
         raise UserError(
             "logging.wandb=True needs the package wandb",
             "Run `pip install wandb`, or set --config.logging.wandb=False",
-        )
+        ) from None
 
 
 def _start_wandb(workdir: Path, config: Mapping[str, Any]):
