@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.errors import UserError
 from gpt2.parallel.collectives import collectives, summarize
@@ -111,13 +112,12 @@ def visualize(params: Any, pattern: str) -> None:
     for name in matching:
         leaf = named[name]
         print(f"{name} {leaf.shape}, {_describe_spec(leaf)}")
-        # Drawings have two dimensions at most: axes that are not split are left out of them.
-        spec = leaf.sharding.spec
-        split = [i for i, axes in enumerate(spec) if axes] or range(leaf.ndim)
-        drawn = tuple(split)[:2]
-        shape = tuple(leaf.shape[i] for i in drawn)
-        axes = jax.sharding.PartitionSpec(*(spec[i] if i < len(spec) else None for i in drawn))
-        jax.debug.visualize_sharding(shape, jax.sharding.NamedSharding(leaf.sharding.mesh, axes))
+        # Drawings have two dimensions at most, and need no more than a cell for each part.
+        spec, shard = leaf.sharding.spec, leaf.sharding.shard_shape(leaf.shape)
+        split = [i for i in range(leaf.ndim) if shard[i] < leaf.shape[i]][:2]
+        parts = tuple(leaf.shape[i] // shard[i] for i in split) or (1,)
+        axes = PartitionSpec(*(spec[i] for i in split))
+        jax.debug.visualize_sharding(parts, NamedSharding(leaf.sharding.mesh, axes))
 
 
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:

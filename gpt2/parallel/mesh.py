@@ -27,8 +27,15 @@ def make_mesh(parallel: ParallelConfig, devices: list[jax.Device] | None = None)
     )
 
 
-def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
+def mesh_sizes(
+    parallel: ParallelConfig, num_devices: int, model: ModelConfig | None = None
+) -> dict[str, int]:
     """Returns the size of every mesh axis, with -1 resolved to the rest.
+
+    Args:
+        parallel: the wanted sizes.
+        num_devices: how many devices there are.
+        model: if given, an error proposes only what the model splits over.
 
     Raises:
         UserError: the sizes do not multiply to `num_devices`.
@@ -45,7 +52,7 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
         what = f"{given} does not divide the {num_devices} devices there are"
     else:
         what = f"{given or 'parallel.data=1'} takes {fixed} devices, and there are {num_devices}"
-    raise UserError(what, _propose(parallel, _all_sizes(parallel, num_devices)))
+    raise UserError(what, _propose(parallel, num_devices, model))
 
 
 def check_layout(config: Config, model: ModelConfig, num_devices: int) -> None:
@@ -54,10 +61,9 @@ def check_layout(config: Config, model: ModelConfig, num_devices: int) -> None:
     Raises:
         UserError: names the numbers, and the nearest that work.
     """
-    sizes = mesh_sizes(config.parallel, num_devices)
+    sizes = mesh_sizes(config.parallel, num_devices, model)
     if misfit := _misfit(model, sizes):
-        fitting = [s for s in _all_sizes(config.parallel, num_devices) if not _misfit(model, s)]
-        raise UserError(misfit, _propose(config.parallel, fitting))
+        raise UserError(misfit, _propose(config.parallel, num_devices, model))
     shards = sizes["data"] * sizes["fsdp"]
     micro_batches, batch_size = config.train.accumulate_steps, config.data.batch_size
     if batch_size % (shards * micro_batches):
@@ -110,14 +116,16 @@ def _all_sizes(parallel: ParallelConfig, num_devices: int) -> list[dict[str, int
     ]
 
 
-def _propose(parallel: ParallelConfig, meshes: list[dict[str, int]]) -> str:
+def _propose(parallel: ParallelConfig, num_devices: int, model: ModelConfig | None) -> str:
     """Returns the flags for the mesh nearest to the wanted one, factor by factor."""
+    meshes = _all_sizes(parallel, num_devices)
+    fitting = [sizes for sizes in meshes if model is None or not _misfit(model, sizes)]
     wanted = {axis: getattr(parallel, axis) for axis in MESH_AXES}
 
     def distance(sizes: dict[str, int]) -> float:
         fixed = (axis for axis in MESH_AXES if wanted[axis] != -1)
         return sum(abs(math.log(sizes[axis] / wanted[axis])) for axis in fixed)
 
-    nearest = min(meshes, key=distance)
+    nearest = min(fitting, key=distance)
     changed = [axis for axis in MESH_AXES if wanted[axis] not in (-1, nearest[axis])]
     return "Use " + " ".join(f"--config.parallel.{axis}={nearest[axis]}" for axis in changed)

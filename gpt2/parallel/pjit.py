@@ -39,14 +39,21 @@ class PjitBackend:
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
-        # What an optimizer keeps per parameter but in another shape (factored moments) stays whole.
+
+        def like_param(leaf, spec, param):
+            if isinstance(leaf, optax.MaskedNode):
+                return leaf
+            # What is kept per parameter but in another shape (factored moments) stays whole.
+            return spec if leaf.shape == param.shape else PartitionSpec()
+
         opt_state = optax.tree.map_params(
             self._optimizer,
-            lambda leaf, spec, param: spec if leaf.shape == param.shape else PartitionSpec(),
+            like_param,
             state.opt_state,
             self._storage,
             state.params,
             transform_non_params=lambda _: PartitionSpec(),
+            is_leaf=lambda node: isinstance(node, optax.MaskedNode),
         )
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))

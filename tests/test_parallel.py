@@ -1,0 +1,324 @@
+"""Rules, the mesh, what inspection reads, and plans."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from configs import gpt2_1558m, quickstart
+from gpt2.config import Config, GPTConfig, ParallelConfig
+from gpt2.errors import UserError
+from gpt2.model import GPT
+from gpt2.parallel import abstract_state, gather, make_backend, rules
+from gpt2.parallel.collectives import collectives, summarize
+from gpt2.parallel.inspect import (
+    bytes_per_device,
+    check_sharded,
+    describe_sharding,
+    unsharded_share,
+    visualize,
+)
+from gpt2.parallel.mesh import check_layout, make_mesh, mesh_sizes
+from gpt2.plan import make_plan
+from gpt2.state import TrainState
+from gpt2.telemetry.chips import BOARDS, find_chip
+from gpt2.telemetry.compile_watch import compile_once
+from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
+
+SMALL = GPTConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64)
+MIXED = ParallelConfig(data=2, fsdp=2, tensor=2)
+
+
+def config(name=quickstart, **options) -> Config:
+    """Returns a config file's options with some changed: `group__name=value`."""
+    tree = name.get_config()
+    for option, value in options.items():
+        group, _, member = option.partition("__")
+        tree[group][member] = value
+    return Config.from_dict(tree)
+
+
+def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL, devices=None):
+    """Returns a backend and the shapes and shardings of its state."""
+    model, optimizer = GPT(cfg), optimizer or optax.adamw(1e-3)
+    backend = make_backend(parallel, model.logical_axes(), optimizer, devices)
+
+    def init_fn(key):
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return TrainState.create(params, optimizer, "float32")
+
+    return backend, init_fn, abstract_state(backend, init_fn)
+
+
+# Mesh
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options", "message"),
+    [
+        (8, dict(parallel__data=3), "data=3 takes 3 devices, and there are 8. Use .*data=8"),
+        (8, dict(parallel__fsdp=3), "fsdp=3 does not divide the 8 devices .* Use .*fsdp=4"),
+        (
+            8,
+            dict(parallel__fsdp=3, parallel__tensor=5, model__num_heads=8),
+            "fsdp=3 x parallel.tensor=5 does not divide .* Use .*fsdp=2 .*tensor=4",
+        ),
+        (
+            8,
+            dict(parallel__tensor=8),
+            "num_heads=4 does not split over parallel.tensor=8.*tensor=4",
+        ),
+        (8, dict(parallel__backend="pmap", parallel__data=4), "takes 4 devices.*data=8"),
+        (512, dict(parallel__fsdp=512), "embed_dim=256 does not split over .*fsdp=512.*fsdp=256"),
+        (8, dict(data__batch_size=20), "batch_size=20 does not split .*data=8.* Use .*=16"),
+        (
+            8,
+            dict(data__batch_size=16, train__accumulate_steps=4, parallel__fsdp=2),
+            "data=4 x parallel.fsdp=2 x train.accumulate_steps=4. Use --config.data.batch_size=32",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_names_the_numbers_and_the_nearest(num_devices, options, message):
+    wrong = config(**options)
+    with pytest.raises(UserError, match=message):
+        check_layout(wrong, wrong.model, num_devices)
+
+
+@pytest.mark.parametrize("num_devices", [1, 6, 8, 64])
+def test_the_proposed_mesh_works(num_devices):
+    for fsdp in range(1, 12):
+        for tensor in range(1, 12):
+            options = dict(parallel__fsdp=fsdp, parallel__tensor=tensor)
+            wanted = config(data__batch_size=num_devices, **options)
+            try:
+                check_layout(wanted, wanted.model, num_devices)
+            except UserError as error:
+                flags = str(error).rstrip(".").partition("Use ")[2].split()
+                named = (flag.removeprefix("--config.").split("=") for flag in flags)
+                proposed = {name.replace(".", "__"): int(size) for name, size in named}
+                mended = config(data__batch_size=num_devices, **options | proposed)
+                check_layout(mended, mended.model, num_devices)
+
+
+def test_the_rest_of_the_devices_go_where_minus_one_says():
+    assert mesh_sizes(ParallelConfig(data=2, fsdp=-1, tensor=2), 64) == {
+        "data": 2,
+        "fsdp": 16,
+        "tensor": 2,
+    }
+    assert dict(make_mesh(MIXED).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+# Rules
+
+
+def test_a_parameter_that_no_rule_names_is_an_error():
+    axes = GPT(SMALL).logical_axes()
+    axes["h_0"]["attn"]["c_attn"]["kernel"] = PartitionSpec("embed", "qkv", "hats", "head_size")
+    with pytest.raises(UserError, match="h_0/attn/c_attn/kernel has an axis 'hats' that no rule"):
+        make_backend(MIXED, axes, optax.sgd(1.0))
+    axes["h_0"]["attn"]["c_attn"]["kernel"] = PartitionSpec()
+    with pytest.raises(UserError, match="axes of parameter h_0/attn/c_attn/kernel have no names"):
+        make_backend(MIXED, axes, optax.sgd(1.0))
+
+
+def test_storage_and_compute_differ_by_fsdp_alone():
+    for name, axes in rules.STORAGE.items():
+        assert set(axes) - set(rules.COMPUTE[name]) <= {"fsdp"}
+        assert "fsdp" not in rules.COMPUTE[name]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        optax.chain(optax.adam(1e-3), optax.ema(0.99)),
+        optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
+        optax.masked(optax.adam(1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        optax.partition(
+            {"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1, momentum=0.9)},
+            lambda p: jax.tree.map(lambda x: "adam" if x.ndim > 1 else "sgd", p),
+        ),
+    ],
+    ids=["clip and adamw", "ema", "multi_steps", "masked", "partition"],
+)
+def test_optimizer_state_is_laid_out_like_its_parameters(optimizer):
+    _, _, shapes = state_of(MIXED, optimizer)
+    params = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.params)
+    }
+    kept = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.opt_state):
+        name = jax.tree_util.keystr(path)
+        param = next((p for n, p in params.items() if name.endswith(n)), None)
+        if param is None:
+            assert leaf.shape == ()
+            continue
+        kept += 1
+        assert leaf.shape == param.shape
+        assert leaf.sharding == param.sharding
+    assert kept >= len(params) / 2
+
+
+def test_factored_moments_stay_whole():
+    _, _, shapes = state_of(MIXED, optax.adafactor(1e-3, min_dim_size_to_factor=8))
+    factored = [leaf for leaf in jax.tree.leaves(shapes.opt_state) if leaf.shape == (300,)]
+    assert factored
+    assert all(leaf.sharding.is_fully_replicated for leaf in factored)
+
+
+def test_state_is_born_spread():
+    backend, init_fn, shapes = state_of(ParallelConfig(data=1, fsdp=8))
+    shardings = backend.state_shardings(shapes)
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+    compiled = jax.jit(init_fn, out_shardings=shardings).lower(key).compile()
+    assert compiled.memory_analysis().output_size_in_bytes < 1.1 * bytes_per_device(shapes)
+
+
+# Seeing it
+
+
+def test_1558m_with_fsdp_8_holds_an_eighth_of_its_state_per_device():
+    cfg = GPTConfig.from_name("gpt2-1558m", scan_layers=True)
+    _, _, spread = state_of(ParallelConfig(data=1, fsdp=8), cfg=cfg)
+    whole = 3 * 4 * 1_557_611_200  # parameters and Adam's two moments
+    assert sum(leaf.size * 4 for leaf in jax.tree.leaves(spread)) == pytest.approx(whole)
+    assert bytes_per_device(spread) / whole < 1 / 8 + 0.02
+    assert unsharded_share(spread.params) < 0.001
+
+
+def test_parameters_left_whole_are_an_error_where_spreading_was_asked_for():
+    _, _, shapes = state_of(ParallelConfig(data=1, fsdp=8))
+    params, mesh = shapes.params, {"data": 1, "fsdp": 8, "tensor": 1}
+    check_sharded(params, mesh)
+    place = NamedSharding(params["wte"]["embedding"].sharding.mesh, PartitionSpec())
+    whole = jax.ShapeDtypeStruct((300, 64), jnp.float32, sharding=place)
+    broken = params | {"wte": {"embedding": whole}}
+    share = 300 * 64 / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert unsharded_share(broken) == pytest.approx(share + unsharded_share(params))
+    with pytest.raises(UserError, match=r"fsdp=8 leave 16.\d% .*, wte/embedding first"):
+        check_sharded(broken, mesh)
+    check_sharded(broken, {"data": 8, "fsdp": 1, "tensor": 1})
+
+
+def test_the_table_of_tensors_says_what_a_device_holds(capsys):
+    backend, init_fn, shapes = state_of(MIXED)
+    rows = describe_sharding(shapes.params)
+    assert rows["h_*/mlp/c_fc/kernel"] == (
+        "64x256, fsdp splits axis 0, tensor splits axis 1, 16.0 KiB a device"
+    )
+    state = backend.init_state(init_fn, jax.random.key(0))
+    shard = state.params["h_0"]["mlp"]["c_fc"]["kernel"].addressable_shards[0]
+    assert shard.data.nbytes == 16 * 1024
+    visualize(state.params, "h_0/mlp/c_fc/kernel")
+    assert "CPU 0,4" in capsys.readouterr().out
+    with pytest.raises(UserError, match="matches no parameter"):
+        visualize(state.params, "no_such")
+
+
+def test_gathered_parameters_are_whole_and_the_same():
+    backend, init_fn, _ = state_of(MIXED)
+    params = backend.init_state(init_fn, jax.random.key(0)).params
+    for leaf, original in zip(
+        jax.tree.leaves(gather(params, backend.mesh)), jax.tree.leaves(params), strict=True
+    ):
+        assert len(leaf.sharding.device_set) == 1
+        np.testing.assert_array_equal(leaf, original)
+
+
+HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %rs = f32[4]{0} reduce-scatter(%x), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}
+}
+
+%cond (p: (s32[], f32[4])) -> pred[] {
+}
+
+%endless (p: f32[4]) -> f32[4] {
+  %aa = (f32[8]{0}, f32[8]{0}) all-to-all(%a, %b), replica_groups=[4,2]<=[2,4]T(1,0)
+}
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %ar = (f32[10]{0}, bf16[3,2]{1,0}) all-reduce-start(%a, %b), replica_groups={}, to_apply=%add
+  %ard = (f32[10]{0}, bf16[3,2]{1,0}) all-reduce-done(%ar)
+  %ag = (f32[2]{0}, f32[8]{0}) all-gather-start(%a), replica_groups=mesh['a'=2,'b'=4] {'b'}
+  %one = f32[2]{0} all-gather(%a), replica_groups=mesh['a'=8,'b'=1] {'b'}
+  %cp = (u8[5], u8[5], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
+  %w = f32[4] while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %v = f32[4] while(%t), body=%endless
+}
+"""
+
+
+def test_collectives_are_read_from_every_form_of_hlo():
+    found = {c.kind: c for c in collectives(HLO)}
+    assert found["all-reduce"].bytes == 10 * 4 + 6 * 2
+    assert found["all-reduce"].group == tuple(range(8))
+    assert found["all-reduce"].bytes_sent == 2 * 7 / 8 * 52
+    assert (found["all-gather"].bytes, found["all-gather"].group) == (32, (0, 1, 2, 3))
+    assert found["all-gather"].bytes_sent == 3 / 4 * 32
+    assert found["reduce-scatter"].group == (0, 2, 4, 6)
+    assert (found["reduce-scatter"].bytes, found["reduce-scatter"].times) == (64, 3)
+    assert found["collective-permute"].bytes == 5
+    assert found["all-to-all"].group == (0, 4)
+    assert [c.kind for c in found.values() if c.loop_unknown] == ["all-to-all"]
+    assert summarize(collectives(HLO))["reduce-scatter"] == (3, 192, 144.0)
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("pmap x 8", accumulate=4),
+        Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True),
+    ],
+    ids=str,
+)
+def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
+    small = dict(num_layers=2, embed_dim=64, context_length=32, vocab_size=300)
+    options = {f"model__{name}": value for name, value in small.items()}
+    options |= dict(memory__remat=case.remat, memory__scan_layers=case.scanned)
+    options |= dict(train__num_steps=NUM_STEPS, train__accumulate_steps=case.accumulate)
+    planned = dataclasses.replace(
+        config(data__batch_size=BATCH_SIZE, optim__warmup_steps=2, **options),
+        parallel=LAYOUTS[case.layout],
+        optim=OPTIM,
+    )
+    plan = make_plan(planned)
+    run = setup(case)
+    state = run.backend.init_state(run.init_fn, jax.random.key(0))
+    compiled = compile_once(run.backend.compile_train(run.step), state, run.batch(0))
+    assert sum(plan.memory.values()) == pytest.approx(compiled.memory.peak, rel=0.01)
+    held = [shard.data for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    on_first = sum(x.nbytes for x in held if x.devices() == {jax.devices()[0]})
+    assert plan.memory["parameters"] + plan.memory["optimizer"] == pytest.approx(on_first, abs=64)
+    assert summarize(collectives(plan.text)) == summarize(collectives(compiled.text()))
+
+
+def test_a_plan_needs_no_tokenizer_but_its_size():
+    with pytest.raises(UserError, match="does not say how many tokens"):
+        make_plan(config(data__tokenizer="char"), jax.devices()[:1])
+
+
+def test_gpt2_1558m_fits_where_its_config_says():
+    """Shapes alone: the plan of 256 devices is compiled by the command of docs/parallelism.md."""
+    wanted = config(gpt2_1558m, parallel__data=4, parallel__fsdp=64, train__accumulate_steps=4)
+    check_layout(wanted, wanted.model, 256)
+
+
+def test_links_slow_down_where_a_ring_leaves_its_domain():
+    assert all(find_chip(name) for name in BOARDS)
+    h100 = BOARDS["H100"]
+    assert h100.bandwidth(tuple(range(8))) == 450e9
+    assert h100.bandwidth(tuple(range(16))) == 400e9  # 8 adapters of 50 GB/s
+    assert h100.bandwidth((0, 8)) == 50e9
+    assert BOARDS["TPU v5e"].bandwidth(tuple(range(512))) is None
