@@ -1,79 +1,123 @@
-"""Causal attention for CPUs: rows of scores a block at a time, and nothing above the diagonal.
+"""Causal attention for CPUs: in tiles that stay in cache, and none above the diagonal.
 
-A block of queries needs the keys up to its own end and no others, so half of the scores are never
-computed; and as it meets all of those keys at once, its softmax is final and needs no running
-maximum. The backward pass computes the scores again from the saved log of the normaliser
-(FlashAttention, Dao et al. 2022, section 3.1), so that no array of T x T outlives its block.
+FlashAttention (Dao et al. 2022, algorithms 1 and 4) with the roles of its levels of memory given
+to cache and main memory. A tile holds the scores of a block of queries with a block of keys. The
+forward pass keeps a running maximum and normaliser of each row; the backward pass computes the
+scores again from the saved log of the normaliser. No array of T x T ever exists.
+
+Below, g is a group of sequences, small enough that its tile fits the second-level cache, and
+arrays are `[blocks, g, N, block, H]`: taking a block is then taking contiguous memory.
 """
 
 import jax
 import jax.numpy as jnp
 
-BLOCK = 128  # query positions; measured in docs/performance.md
+BLOCK = 128  # positions; measured in docs/performance.md
+TILE = 2**19  # most scores in a tile: 2 MB of float32, the second-level caches of two cores
+NEVER = -1e30  # the score of what must not be seen; finite, since -inf minus -inf is no number
 
 
 def blocked_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None
 ) -> jax.Array:
-    """`attention` in blocks: `[B, T, N, H]` each, `segments` `[B, T]` int32 or none."""
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))  # [B, N, T, H], as the products want it
-    return jnp.swapaxes(_blocked(q, k, v, segments), 1, 2)
+    """`attention` in tiles: `[B, T, N, H]` each, `segments` `[B, T]` int32 or none."""
+    B, T, N, _ = q.shape
+    num_blocks = -(-T // BLOCK)
+    block = -(-T // num_blocks)
+    group = max(g for g in range(1, B + 1) if B % g == 0 and (g == 1 or g * N * block**2 <= TILE))
+
+    def split(x):  # [B, T, ...] -> [groups, blocks, g, block, ...]
+        x = jnp.pad(x, ((0, 0), (0, num_blocks * block - T)) + ((0, 0),) * (x.ndim - 2))
+        x = x.reshape(B // group, group, num_blocks, block, *x.shape[2:])
+        return jnp.swapaxes(x, 1, 2)
+
+    heads_first = [jnp.swapaxes(split(x), 3, 4) for x in (q, k, v)]
+    out = _blocked(*heads_first, None if segments is None else split(segments))
+    out = jnp.moveaxis(out, (2, 1, 4), (1, 2, 3))  # [groups, g, blocks, block, N, H]
+    return out.reshape(B, num_blocks * block, N, -1)[:, :T]
 
 
 @jax.custom_vjp
 def _blocked(q, k, v, segments):
-    return _blocked_fwd(q, k, v, segments)[0]
+    return jax.lax.map(lambda args: _forward(*args)[0], (q, k, v, segments))
 
 
 def _blocked_fwd(q, k, v, segments):
-    outs, log_normalisers = [], []
-    for rows, seen in _blocks(q.shape[2]):
-        scores = _scores(q, k, segments, rows, seen)
-        highest = scores.max(axis=-1, keepdims=True)
-        weights = jnp.exp(scores - highest)
-        normaliser = weights.sum(axis=-1, keepdims=True)
-        out = _dot("bnts,bnsh->bnth", weights.astype(q.dtype), v[:, :, seen]) / normaliser
-        outs.append(out.astype(q.dtype))
-        log_normalisers.append(highest + jnp.log(normaliser))
-    out = jnp.concatenate(outs, axis=2)
-    return out, (q, k, v, segments, out, jnp.concatenate(log_normalisers, axis=2))
+    out, log_normaliser = jax.lax.map(lambda args: _forward(*args), (q, k, v, segments))
+    return out, (q, k, v, segments, out, log_normaliser)
 
 
 def _blocked_bwd(residuals, dout):
-    q, k, v, segments, out, log_normaliser = residuals
-    scale = q.shape[-1] ** -0.5
-    delta = (dout.astype(jnp.float32) * out).sum(axis=-1, keepdims=True)  # [B, N, T, 1]
-    dq = []
-    dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for rows, seen in _blocks(q.shape[2]):
-        weights = jnp.exp(_scores(q, k, segments, rows, seen) - log_normaliser[:, :, rows])
-        dweights = _dot("bnth,bnsh->bnts", dout[:, :, rows], v[:, :, seen])
-        dscores = (weights * (dweights - delta[:, :, rows]) * scale).astype(q.dtype)
-        dq.append(_dot("bnts,bnsh->bnth", dscores, k[:, :, seen]).astype(q.dtype))
-        dk = dk.at[:, :, seen].add(_dot("bnts,bnth->bnsh", dscores, q[:, :, rows]))
-        dv = dv.at[:, :, seen].add(
-            _dot("bnts,bnth->bnsh", weights.astype(q.dtype), dout[:, :, rows])
-        )
-    return jnp.concatenate(dq, axis=2), dk.astype(k.dtype), dv.astype(v.dtype), None
+    dq, dk, dv = jax.lax.map(lambda args: _backward(*args), (*residuals, dout))
+    return dq, dk, dv, None
 
 
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)
 
 
-def _blocks(length):
-    """For each block of queries, its rows and the keys that its last row may see."""
-    starts = range(0, length, BLOCK)
-    ends = [min(start + BLOCK, length) for start in starts]
-    return [(slice(start, end), slice(0, end)) for start, end in zip(starts, ends, strict=True)]
+def _forward(q, k, v, segments):
+    """Returns the output `[blocks, g, N, block, H]` and log of the normaliser `[..., block, 1]`."""
+
+    def rows(i):
+        def tile(j, carry):
+            highest, normaliser, out = carry
+            scores = _dot("gnth,gnsh->gnts", q[i], k[j]) * q.shape[-1] ** -0.5
+            scores = jnp.where(_visible(i, j, q.shape[3], segments), scores, NEVER)
+            new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+            weights = jnp.exp(scores - new_highest)
+            shrink = jnp.exp(highest - new_highest)
+            normaliser = normaliser * shrink + weights.sum(axis=-1, keepdims=True)
+            out = out * shrink + _dot("gnts,gnsh->gnth", weights.astype(v.dtype), v[j])
+            return new_highest, normaliser, out
+
+        column = jnp.zeros((*q.shape[1:4], 1), jnp.float32)
+        start = column + NEVER, column, jnp.zeros(q.shape[1:], jnp.float32)
+        highest, normaliser, out = jax.lax.fori_loop(0, i + 1, tile, start)
+        return (out / normaliser).astype(q.dtype), highest + jnp.log(normaliser)
+
+    return jax.lax.map(rows, jnp.arange(q.shape[0]))
 
 
-def _scores(q, k, segments, rows, seen):
-    """Scaled scores `[B, N, rows, seen]` in float32, -inf where a row must not look."""
-    scores = _dot("bnth,bnsh->bnts", q[:, :, rows], k[:, :, seen]) * q.shape[-1] ** -0.5
-    visible = jnp.arange(rows.start, rows.stop)[:, None] >= jnp.arange(seen.stop)
-    if segments is not None:
-        visible &= segments[:, None, rows, None] == segments[:, None, None, seen]
-    return jnp.where(visible, scores, -jnp.inf)
+def _backward(q, k, v, segments, out, log_normaliser, dout):
+    """Returns the gradients of `q`, `k` and `v`.
+
+    Tiles are transposed here, keys by queries, and the gradient of the queries is summed
+    transposed: so every product takes its operands as they lie in memory.
+    """
+    scale = q.shape[-1] ** -0.5
+    k_transposed = jnp.swapaxes(k, -1, -2)
+    delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[..., None, :]  # [blocks, g, N, 1, block]
+    log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
+
+    def columns(dq, j):
+        def tile(i, carry):
+            dq, dk, dv = carry
+            scores = _dot("gnsh,gnth->gnst", k[j], q[i]) * scale
+            visible = jnp.swapaxes(_visible(i, j, q.shape[3], segments), -1, -2)
+            weights = jnp.where(visible, jnp.exp(scores - log_normaliser[i]), 0.0)
+            dweights = _dot("gnsh,gnth->gnst", v[j], dout[i])
+            dscores = (weights * (dweights - delta[i]) * scale).astype(q.dtype)
+            dq = dq.at[i].add(_dot("gnhs,gnst->gnht", k_transposed[j], dscores))
+            dk += _dot("gnst,gnth->gnsh", dscores, q[i])
+            dv += _dot("gnst,gnth->gnsh", weights.astype(dout.dtype), dout[i])
+            return dq, dk, dv
+
+        zeros = jnp.zeros(k.shape[1:], jnp.float32)
+        dq, dk, dv = jax.lax.fori_loop(j, q.shape[0], tile, (dq, zeros, zeros))
+        return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
+
+    dq = jnp.zeros(k_transposed.shape, jnp.float32)
+    dq, (dk, dv) = jax.lax.scan(columns, dq, jnp.arange(k.shape[0]))
+    return jnp.swapaxes(dq, -1, -2).astype(q.dtype), dk, dv
+
+
+def _visible(i, j, block, segments):
+    """`[1 or g, 1, block, block]`: whether queries of block `i` may see keys of block `j`."""
+    time = jnp.arange(block)
+    visible = (i * block + time)[:, None] >= j * block + time
+    if segments is None:
+        return visible[None, None]
+    return visible & (segments[i][:, None, :, None] == segments[j][:, None, None, :])
 
 
 def _dot(equation, a, b):
