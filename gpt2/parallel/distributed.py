@@ -82,6 +82,7 @@ def initialize(
             coordinator,
             num_processes,
             process_index,
+            cluster_detection_method="deactivate",  # or a launcher might hide devices
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except jax.errors.JaxRuntimeError as error:
