@@ -31,9 +31,17 @@ class Checkpointer:
         workdir: the run's directory.
         num_latest: how many of the newest checkpoints to keep, beside the best by validation loss.
         read_only: neither create nor delete anything.
+        parameters_in_flight: bytes of parameters that may be held twice while saving or restoring,
+            at least those of the largest array, and then saving waits; None: any number.
     """
 
-    def __init__(self, workdir: Path | str, num_latest: int = 1, read_only: bool = False):
+    def __init__(
+        self,
+        workdir: Path | str,
+        num_latest: int = 1,
+        read_only: bool = False,
+        parameters_in_flight: int | None = None,
+    ):
         self._directory = Path(workdir).resolve() / "checkpoints"
         best = keep.BestN(
             get_metric_fn=lambda metrics: metrics[_METRIC],
@@ -41,6 +49,13 @@ class Checkpointer:
             n=1,
             keep_checkpoints_without_metrics=False,
         )
+        handlers = None
+        if parameters_in_flight is not None:
+            limit = parameters_in_flight / 10**9
+            handler = ocp.StandardCheckpointHandler(
+                save_concurrent_gb=limit, restore_concurrent_gb=limit
+            )
+            handlers = {"params": handler}
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
@@ -50,8 +65,10 @@ class Checkpointer:
                 read_only=read_only,
                 create=not read_only,
                 cleanup_tmp_directories=not read_only,
+                enable_async_checkpointing=parameters_in_flight is None,
             ),
             item_names=("params", "rest", "layout"),
+            item_handlers=handlers,
         )
 
     def best(self) -> tuple[int, float] | None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
@@ -207,10 +208,22 @@ def import_run(source: Path, workdir: Path) -> GPTConfig:
         config = Config(seed=0, **groups)
         (partial / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
         tokenizer.save(partial / "tokenizer.json")
-        with Checkpointer(partial) as checkpointer:
-            state = TrainState(step=jnp.int32(0), params=params, opt_state=(), loss_scale=None)
+        largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+        with Checkpointer(partial, parameters_in_flight=largest + 2**20) as checkpointer:
+            state = TrainState(
+                step=jnp.int32(0), params=_to_device(params), opt_state=(), loss_scale=None
+            )
             checkpointer.save(state, step=0)
     return cfg
+
+
+def _to_device(tree: dict) -> dict:
+    """Moves arrays to the device one by one; `tree` is emptied, so that none is held twice."""
+    moved = {}
+    for name in list(tree):
+        node = tree.pop(name)
+        moved[name] = _to_device(node) if isinstance(node, dict) else jnp.asarray(node)
+    return moved
 
 
 def _import() -> None:

@@ -1,0 +1,45 @@
+"""Fine-tunes OpenAI's GPT-2 on Shakespeare, after nanoGPT's config of the same name.
+
+    python train.py --config=configs/finetune_shakespeare.py \\
+        --config.train.init_from=hf:gpt2-xl \\
+        --config.data.corpus=text:data/tiny_shakespeare/input.txt
+
+Data: a text file, the last tenth of it held out. `hf:gpt2-xl` is a directory of the 1558M weights
+as Hugging Face has them; for another size give also, for 124M,
+
+    --config.model.num_layers=12 --config.model.num_heads=12 --config.model.embed_dim=768
+
+20 steps of 32 x 1024 tokens at a constant 3e-5. nanoGPT publishes no figure beyond samples that
+read like Shakespeare; validation loss falls within these steps and rises soon after.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import default
+
+
+def get_config() -> ConfigDict:
+    """Returns the options."""
+    config = default.get_config()
+    config.model.update(dict(num_layers=48, num_heads=25, embed_dim=1600))
+    config.data.update(dict(batch_size=32, val_fraction=0.1))
+    config.optim.update(
+        dict(
+            learning_rate=3e-5,
+            end_learning_rate=3e-5,
+            schedule="constant",
+            warmup_steps=0,
+            beta2=0.99,
+        )
+    )
+    config.train.update(
+        dict(
+            init_from="hf:gpt2-xl",
+            num_steps=20,
+            accumulate_steps=32,
+            log_every=1,
+            eval_every=5,
+            checkpoint_every=5,
+        )
+    )
+    return config
