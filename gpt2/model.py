@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from gpt2.config import GPTConfig
 from gpt2.ops import attention, cross_entropy, gelu_tanh, linear
 from gpt2.ops.attention import attention_cached
-from gpt2.parallel.rules import VOCAB_MULTIPLE, constrain
+from gpt2.parallel.rules import constrain, vocab_multiple
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import scan_layers, stack_layers
 
@@ -332,7 +332,7 @@ class GPT(nn.Module):
 
     def _head(self) -> jax.Array:
         """Returns the output embedding with padded vocabulary, [V padded, D]."""
-        padding = -self.config.vocab_size % VOCAB_MULTIPLE
+        padding = -self.config.vocab_size % vocab_multiple()
         head = jnp.pad(self._table(), ((0, padding), (0, 0)))
         # Pad as stored, by columns, and only then split by rows.
         return constrain(constrain(head, "rows", "table"), "vocab", "embed")

@@ -124,6 +124,7 @@ def test_cached_attention_equals_attention_of_the_last_positions():
 
 def test_auto_attention_follows_platform_type_and_shape():
     assert resolve("auto", "cpu", jnp.float32, 1024, 64) == "blocked"
+    assert resolve("auto", "cpu", jnp.float32, 64, 32) == "reference"
     assert resolve("auto", "gpu", jnp.bfloat16, 1024, 64) == "cudnn"
     assert resolve("auto", "gpu", jnp.float32, 1024, 64) == "xla"
     assert resolve("auto", "tpu", jnp.bfloat16, 1024, 64) == "splash"

@@ -1,7 +1,7 @@
 """Causal self-attention, `softmax(q k^T / sqrt(H)) v`, in several implementations.
 
     reference  as the formula stands, all `[T, T]` scores at once
-    blocked    rows of scores a block at a time, nothing above the diagonal, own backward rule
+    blocked    tiles of scores that stay in cache, none above the diagonal, own backward rule
     xla        `jax.nn.dot_product_attention`
     cudnn      cuDNN's flash attention, on NVIDIA GPUs
     splash     Pallas splash attention, on TPUs
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 from gpt2.errors import UserError
-from gpt2.ops.blocked_attention import blocked_attention
+from gpt2.ops.blocked_attention import BLOCK, blocked_attention
 
 IMPLEMENTATIONS = ("auto", "reference", "blocked", "xla", "cudnn", "splash")
 
@@ -85,7 +85,8 @@ def resolve(
         "splash": _splash_obstacle(platform, context_length),
     }
     if implementation == "auto":
-        preferred = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
+        on_cpu = "blocked" if context_length > BLOCK else "reference"  # one tile needs no loop
+        preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
         return "xla" if obstacles.get(preferred) else preferred
     if obstacle := obstacles.get(implementation):
         raise UserError(

@@ -109,6 +109,17 @@ def spread_activations(mesh: Mesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
+def vocab_multiple() -> int:
+    """Returns what the head's vocabulary is padded to a multiple of, where it is computed now.
+
+    A CPU that keeps the vocabulary whole needs no padding, and pays for it with passes over the
+    logits.
+    """
+    mesh = _mesh.get()
+    whole = mesh is None or all(mesh.shape[axis] == 1 for axis in ACTIVATIONS["vocab"])
+    return 1 if whole and jax.default_backend() == "cpu" else VOCAB_MULTIPLE
+
+
 def constrain(x: jax.Array, *names: str) -> jax.Array:
     """Spreads an activation by the names of its axes; does nothing outside a mesh."""
     mesh = _mesh.get()
