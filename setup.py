@@ -39,6 +39,6 @@ setup(
         "test": ["pytest>=9.2.0", "pytest-xdist>=3.8.0", "hypothesis>=6.170.15", "ruff>=0.17.5"],
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
-        "peers": ["torch>=2.13.0", "transformers>=5.0", "lm_eval>=0.4.9", "wandb>=0.20"],
+        "peers": ["torch>=2.13.0", "transformers>=5.23.0", "lm_eval>=0.4.13", "accelerate>=1.15.0"],
     },
 )

@@ -242,6 +242,11 @@ def check_workdir(workdir: Path, config: Config) -> None:
         if workdir.exists() and any(workdir.iterdir()):
             raise UserError(f"{workdir} holds files that are no run's", "Give another --workdir")
         return
+    if latest_step(workdir) == 0:
+        raise UserError(
+            f"{workdir} holds imported weights, and no run to continue",
+            f"Start a run with --config.train.init_from=run:{workdir} and another --workdir",
+        )
     for name, (old, new) in differences(load_config(workdir), config).items():
         if name.startswith(MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
             continue

@@ -173,11 +173,12 @@ def _score(model: nn.Module, params: Any, batch: dict[str, jax.Array]) -> dict[s
     targets, scored = batch["targets"], batch["targets"] >= 0
     logits = model.apply({"params": params}, batch["tokens"], segments=batch.get("segments"))
     chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    highest = logits.max(axis=-1)
+    log_probs = chosen - highest - jnp.log(jnp.exp(logits - highest[..., None]).sum(axis=-1))
     return {
         "log_prob": jnp.where(scored, log_probs, 0.0).sum(axis=1),
         "count": scored.sum(axis=1),
-        "greedy": (~scored | (logits.argmax(axis=-1) == targets)).all(axis=1),
+        "greedy": (~scored | (chosen == highest)).all(axis=1),
     }
 
 
