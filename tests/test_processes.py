@@ -91,9 +91,7 @@ def test_a_killed_process_ends_the_other_and_the_pair_continues_exactly(tmp_path
         killed = time.monotonic()
         assert pair.processes[0].wait(timeout=60) != 0
         assert time.monotonic() - killed < 60
-        output = pair.logs[0].read_text()
-        assert re.search("another process of this run has ended|another task died", output)
-        assert "Fatal Python error" not in output
+        assert pair.logs[0].read_text().endswith(f"{distributed.LOST_PEER}\n")
         before = pair.losses()
     newest = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.is_dir())
 

@@ -1,16 +1,17 @@
 """One run as several processes, on JAX's own distributed runtime.
 
 Every process runs the same command. They meet at the coordinator (process 0), which watches over
-them. A process that dies is noticed by the collective that waits for it, which fails; where the
-collective hangs instead, the runtime misses the process's heartbeat, says that "another task died"
-and ends the others.
+them. A process that dies is noticed by the collective that waits for it, which fails or aborts;
+where the collective hangs instead, the runtime misses the process's heartbeat and aborts.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib.util
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -23,6 +24,11 @@ from gpt2.errors import UserError
 
 # How long a process may be silent before it counts as dead.
 HEARTBEAT_SECONDS = 20
+
+LOST_PEER = (
+    "error: another process of this run has ended, see its output. "
+    "Start all of them again to continue from the last checkpoint."
+)
 
 # What collectives and the runtime say, in their own words, when a process is gone.
 _LOST_PEER = re.compile("Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I)
@@ -55,7 +61,7 @@ def initialize(
     if len(missing) == len(given):
         if _started_by_cluster():
             jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-            faulthandler.disable()
+            _explain_aborts()
         return
     if missing:
         raise UserError(
@@ -89,7 +95,7 @@ def initialize(
         raise UserError(
             f"process 0 cannot listen at {coordinator} ({error})", "Choose another port"
         ) from error
-    faulthandler.disable()  # the stacks of all threads would bury the runtime's last words
+    _explain_aborts()
 
 
 @contextlib.contextmanager
@@ -112,17 +118,28 @@ def _end_at_once(
     if isinstance(error, UserError):
         message, code = f"error: {error}", error.exit_code
     elif isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
-        message, code = (
-            "error: another process of this run has ended, see its output. "
-            "Start all of them again to continue from the last checkpoint.",
-            1,
-        )
+        message, code = LOST_PEER, 1
     else:
         message, code = "".join(traceback.format_exception(error)), 1
     print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _explain_aborts() -> None:
+    """Says what an abort most likely means: the runtime's own words are for its developers.
+
+    The handler has to be a C function, since aborts come on threads that Python does not know.
+    """
+    faulthandler.disable()  # the stacks of all threads would bury the message
+    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _on_abort(_: int) -> None:
+    os.write(sys.stderr.fileno(), f"\n{LOST_PEER}\n".encode())
+    os._exit(1)
 
 
 def _started_by_cluster() -> bool:
