@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     )
     config.precision = ConfigDict(
         dict(
-            params="float32",  # masters and optimizer state
+            params="float32",  # as stored, optimizer state too; no other type
             compute="float32",  # float32, bfloat16, float16 (with dynamic loss scaling)
         )
     )
@@ -91,7 +91,7 @@ def get_config() -> ConfigDict:
         dict(
             tensorboard=True,
             wandb=False,
-            profile_start=0,  # first step of the trace
+            profile_start=0,  # first step of the trace, counted from 0
             profile_steps=0,  # steps in the trace; 0: none
         )
     )

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ def run(main: Callable[[], int | None], default_config: str = "") -> None:
     def guarded(argv: list[str]) -> int | None:
         if len(argv) > 1:
             raise UserError(f"{argv[1]} is not a flag", "Write options as --name=value")
-        logging.set_verbosity(logging.WARNING)
+        logging.set_verbosity(logging.ERROR)  # what libraries warn of is not the user's to mend
         _use_compilation_cache()
         try:
             return main()
@@ -62,13 +63,12 @@ def config_name() -> str:
 
 def _parse_flags(argv: list[str]) -> list[str]:
     known = _config_options()
-    for arg in argv[1:]:
+    for arg, following in zip(argv[1:], [*argv[2:], ""], strict=True):
         option = re.match(r"--?config\.([^=]+)", arg)
         if option and option[1] not in known:
             raise unknown_option(f"--config.{option[1]}", [f"--config.{name}" for name in known])
-        file = re.match("--?config=(.*)", arg)
-        if file and not Path(file[1]).is_file():
-            raise UserError(f"--config={file[1]} is no file", "See configs/ for those there are")
+        if file := re.match("--?config(?:=(.*)|$)", arg):
+            _check_config_file(following if file[1] is None else file[1])
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
@@ -78,6 +78,26 @@ def _parse_flags(argv: list[str]) -> list[str]:
         raise UserError(str(error).replace("\n", " "), "See --help") from None
     except (TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), "See configs/default.py for types") from None
+
+
+# What Python code may raise.
+_PROGRAM_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
+    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
+)
+
+
+def _check_config_file(name: str) -> None:
+    """Runs a config file, so that its own errors are told apart from those of overrides."""
+    if not Path(name).is_file():
+        raise UserError(f"--config={name} is no file", "See configs/ for those there are")
+    try:
+        runpy.run_path(name)["get_config"]()
+    except _PROGRAM_ERRORS as error:
+        about = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise UserError(
+            f"--config={name} fails ({about})", "Mend the file; configs/ has others to compare"
+        ) from error
 
 
 def _config_options() -> list[str]:

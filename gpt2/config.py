@@ -36,16 +36,10 @@ class PrecisionConfig:
 
     def __post_init__(self):
         require_choice("precision.compute", self.compute, DTYPES)
-        require_choice("precision.params", self.params, DTYPES)
-        if self.params != "float32" and self.params != self.compute:
+        if self.params != "float32":
             raise UserError(
-                f"precision.params={self.params} is narrower than precision.compute={self.compute}",
-                "Use --config.precision.params=float32",
-            )
-        if self.params == "float16":
-            raise UserError(
-                "precision.params=float16 cannot hold an optimizer's small updates",
-                "Use --config.precision.params=float32",
+                f"precision.params={self.params} cannot hold an optimizer's small updates",
+                "Use --config.precision.params=float32, and --config.precision.compute for speed",
             )
 
 
@@ -211,6 +205,13 @@ class Config:
     logging: LoggingConfig
 
     def __post_init__(self):
+        require_at_least("seed", self.seed, 0)
+        if self.logging.profile_steps and self.logging.profile_start >= self.train.num_steps:
+            raise UserError(
+                f"logging.profile_start={self.logging.profile_start} is after the last of "
+                f"train.num_steps={self.train.num_steps}, which are counted from 0",
+                f"Use at most --config.logging.profile_start={self.train.num_steps - 1}",
+            )
         batch_size, accumulate_steps = self.data.batch_size, self.train.accumulate_steps
         if batch_size % accumulate_steps:
             raise UserError(

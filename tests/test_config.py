@@ -13,6 +13,8 @@ CONFIGS = sorted(
     path.stem for path in Path(configs.default.__file__).parent.glob("*.py") if path.stem[0] != "_"
 )
 
+SHORT_RUN = {"train__num_steps": 9, "optim__warmup_steps": 0}
+
 
 def build(**options):
     """The default config with dotted options changed, `a__b` for `a.b`."""
@@ -79,8 +81,10 @@ def test_wrong_type_names_the_type():
             "rope needs an even head size, not 3",
         ),
         ({"precision__compute": "float8"}, r"precision\.compute=float8 is none of"),
-        ({"precision__params": "bfloat16"}, "narrower than"),
-        ({"precision__params": "float16", "precision__compute": "float16"}, "cannot hold"),
+        (
+            {"precision__params": "bfloat16", "precision__compute": "bfloat16"},
+            r"precision\.params=bfloat16 cannot hold",
+        ),
         ({"data__val_fraction": 0.0}, "no validation text"),
         ({"data__batch_size": 0}, r"data\.batch_size=0 is below 1"),
         ({"train__accumulate_steps": 7}, r"does not split into.*batch_size=483"),
@@ -92,6 +96,11 @@ def test_wrong_type_names_the_type():
         ({"parallel__fsdp": -1}, "only one axis can take the rest"),
         ({"parallel__backend": "pmap", "parallel__tensor": 2}, r"ignore parallel\.tensor=2"),
         ({"memory__remat": "some"}, r"memory\.remat=some is none of"),
+        ({"seed": -1}, r"seed=-1 is below 0"),
+        (
+            {"logging__profile_start": 9, "logging__profile_steps": 2, **SHORT_RUN},
+            r"profile_start=9 is after the last.*at most --config\.logging\.profile_start=8",
+        ),
         ({"logging__profile_start": 5}, r"ignored while logging\.profile_steps=0"),
     ],
 )

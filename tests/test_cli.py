@@ -1,0 +1,53 @@
+"""Mistakes in flags and in config files are one line that names them."""
+
+import sys
+
+import pytest
+from absl import flags
+
+import gpt2.cli as cli
+from gpt2.errors import UserError
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Parses flags of a command with `--config`, apart from those of other tests."""
+    monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
+    cli.config_flags.DEFINE_config_file("config", None, "", flag_values=flags.FLAGS)
+
+    def parse(*args):
+        monkeypatch.setattr(sys, "argv", ["command", *args])  # where ml_collections finds overrides
+        return cli._parse_flags(sys.argv)
+
+    return parse
+
+
+@pytest.mark.parametrize("form", [["--config=none.py"], ["--config", "none.py"]], ids=len)
+def test_a_config_that_is_no_file_is_named_in_both_forms(parse, form):
+    with pytest.raises(UserError, match=r"--config=none\.py is no file"):
+        parse(*form)
+
+
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ("import not_a_module", "ModuleNotFoundError.*not_a_module"),
+        ("def get_config(:", "SyntaxError"),
+        ("x = 1", "KeyError.*get_config"),
+        ("def get_config():\n    return {}['depth']", "KeyError.*depth"),
+    ],
+)
+def test_errors_inside_a_config_file_are_a_line_that_names_it(parse, tmp_path, text, about):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"{path} fails \({about}") as error:
+        parse(f"--config={path}")
+    assert "\n" not in str(error.value)
+
+
+def test_options_are_overridden_and_unknown_ones_refused(parse):
+    config = cli.configs.default.__file__
+    parse("--config", config, "--config.seed=3")
+    assert flags.FLAGS.config.seed == 3
+    with pytest.raises(UserError, match=r"config\.sed.*--config\.seed"):
+        parse("--config", config, "--config.sed=3")
