@@ -254,6 +254,20 @@ class GPT(nn.Module):
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
         return self._logits(hidden, self._head())
 
+    def logits_at(
+        self, tokens: jax.Array, positions: jax.Array, *, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the logits [B, K, V], float32, after the tokens at `positions` and no others.
+
+        Args:
+            tokens: [B, T] int32.
+            positions: [B, K] int32, in [0, T).
+            segments: as for `__call__`.
+        """
+        hidden, _ = self._hidden(tokens, segments=segments)
+        hidden = jnp.take_along_axis(hidden, positions[..., None], axis=1)
+        return self._logits(hidden, self._head())
+
     def loss(
         self,
         tokens: jax.Array,

@@ -84,10 +84,23 @@ def test_200_mixed_lengths_compile_once_per_bucket(params):
     scorer = Scorer(GPT(CFG), params, jax.devices()[:1])
     requests = mixed_requests()
     scorer.score(requests)
-    buckets = {scoring.bucket(len(r.tokens), 128) for r in requests}
-    assert scorer.num_programs == len(buckets) == 3
-    scorer.score(mixed_requests(seed=1))
+    buckets = {scoring.bucket_of(r, 128) for r in requests}
+    assert buckets == {(32, 32), (64, 32), (128, 32)}
     assert scorer.num_programs == 3
+    for num in (1, 7, 100):  # however many come at once
+        scorer.score(mixed_requests(num, seed=1))
+    assert scorer.num_programs == 3
+    scorer.score(windows(np.arange(200), 128, 64))  # as well as 128 tokens, all or half scored
+    assert scorer.num_programs == 4
+
+
+def test_logits_at_some_positions_are_those_of_all(params):
+    tokens = np.random.default_rng(0).integers(0, 257, (3, 20))
+    positions = np.array([[0, 19], [7, 3], [5, 5]])
+    some = GPT(CFG).apply({"params": params}, tokens, positions, method="logits_at")
+    everywhere = np.asarray(GPT(CFG).apply({"params": params}, tokens))
+    expected = np.take_along_axis(everywhere, positions[..., None], axis=1)
+    np.testing.assert_allclose(some, expected, atol=1e-4)
 
 
 def test_greedy_means_that_every_scored_token_is_the_likeliest(params, scorer):

@@ -1,7 +1,8 @@
 """Log-likelihoods of many texts of mixed lengths, by few compiled programs.
 
-Requests are sorted by length into buckets, padded on the right to their bucket's length, and
-scored a batch of fixed shape at a time; causal attention keeps the padding out of every score.
+Requests are sorted into buckets by how many tokens they have and how many of those are scored,
+padded to their bucket's numbers, and scored a batch of fixed shape at a time. Causal attention
+keeps padding on the right out of every score.
 """
 
 import dataclasses
@@ -19,9 +20,12 @@ from rich.console import Console
 from rich.progress import track
 
 from gpt2.errors import UserError
-from gpt2.utils.buckets import bucket
+from gpt2.utils.buckets import SHORTEST, bucket
 
-TOKENS_PER_BATCH = 2048  # on each device: bounds the logits, which are 4 V bytes a token
+# On each device. Bounds the logits, 4 V bytes for each scored token, and what a batch that is not
+# full wastes: a CPU is busy with few tokens already.
+TOKENS_PER_BATCH = 8192
+TOKENS_PER_CPU_BATCH = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,17 +98,29 @@ class Scorer:
     """A model on one or more devices, each of which scores its share of every batch.
 
     Args:
-        model: `gpt2.model.GPT`, whose `apply` gives logits.
+        model: `gpt2.model.GPT`, whose `logits_at` gives logits.
         params: of the model.
         devices: that share the rows of a batch; all local ones if not given.
+        tokens_per_batch: on each device, padding included, but one row at least; what suits the
+            platform if not given.
 
     Attributes:
         context_length: tokens that the model can read at once.
     """
 
-    def __init__(self, model: nn.Module, params: Any, devices: Sequence[jax.Device] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Any,
+        devices: Sequence[jax.Device] | None = None,
+        tokens_per_batch: int = 0,
+    ):
         self.context_length = model.config.context_length
         devices = devices or jax.local_devices()
+        on_cpu = devices[0].platform == "cpu"
+        self._tokens_per_batch = tokens_per_batch or (
+            TOKENS_PER_CPU_BATCH if on_cpu else TOKENS_PER_BATCH
+        )
         mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
@@ -121,27 +137,31 @@ class Scorer:
 
     @property
     def num_programs(self) -> int:
-        """How many programs have been compiled: one for each bucket that was met."""
+        """How many programs have been compiled.
+
+        At most two for each length of 32 * 2^i, one where few tokens are scored and one where
+        many are, whatever the number of requests; requests with segments have their own.
+        """
         return self._score._cache_size()
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order, with a progress bar on a terminal."""
-        buckets: dict[int, list[int]] = {}
+        buckets: dict[tuple[int, int], list[int]] = {}
         for index, request in enumerate(requests):
-            length = bucket(len(request.tokens), self.context_length)
-            buckets.setdefault(length, []).append(index)
+            shape = bucket_of(request, self.context_length)
+            buckets.setdefault(shape, []).append(index)
         batches = []
-        for length, rows in sorted(buckets.items(), reverse=True):
-            size = self._batch_size(length, len(rows))
+        for shape, rows in sorted(buckets.items(), reverse=True):
+            size = max(1, self._tokens_per_batch // shape[0]) * self._num_devices
             starts = range(0, len(rows), size)
-            batches += [(length, size, rows[start : start + size]) for start in starts]
+            batches += [(size, *shape, rows[start : start + size]) for start in starts]
         scores: dict[int, Score] = {}
         late: tuple[list[int], Any] | None = None  # read while the next batch is under way
         console = Console(file=sys.stderr)
-        for length, size, rows in track(
+        for size, length, num_scored, rows in track(
             batches, label, console=console, disable=not console.is_terminal
         ):
-            batch = self._pad([requests[row] for row in rows], size, length)
+            batch = _pad([requests[row] for row in rows], size, length, num_scored)
             result = self._score(self._params, jax.device_put(batch, self._rows))
             if late:
                 scores |= _read(*late)
@@ -150,28 +170,49 @@ class Scorer:
             scores |= _read(*late)
         return [scores[index] for index in range(len(requests))]
 
-    def _batch_size(self, length: int, num_rows: int) -> int:
-        """As many rows as fit in a batch, but not many times those that there are."""
-        per_device = max(1, TOKENS_PER_BATCH // length)
-        while per_device > 1 and (per_device // 2) * self._num_devices >= num_rows:
-            per_device //= 2
-        return per_device * self._num_devices
 
-    def _pad(self, requests: list[Request], size: int, length: int) -> dict[str, np.ndarray]:
-        shape = (size, length)
-        batch = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, -1, np.int32)}
-        if requests[0].segments is not None:
-            batch["segments"] = np.zeros(shape, np.int32)
-        for row, request in enumerate(requests):
-            for name, values in batch.items():
-                values[row, : len(request.tokens)] = getattr(request, name)
-        return batch
+def bucket_of(request: Request, context_length: int) -> tuple[int, int]:
+    """Returns the tokens (T), and the scored ones among them (K), that a request is padded to.
+
+    The logits of many words are most of the work for a small model: where few tokens are scored,
+    the end of a long text, they are computed there only.
+    """
+    length = bucket(len(request.tokens), context_length)
+    few = min(max(SHORTEST, length // 8), length)
+    return length, few if (request.targets >= 0).sum() <= few else length
+
+
+def _pad(
+    requests: Sequence[Request], size: int, length: int, num_scored: int
+) -> dict[str, np.ndarray]:
+    """Returns `tokens` (and `segments`) [B, T]; `positions` and `targets` [B, K] of scored ones."""
+    batch = {
+        "tokens": np.zeros((size, length), np.int32),
+        "positions": np.zeros((size, num_scored), np.int32),
+        "targets": np.full((size, num_scored), -1, np.int32),
+    }
+    if requests[0].segments is not None:
+        batch["segments"] = np.zeros((size, length), np.int32)
+    for row, request in enumerate(requests):
+        batch["tokens"][row, : len(request.tokens)] = request.tokens
+        (scored,) = np.nonzero(request.targets >= 0)
+        batch["positions"][row, : len(scored)] = scored
+        batch["targets"][row, : len(scored)] = request.targets[scored]
+        if request.segments is not None:
+            batch["segments"][row, : len(request.segments)] = request.segments
+    return batch
 
 
 def _score(model: nn.Module, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Sums over the scored tokens of each row: [B] each."""
     targets, scored = batch["targets"], batch["targets"] >= 0
-    logits = model.apply({"params": params}, batch["tokens"], segments=batch.get("segments"))
+    logits = model.apply(
+        {"params": params},
+        batch["tokens"],
+        batch["positions"],
+        segments=batch.get("segments"),
+        method="logits_at",
+    )
     chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     highest = logits.max(axis=-1)
     log_probs = chosen - highest - jnp.log(jnp.exp(logits - highest[..., None]).sum(axis=-1))
