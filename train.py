@@ -7,9 +7,7 @@ A run continues by itself where its workdir holds a checkpoint.
 
 import contextlib
 import dataclasses
-import json
 import math
-import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,8 +18,9 @@ import jax.numpy as jnp
 from absl import flags
 
 from gpt2 import cli
+from gpt2 import workdir as run_files
 from gpt2.checkpoint import Checkpointer, latest_step
-from gpt2.config import Config, differences, load_config
+from gpt2.config import Config
 from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.prepare import Dataset, prepare
 from gpt2.errors import UserError
@@ -56,9 +55,6 @@ COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, 
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
 PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Which of them this is, from 0.")
 
-# What may change when a run continues. All else decides what is learnt.
-MAY_CHANGE = ("parallel.", "memory.", "logging.", "train.", "data.data_dir", "model.attention")
-
 
 @distributed.ends_together()
 def main() -> int:
@@ -69,7 +65,7 @@ def main() -> int:
         return 0
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
-    check_workdir(workdir, config)
+    run_files.check_options(workdir, config)
     check_layout(config, config.model, jax.device_count())
     attention = resolve_attention(config)
     if config.logging.wandb:
@@ -79,6 +75,7 @@ def main() -> int:
     # Data: prepared once and kept. After that, a batch is a function of the step.
     dataset = prepare(config.data, show_progress=is_main)
     config = with_vocabulary(config, dataset)
+    run_files.check_data(workdir, dataset)
     batch_size, length = config.data.batch_size, config.model.context_length
     eval_batch_size = batch_size // config.train.accumulate_steps
     shape = dict(context_length=length, document_mask=config.data.document_mask)
@@ -103,8 +100,10 @@ def main() -> int:
     check_sharded(shapes.params, backend.mesh.shape)
     if VISUALIZE.value and is_main:
         visualize(shapes.params, VISUALIZE.value)
-    start = latest_step(workdir) or 0
+    start = distributed.from_main(latest_step(workdir) or 0)
     state = None if start else initial_state(config, model, backend, init_fn)
+    if is_main:
+        run_files.write(workdir, config, dataset)
     checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints)
     if start:
         state = checkpointer.restore(start, shapes)
@@ -135,23 +134,15 @@ def main() -> int:
             backend.put_batch(eval_data.batch(0, eval_rows)),
         )
     if is_main:
-        write_run(workdir, config, dataset)
         size = num_params(state.params)
         print_summary(
             describe_run(config, dataset, size, attention, backend.mesh, train_step, workdir, start)
             | describe_spread(state.params, train_step.text())
         )
 
-    # The loop. Metrics are read a step late, so that the devices never wait for the host.
+    # Where figures go: to files and the progress bar, from the first process.
     num_steps = config.train.num_steps
-    best_loss = (checkpointer.best() or (0, math.inf))[1]
-    step, scores, late = (
-        start,
-        {},
-        None,
-    )  # `late`: the newest step and its metrics, still on the devices
-    nothing = contextlib.nullcontext()
-    writer, progress = nothing, nothing
+    writer = progress = contextlib.nullcontext()
     if is_main:
         writer = MetricsWriter(
             workdir,
@@ -161,35 +152,43 @@ def main() -> int:
             resume_step=start,
         )
         progress = Progress(num_steps, start)
-    profiler = Profiler(
-        workdir / "profile", config.logging.profile_start, config.logging.profile_steps
-    )
-    batches = prefetch(
-        lambda step: train_data.batch(step, train_rows), range(start, num_steps), backend.put_batch
-    )
-
-    def report(step: int, metrics: dict[str, jax.Array]) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not math.isfinite(values["train/loss"]):
-            raise DivergedError(step, workdir)
-        clock.count_step()
-        if step % config.train.log_every == 0 or step == num_steps:
-            log(step, {"tokens": step * batch_size * length} | values | clock.read())
 
     def log(step: int, values: dict[str, float]) -> None:
         if is_main:
             writer.write(step, values)
             progress.update(step, values)
 
-    def evaluate(params: Any) -> dict[str, float]:
+    def report(step: int, metrics: dict[str, jax.Array]) -> None:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not math.isfinite(values["train/loss"]):
+            raise DivergedError(step, workdir, checkpointer)
+        clock.count_step()
+        if step % config.train.log_every == 0 or step == num_steps:
+            log(step, {"tokens": step * batch_size * length} | values | clock.read())
+
+    def evaluate(params: Any, num_batches: int) -> dict[str, float]:
         eval_batches = prefetch(
             lambda index: eval_data.batch(index, eval_rows),
-            range(len(eval_data)),
+            range(num_batches),
             backend.put_batch,
         )
         targets_per_byte = dataset.splits["validation"].targets_per_byte
-        return validate(eval_step, params, eval_batches, targets_per_byte)
+        scores = validate(eval_step, params, eval_batches, targets_per_byte)
+        if not math.isfinite(scores["eval/loss"]):
+            raise DivergedError(step, workdir, checkpointer)
+        return scores
 
+    # The loop. Metrics are read a step late, so that the devices never wait for the host.
+    step = start
+    scores = {}
+    late = None  # the newest step and its metrics, which are still on the devices
+    best_loss = (checkpointer.best() or (0, math.inf))[1]
+    profiler = Profiler(
+        workdir / "profile", config.logging.profile_start, config.logging.profile_steps
+    )
+    batches = prefetch(
+        lambda step: train_data.batch(step, train_rows), range(start, num_steps), backend.put_batch
+    )
     with checkpointer, writer, progress, profiler, closing(batches), StopSignal() as stop:
         with distributed.ends_together(), clock.phase("step"):
             for step in range(start + 1, num_steps + 1):
@@ -209,12 +208,14 @@ def main() -> int:
                     late = None
                 if is_eval:
                     with clock.phase("validation"):
-                        scores = evaluate(state.params)
+                        scores = evaluate(state.params, len(eval_data))
                     log(step, scores)
                     is_save |= scores["eval/loss"] < best_loss
                     best_loss = min(best_loss, scores["eval/loss"])
                 if is_save:
                     with clock.phase("checkpoint"):
+                        if not is_eval:
+                            evaluate(state.params, 1)  # nothing that diverged is saved
                         if is_main:
                             writer.flush(step)
                         checkpointer.save(state, step, scores["eval/loss"] if is_eval else None)
@@ -227,33 +228,14 @@ def main() -> int:
     if stop.requested and step < num_steps:
         print(f"stopped by {stop.requested.name} at step {step}; the same command continues")
         return 128 + stop.requested
-    scores = scores or evaluate(state.params)
-    params = gather(state.params, backend.mesh)
+    scores = scores or evaluate(state.params, len(eval_data))
     if is_main:
         plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
-        write_samples(workdir, config, dataset, params)
         print_results(scores, dataset, clock)
+    params = gather(state.params, backend.mesh)
+    if is_main:
+        write_samples(workdir, config, dataset, params)
     return 0
-
-
-def check_workdir(workdir: Path, config: Config) -> None:
-    """Refuses to continue a run under other options than it began with."""
-    if not (workdir / "config.json").exists():
-        if workdir.exists() and any(workdir.iterdir()):
-            raise UserError(f"{workdir} holds files that are no run's", "Give another --workdir")
-        return
-    if latest_step(workdir) == 0:
-        raise UserError(
-            f"{workdir} holds imported weights, and no run to continue",
-            f"Start a run with --config.train.init_from=run:{workdir} and another --workdir",
-        )
-    for name, (old, new) in differences(load_config(workdir), config).items():
-        if name.startswith(MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
-            continue
-        raise UserError(
-            f"{workdir} holds a run with {name}={old}, not {new}",
-            "Give another --workdir, or the option as it was",
-        )
 
 
 def resolve_attention(config: Config) -> str:
@@ -288,15 +270,6 @@ def with_vocabulary(config: Config, dataset: Dataset) -> Config:
     return dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
     )
-
-
-def write_run(workdir: Path, config: Config, dataset: Dataset) -> None:
-    """Puts beside the checkpoints what it takes to use them: config.json and tokenizer.json."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    dataset.tokenizer.save(workdir / "tokenizer.json")
-    temporary = workdir / "config.json.tmp"
-    temporary.write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    os.replace(temporary, workdir / "config.json")
 
 
 def is_due(step: int, every: int) -> bool:
@@ -336,7 +309,8 @@ class DivergedError(UserError):
 
     exit_code = 3
 
-    def __init__(self, step: int, workdir: Path):
+    def __init__(self, step: int, workdir: Path, checkpointer: Checkpointer):
+        checkpointer.wait()
         last = latest_step(workdir)
         super().__init__(
             f"the loss is not finite at step {step}",

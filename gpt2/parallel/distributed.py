@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from gpt2.errors import UserError
 
@@ -149,3 +151,10 @@ def _started_by_cluster() -> bool:
     tpu_chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     tpu = tpu_chips and importlib.util.find_spec("libtpu") is not None
     return slurm or open_mpi or (tpu and "TPU_SKIP_MDS_QUERY" not in os.environ)
+
+
+def from_main(number: int) -> int:
+    """Returns what process 0 gives for `number`, whatever the others read from their disks."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))

@@ -1,0 +1,104 @@
+"""What a run keeps about itself beside its checkpoints, and what it takes to continue it.
+
+config.json      the resolved options
+data.json        what the prepared corpus holds, to tell it from another of the same name
+tokenizer.json   the tokenizer, so that the run can be sampled without its corpus
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from gpt2.checkpoint import latest_step
+from gpt2.config import Config, differences, load_config
+from gpt2.data.prepare import Dataset
+from gpt2.errors import UserError
+
+# What may change when a run continues: none of it decides what is learnt, but `train.num_steps`,
+# which moves the end of the learning-rate schedule.
+_MAY_CHANGE = (
+    "parallel.",
+    "memory.",
+    "logging.",
+    "model.attention",
+    "data.data_dir",
+    "train.num_steps",
+    "train.accumulate_steps",
+    "train.log_every",
+    "train.eval_",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+)
+
+
+def check_options(workdir: Path, config: Config) -> None:
+    """Refuses a directory that is no run's, and to continue a run under other options.
+
+    Raises:
+        UserError: names the option, or what is in the way.
+    """
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"{workdir} is a file", "Give a directory as --workdir")
+    if not (workdir / "config.json").exists():
+        if workdir.exists() and any(path.suffix != ".tmp" for path in workdir.iterdir()):
+            raise UserError(f"{workdir} holds files that are no run's", "Give another --workdir")
+        return
+    if latest_step(workdir) == 0:
+        raise UserError(
+            f"{workdir} holds imported weights, and no run to continue",
+            f"Start a run with --config.train.init_from=run:{workdir} and another --workdir",
+        )
+    for name, (old, new) in differences(load_config(workdir), config).items():
+        if name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
+            continue
+        raise UserError(
+            f"{workdir} holds a run with {name}={old}, not {new}",
+            "Give another --workdir, or the option as it was",
+        )
+
+
+def check_data(workdir: Path, dataset: Dataset) -> None:
+    """Refuses to continue a run on another text or with other tokens.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not what the run began with.
+    """
+    path = workdir / "data.json"
+    if path.exists() and json.loads(path.read_text()) != _describe(dataset):
+        raise UserError(
+            f"the text that data.corpus names is no longer what {workdir} was trained on",
+            "Restore it, or give another --workdir",
+        )
+
+
+def write(workdir: Path, config: Config, dataset: Dataset) -> None:
+    """Writes the files of a run that is about to start or continue, config.json first."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    _write_json(workdir / "config.json", config.to_dict())
+    if not (workdir / "data.json").exists():
+        _write_json(workdir / "data.json", _describe(dataset))
+    if not (workdir / "tokenizer.json").exists():
+        dataset.tokenizer.save(workdir / "tokenizer.json")
+
+
+def _describe(dataset: Dataset) -> dict:
+    """Tells a corpus by what it holds, not by where it lies, so that a run can move."""
+    return {
+        "splits": {name: dataclasses.asdict(split) for name, split in dataset.splits.items()},
+        "zlib_bits_per_byte": dataset.zlib_bits_per_byte,
+        "tokenizer": dataset.tokenizer.name,
+        "tokenizer_sha256": _fingerprint(dataset),
+    }
+
+
+def _fingerprint(dataset: Dataset) -> str:
+    tree = (dataset.directory / "tokenizer.json").read_bytes()
+    return hashlib.sha256(tree).hexdigest()
+
+
+def _write_json(path: Path, tree: dict) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(tree, indent=2) + "\n")
+    os.replace(temporary, path)
