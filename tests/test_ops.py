@@ -1,5 +1,7 @@
 """The fast form of every operation equals its plain reference, values and gradients."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
 from gpt2.ops import (
     attention,
@@ -18,6 +21,8 @@ from gpt2.ops import (
     linear_reference,
 )
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
+from gpt2.parallel.mesh import make_mesh
+from gpt2.parallel.rules import BATCH_AXES, spread_activations
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 dtypes = st.sampled_from(sorted(TOLERANCE))
@@ -87,6 +92,32 @@ def check_attention(implementation, q, k, v, segments, dtype):
     gradient_fast = jax.jit(jax.grad(weighted(fast, *q.shape), (0, 1, 2)))
     gradient_plain = jax.jit(jax.grad(weighted(plain, *q.shape), (0, 1, 2)))
     assert_close(gradient_fast(q, k, v), gradient_plain(q, k, v), dtype)
+
+
+@pytest.mark.parametrize("with_segments", [False, True])
+def test_splash_attention_on_a_mesh_equals_reference(monkeypatch, with_segments):
+    """As the pjit backend computes: shards of the batch under vmap, heads split by `tensor`."""
+    monkeypatch.setattr(sys.modules["gpt2.ops.attention"], "resolve", lambda name, *_: name)
+    mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
+    qkv = tuple(normal(i, 4, 1, 128, 2, 8) for i in range(3))
+    segments = jnp.sort(jax.random.randint(jax.random.key(3), (4, 1, 128), 0, 4))
+
+    def values_and_gradients(implementation, **options):
+        def gradient(scale, qkv, segments):
+            def scalar(scale):
+                segments_or_none = segments if with_segments else None
+                scaled = (scale * x for x in qkv)
+                out = attention(*scaled, implementation=implementation, segments=segments_or_none)
+                return jnp.sin(out).sum()
+
+            return jax.value_and_grad(scalar)(scale)
+
+        over_shards = jax.vmap(gradient, in_axes=(None, 0, 0), **options)
+        return jax.jit(over_shards)(jnp.ones((2, 8)), qkv, segments)
+
+    expected = values_and_gradients("reference")
+    with spread_activations(mesh):
+        assert_close(values_and_gradients("splash", spmd_axis_name=BATCH_AXES), expected)
 
 
 def test_xla_attention_equals_reference():

@@ -26,6 +26,7 @@ from gpt2.parallel.inspect import (
 from gpt2.parallel.mesh import check_layout, make_mesh, mesh_sizes
 from gpt2.plan import make_plan
 from gpt2.state import TrainState
+from gpt2.steps import make_train_step
 from gpt2.telemetry.chips import BOARDS, find_chip
 from gpt2.telemetry.compile_watch import compile_once
 from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
@@ -270,6 +271,18 @@ def test_collectives_are_read_from_every_form_of_hlo():
     assert found["all-to-all"].group == (0, 4)
     assert [c.kind for c in found.values() if c.loop_unknown] == ["all-to-all"]
     assert summarize(collectives(HLO))["reduce-scatter"] == (3, 192, 144.0)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"])
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="full")
+    backend, _, state = state_of(parallel, cfg=cfg)
+    step = make_train_step(GPT(cfg), optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2)
+    batch = {name: np.zeros((16, 128), np.int32) for name in ("tokens", "targets", "segments")}
+    traced = backend.compile_train(step).trace(state, backend.put_batch(batch))
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 # Plans

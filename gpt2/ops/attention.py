@@ -10,12 +10,14 @@ All of them keep softmax in float32 and heads a separate axis, so that heads can
 devices. B batch, T time, N heads, H head size, S stored time.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import splash_attention
 
 from gpt2.errors import UserError
 from gpt2.ops.blocked_attention import BLOCK, blocked_attention
+from gpt2.parallel.rules import map_devices
 
 IMPLEMENTATIONS = ("auto", "reference", "blocked", "xla", "cudnn", "splash")
 
@@ -55,7 +57,9 @@ def attention(
     if name == "blocked":
         return blocked_attention(q, k, v, segments)
     if name == "splash":
-        return _splash(q, k, v, segments, interpret=platform != "tpu")
+        splash = partial(_splash, interpret=platform != "tpu")
+        heads, rows = ("batch", "length", "heads", "head_size"), ("batch", "length")
+        return map_devices(splash, heads, rows)((q, k, v), segments)
     mask = None if segments is None else _same_segment(segments)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=name)
 
@@ -136,8 +140,12 @@ def attention_cached(
     return out.astype(q.dtype)
 
 
-def _splash(q, k, v, segments, interpret):
+def _splash(qkv, segments, interpret):
     """Splash attention takes one example, heads first, and leaves the scale to its caller."""
+    # Only TPUs need it, and it takes a while to import.
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    q, k, v = qkv
     T, N, H = q.shape[1:]
     block = max(size for size in (128, 256, 512) if T % size == 0)
     names = ("block_q", "block_kv", "block_kv_compute")

@@ -8,7 +8,8 @@ difference between the two: a row that stores over `fsdp` and computes whole.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -126,3 +127,40 @@ def constrain(x: jax.Array, *names: str) -> jax.Array:
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(names, ACTIVATIONS)))
+
+
+def map_devices(
+    function: Callable, names: tuple[str, ...], constant_names: tuple[str, ...]
+) -> Callable:
+    """Calls a function with each device's part of activations: for kernels that XLA cannot split.
+
+    Args:
+        function: `function(arrays, constants) -> array`. Outside a mesh it is returned as it is.
+        names: of the axes of each of `arrays`, a tuple, and of the result.
+        constant_names: of the axes of `constants`, to which nothing is differentiated, or None.
+    """
+    mesh = _mesh.get()
+    if mesh is None or mesh.size == 1:
+        return function
+    array, constant = spec(names, ACTIVATIONS), spec(constant_names, ACTIVATIONS)
+    map_over = partial(jax.shard_map, mesh=mesh, out_specs=array, check_vma=False)
+
+    @jax.custom_vjp
+    def mapped(arrays, constants):
+        return map_over(function, in_specs=(array, constant))(arrays, constants)
+
+    def forward(arrays, constants):
+        return mapped(arrays, constants), (arrays, constants)
+
+    # JAX's own derivative of a shard_map adds up over mesh axes that its inputs do not name, and
+    # so over those of the batch, which only the backend's vmap gives them. Here every device
+    # differentiates by itself, at the price of computing `function` again.
+    def backward(residuals, gradient):
+        def pull_back(arrays, constants, gradient):
+            return jax.vjp(lambda arrays: function(arrays, constants), arrays)[1](gradient)[0]
+
+        mapped_back = map_over(pull_back, in_specs=(array, constant, array))
+        return mapped_back(*residuals, gradient), None
+
+    mapped.defvjp(forward, backward)
+    return mapped
