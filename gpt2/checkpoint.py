@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
-from gpt2.config import Config, load_config
+from gpt2.config import Config, ParallelConfig, load_config
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.state import TrainState
@@ -165,12 +165,13 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         which: `best` by validation loss (the latest if none was validated), `latest`, or a step.
 
     Returns:
-        The run's config and its parameters.
+        The run's config and its parameters. What was chosen for the devices that trained them
+        (`model.attention`, `parallel.`, `memory.remat`) is back at its default.
 
     Raises:
         UserError: there is no such run or checkpoint.
     """
-    config = load_config(Path(workdir))
+    config = _for_any_device(load_config(Path(workdir)))
     if not (Path(workdir) / "checkpoints").is_dir():
         raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
     gpt = config.gpt()
@@ -182,6 +183,15 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     )
     with Checkpointer(workdir, read_only=True) as checkpointer:
         return config, checkpointer.restore_params(_find_step(checkpointer, workdir, which), target)
+
+
+def _for_any_device(config: Config) -> Config:
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attention="auto"),
+        parallel=ParallelConfig(),
+        memory=dataclasses.replace(config.memory, remat="none"),
+    )
 
 
 def _find_step(checkpointer: Checkpointer, workdir: Path | str, which: str | int) -> int:

@@ -364,18 +364,22 @@ class GPT(nn.Module):
         return logits[..., : cfg.vocab_size]
 
     @nn.nowrap
+    def _plain(self) -> "GPT":
+        """Returns the model as parameters are made: unrolled, and able to read any tokens."""
+        plain = dict(scan_layers=False, remat="none", attention="reference")
+        return GPT(dataclasses.replace(self.config, **plain))
+
+    @nn.nowrap
     def init(self, rngs: Any, tokens: jax.Array) -> dict:
         """Returns `{"params": ...}` drawn with the key `rngs`; `tokens` only lend their shape."""
-        unrolled = GPT(dataclasses.replace(self.config, scan_layers=False, remat="none"))
-        params = nn.unbox(nn.Module.init(unrolled, rngs, tokens))["params"]
+        params = nn.unbox(nn.Module.init(self._plain(), rngs, tokens))["params"]
         return {"params": stack_layers(params) if self.config.scan_layers else params}
 
     @nn.nowrap
     def logical_axes(self) -> Any:
         """Returns the names of every parameter's axes, a PartitionSpec in place of each leaf."""
-        unrolled = GPT(dataclasses.replace(self.config, scan_layers=False, remat="none"))
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        boxed = jax.eval_shape(partial(nn.Module.init, unrolled), jax.random.key(0), tokens)
+        boxed = jax.eval_shape(partial(nn.Module.init, self._plain()), jax.random.key(0), tokens)
         axes = nn.get_partition_spec(boxed)["params"]
         if not self.config.scan_layers:
             return axes

@@ -67,6 +67,14 @@ def test_openai_sizes_have_exactly_their_parameters(name, size):
     chex.assert_shape(shapes["wte"]["embedding"], (50257, config.embed_dim))
 
 
+def test_parameters_do_not_depend_on_what_attention_could_run_here():
+    for attention in ("splash", "cudnn"):
+        model, token = GPT(replaced(attention=attention)), jnp.zeros((1, 1), jnp.int32)
+        chex.assert_trees_all_equal(model.logical_axes(), GPT(SMALL).logical_axes())
+        params = jax.jit(model.init)(jax.random.key(0), token)["params"]
+        chex.assert_trees_all_equal(params, init(SMALL))
+
+
 def test_initialisation_follows_gpt2():
     config = replaced(embed_dim=128, num_layers=8)
     params = init(config)
