@@ -254,18 +254,12 @@ class GPT(nn.Module):
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
         return self._logits(hidden, self._head())
 
-    def logits_at(
-        self, tokens: jax.Array, positions: jax.Array, *, segments: jax.Array | None = None
-    ) -> jax.Array:
-        """Returns the logits [B, K, V], float32, after the tokens at `positions` and no others.
+    def hidden(self, tokens: jax.Array, *, segments: jax.Array | None = None) -> jax.Array:
+        """Returns the normalised output of the last layer, [B, T, D]; arguments as above."""
+        return self._hidden(tokens, segments=segments)[0]
 
-        Args:
-            tokens: [B, T] int32.
-            positions: [B, K] int32, in [0, T).
-            segments: as for `__call__`.
-        """
-        hidden, _ = self._hidden(tokens, segments=segments)
-        hidden = jnp.take_along_axis(hidden, positions[..., None], axis=1)
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V], float32, of some of what `hidden` returned."""
         return self._logits(hidden, self._head())
 
     def loss(

@@ -1,5 +1,7 @@
+import dataclasses
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -84,23 +86,12 @@ def test_200_mixed_lengths_compile_once_per_bucket(params):
     scorer = Scorer(GPT(CFG), params, jax.devices()[:1])
     requests = mixed_requests()
     scorer.score(requests)
-    buckets = {scoring.bucket_of(r, 128) for r in requests}
-    assert buckets == {(32, 32), (64, 32), (128, 32)}
-    assert scorer.num_programs == 3
-    for num in (1, 7, 100):  # however many come at once
+    buckets = {scoring.bucket(len(r.tokens), 128) for r in requests}
+    assert scorer.num_programs == len(buckets) == 3
+    for num in (1, 7, 100):  # however many come at once, and however many tokens are scored
         scorer.score(mixed_requests(num, seed=1))
+    scorer.score(windows(np.arange(200), 128, 64))
     assert scorer.num_programs == 3
-    scorer.score(windows(np.arange(200), 128, 64))  # as well as 128 tokens, all or half scored
-    assert scorer.num_programs == 4
-
-
-def test_logits_at_some_positions_are_those_of_all(params):
-    tokens = np.random.default_rng(0).integers(0, 257, (3, 20))
-    positions = np.array([[0, 19], [7, 3], [5, 5]])
-    some = GPT(CFG).apply({"params": params}, tokens, positions, method="logits_at")
-    everywhere = np.asarray(GPT(CFG).apply({"params": params}, tokens))
-    expected = np.take_along_axis(everywhere, positions[..., None], axis=1)
-    np.testing.assert_allclose(some, expected, atol=1e-4)
 
 
 def test_greedy_means_that_every_scored_token_is_the_likeliest(params, scorer):
@@ -297,3 +288,27 @@ def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
     (tmp_path / "cbt.txt").write_text("1 a\n2 b\n")
     with pytest.raises(UserError, match="block 1 is no question"):
         list(read_cbt(tmp_path / "cbt.txt"))
+
+
+def seconds_to(function):
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+@pytest.mark.slow
+def test_batches_take_under_half_the_time_of_one_example_at_a_time():
+    cfg = dataclasses.replace(CFG, vocab_size=50257, num_layers=4, num_heads=4, embed_dim=128)
+    params = jax.jit(GPT(cfg).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    batched = Scorer(GPT(cfg), params, jax.devices()[:1])
+    single = Scorer(GPT(cfg), params, jax.devices()[:1], tokens_per_batch=1)  # rows of one
+    requests = mixed_requests()
+    ways = (
+        lambda: batched.score(requests),
+        lambda: [single.score([request]) for request in requests],
+    )
+    for way in ways:
+        way()  # compiles
+    together, apart = np.median([[seconds_to(way) for way in ways] for _ in range(5)], axis=0)
+    print(f"200 examples: {together:.2f} s in batches, {apart:.2f} s one at a time")
+    assert together < apart / 2

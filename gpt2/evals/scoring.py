@@ -1,8 +1,8 @@
 """Log-likelihoods of many texts of mixed lengths, by few compiled programs.
 
-Requests are sorted into buckets by how many tokens they have and how many of those are scored,
-padded to their bucket's numbers, and scored a batch of fixed shape at a time. Causal attention
-keeps padding on the right out of every score.
+Requests are sorted by length into buckets, padded on the right to their bucket's length, and
+scored a batch of fixed shape at a time; causal attention keeps the padding out of every score. The
+logits, most of the work for a small model, are computed for the scored tokens of a batch only.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import track
 
 from gpt2.errors import UserError
-from gpt2.utils.buckets import SHORTEST, bucket
+from gpt2.utils.buckets import bucket
 
-# On each device. Bounds the logits, 4 V bytes for each scored token, and what a batch that is not
-# full wastes: a CPU is busy with few tokens already.
-TOKENS_PER_BATCH = 8192
-TOKENS_PER_CPU_BATCH = 512
+# On each device: tokens in a batch, and scored ones whose logits are there at once. More of them
+# feed an accelerator better; on a CPU, less is wasted and logits stay in its cache.
+TOKENS_PER_BATCH, LOGITS_AT_ONCE = 8192, 1024
+CPU_TOKENS_PER_BATCH, CPU_LOGITS_AT_ONCE = 512, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Scorer:
     """A model on one or more devices, each of which scores its share of every batch.
 
     Args:
-        model: `gpt2.model.GPT`, whose `logits_at` gives logits.
+        model: `gpt2.model.GPT`, whose `hidden` and `logits` are used.
         params: of the model.
         devices: that share the rows of a batch; all local ones if not given.
         tokens_per_batch: on each device, padding included, but one row at least; what suits the
@@ -119,15 +119,16 @@ class Scorer:
         devices = devices or jax.local_devices()
         on_cpu = devices[0].platform == "cpu"
         self._tokens_per_batch = tokens_per_batch or (
-            TOKENS_PER_CPU_BATCH if on_cpu else TOKENS_PER_BATCH
+            CPU_TOKENS_PER_BATCH if on_cpu else TOKENS_PER_BATCH
         )
+        at_once = CPU_LOGITS_AT_ONCE if on_cpu else LOGITS_AT_ONCE
         mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
         self._num_devices = len(devices)
         self._score = jax.jit(
             jax.shard_map(
-                partial(_score, model),
+                partial(_score, model, at_once),
                 mesh=mesh,
                 in_specs=(PartitionSpec(), PartitionSpec("data")),
                 out_specs=PartitionSpec("data"),
@@ -139,29 +140,29 @@ class Scorer:
     def num_programs(self) -> int:
         """How many programs have been compiled.
 
-        At most two for each length of 32 * 2^i, one where few tokens are scored and one where
-        many are, whatever the number of requests; requests with segments have their own.
+        One for each bucket that was met, whatever the number of requests; those with segments have
+        their own.
         """
         return self._score._cache_size()
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order, with a progress bar on a terminal."""
-        buckets: dict[tuple[int, int], list[int]] = {}
+        buckets: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
-            shape = bucket_of(request, self.context_length)
-            buckets.setdefault(shape, []).append(index)
+            length = bucket(len(request.tokens), self.context_length)
+            buckets.setdefault(length, []).append(index)
         batches = []
-        for shape, rows in sorted(buckets.items(), reverse=True):
-            size = max(1, self._tokens_per_batch // shape[0]) * self._num_devices
+        for length, rows in sorted(buckets.items(), reverse=True):
+            size = max(1, self._tokens_per_batch // length) * self._num_devices
             starts = range(0, len(rows), size)
-            batches += [(size, *shape, rows[start : start + size]) for start in starts]
+            batches += [(length, size, rows[start : start + size]) for start in starts]
         scores: dict[int, Score] = {}
         late: tuple[list[int], Any] | None = None  # read while the next batch is under way
         console = Console(file=sys.stderr)
-        for size, length, num_scored, rows in track(
+        for length, size, rows in track(
             batches, label, console=console, disable=not console.is_terminal
         ):
-            batch = _pad([requests[row] for row in rows], size, length, num_scored)
+            batch = _pad([requests[row] for row in rows], size, length)
             result = self._score(self._params, jax.device_put(batch, self._rows))
             if late:
                 scores |= _read(*late)
@@ -171,55 +172,47 @@ class Scorer:
         return [scores[index] for index in range(len(requests))]
 
 
-def bucket_of(request: Request, context_length: int) -> tuple[int, int]:
-    """Returns the tokens (T), and the scored ones among them (K), that a request is padded to.
-
-    The logits of many words are most of the work for a small model: where few tokens are scored,
-    the end of a long text, they are computed there only.
-    """
-    length = bucket(len(request.tokens), context_length)
-    few = min(max(SHORTEST, length // 8), length)
-    return length, few if (request.targets >= 0).sum() <= few else length
-
-
-def _pad(
-    requests: Sequence[Request], size: int, length: int, num_scored: int
-) -> dict[str, np.ndarray]:
-    """Returns `tokens` (and `segments`) [B, T]; `positions` and `targets` [B, K] of scored ones."""
-    batch = {
-        "tokens": np.zeros((size, length), np.int32),
-        "positions": np.zeros((size, num_scored), np.int32),
-        "targets": np.full((size, num_scored), -1, np.int32),
-    }
+def _pad(requests: Sequence[Request], size: int, length: int) -> dict[str, np.ndarray]:
+    shape = (size, length)
+    batch = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, -1, np.int32)}
     if requests[0].segments is not None:
-        batch["segments"] = np.zeros((size, length), np.int32)
+        batch["segments"] = np.zeros(shape, np.int32)
     for row, request in enumerate(requests):
-        batch["tokens"][row, : len(request.tokens)] = request.tokens
-        (scored,) = np.nonzero(request.targets >= 0)
-        batch["positions"][row, : len(scored)] = scored
-        batch["targets"][row, : len(scored)] = request.targets[scored]
-        if request.segments is not None:
-            batch["segments"][row, : len(request.segments)] = request.segments
+        for name, values in batch.items():
+            values[row, : len(request.tokens)] = getattr(request, name)
     return batch
 
 
-def _score(model: nn.Module, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _score(
+    model: nn.Module, at_once: int, params: Any, batch: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Sums over the scored tokens of each row: [B] each."""
-    targets, scored = batch["targets"], batch["targets"] >= 0
-    logits = model.apply(
-        {"params": params},
-        batch["tokens"],
-        batch["positions"],
-        segments=batch.get("segments"),
-        method="logits_at",
-    )
-    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    highest = logits.max(axis=-1)
-    log_probs = chosen - highest - jnp.log(jnp.exp(logits - highest[..., None]).sum(axis=-1))
+    shape, targets = batch["targets"].shape, batch["targets"].reshape(-1)
+    hidden = model.apply(
+        {"params": params}, batch["tokens"], segments=batch.get("segments"), method="hidden"
+    ).reshape(targets.size, -1)
+    scored = targets >= 0
+    order = jnp.argsort(~scored)  # scored ones first: only they are gone through
+    at_once = min(at_once, targets.size)
+
+    def body(step: jax.Array, results: tuple) -> tuple:
+        log_probs, greedy = results
+        # A slice that would reach beyond the end begins earlier, which only repeats some tokens.
+        chosen = jax.lax.dynamic_slice_in_dim(order, step * at_once, at_once)
+        logits = model.apply({"params": params}, hidden[chosen][None], method="logits")[0]
+        target = jnp.maximum(targets[chosen], 0)[:, None]
+        right = jnp.take_along_axis(logits, target, axis=-1)[:, 0]
+        highest = logits.max(axis=-1)
+        log_prob = right - highest - jnp.log(jnp.exp(logits - highest[:, None]).sum(axis=-1))
+        return log_probs.at[chosen].set(log_prob), greedy.at[chosen].set(right == highest)
+
+    nothing = jnp.zeros(targets.size, jnp.float32), jnp.zeros(targets.size, bool)
+    num_steps = -(-scored.sum() // at_once)
+    log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, nothing)
     return {
-        "log_prob": jnp.where(scored, log_probs, 0.0).sum(axis=1),
-        "count": scored.sum(axis=1),
-        "greedy": (~scored | (chosen == highest)).all(axis=1),
+        "log_prob": jnp.where(scored, log_probs, 0.0).reshape(shape).sum(axis=1),
+        "count": scored.reshape(shape).sum(axis=1),
+        "greedy": (~scored | greedy).reshape(shape).all(axis=1),
     }
 
 
