@@ -1,0 +1,173 @@
+"""What `gpt2.benchmark` measures of this project, in a process of its own: one case, in turns."""
+
+import dataclasses
+import json
+import re
+import resource
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.profiler import ProfileData
+
+from gpt2.config import GPTConfig, OptimConfig, ParallelConfig
+from gpt2.model import GPT, KVCache
+from gpt2.ops import resolve
+from gpt2.optim import make_optimizer, make_schedule
+from gpt2.parallel import make_backend
+from gpt2.state import TrainState
+from gpt2.steps import make_eval_step, make_train_step
+from gpt2.telemetry.throughput import model_flops_per_token, peak_source, total_peak_flops
+from gpt2.utils.turns import serve
+
+# Named scopes of the model and the step.
+SCOPES = ("attention", "mlp", "head", "optimizer")
+
+
+class Work:
+    """A compiled program and the state that it works on, one case of the benchmark.
+
+    Attributes:
+        config: the model's.
+        compile_seconds: what tracing and compiling took.
+    """
+
+    def __init__(self, case: dict[str, Any]):
+        names = {field.name for field in dataclasses.fields(GPTConfig)}
+        shape = {name: value for name, value in case.items() if name in names}
+        self.config = GPTConfig(**shape, compute_dtype=case["compute"])
+        subjects = {"train": _training, "eval": _evaluation, "generate": _decoding}
+        program, self._state, self._batch = subjects[case["subject"]](case, GPT(self.config))
+        began = time.perf_counter()
+        self._program = program.lower(self._state, self._batch).compile()
+        self.compile_seconds = time.perf_counter() - began
+
+    def step(self) -> None:
+        """Runs the program once and waits for it."""
+        self._state, output = self._program(self._state, self._batch)
+        jax.block_until_ready(output)
+
+    def shares(self) -> dict[str, float]:
+        """Returns the share of the time that each of `SCOPES`, and `other`, takes in one step.
+
+        A trace of the step times operations; the compiled program knows each one's scope.
+        """
+        with tempfile.TemporaryDirectory() as directory:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(directory, profiler_options=options)
+            self.step()
+            jax.profiler.stop_trace()
+            trace = ProfileData.from_file(str(next(Path(directory).rglob("*.xplane.pb"))))
+        scopes = _scopes(self._program.as_text())
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for event in (e for plane in trace.planes for line in plane.lines for e in line.events):
+            operation = dict(event.stats).get("hlo_op")
+            if operation in scopes:
+                seconds[scopes[operation]] += event.duration_ns
+        ranked = sorted(seconds.items(), key=lambda item: -item[1])
+        return {scope: time / sum(seconds.values()) for scope, time in ranked}
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    work = Work(case)
+    config, length = work.config, case["context_length"]
+    flops = model_flops_per_token(config, length)
+    peak = total_peak_flops(case["compute"])
+    device = jax.devices()[0]
+
+    def info() -> dict[str, Any]:
+        statistics = device.memory_stats() or {}  # None on a CPU
+        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {
+            "compile_seconds": work.compile_seconds,
+            "flops_per_token": flops if case["subject"] == "train" else flops / 3,
+            "peak_flops": peak,
+            "peak_source": peak_source(device),
+            "peak_bytes": statistics.get("peak_bytes_in_use", on_host),
+            "attention": resolve(
+                config.attention, device.platform, config.compute_dtype, length, config.head_size
+            ),
+            "device": f"{jax.device_count()} x {device.device_kind}",
+            "versions": {"jax": jax.__version__},
+            "shares": work.shares() if case["shares"] else {},
+        }
+
+    serve(work.step, info)
+
+
+def _training(case: dict[str, Any], model: GPT) -> tuple:
+    """Returns the program, the state and the batch of a training step."""
+    layout = {name: case[name] for name in ("backend", "data", "fsdp", "tensor")}
+    optim = OptimConfig()
+    schedule = make_schedule(optim, num_steps=1000)
+    optimizer = make_optimizer(optim, schedule)
+    backend = make_backend(ParallelConfig(**layout), model.logical_axes(), optimizer)
+
+    def init(key: jax.Array) -> TrainState:
+        return TrainState.create(_init(model, key), optimizer, case["compute"])
+
+    state = backend.init_state(init, jax.random.key(0))
+    step = make_train_step(model, optimizer, schedule, seed=0)
+    return backend.compile_train(step), state, backend.put_batch(_batch(case))
+
+
+def _evaluation(case: dict[str, Any], model: GPT) -> tuple:
+    """Returns the program, the parameters and the batch of an evaluation step, on one device."""
+    evaluate = make_eval_step(model)
+    program = jax.jit(lambda params, batch: (params, evaluate(params, batch)), donate_argnums=0)
+    return program, jax.jit(lambda key: _init(model, key))(jax.random.key(0)), _batch(case)
+
+
+def _decoding(case: dict[str, Any], model: GPT) -> tuple:
+    """Returns the program, the state and the tokens for one more token of each sequence.
+
+    Half of the context lies in the cache, and the greedy choice is drawn.
+    """
+    batch_size, length = case["batch_size"], case["context_length"]
+    cache = KVCache.create(model.config, batch_size, length)
+    half = jnp.full(batch_size, length // 2, jnp.int32)
+
+    def decode(state, token):
+        params, cache = state
+        one = jnp.ones(batch_size, jnp.int32)
+        cache = cache.replace(length=half)
+        logits, cache = model.apply({"params": params}, token, one, cache, method="extend")
+        return (params, cache), logits.argmax(axis=-1)
+
+    params = jax.jit(lambda key: _init(model, key))(jax.random.key(0))
+    program = jax.jit(decode, donate_argnums=0)
+    return program, (params, cache), np.ones((batch_size, 1), np.int32)
+
+
+def _init(model: GPT, key: jax.Array) -> Any:
+    return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def _batch(case: dict[str, Any]) -> dict[str, np.ndarray]:
+    shape = (2, case["batch_size"], case["context_length"])
+    tokens, targets = np.random.default_rng(0).integers(0, case["vocab_size"], shape, np.int32)
+    return {"tokens": tokens, "targets": targets}
+
+
+def _scopes(program: str) -> dict[str, str]:
+    """Returns the scope of each operation of a compiled program; of loops, those inside."""
+    scopes = {}
+    for line in program.splitlines():
+        name = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
+        if name and not re.search(r" (while|call|conditional)\(", line):
+            path = re.search(r'op_name="([^"]*)"', line)
+            parts = re.split(r"[/()]", path[1]) if path else ()
+            scopes[name[1]] = next((scope for scope in SCOPES if scope in parts), "other")
+    return scopes
+
+
+if __name__ == "__main__":
+    main()

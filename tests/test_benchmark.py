@@ -1,0 +1,159 @@
+"""The benchmark says what it measured, and PyTorch's twin computes what this project computes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from gpt2 import benchmark
+from gpt2.benchmark_worker import Work
+from gpt2.errors import UserError
+from gpt2.utils import allocation
+from gpt2.utils.turns import Player
+
+TINY = dict(num_layers=2, num_heads=2, embed_dim=32, context_length=16, batch_size=4, vocab_size=50)
+
+
+def case(**changes):
+    return benchmark.make_case(benchmark.parse(["train"])) | TINY | changes
+
+
+def test_speed_and_ratios_follow_from_the_turns():
+    info = {"peak_flops": 1e9, "flops_per_token": 1e6}
+    found = benchmark.summarise(case(), [0.4, 0.2, 0.9], [0.1, 0.2, 0.3], info)
+    assert found["step_seconds"] == 0.4
+    assert found["tokens_per_second"] == pytest.approx(4 * 16 / 0.4)
+    assert found["mfu"] == pytest.approx(160 * 1e6 / 1e9)
+    assert found["speedup"] == pytest.approx([3.0, 1.0, 4.0])
+
+
+def test_flags_override_what_the_model_brings():
+    options = ["train", "--model=shakespeare-char", "--batch_size=3"]
+    found = benchmark.make_case(benchmark.parse(options))
+    assert (found["num_layers"], found["context_length"], found["batch_size"]) == (6, 256, 3)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["trian"], ["train", "--batch=2"], ["train", "--compute=int8"]]
+)
+def test_unknown_options_are_user_errors(arguments):
+    with pytest.raises(UserError, match="See --help"):
+        benchmark.parse(arguments)
+
+
+def test_impossible_peers_are_user_errors(monkeypatch):
+    with pytest.raises(UserError, match="none of torch"):
+        benchmark.check_peers(["tensorflow"], case())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs transformers"):
+        benchmark.check_peers(["hf_compile"], case())
+
+
+def test_a_player_does_the_steps_it_is_asked_for_and_tells():
+    code = "from gpt2.utils.turns import serve; n = []; serve(lambda: n.append(1), lambda: len(n))"
+    with Player("counter", [sys.executable, "-c", code], dict(os.environ)) as player:
+        assert len(player.play(3)) == 3 and len(player.play(1)) == 1
+        assert player.info() == 4
+
+
+def test_a_player_that_ends_early_is_a_user_error():
+    command = [sys.executable, "-c", "input()"]
+    with Player("quitter", command, dict(os.environ)) as player, pytest.raises(UserError):
+        player.play(1)
+
+
+def test_huge_pages_are_asked_for_once_beside_other_tunables(monkeypatch):
+    monkeypatch.setattr(allocation, "_kernel_offers_them", lambda: True)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
+    asked = allocation.huge_page_environment()
+    assert asked == {"GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.hugetlb=1"}
+    monkeypatch.setenv("GLIBC_TUNABLES", asked["GLIBC_TUNABLES"])
+    assert allocation.huge_page_environment() == {}
+
+
+def test_table_shows_every_contestant_and_its_ratio():
+    info = dict(
+        peak_flops=1e12, peak_source="measured", flops_per_token=1e6, peak_bytes=2e9,
+        attention="blocked", device="1 x cpu", compile_seconds=1.0, shares={"mlp": 1.0},
+    )  # fmt: skip
+    results = {
+        name: info | {"versions": {name: "1.0"}} | benchmark.summarise(case(), turns, [0.2], info)
+        for name, turns in {"jax": [0.2], "torch": [0.5]}.items()
+    }
+    shown = benchmark.table(case(), results)
+    assert "2.50 (2.50 to 2.50)" in shown and "torch 1.0" in shown and "mlp 100%" in shown
+
+
+@pytest.mark.parametrize("subject", ["train", "eval", "generate"])
+def test_shares_of_time_by_part_add_up_to_one(subject):
+    work = Work(case(subject=subject, batch_size=8))
+    work.step()
+    shares = work.shares()
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert {"attention", "mlp"} <= set(shares)
+    assert ("optimizer" in shares) == (subject == "train")
+
+
+def test_worker_needs_no_more_than_jax_flax_and_optax():
+    code = "import gpt2.benchmark_worker, json, sys; print(json.dumps(list(sys.modules)))"
+    modules = json.loads(subprocess.check_output([sys.executable, "-c", code]))
+    heavy = ("gpt2.data", "gpt2.checkpoint", "orbax", "grain", "tiktoken", "pyarrow", "torch")
+    assert not [name for name in modules if name.startswith(heavy)]
+
+
+@pytest.mark.parametrize("peer", ["torch", "hf"])
+def test_twin_loses_what_this_project_loses(peer):
+    torch = pytest.importorskip("torch")
+    if peer == "hf":
+        pytest.importorskip("transformers")
+    from gpt2.benchmark_peers import make_model
+    from gpt2.model import GPT, GPTConfig
+
+    shape = {name: value for name, value in TINY.items() if name != "batch_size"}
+    twin = make_model(peer, case())
+    draw = np.random.default_rng(0)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight += torch.tensor(draw.normal(0, 0.02, weight.shape), dtype=weight.dtype)
+    params = from_twin({name: w.detach().numpy() for name, w in twin.named_parameters()}, peer)
+    tokens = draw.integers(0, 50, (2, 16))
+    ours = GPT(GPTConfig(**shape)).apply({"params": params}, tokens)
+    theirs = twin(torch.tensor(tokens))
+    theirs = getattr(theirs, "logits", theirs).detach().numpy()
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def from_twin(weights, peer):
+    """Our parameters [in, out] from PyTorch's, which are [out, in] unless Hugging Face's."""
+    D, N, H = 32, 2, 16
+    weights = {name.removeprefix("transformer."): w for name, w in weights.items()}
+    kernels = ("c_attn", "c_proj", "c_fc", "c_out") if peer == "torch" else ()
+
+    def linear(name, shape, inputs=1):
+        kernel, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        kernel = kernel.T if name.split(".")[-1] in kernels else kernel
+        return {"kernel": kernel.reshape(shape), "bias": bias.reshape(shape[inputs:])}
+
+    def norm(name):
+        return {"scale": weights[f"{name}.weight"], "bias": weights[f"{name}.bias"]}
+
+    def layer(name):
+        attn, mlp = (f"{name}.attn", f"{name}.mlp") if peer == "hf" else (name, name)
+        out = f"{mlp}.c_proj" if peer == "hf" else f"{mlp}.c_out"
+        return {
+            "ln_1": norm(f"{name}.ln_1"),
+            "attn": {
+                "c_attn": linear(f"{attn}.c_attn", (D, 3, N, H)),
+                "c_proj": linear(f"{attn}.c_proj", (N, H, D), inputs=2),
+            },
+            "ln_2": norm(f"{name}.ln_2"),
+            "mlp": {"c_fc": linear(f"{mlp}.c_fc", (D, 4 * D)), "c_proj": linear(out, (4 * D, D))},
+        }
+
+    embeddings = {name: {"embedding": weights[f"{name}.weight"]} for name in ("wte", "wpe")}
+    params = embeddings | {f"h_{i}": layer(f"h.{i}") for i in range(2)} | {"ln_f": norm("ln_f")}
+    return jax.tree.map(jax.numpy.asarray, params)
