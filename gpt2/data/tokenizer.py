@@ -7,6 +7,7 @@ the end-of-text token enters a token stream solely where documents are joined.
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
+from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
 from gpt2.errors import UserError
 
-END_OF_TEXT = "<|endoftext|>"
 TRAINING_SAMPLE = 100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
 
 # What separates text before byte-pair merging (GPT-2's released code, encoder.py).
@@ -50,17 +51,28 @@ class Tokenizer(Protocol):
         """Writes the tokenizer as one JSON file that `load` reads."""
 
 
-class _Decoding:
+class _Saving:
+    _saved: dict[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Writes the file whole or not at all."""
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(json.dumps(self._saved))
+        os.replace(temporary, path)
+
+
+class _ByteTokens(_Saving):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
-class ByteTokenizer(_Decoding):
+class ByteTokenizer(_ByteTokens):
     """UTF-8 bytes, then the end-of-text token."""
 
     name = "byte"
     vocab_size = 257
     eot = 256
+    _saved = {"kind": "byte"}  # noqa: RUF012
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
@@ -68,11 +80,8 @@ class ByteTokenizer(_Decoding):
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"kind": "byte"}))
 
-
-class CharTokenizer(_Decoding):
+class CharTokenizer(_ByteTokens):
     """One token for each distinct character, in order of code point.
 
     Args:
@@ -88,6 +97,7 @@ class CharTokenizer(_Decoding):
         self._code_points = np.array([ord(c) for c in characters], np.uint32)
         self.eot = len(characters) if has_eot else None
         self.vocab_size = len(characters) + has_eot
+        self._saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
 
     def encode(self, text: str) -> np.ndarray:
         code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
@@ -105,12 +115,8 @@ class CharTokenizer(_Decoding):
         texts = (END_OF_TEXT if i == self.eot else self._characters[i] for i in ids)
         return "".join(texts).encode("utf-8")
 
-    def save(self, path: Path) -> None:
-        tree = {"kind": "char", "characters": self._characters, "has_eot": self.eot is not None}
-        path.write_text(json.dumps(tree))
 
-
-class BytePairTokenizer(_Decoding):
+class BytePairTokenizer(_ByteTokens):
     """Byte-level byte-pair encoding with GPT-2's pattern, by tiktoken.
 
     Args:
@@ -135,11 +141,8 @@ class BytePairTokenizer(_Decoding):
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         return self._encoding.decode_bytes([int(i) for i in ids])
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self._saved))
 
-
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_Saving):
     """Any tokenizer.json, by the `tokenizers` library."""
 
     def __init__(self, tree: dict[str, Any], name: str):
@@ -164,9 +167,6 @@ class HuggingFaceTokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         return self.decode(ids).encode("utf-8")
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self._saved))
 
 
 def gpt2_tokenizer() -> BytePairTokenizer:
@@ -200,45 +200,6 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
 
 
-def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in a BPE file (GPT-2's encoder.py)."""
-    shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    hidden = [b for b in range(256) if b not in shown]
-    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
-
-
-def _gpt2_like_ranks(tree: dict[str, Any]) -> tuple[dict[bytes, int], int] | None:
-    """Returns (ranks, eot) of a tokenizer.json that tiktoken computes identically, else None.
-
-    That is: byte-level BPE with GPT-2's pattern and nothing around it, whose ids grow in the order
-    of the merges, and which adds the one token `<|endoftext|>` at most as its last.
-    """
-    model, pattern = tree["model"], tree.get("pre_tokenizer") or {}
-    added = [token["content"] for token in tree.get("added_tokens", [])]
-    if (
-        model.get("type") != "BPE"
-        or any(model.get(k) for k in ("dropout", "unk_token", "byte_fallback", "ignore_merges"))
-        or any(model.get(k) for k in ("continuing_subword_prefix", "end_of_word_suffix"))
-        or pattern.get("type") != "ByteLevel"
-        or pattern.get("add_prefix_space")
-        or not pattern.get("use_regex", True)
-        or tree.get("normalizer")
-        or added != [END_OF_TEXT]
-    ):
-        return None
-    vocabulary = dict(model["vocab"])
-    eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])
-    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    merged = [vocabulary["".join(pair)] for pair in merges]
-    alphabet = byte_alphabet()
-    if merged != sorted(merged) or set(vocabulary.values()) != {
-        *merged,
-        *(vocabulary.get(c) for c in alphabet),
-    }:
-        return None
-    return {bytes(alphabet[c] for c in token): i for token, i in vocabulary.items()}, eot
-
-
 def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
     for text in texts:
         if limit <= 0:
@@ -268,7 +229,7 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.train_from_iterator(_first_characters(texts, TRAINING_SAMPLE), trainer)
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
-    ranks, eot = _gpt2_like_ranks(tree)
+    ranks, eot = gpt2_like_ranks(tree)
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
 
 
@@ -341,8 +302,29 @@ def load(path: Path) -> Tokenizer:
         case {"kind": "char", "characters": characters, "has_eot": has_eot}:
             return CharTokenizer(characters, has_eot)
         case {"model": {"vocab": _}}:
-            if like := _gpt2_like_ranks(tree):
-                ranks, eot = like
-                return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
-            return HuggingFaceTokenizer(tree, path.name)
+            try:
+                return _from_hugging_face(tree, path.name)
+            except Exception as error:  # what the library raises has no narrower class
+                about = f"{type(error).__name__}: {error}".replace("\n", " ")
+                raise UserError(f"{path} is refused as a tokenizer ({about})", how) from error
     raise UserError(f"{path} is no tokenizer", how)
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Returns a hash, in hexadecimal, of what every id stands for.
+
+    Equal for two tokenizers that give the same tokens the same ids, wherever each was read from: an
+    embedding that was learnt with one fits the other.
+    """
+    digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eot}".encode())
+    for i in range(tokenizer.vocab_size):
+        token = tokenizer.decode_bytes([i])
+        digest.update(len(token).to_bytes(4) + token)
+    return digest.hexdigest()
+
+
+def _from_hugging_face(tree: dict[str, Any], name: str) -> Tokenizer:
+    if like := gpt2_like_ranks(tree):
+        ranks, eot = like
+        return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+    return HuggingFaceTokenizer(tree, name)
