@@ -51,6 +51,14 @@ def make_optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.Gradie
     return optax.chain(optax.clip_by_global_norm(optim.clip_norm), adamw)
 
 
+def num_updates(opt_state: optax.OptState) -> jax.Array:
+    """Returns the updates that an optimizer counts, by which it asks its schedule.
+
+    They are fewer than the steps where float16 has skipped some. All parts of a chain count alike.
+    """
+    return optax.tree.get_all_with_path(opt_state, "count")[0][1]
+
+
 def decay_mask(params: Any) -> Any:
     """Returns, for every parameter, whether weight decay applies: kernels and embeddings."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _DECAYED, params)

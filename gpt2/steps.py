@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from gpt2.model import GPT
+from gpt2.optim import num_updates
 from gpt2.state import TrainState
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
@@ -43,10 +44,10 @@ def make_train_step(
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
     Losses and gradients are summed with their token counts and divided once, so the result is the
     mean over the global batch, whatever the layout. Under float16, a step whose gradients are not
-    finite changes nothing but the loss scale and the step count.
+    finite changes nothing but the loss scale and the step count: the learning rate waits too.
 
     Metrics, float32 scalars: `train/loss` (nats per token), `train/grad_norm` (before clipping)
-    and `train/learning_rate`.
+    and `train/learning_rate` (as this step applied it).
     """
     dropout = model.config.dropout > 0
 
@@ -79,7 +80,7 @@ def make_train_step(
         metrics = {
             "train/loss": loss / divisor,
             "train/grad_norm": grad_norm,
-            "train/learning_rate": jnp.float32(schedule(state.step)),
+            "train/learning_rate": jnp.float32(schedule(num_updates(state.opt_state))),
         }
         return new_state.replace(step=state.step + 1), metrics
 

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from gpt2.config import OptimConfig
+from gpt2.config import OptimConfig, ParallelConfig
 from gpt2.model import GPT, GPTConfig
 from gpt2.optim import decay_mask, make_optimizer, make_schedule
+from gpt2.parallel import make_backend
 from gpt2.state import LossScale, TrainState
 from gpt2.steps import make_eval_step, make_train_step
 from gpt2.utils.accumulate import accumulate
@@ -117,12 +118,52 @@ def test_training_overfits_one_batch():
     assert state.step == 10
 
 
-def test_dropout_differs_by_step_and_micro_batch_and_repeats_with_them():
+def test_dropout_differs_by_step_and_repeats_with_it():
     state, step = setup(dataclasses.replace(CONFIG, dropout=0.5), accumulate_steps=2)
     batch = make_batch(0)
     later = state.replace(step=jnp.int32(1))
     first, again, other = (step(s, batch)[1]["train/loss"] for s in (state, state, later))
     assert first == again != other
+
+
+def scored_one_part_at_a_time(num_parts):
+    """Returns batches of one row over and over, of which each has targets in another part."""
+    row = make_batch(0, batch_size=1)
+    batch = {name: np.repeat(values, 8, axis=0) for name, values in row.items()}
+    part = np.arange(8)[:, None] // (8 // num_parts)
+    return [
+        batch | {"targets": np.where(part == scored, batch["targets"], -1)}
+        for scored in range(num_parts)
+    ]
+
+
+@pytest.mark.parametrize(("dropout", "num_losses"), [(0.0, 1), (0.5, 4)])
+def test_dropout_differs_by_micro_batch(dropout, num_losses):
+    state, step = setup(dataclasses.replace(CONFIG, dropout=dropout), accumulate_steps=4)
+    losses = [step(state, b)[1]["train/loss"] for b in scored_one_part_at_a_time(4)]
+    assert len(np.unique(np.round(losses, 5))) == num_losses
+
+
+def test_dropout_differs_by_device_and_not_by_backend():
+    model = GPT(dataclasses.replace(CONFIG, dropout=0.5))
+    schedule = make_schedule(OPTIM, 10)
+    optimizer = make_optimizer(OPTIM, schedule)
+    step = make_train_step(model, optimizer, schedule, seed=0)
+
+    def first_state(key):
+        params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        return TrainState.create(params, optimizer, "float32")
+
+    def losses(name):
+        backend = make_backend(ParallelConfig(backend=name), model.logical_axes(), optimizer)
+        train_step = backend.compile_train(step)
+        for batch in scored_one_part_at_a_time(8):
+            state = backend.init_state(first_state, init_key(0))  # donated
+            yield float(train_step(state, backend.put_batch(batch))[1]["train/loss"])
+
+    by_pmap, by_pjit = list(losses("pmap")), list(losses("pjit"))
+    assert len(np.unique(np.round(by_pmap, 5))) == 8
+    np.testing.assert_allclose(by_pmap, by_pjit, rtol=1e-6)
 
 
 def test_every_key_is_used_once():
@@ -183,6 +224,22 @@ def test_float16_skips_an_overflowing_step_and_halves_its_scale():
     assert skipped.loss_scale.scale == 2.0**23
     assert skipped.loss_scale.good_steps == 0
     assert skipped.step == 1
+
+
+def test_reported_learning_rate_is_the_applied_one_after_a_skipped_step():
+    config = dataclasses.replace(CONFIG, compute_dtype="float16")
+    optim = dataclasses.replace(OPTIM, weight_decay=0.0)
+    state, step = setup(config, optim)
+    overflowing = LossScale(jnp.float32(2.0**24), jnp.int32(0))
+    skipped, metrics = step(state.replace(loss_scale=overflowing), make_batch(0))
+    assert metrics["train/learning_rate"] == pytest.approx(OPTIM.learning_rate / 3)
+    first = skipped.replace(loss_scale=LossScale.create())
+    after, metrics = step(first, make_batch(0))
+    # Adam's first update moves whatever has a clear gradient by the learning rate.
+    moved = jax.tree.map(lambda new, old: jnp.abs(new - old).max(), after.params, first.params)
+    assert max(jax.tree.leaves(moved)) == pytest.approx(OPTIM.learning_rate / 3, rel=1e-3)
+    assert metrics["train/learning_rate"] == pytest.approx(OPTIM.learning_rate / 3)
+    assert after.step == 2
 
 
 def test_loss_scale_doubles_after_its_interval():
