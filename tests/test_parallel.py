@@ -23,7 +23,7 @@ from gpt2.parallel.inspect import (
     unsharded_share,
     visualize,
 )
-from gpt2.parallel.mesh import check_layout, make_mesh, mesh_sizes
+from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
 from gpt2.plan import make_plan
 from gpt2.state import TrainState
 from gpt2.steps import make_train_step
@@ -113,6 +113,16 @@ def test_the_rest_of_the_devices_go_where_minus_one_says():
         "tensor": 2,
     }
     assert dict(make_mesh(MIXED).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def test_rows_of_a_process_follow_one_another_or_are_refused(monkeypatch):
+    assert local_rows(batch_sharding(make_mesh(MIXED)), 16) == slice(0, 16)
+    whole = NamedSharding.addressable_devices_indices_map
+    every_second = lambda self, shape: dict(list(whole(self, shape).items())[::2])  # noqa: E731
+    monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", every_second)
+    assert local_rows(batch_sharding(make_mesh(MIXED)), 16) == slice(0, 16)  # all but `tensor`
+    with pytest.raises(UserError, match=r"8 rows of the batch, .* among 14: 0 to 1, 4 to 5"):
+        local_rows(batch_sharding(make_mesh(ParallelConfig(data=8))), 16)
 
 
 # Rules

@@ -3,7 +3,6 @@
 import math
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import Config, ModelConfig, ParallelConfig
@@ -81,10 +80,23 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
-    """Returns the rows of the global batch that this process's devices hold."""
+    """Returns the rows of the global batch that this process's devices hold.
+
+    Raises:
+        UserError: they do not follow one another.
+    """
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    bounds = np.array([index[0].indices(batch_size)[:2] for index in indices])
-    return slice(int(bounds[:, 0].min()), int(bounds[:, 1].max()))
+    parts = sorted({index[0].indices(batch_size)[:2] for index in indices})
+    start, stop = parts[0][0], parts[-1][1]
+    held = sum(part_stop - part_start for part_start, part_stop in parts)
+    if held != stop - start:
+        raise UserError(
+            f"process {jax.process_index()} holds {held} rows of the batch, and they lie among "
+            f"{stop - start}: {', '.join(f'{first} to {last - 1}' for first, last in parts)}",
+            "Give each process a block of devices: try other sizes of --config.parallel.data, "
+            "--config.parallel.fsdp and --config.parallel.tensor",
+        )
+    return slice(start, stop)
 
 
 def _misfit(model: ModelConfig, sizes: dict[str, int]) -> str | None:
