@@ -302,7 +302,9 @@ def test_directory_from_environment(monkeypatch, tmp_path):
         ("text:", "Write text:GLOB"),
         ("text:no/such/*.txt", "no file matches 'no/such/"),
         ("text:EMPTY", "holds no text"),
-        ("text:LATIN", "cannot be read as UTF-8"),
+        ("text:LATIN", "LATIN cannot be read .*utf-8"),
+        ("jsonl:CUT.gz", r"CUT\.gz cannot be read .*ended before"),
+        ("jsonl:PLAIN.gz", r"PLAIN\.gz cannot be read .*gzip"),
         ("text:TINY", "val_fraction=0.1 leaves a split .* empty"),
         ("jsonl:LINES#body", "LINES:1 has no text in the field 'body'"),
         ("parquet:LATIN", "cannot be read"),
@@ -316,6 +318,8 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, co
     Path("EMPTY").touch()
     Path("LATIN").write_bytes("naïve".encode("latin-1") * 99)
     Path("TINY").write_text("a")
+    Path("CUT.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
+    Path("PLAIN.gz").write_text('{"text": "a"}\n')
     Path("LINES").write_text('{"text": "a"}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "number": [1]}), "TABLE")
     with pytest.raises(UserError, match=message):

@@ -12,6 +12,7 @@ import pytest
 
 from gpt2.config import DataConfig
 from gpt2.data import hub, prepare
+from gpt2.data.shards import open_shards
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 
@@ -137,3 +138,21 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     path.write_bytes(b"odd")
     with pytest.raises(UserError, match="no shard"):
         make(f"tokens:{path}", "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_validation"),
+    [
+        ("val.bin", True),
+        ("fineweb_val_000000.bin", True),
+        ("books-Validation.bin", True),
+        ("interval.bin", False),
+        ("values_0.bin", False),
+    ],
+)
+def test_the_validation_shards_are_those_with_the_word_in_their_name(name, is_validation, tmp_path):
+    for path, tokens in ((tmp_path / name, [1, 2, 3]), (tmp_path / "b.bin", [4] * 7)):
+        np.array(tokens, np.uint16).tofile(path)
+    shards = open_shards(DataConfig(corpus=f"tokens:{tmp_path}/*.bin", val_fraction=0.2))
+    (split,) = shards.files["validation"]
+    assert split[2] == (3 if is_validation else 2)

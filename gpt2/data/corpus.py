@@ -3,12 +3,14 @@
 `READERS` is the one place that knows them all; a new prefix is one more function there.
 """
 
+import contextlib
 import glob
 import gzip
 import hashlib
 import json
 import random
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +72,17 @@ def find_files(pattern: str) -> list[Path]:
     return files
 
 
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Makes of an error in reading `file` a `UserError` that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error})", "Leave it out, mend it or convert it to UTF-8"
+        ) from error
+
+
 def file_fingerprint(files: list[Path], *more: str) -> str:
     """Returns a hash over the places, sizes and modification times of files, and over `more`."""
     stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
@@ -103,8 +116,10 @@ def _pystdlib(_: str) -> Corpus:
 
     def documents() -> Iterator[str]:
         for file in files:
+            with reading(file):
+                content = file.read_bytes()
             try:
-                yield file.read_bytes().decode("utf-8")
+                yield content.decode("utf-8")
             except UnicodeDecodeError:  # a few modules are written in other encodings
                 continue
 
@@ -135,7 +150,8 @@ def _jsonl(argument: str) -> Corpus:
 
     def documents() -> Iterator[str]:
         for file in files:
-            with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+            opened = gzip.open if file.suffix == ".gz" else open
+            with reading(file), opened(file, "rb") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         yield _json_field(line, field, f"{file}:{number}")

@@ -1,5 +1,6 @@
 """Ready token shards, read in place: nanoGPT's bare uint16 .bin, and llm.c's with a header."""
 
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from gpt2.config import DataConfig
-from gpt2.data.corpus import file_fingerprint, find_files
+from gpt2.data.corpus import file_fingerprint, find_files, reading
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 MAGIC, VERSION = 20240520, 1
+VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
 CHUNK = 2**20  # tokens looked at in one go
 
 
@@ -27,8 +29,8 @@ class Shards:
 def open_shards(data: DataConfig) -> Shards:
     """Finds the shards of a `tokens:GLOB` corpus, of GPT-2 tokens.
 
-    Files with `val` in their name are the validation split; where there are none, or no others,
-    the last `val_fraction` of all tokens is.
+    Files with the word `val` or `validation` in their name are the validation split; where there
+    are none, or no others, the last `val_fraction` of all tokens is.
 
     Raises:
         UserError: no file, a broken file, or a tokenizer other than GPT-2's.
@@ -40,8 +42,8 @@ def open_shards(data: DataConfig) -> Shards:
         )
     files = [p.absolute() for p in find_files(data.corpus.removeprefix("tokens:"))]
     shards = {p: _tokens_in(p) for p in files}
-    validation = [shards[p] for p in files if "val" in p.name]
-    train = [shards[p] for p in files if "val" not in p.name]
+    validation = [shards[p] for p in files if VALIDATION.search(p.name)]
+    train = [shards[p] for p in files if not VALIDATION.search(p.name)]
     if not (train and validation):
         everything = list(shards.values())
         num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
@@ -90,10 +92,11 @@ class ShardStream:
     """One split's shards as a single stream of tokens, memory-mapped."""
 
     def __init__(self, files: list[tuple[str, int, int]]):
-        self._shards = [
-            np.memmap(path, np.uint16, "r", offset=2 * skip, shape=(count,))
-            for path, skip, count in files
-        ]
+        self._shards = []
+        for path, skip, count in files:
+            with reading(path):
+                shard = np.memmap(path, np.uint16, "r", offset=2 * skip, shape=(count,))
+            self._shards.append(shard)
         self._ends = np.cumsum([count for _, _, count in files])
 
     def __len__(self) -> int:
@@ -113,8 +116,9 @@ class ShardStream:
 
 
 def _tokens_in(file: Path) -> tuple[str, int, int]:
-    size = file.stat().st_size
-    header = np.fromfile(file, np.int32, HEADER)
+    with reading(file):
+        size = file.stat().st_size
+        header = np.fromfile(file, np.int32, HEADER)
     if len(header) == HEADER and header[0] == MAGIC:
         skip, count = HEADER * 2, int(header[2])
         if header[1] != VERSION or size < 2 * (skip + count):

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gpt2.config import DataConfig
-from gpt2.data.corpus import Corpus, Document
+from gpt2.data.corpus import Corpus, Document, reading
 from gpt2.data.records import RecordWriter
 from gpt2.data.tokenizer import Tokenizer, build
 from gpt2.errors import UserError
@@ -144,18 +144,8 @@ def read_pieces(document: Document) -> Iterator[str]:
     if isinstance(document, str):
         yield from _cut(io.StringIO(document, newline=""))
     else:
-        with _reading(document), open(document, encoding="utf-8", newline="") as stream:
+        with reading(document), open(document, encoding="utf-8", newline="") as stream:
             yield from _cut(stream)
-
-
-@contextlib.contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{file} cannot be read as UTF-8 text ({error})", "Leave it out or convert it"
-        ) from error
 
 
 def _cut(stream: TextIO) -> Iterator[str]:
@@ -184,13 +174,16 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _size(document: Document) -> int:
-    return document.stat().st_size if isinstance(document, Path) else len(document.encode("utf-8"))
+    if isinstance(document, Path):
+        with reading(document):
+            return document.stat().st_size
+    return len(document.encode("utf-8"))
 
 
 def _position(document: Document) -> float:
     """A number in [0, 1) that depends on the document's content and on nothing else."""
     if isinstance(document, Path):
-        with _reading(document), open(document, "rb") as file:
+        with reading(document), open(document, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").digest()
     else:
         digest = hashlib.sha256(document.encode("utf-8")).digest()
