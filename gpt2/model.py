@@ -28,6 +28,10 @@ from gpt2.utils.scan import scan_layers, stack_layers
 
 __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
 
+# Logits of the loss that exist at a time, in float32: all of those of 10,000 tokens of GPT-2's
+# vocabulary. Products of that size keep any device busy, and a larger batch needs no more memory.
+LOGITS_BYTES = 2 * 2**30
+
 
 @struct.dataclass
 class KVCache:
@@ -281,13 +285,15 @@ class GPT(nn.Module):
         cfg = self.config
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
         with jax.named_scope("head"):
+            head = self._head()
             return cross_entropy(
                 hidden,
-                self._head(),
+                head,
                 targets,
                 vocab_size=cfg.vocab_size,
                 logit_softcap=cfg.logit_softcap,
                 dtype=cfg.compute_dtype,
+                chunk=_positions_at_once(*tokens.shape, head.shape[0]),
             )
 
     def extend(
@@ -383,6 +389,13 @@ class GPT(nn.Module):
 def num_params(params: Any) -> int:
     """Returns the number of parameters in a tree of arrays or shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _positions_at_once(batch_size: int, length: int, vocab_size: int) -> int:
+    """Returns how many positions' logits fit in `LOGITS_BYTES`; 0: all `length` of them."""
+    fitting = max(1, LOGITS_BYTES // (4 * batch_size * vocab_size))
+    # A power of two fills the tiles of matrix units, and divides the usual lengths.
+    return 0 if length <= fitting else 1 << fitting.bit_length() - 1
 
 
 def _residual_stddev(config: GPTConfig) -> float:

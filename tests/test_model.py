@@ -122,6 +122,24 @@ def test_loss_is_the_mean_cross_entropy_of_the_logits():
     np.testing.assert_allclose(total, -jnp.where(targets >= 0, picked, 0).sum(), rtol=1e-5)
 
 
+def test_logits_of_a_large_batch_exist_a_chunk_at_a_time_and_change_nothing(monkeypatch):
+    params, tokens = init(SMALL), tokens_of(1)
+
+    def traced():
+        def mean_loss(params):
+            return loss.__wrapped__(SMALL, params, tokens)
+
+        run = jax.jit(jax.value_and_grad(mean_loss))
+        return str(jax.make_jaxpr(run)(params)), run(params)
+
+    whole_jaxpr, whole = traced()
+    monkeypatch.setattr("gpt2.model.LOGITS_BYTES", 5 * 4 * 2 * SMALL.vocab_size)
+    chunked_jaxpr, chunked = traced()
+    assert "f32[2,16,300]" in whole_jaxpr and "f32[2,4,300]" not in whole_jaxpr
+    assert "f32[2,4,300]" in chunked_jaxpr and "f32[2,16,300]" not in chunked_jaxpr
+    chex.assert_trees_all_close(chunked, whole, atol=1e-6)
+
+
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_scanned_layers_equal_unrolled_ones(changes):
     config = replaced(**changes)
