@@ -7,17 +7,20 @@ Each figure comes with its convention, its number of examples and its standard e
 docs/evaluation.md says where the tasks' files come from.
 """
 
+import dataclasses
 from pathlib import Path
 
 from absl import flags
 
 from gpt2 import cli
 from gpt2.config import DataConfig, load_config
-from gpt2.data.prepare import prepare
+from gpt2.data.prepare import Dataset, prepare
+from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
 from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
+from gpt2.evals.tasks import TASKS as EVAL_TASKS
 from gpt2.evals.tasks import run_task, task_file
 from gpt2.model import GPT
 from gpt2.weights import load_model
@@ -37,6 +40,7 @@ OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the figures to.
 
 
 def main() -> None:
+    check_flags()
     files = {name: task_file(name, TASK_DIR.value) for name in TASKS.value if name != "validation"}
     data = validation_data() if "validation" in TASKS.value else None
     cfg, params, tokenizer = load_model(WORKDIR.value, HF.value, CHECKPOINT.value)
@@ -50,7 +54,9 @@ def main() -> None:
     figures = []
     for name in TASKS.value:
         if name == "validation":
-            figures += validation(scorer, prepare(data), data.document_mask)
+            dataset = prepare(data)
+            check_tokenizer(data, dataset, tokenizer)
+            figures += validation(scorer, dataset, data.document_mask)
         else:
             figures += run_task(name, scorer, tokenizer, files[name], stride)
     print_table(figures)
@@ -58,18 +64,45 @@ def main() -> None:
         write_json(figures, Path(OUTPUT.value))
 
 
+def check_flags() -> None:
+    """Refuses flags that would change nothing."""
+    if HF.value:
+        cli.refuse_ignored("checkpoint", "--hf holds a single one")
+    if "validation" not in TASKS.value:
+        cli.refuse_ignored("corpus", "it is for --tasks=validation")
+    if TASKS.value == ["validation"]:
+        cli.refuse_ignored("task_dir", "--tasks=validation reads no file of it")
+    if not any(slides for name, (_, _, slides) in EVAL_TASKS.items() if name in TASKS.value):
+        cli.refuse_ignored("stride", "none of --tasks slides a window")
+
+
 def validation_data() -> DataConfig:
-    """Returns the options of the corpus whose validation split is to be scored."""
-    if WORKDIR.value and not CORPUS.value:
-        return load_config(Path(WORKDIR.value)).data
-    if not CORPUS.value:
+    """Returns the options of the corpus whose validation split is to be scored.
+
+    Another corpus than the run's is divided, and kept, as the run's own.
+    """
+    if not (WORKDIR.value or CORPUS.value):
         raise UserError(
             "--hf says nothing of a corpus", "Name one, as --corpus=pystdlib, or other --tasks"
         )
-    tokenizer = Path(WORKDIR.value or HF.value or "") / "tokenizer.json"
-    return DataConfig(
-        corpus=CORPUS.value, tokenizer=str(tokenizer) if tokenizer.is_file() else "gpt2"
-    )
+    data = load_config(Path(WORKDIR.value)).data if WORKDIR.value else DataConfig()
+    if not CORPUS.value:
+        return data
+    # Ready tokens are GPT-2's, which any tokenizer of the same fingerprint reads.
+    tokenizer = Path(WORKDIR.value or HF.value) / "tokenizer.json"
+    ready = CORPUS.value.startswith("tokens:")
+    named = str(tokenizer) if tokenizer.is_file() and not ready else "gpt2"
+    return dataclasses.replace(data, corpus=CORPUS.value, tokenizer=named)
+
+
+def check_tokenizer(data: DataConfig, dataset: Dataset, tokenizer: Tokenizer) -> None:
+    """Refuses tokens that the model did not learn."""
+    if fingerprint(dataset.tokenizer) != fingerprint(tokenizer):
+        raise UserError(
+            f"{data.corpus} holds tokens of {dataset.tokenizer.name}, and the model's tokenizer is "
+            f"{tokenizer.name}",
+            "Give a corpus of text as --corpus, as in --corpus=text:FILE",
+        )
 
 
 if __name__ == "__main__":

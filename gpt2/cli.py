@@ -56,6 +56,12 @@ def load_config(holder: flags.FlagHolder) -> Config:
     return Config.from_dict(holder.value)
 
 
+def refuse_ignored(name: str, because: str) -> None:
+    """Raises if the flag `name` was given, which would change nothing."""
+    if flags.FLAGS[name].present:
+        raise UserError(f"--{name} would be ignored: {because}", f"Leave out --{name}")
+
+
 def config_name() -> str:
     """Returns the stem of the config file's name."""
     return Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem

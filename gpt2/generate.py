@@ -97,6 +97,7 @@ def generate(
     sampling: Sampling = Sampling(),
     seed: int = 0,
     eot: int | None = None,
+    vocab_size: int = 0,
 ) -> list[list[int]]:
     """Continues each prompt.
 
@@ -110,6 +111,8 @@ def generate(
         sampling: how to draw.
         seed: of the random numbers.
         eot: the token that ends a sequence; None: none does.
+        vocab_size: tokens below this are drawn, those that the tokenizer has; 0: all of the
+            model's, which may have more.
 
     Returns:
         The new tokens of each prompt, without the one that ended it.
@@ -126,6 +129,7 @@ def generate(
         sampling=sampling,
         seed=seed,
         eot=eot,
+        vocab_size=vocab_size,
     ):
         for tokens, more in zip(new, chunk, strict=True):
             tokens.extend(more)
@@ -141,6 +145,7 @@ def stream(
     sampling: Sampling = Sampling(),
     seed: int = 0,
     eot: int | None = None,
+    vocab_size: int = 0,
     chunk: int = 0,
 ) -> Iterator[list[list[int]]]:
     """`generate` that yields after every `chunk` tokens (0: only at the end) what is new."""
@@ -164,11 +169,12 @@ def stream(
     end = -1 if eot is None else eot
     cache_length = bucket(longest, cfg.context_length)
     params = jax.tree.map(jnp.asarray, params)
-    state = _prefill(params, tokens, lengths, seed, end, cfg, sampling, cache_length)
+    limits = dict(cfg=cfg, sampling=sampling, vocab_size=vocab_size or cfg.vocab_size)
+    state = _prefill(params, tokens, lengths, seed, end, cache_length=cache_length, **limits)
     done = 0
     while done < max_new_tokens:
         limit = min(done + chunk, max_new_tokens) if chunk else max_new_tokens
-        state = _decode(params, state, limit, end, cfg, sampling)
+        state = _decode(params, state, limit, end, **limits)
         new, ended = np.asarray(state.tokens[:, done:limit]), bool(state.ended.all())
         yield [_until(row, end) for row in new]
         done = limit
@@ -182,8 +188,8 @@ def _until(tokens: np.ndarray, end: int) -> list[int]:
     return tokens[: ends[0] if ends.size else None].tolist()
 
 
-@partial(jax.jit, static_argnames=("cfg", "sampling", "cache_length"))
-def _prefill(params, tokens, lengths, seed, end, cfg, sampling, cache_length) -> _State:
+@partial(jax.jit, static_argnames=("cache_length", "cfg", "sampling", "vocab_size"))
+def _prefill(params, tokens, lengths, seed, end, cache_length, cfg, sampling, vocab_size) -> _State:
     """Reads the prompts [B, T] and draws the first token of each."""
     B = tokens.shape[0]
     cache = KVCache.create(cfg, B, cache_length)
@@ -196,11 +202,11 @@ def _prefill(params, tokens, lengths, seed, end, cfg, sampling, cache_length) ->
         keys=keys,
         cache=cache,
     )
-    return _append(state, logits, end, sampling)
+    return _append(state, logits[:, :vocab_size], end, sampling)
 
 
-@partial(jax.jit, static_argnames=("cfg", "sampling"), donate_argnames="state")
-def _decode(params, state, limit, end, cfg, sampling) -> _State:
+@partial(jax.jit, static_argnames=("cfg", "sampling", "vocab_size"), donate_argnames="state")
+def _decode(params, state, limit, end, cfg, sampling, vocab_size) -> _State:
     """Draws until every sequence has `limit` tokens or has ended."""
     B = state.ended.shape[0]
 
@@ -209,7 +215,7 @@ def _decode(params, state, limit, end, cfg, sampling) -> _State:
         logits, cache = GPT(cfg).apply(
             {"params": params}, last, jnp.ones(B, jnp.int32), state.cache, method=GPT.extend
         )
-        return _append(state.replace(cache=cache), logits, end, sampling)
+        return _append(state.replace(cache=cache), logits[:, :vocab_size], end, sampling)
 
     def unfinished(state: _State) -> jax.Array:
         return (state.step < limit) & ~state.ended.all()
@@ -242,6 +248,11 @@ def _print_stream(tokenizer: Tokenizer, prompt: str, chunks: Iterator[list[list[
 def main() -> None:
     """Continues `--prompt` in `--num_samples` ways."""
     args = flags.FLAGS
+    if args.temperature == 0.0:
+        for name in ("top_k", "top_p", "seed"):
+            cli.refuse_ignored(name, "--temperature=0 always takes the likeliest token")
+    if args.hf:
+        cli.refuse_ignored("checkpoint", "--hf holds a single one")
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     prompt = tokenizer.encode(args.prompt).tolist()
     if not prompt:
@@ -256,6 +267,7 @@ def main() -> None:
         sampling=Sampling(args.temperature, args.top_k, args.top_p),
         seed=args.seed,
         eot=tokenizer.eot,
+        vocab_size=tokenizer.vocab_size,
         chunk=8 if args.num_samples == 1 else 0,
     )
     if args.num_samples == 1:

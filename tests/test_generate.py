@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from gpt2 import generate as generate_module
+from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
 from gpt2.generate import Sampling, generate, stream
 from gpt2.model import GPT, GPTConfig
+from gpt2.parallel.mesh import make_mesh
+from gpt2.parallel.rules import spread_activations
 from gpt2.utils.scan import stack_layers
 
 CFG = GPTConfig(vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32)
@@ -137,11 +140,33 @@ def test_truncated_sampling_draws_all_that_is_allowed_and_nothing_else(sampling,
     assert set(draw(sampling, np.log([0.5, 0.3, 0.15, 0.05])).tolist()) == allowed
 
 
-def test_no_padded_vocabulary_is_ever_sampled():
-    params = make_params()
-    hot = Sampling(temperature=100.0)  # nearly uniform over all that can be drawn
-    rows = generate(params, CFG, [[1]] * 32, max_new_tokens=60, sampling=hot)
-    assert {token for row in rows for token in row} == set(range(CFG.vocab_size))
+@pytest.mark.parametrize("temperature", [0.0, 100.0])
+def test_tokens_that_the_tokenizer_lacks_are_never_drawn(temperature):
+    """The model likes its last ten tokens best: left alone it draws them, limited it does not."""
+    cfg = dataclasses.replace(CFG, tie_embeddings=False)
+    params = make_params(cfg)
+    # Zero scale leaves the bias as the hidden state everywhere, so that logits are known.
+    ln_f = jax.tree.map(jnp.zeros_like, params["ln_f"]) | {"bias": jnp.ones(32)}
+    head = jnp.zeros((61, 32)).at[51:].set(20.0)
+    params = params | {"ln_f": ln_f, "lm_head": {"embedding": head}}
+    kwargs = dict(max_new_tokens=60, sampling=Sampling(temperature=temperature))
+    free = set(itertools.chain(*generate(params, cfg, [[1]] * 16, **kwargs)))
+    assert free & set(range(51, 61))
+    limited = set(itertools.chain(*generate(params, cfg, [[1]] * 16, vocab_size=51, **kwargs)))
+    assert limited == ({0} if temperature == 0.0 else set(range(51)))
+
+
+def test_no_padding_of_the_vocabulary_is_ever_a_logit():
+    """In a tensor layout the head is padded with zeros, which beat logits that are negative."""
+    cfg = dataclasses.replace(CFG, tie_embeddings=False)
+    params = make_params(cfg)
+    ln_f = jax.tree.map(jnp.zeros_like, params["ln_f"]) | {"bias": jnp.ones(32)}
+    params = params | {"ln_f": ln_f, "lm_head": {"embedding": -jnp.ones((61, 32))}}
+    mesh = make_mesh(ParallelConfig(data=4, tensor=2))
+    with jax.set_mesh(mesh), spread_activations(mesh):
+        logits = jax.jit(GPT(cfg).apply)({"params": params}, jnp.zeros((4, 8), jnp.int32))
+    chex.assert_shape(logits, (4, 8, 61))
+    assert logits.max() < -31
 
 
 def test_cache_holds_what_the_config_says():

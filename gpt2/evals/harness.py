@@ -17,9 +17,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from gpt2.errors import UserError
 from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
-from gpt2.generate import Sampling, stream
-from gpt2.model import GPT
-from gpt2.weights import load_model
 
 PROMPTS_PER_BATCH = 8
 TOKENS_PER_CHUNK = 16  # generated between two looks for a stop sequence
@@ -48,6 +45,11 @@ class HarnessModel(LM):
         max_batch_size: Any = None,
         device: Any = None,
     ):
+        # The adapter stands with the tasks but is a command: what only commands use is brought in
+        # here, so that gpt2.evals needs none of it.
+        from gpt2.model import GPT
+        from gpt2.weights import load_model
+
         super().__init__()
         self._cfg, self._params, self._tokenizer = load_model(workdir, hf, checkpoint)
         if self._tokenizer.eot is None:
@@ -111,6 +113,8 @@ class HarnessModel(LM):
         return texts
 
     def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
+        from gpt2.generate import Sampling, stream
+
         options = normalize_gen_kwargs(options)
         max_new_tokens, stops = options["max_gen_toks"], [s for s in options["until"] if s]
         room = self._cfg.context_length - max_new_tokens
@@ -134,6 +138,7 @@ class HarnessModel(LM):
             sampling=sampling,
             seed=self._seed,
             eot=eot,
+            vocab_size=self._tokenizer.vocab_size,
             chunk=TOKENS_PER_CHUNK,
         ):
             for row, new in zip(tokens, chunk, strict=True):

@@ -1,0 +1,55 @@
+"""Flags of eval.py and of generation that would change nothing are refused."""
+
+import json
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import configs.default
+import eval as eval_command
+from gpt2.config import Config
+from gpt2.data.tokenizer import ByteTokenizer
+from gpt2.errors import UserError
+
+
+@pytest.fixture
+def give():
+    """Gives flags to eval.py; afterwards they are as before."""
+    with flagsaver.flagsaver():
+        flags.FLAGS.unparse_flags()
+        yield lambda *args: flags.FLAGS(["eval.py", *args])
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        (["--hf=a", "--checkpoint=latest"], "checkpoint"),
+        (["--workdir=a", "--stride=8"], "stride"),
+        (["--workdir=a", "--tasks=lambada", "--stride=8"], "stride"),
+        (["--workdir=a", "--task_dir=b"], "task_dir"),
+        (["--workdir=a", "--tasks=enwik8", "--corpus=pystdlib"], "corpus"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(give, given, refused):
+    give(*given)
+    with pytest.raises(UserError, match=f"--{refused} would be ignored"):
+        eval_command.check_flags()
+
+
+def test_flags_that_count_are_taken(give):
+    give("--workdir=a", "--checkpoint=latest", "--tasks=validation,enwik8", "--stride=8")
+    eval_command.check_flags()
+
+
+def test_another_corpus_is_divided_and_kept_as_the_runs(give, tmp_path):
+    tree = configs.default.get_config()
+    tree.data.update(dict(val_fraction=0.25, data_dir="kept"))
+    (tmp_path / "config.json").write_text(json.dumps(Config.from_dict(tree).to_dict()))
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    give(f"--workdir={tmp_path}", "--corpus=synthetic")
+    data = eval_command.validation_data()
+    assert (data.corpus, data.val_fraction, data.data_dir) == ("synthetic", 0.25, "kept")
+    assert data.tokenizer == str(tmp_path / "tokenizer.json")
+    give(f"--workdir={tmp_path}", "--corpus=tokens:*.bin")
+    assert eval_command.validation_data().tokenizer == "gpt2"
