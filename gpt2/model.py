@@ -28,8 +28,8 @@ from gpt2.utils.scan import scan_layers, stack_layers
 
 __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
 
-# Logits of the loss that exist at a time, in float32: all of those of 10,000 tokens of GPT-2's
-# vocabulary. Products of that size keep any device busy, and a larger batch needs no more memory.
+# Logits that the loss computes at a time, in float32: those of 10,000 tokens of GPT-2's vocabulary.
+# Products of that size keep any device busy, and those of a larger batch need not be held whole.
 LOGITS_BYTES = 2 * 2**30
 
 

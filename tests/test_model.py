@@ -122,7 +122,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_logits():
     np.testing.assert_allclose(total, -jnp.where(targets >= 0, picked, 0).sum(), rtol=1e-5)
 
 
-def test_logits_of_a_large_batch_exist_a_chunk_at_a_time_and_change_nothing(monkeypatch):
+def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothing(monkeypatch):
     params, tokens = init(SMALL), tokens_of(1)
 
     def traced():
