@@ -8,7 +8,6 @@ document's number within the row.
 import functools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -68,11 +67,6 @@ class TrainLoader:
         order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._order = grain.MapDataset.range(self.num_windows).shuffle(seed=order_seed)
         self._offset = functools.lru_cache(8)(self._draw_offset)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps that visit every window once."""
-        return self.num_windows / self._batch_size
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `rows` of the batch of a step, counted from 0."""
@@ -147,20 +141,28 @@ def _document_start(dataset: Dataset) -> int:
     return eot
 
 
-class prefetch:
-    """Iterates over device batches that a background thread gets ready.
+def prefetch(
+    get_batch: Callable[[int], Batch],
+    steps: Iterable[int],
+    put: Callable[[Batch], Any],
+    depth: int = 2,
+) -> "Prefetcher":
+    """Starts a background thread that gets device batches ready.
 
     Args:
         get_batch: the host batch of a step.
         steps: the steps, in order.
         put: takes a host batch to the devices.
         depth: batches that wait ready, at most.
+    """
+    return Prefetcher(get_batch, steps, put, depth)
 
-    Attributes:
-        seconds_waited: how long the consumer has waited for batches so far, in all.
+
+class Prefetcher:
+    """An iterator over the batches of `prefetch`; a context manager that ends its thread.
 
     Raises:
-        Whatever `get_batch` or `put` raises, where the consumer asks for that batch.
+        Whatever getting a batch raises, where the consumer asks for that batch.
     """
 
     _END = object()
@@ -170,9 +172,8 @@ class prefetch:
         get_batch: Callable[[int], Batch],
         steps: Iterable[int],
         put: Callable[[Batch], Any],
-        depth: int = 2,
+        depth: int,
     ):
-        self.seconds_waited = 0.0
         self._ready: queue.Queue = queue.Queue(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(
@@ -180,15 +181,19 @@ class prefetch:
         )
         self._thread.start()
 
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         if self._closed.is_set():
             raise StopIteration
-        begin = time.perf_counter()
         batch, error = self._ready.get()
-        self.seconds_waited += time.perf_counter() - begin
         if batch is self._END:
             self.close()
             raise error

@@ -1,13 +1,14 @@
 """Compile once, ahead of the loop; a second compilation is an error that names what changed."""
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _SHOWN = 8  # changed leaves that an error names
 
@@ -16,54 +17,19 @@ class RecompileError(RuntimeError):
     """A function that is compiled once was about to be compiled again."""
 
 
-class CompileWatch:
-    """Counts XLA compilations by function name, and forbids them once armed; a context manager.
+@contextlib.contextmanager
+def _count_cache_hits() -> Iterator[Counter[str]]:
+    """Counts, under `_CACHE_HIT`, what the persistent compilation cache has meanwhile had."""
+    events: Counter[str] = Counter()
 
-    It listens to `jax.monitoring`, which costs nothing while nothing compiles.
+    def count(event: str, **_: str | int) -> None:
+        events[event] += 1
 
-    Attributes:
-        counts: compilations so far by function, such as `{"jit(train_step)": 1}`.
-        cache_hits: how many of them came from the persistent compilation cache.
-    """
-
-    def __init__(self):
-        self.counts: Counter[str] = Counter()
-        self.cache_hits = 0
-        self._forbidden: frozenset[str] | None = frozenset()
-
-    def arm(self, *names: str) -> None:
-        """From here on, compiling one of these functions, or any if none is named, is an error.
-
-        The error, `RecompileError`, is raised where the compilation happened.
-
-        Args:
-            *names: plain function names, such as `train_step`; jax.pmap calls all of its `_fun`.
-        """
-        self._forbidden = frozenset(names) or None
-
-    def __enter__(self) -> "CompileWatch":
-        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-        jax.monitoring.register_event_listener(self._on_event)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._on_duration)
-        jax.monitoring.unregister_event_listener(self._on_event)
-
-    def _on_event(self, event: str, **_: str | int) -> None:
-        self.cache_hits += event == _CACHE_HIT
-
-    def _on_duration(self, event: str, seconds: float, **details: str | int) -> None:
-        if event != _COMPILED:
-            return
-        name = str(details.get("fun_name", "?"))
-        self.counts[name] += 1
-        plain = name.rpartition("(")[2].rstrip(")")  # jit(train_step) -> train_step
-        if self._forbidden is None or plain in self._forbidden:
-            raise RecompileError(
-                f"{name} was compiled inside the loop ({seconds:.1f} s): an argument's shape, "
-                "dtype, sharding or a static value is not what it was before the loop"
-            )
+    jax.monitoring.register_event_listener(count)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_listener(count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +105,12 @@ def compile_once(function: Any, *arguments: Any, name: str = "") -> CompiledStep
         *arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings; nothing runs.
         name: for messages; the function's own name if left out.
     """
-    with CompileWatch() as watch:
+    with _count_cache_hits() as events:
         began = time.perf_counter()
         compiled = function.lower(*arguments).compile()
         seconds = time.perf_counter() - began
     name = name or getattr(function, "__name__", "function")
-    return CompiledStep(name, compiled, arguments, seconds, cached=watch.cache_hits > 0)
+    return CompiledStep(name, compiled, arguments, seconds, cached=events[_CACHE_HIT] > 0)
 
 
 def _describe(arguments: tuple) -> dict[str, tuple[str, Any, int]]:
