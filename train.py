@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def main() -> int:
     if VISUALIZE.value and is_main:
         visualize(shapes.params, VISUALIZE.value)
     start = distributed.from_main(latest_step(workdir) or 0)
-    state = None if start else initial_state(config, model, backend, init_fn)
+    state = None if start else initial_state(config, model, dataset, backend, init_fn)
     if is_main:
         run_files.write(workdir, config, dataset)
     checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints)
@@ -167,13 +166,11 @@ def main() -> int:
             log(step, {"tokens": step * batch_size * length} | values | clock.read())
 
     def evaluate(params: Any, num_batches: int) -> dict[str, float]:
-        eval_batches = prefetch(
-            lambda index: eval_data.batch(index, eval_rows),
-            range(num_batches),
-            backend.put_batch,
-        )
         targets_per_byte = dataset.splits["validation"].targets_per_byte
-        scores = validate(eval_step, params, eval_batches, targets_per_byte)
+        with prefetch(
+            lambda index: eval_data.batch(index, eval_rows), range(num_batches), backend.put_batch
+        ) as eval_batches:
+            scores = validate(eval_step, params, eval_batches, targets_per_byte)
         if not math.isfinite(scores["eval/loss"]):
             raise DivergedError(step, workdir, checkpointer)
         return scores
@@ -189,7 +186,7 @@ def main() -> int:
     batches = prefetch(
         lambda step: train_data.batch(step, train_rows), range(start, num_steps), backend.put_batch
     )
-    with checkpointer, writer, progress, profiler, closing(batches), StopSignal() as stop:
+    with checkpointer, writer, progress, profiler, batches, StopSignal() as stop:
         with distributed.ends_together(), clock.phase("step"):
             for step in range(start + 1, num_steps + 1):
                 with clock.phase("data wait"):
@@ -247,12 +244,17 @@ def resolve_attention(config: Config) -> str:
 
 
 def initial_state(
-    config: Config, model: GPT, backend: Backend, init_fn: Callable[[jax.Array], TrainState]
+    config: Config,
+    model: GPT,
+    dataset: Dataset,
+    backend: Backend,
+    init_fn: Callable[[jax.Array], TrainState],
 ) -> TrainState:
     """Returns the state before the first step, with the weights of `train.init_from` if given."""
     if not config.train.init_from:
         return backend.init_state(init_fn, init_key(config.seed))
-    params = jax.device_get(load_initial_params(config.train.init_from, model.config))
+    params = load_initial_params(config.train.init_from, model.config, dataset.tokenizer)
+    params = jax.device_get(params)
     state = backend.init_state(init_fn, init_key(config.seed))
     return state.replace(params=jax.device_put(params, backend.state_shardings(state).params))
 
@@ -289,6 +291,7 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
         sampling=Sampling(temperature=0.8, top_k=50),
         seed=config.seed,
         eot=tokenizer.eot,
+        vocab_size=tokenizer.vocab_size,
     )
     rule = "\n" + "-" * 80 + "\n"
     (workdir / "samples.txt").write_text(rule.join(map(tokenizer.decode, texts)) + "\n")

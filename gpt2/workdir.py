@@ -6,7 +6,6 @@ tokenizer.json   the tokenizer, so that the run can be sampled without its corpu
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from gpt2.checkpoint import latest_step
 from gpt2.config import Config, differences, load_config
 from gpt2.data.prepare import Dataset
+from gpt2.data.tokenizer import fingerprint
 from gpt2.errors import UserError
 
 # What may change when a run continues: none of it decides what is learnt, but `train.num_steps`,
@@ -89,13 +89,8 @@ def _describe(dataset: Dataset) -> dict:
         "splits": {name: dataclasses.asdict(split) for name, split in dataset.splits.items()},
         "zlib_bits_per_byte": dataset.zlib_bits_per_byte,
         "tokenizer": dataset.tokenizer.name,
-        "tokenizer_sha256": _fingerprint(dataset),
+        "tokenizer_sha256": fingerprint(dataset.tokenizer),
     }
-
-
-def _fingerprint(dataset: Dataset) -> str:
-    tree = (dataset.directory / "tokenizer.json").read_bytes()
-    return hashlib.sha256(tree).hexdigest()
 
 
 def _write_json(path: Path, tree: dict) -> None:
