@@ -25,7 +25,7 @@ from typing import Any
 from gpt2.architecture import ATTENTIONS, SIZES
 from gpt2.config import REMATS
 from gpt2.errors import UserError, exit_on_user_error, require_choice
-from gpt2.utils.allocation import huge_page_environment
+from gpt2.utils.allocation import cpu_environment
 from gpt2.utils.turns import Player
 
 PEERS = ("torch", "torch_compile", "hf", "hf_compile")
@@ -114,7 +114,7 @@ def measure(
         rounds: how many turns each has after its warm-up.
         seconds: how long a turn lasts at least.
     """
-    environment = os.environ | huge_page_environment()  # for the peers too: it serves them as well
+    environment = os.environ | cpu_environment()  # huge pages serve the peers as well
     argument = json.dumps(case)
     commands = {OURS: ["gpt2.benchmark_worker", argument]}
     commands |= {peer: ["gpt2.benchmark_peers", peer, argument] for peer in peers}

@@ -31,6 +31,7 @@ __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
 # Logits that the loss computes at a time, in float32: those of 10,000 tokens of GPT-2's vocabulary.
 # Products of that size keep any device busy, and those of a larger batch need not be held whole.
 LOGITS_BYTES = 2 * 2**30
+CPU_LOGITS_BYTES = 2**27  # a CPU is as fast with far fewer, and has the memory for other uses
 
 
 @struct.dataclass
@@ -234,7 +235,9 @@ def num_params(params: Any) -> int:
 
 
 def _positions_at_once(batch_size: int, length: int, vocab_size: int) -> int:
-    """Returns how many positions' logits fit in `LOGITS_BYTES`; 0: all `length` of them."""
-    fitting = max(1, LOGITS_BYTES // (4 * batch_size * vocab_size))
+    """Returns how many positions' logits are computed at a time; 0: all `length` of them."""
+    on_cpu = jax.default_backend() == "cpu"
+    budget = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if on_cpu else LOGITS_BYTES
+    fitting = max(1, budget // (4 * batch_size * vocab_size))
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
     return 0 if length <= fitting else 1 << fitting.bit_length() - 1

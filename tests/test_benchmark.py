@@ -66,13 +66,17 @@ def test_a_player_that_ends_early_is_a_user_error():
         player.play(1)
 
 
-def test_huge_pages_are_asked_for_once_beside_other_tunables(monkeypatch):
-    monkeypatch.setattr(allocation, "_kernel_offers_them", lambda: True)
+def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
+    monkeypatch.setattr(allocation, "_kernel_offers_huge_pages", lambda: True)
+    monkeypatch.setattr(allocation, "_xla_knows_order", lambda: True)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
-    asked = allocation.huge_page_environment()
-    assert asked == {"GLIBC_TUNABLES": "glibc.malloc.check=3:glibc.malloc.hugetlb=1"}
-    monkeypatch.setenv("GLIBC_TUNABLES", asked["GLIBC_TUNABLES"])
-    assert allocation.huge_page_environment() == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    asked = allocation.cpu_environment()
+    assert asked["GLIBC_TUNABLES"] == "glibc.malloc.check=3:glibc.malloc.hugetlb=1"
+    assert asked["XLA_FLAGS"].startswith("--xla_cpu_max_isa=AVX2 --xla_cpu_scheduler_type=")
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert allocation.cpu_environment() == {}
 
 
 def test_table_shows_every_contestant_and_its_ratio():

@@ -37,6 +37,8 @@ def _fwd(x):
 
 
 def _bwd(x, dy):
+    # Without a barrier XLA sees the forward pass's exponentials in these, and keeps them for here.
+    x = jax.lax.optimization_barrier(x)
     x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
     z = _exp_minus_2u(x32)
     sigmoid = 1.0 / (1.0 + z)
