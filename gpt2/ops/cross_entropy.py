@@ -70,40 +70,41 @@ def cross_entropy_reference(
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _loss_sum(hidden, embedding, targets, vocab_size, logit_softcap, dtype, chunk):
     embedding = embedding.astype(dtype)
-    loss = jnp.float32(0.0)
-    for rows in _chunks(hidden.shape[1], chunk):
-        logits = _logits(hidden[:, rows], embedding, vocab_size, logit_softcap)
+
+    def add_chunk(loss, rows):
+        hidden, targets = rows
+        logits = _logits(hidden, embedding, vocab_size, logit_softcap)
         _, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden[:, rows], embedding, targets[:, rows], logit_softcap)
-        nll = highest + jnp.log(normaliser) - target
-        loss += jnp.where(targets[:, rows, None] >= 0, nll, 0.0).sum()
-    return loss
+        target = _target_logits(hidden, embedding, targets, logit_softcap)
+        return loss + _nll_sum(normaliser, highest, target, targets), None
+
+    return _scan(add_chunk, jnp.float32(0.0), hidden, targets, chunk)[0]
 
 
 def _loss_sum_fwd(hidden, embedding, targets, vocab_size, logit_softcap, dtype, chunk):
     weights = embedding.astype(dtype)
-    loss = jnp.float32(0.0)
-    dembedding = jnp.zeros((), jnp.float32)
-    dhidden = []
-    for rows in _chunks(hidden.shape[1], chunk):
-        logits = _logits(hidden[:, rows], weights, vocab_size, logit_softcap)
+
+    def add_chunk(sums, rows):
+        loss, dembedding = sums
+        hidden, targets = rows
+        logits = _logits(hidden, weights, vocab_size, logit_softcap)
         exponentials, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden[:, rows], weights, targets[:, rows], logit_softcap)
-        nll = highest + jnp.log(normaliser) - target
-        valid = targets[:, rows, None] >= 0
-        loss += jnp.where(valid, nll, 0.0).sum()
+        target = _target_logits(hidden, weights, targets, logit_softcap)
+        loss += _nll_sum(normaliser, highest, target, targets)
         # A comparison takes the place of a scatter: it joins the same pass over the logits, and
         # it splits without communication when V is spread over devices.
-        column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-        is_target = column == targets[:, rows, None]
-        dlogits = exponentials * jnp.where(valid, 1.0 / normaliser, 0.0) - is_target
+        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+        factor = jnp.where(targets[..., None] >= 0, 1.0 / normaliser, 0.0)
+        dlogits = exponentials * factor - is_target
         if logit_softcap:
             dlogits *= 1.0 - (logits / logit_softcap) ** 2
         dlogits = dlogits.astype(dtype)
-        dhidden.append(_dot(dlogits, weights, (2,), (0,)).astype(dtype))
-        dembedding += _dot(dlogits, hidden[:, rows], (0, 1), (0, 1))
-    residuals = jnp.concatenate(dhidden, axis=1), dembedding.astype(embedding.dtype)
-    return loss, residuals
+        dembedding += _dot(dlogits, hidden, (0, 1), (0, 1))
+        return (loss, dembedding), _dot(dlogits, weights, (2,), (0,)).astype(dtype)
+
+    sums = jnp.float32(0.0), jnp.zeros(embedding.shape, jnp.float32)
+    (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
+    return loss, (dhidden, dembedding.astype(embedding.dtype))
 
 
 def _loss_sum_bwd(vocab_size, logit_softcap, dtype, chunk, residuals, dloss):
@@ -118,10 +119,24 @@ def _loss_sum_bwd(vocab_size, logit_softcap, dtype, chunk, residuals, dloss):
 _loss_sum.defvjp(_loss_sum_fwd, _loss_sum_bwd)
 
 
-def _chunks(length, chunk):
-    """Slices that cover `length` positions, `chunk` at a time."""
-    chunk = chunk or length
-    return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+def _scan(add_chunk, sums, hidden, targets, chunk):
+    """Scans over chunks of positions, and returns the sums and the rows of outputs `[B, T, ...]`.
+
+    A loop, since XLA would keep the terms of all chunks' sums to add them at once.
+    """
+    B, T, D = hidden.shape
+    if not chunk or chunk >= T:
+        return add_chunk(sums, (hidden, targets))
+    num_chunks = -(-T // chunk)
+    padding = num_chunks * chunk - T
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+    targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
+    rows = hidden.reshape(B, num_chunks, chunk, D), targets.reshape(B, num_chunks, chunk)
+    rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
+    sums, outputs = jax.lax.scan(add_chunk, sums, rows)
+    if outputs is not None:
+        outputs = jnp.swapaxes(outputs, 0, 1).reshape(B, -1, D)[:, :T]
+    return sums, outputs
 
 
 def _logits(hidden, embedding, vocab_size, logit_softcap):
@@ -144,6 +159,12 @@ def _softmax(logits):
     highest = logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - highest)
     return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
+
+
+def _nll_sum(normaliser, highest, target_logits, targets):
+    """The loss, summed over positions that have a target."""
+    nll = highest + jnp.log(normaliser) - target_logits
+    return jnp.where(targets[..., None] >= 0, nll, 0.0).sum()
 
 
 def _target_logits(hidden, embedding, targets, logit_softcap):
