@@ -75,7 +75,11 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL, devices=None):
             "num_heads=4 does not split over parallel.tensor=8.*tensor=4",
         ),
         (8, dict(parallel__backend="pmap", parallel__data=4), "takes 4 devices.*data=8"),
-        (512, dict(parallel__fsdp=512), "embed_dim=256 does not split over .*fsdp=512.*fsdp=256"),
+        (
+            512,
+            dict(parallel__fsdp=512, model__embed_dim=256),
+            "embed_dim=256 does not split over .*fsdp=512.*fsdp=256",
+        ),
         (8, dict(data__batch_size=20), "batch_size=20 does not split .*data=8.* Use .*=16"),
         (
             8,
