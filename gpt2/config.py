@@ -220,12 +220,6 @@ class Config:
                 "Use --config.data.batch_size="
                 f"{max(1, round(batch_size / accumulate_steps)) * accumulate_steps}",
             )
-        if self.optim.warmup_steps > self.train.num_steps:
-            raise UserError(
-                f"optim.warmup_steps={self.optim.warmup_steps} is more than "
-                f"train.num_steps={self.train.num_steps}: the learning rate would never arrive",
-                f"Use --config.optim.warmup_steps={self.train.num_steps // 10}",
-            )
 
     @classmethod
     def from_dict(cls, tree: Mapping | ConfigDict) -> "Config":

@@ -90,7 +90,6 @@ def test_wrong_type_names_the_type():
         ({"train__accumulate_steps": 7}, r"does not split into.*batch_size=483"),
         ({"optim__schedule": "constant"}, r"would ignore optim\.end_learning_rate"),
         ({"optim__end_learning_rate": 1.0}, r"is above optim\.learning_rate"),
-        ({"optim__warmup_steps": 700_000}, r"more than train\.num_steps"),
         ({"train__init_from": "somewhere"}, "names no source of weights"),
         ({"parallel__data": 0}, "no number of devices"),
         ({"parallel__fsdp": -1}, "only one axis can take the rest"),

@@ -69,7 +69,9 @@ def describe_run(
             "compiled": f"in {train_step.compile_seconds:.1f} s{cached}",
         },
         "run": {
-            "steps": f"{start} to {train.num_steps}" if start else str(train.num_steps),
+            "steps": (f"{start} to " if start else "") + str(train.num_steps),
+            "warm-up": f"{config.optim.warmup_steps} steps"
+            + (", more than the run has" if config.optim.warmup_steps > train.num_steps else ""),
             "workdir": str(workdir),
         },
     }
