@@ -232,6 +232,7 @@ def main() -> int:
     params = gather(state.params, backend.mesh)
     if is_main:
         write_samples(workdir, config, dataset, params)
+        print(f"see loss.png and samples.txt in {workdir}")
     return 0
 
 

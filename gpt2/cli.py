@@ -1,5 +1,6 @@
 """What every command shares: flags whose mistakes give one line, and settings before JAX starts."""
 
+import itertools
 import os
 import re
 import runpy
@@ -69,7 +70,7 @@ def config_name() -> str:
 
 def _parse_flags(argv: list[str]) -> list[str]:
     known = _config_options()
-    for arg, following in zip(argv[1:], [*argv[2:], ""], strict=True):
+    for arg, following in itertools.pairwise([*argv[1:], ""]):
         option = re.match(r"--?config\.([^=]+)", arg)
         if option and option[1] not in known:
             raise unknown_option(f"--config.{option[1]}", [f"--config.{name}" for name in known])

@@ -263,7 +263,7 @@ def main() -> None:
         params,
         cfg,
         [prompt] * args.num_samples,
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=args.max_new_tokens or min(200, max(1, cfg.context_length - len(prompt))),
         sampling=Sampling(args.temperature, args.top_k, args.top_p),
         seed=args.seed,
         eot=tokenizer.eot,
@@ -282,7 +282,9 @@ if __name__ == "__main__":
     flags.DEFINE_string("hf", None, "Directory of a Hugging Face GPT-2, in place of --workdir.")
     flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
     flags.DEFINE_string("prompt", "", "Text to continue.")
-    flags.DEFINE_integer("max_new_tokens", 200, "At most so many tokens.", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_new_tokens", 0, "At most so many tokens; 0: 200, or what fits.", lower_bound=0
+    )
     flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: always the likeliest token.")
     flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")

@@ -63,7 +63,8 @@ def describe_run(
             "processes": str(jax.process_count()),
         },
         "step": {
-            "tokens": f"{format_count(tokens)} in {train.accumulate_steps} micro-batches",
+            "tokens": format_count(tokens)
+            + (f" in {train.accumulate_steps} micro-batches" if train.accumulate_steps > 1 else ""),
             "memory": f"{format_bytes(memory.peak)} per device" if memory else "unknown",
             "FLOPs": f"{format_count(flops)} by the model's formula, {compiled} as compiled",
             "compiled": f"in {train_step.compile_seconds:.1f} s{cached}",
