@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -79,25 +80,32 @@ def initialize(
             f"--process_index={process_index} is not one of --num_processes={num_processes}",
             f"Count from 0 to {max(num_processes - 1, 0)}",
         )
+    if process_index == 0:
+        _check_port(coordinator)
     # The runtime waits for the others in silence, and ends the process if they do not come.
     print(
         f"process {process_index} of {num_processes} waits for the others at {coordinator}",
         file=sys.stderr,
         flush=True,
     )
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_index,
+        cluster_detection_method="deactivate",  # or a launcher might hide devices
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    )
+    _explain_aborts()
+
+
+def _check_port(coordinator: str) -> None:
+    """Refuses a port that is taken: the runtime crashes on one, on some machines."""
     try:
-        jax.distributed.initialize(
-            coordinator,
-            num_processes,
-            process_index,
-            cluster_detection_method="deactivate",  # or a launcher might hide devices
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        )
-    except jax.errors.JaxRuntimeError as error:
+        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+    except (OSError, OverflowError) as error:
         raise UserError(
             f"process 0 cannot listen at {coordinator} ({error})", "Choose another port"
         ) from error
-    _explain_aborts()
 
 
 @contextlib.contextmanager
