@@ -42,6 +42,7 @@ from gpt2.telemetry.profiler import Profiler
 from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.summary import describe_run
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
+from gpt2.utils.allocation import restart_for_cpu
 from gpt2.utils.prng import init_key
 from gpt2.weights import load_initial_params
 
@@ -62,6 +63,7 @@ def main() -> int:
     if PLAN.value or PLAN_DEVICES.value:
         print_plan(config, PLAN_DEVICES.value)
         return 0
+    restart_for_cpu()
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)

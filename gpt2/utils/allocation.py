@@ -8,6 +8,7 @@ Order: by default XLA:CPU orders a program for the most parallelism, and holds v
 their use. Two cores gain nothing from it; ordered for memory, a step of 124M needs a quarter less.
 """
 
+import importlib.util
 import os
 import sys
 from importlib.metadata import version
@@ -29,15 +30,22 @@ def cpu_environment() -> dict[str, str]:
 
 
 def restart_for_cpu() -> None:
-    """Starts this program again, once, with the variables that it lacks, and says so.
+    """Sets what a CPU run lacks. If the C library has to see it, starts this program again, once.
 
-    To be called before anything is under way: whatever the process holds is lost.
+    Does nothing where JAX may have more than CPUs. To be called before JAX has devices, which is
+    when XLA reads its variable, and before anything is under way: what the process holds is lost.
     """
-    environment = cpu_environment()
-    if environment:
-        settings = " ".join(f"{name}='{value}'" for name, value in environment.items())
-        print(f"Restarting with {settings}", file=sys.stderr, flush=True)
-        os.execve(sys.executable, sys.orig_argv, os.environ | environment)
+    environment = {} if _may_have_accelerators() else cpu_environment()
+    os.environ |= environment
+    if "GLIBC_TUNABLES" in environment:
+        print(f"restarting with GLIBC_TUNABLES={environment['GLIBC_TUNABLES']}", flush=True)
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def _may_have_accelerators() -> bool:
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        return platforms != "cpu"
+    return any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
 
 
 def _kernel_offers_huge_pages() -> bool:
