@@ -26,7 +26,7 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     if (directory / "tokenizer.json").is_file():
         tokenizer = ours.load(directory / "tokenizer.json")
     elif all(file.is_file() for file in files):
-        tokenizer = _from_tree(_byte_level(models.BPE.from_file(*map(str, files))))
+        tokenizer = _from_tree(_byte_level(_read_bpe(files)))
     elif cfg.vocab_size == ours.GPT2_END_OF_TEXT + 1:
         tokenizer = ours.gpt2_tokenizer()
     else:
@@ -40,6 +40,16 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
             "Put the tokenizer there that the model was trained with",
         )
     return tokenizer
+
+
+def _read_bpe(files: list[Path]) -> models.BPE:
+    try:
+        return models.BPE.from_file(*map(str, files))
+    except Exception as error:  # the library raises no narrower kind
+        names = " and ".join(file.name for file in files)
+        raise UserError(
+            f"{files[0].parent}: {names} are no tokenizer ({error})", "Download both again"
+        ) from None
 
 
 def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: int) -> None:

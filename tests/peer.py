@@ -6,13 +6,20 @@ writes them to tests/golden/, with torch and transformers installed (the extra `
 the tests know them on machines without.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from gpt2.hf_names import hf_shape, load_config, tensors
 from gpt2.utils.tensor_files import write_safetensors
+
+needs_peers = pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="needs PyTorch and transformers: pip install -e '.[peers]'",
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 NUM_NEW = 64

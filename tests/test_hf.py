@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import pickle
@@ -18,20 +17,16 @@ import pytest
 
 from gpt2 import hf
 from gpt2.config import GPTConfig
-from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, train_bpe
+from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer
 from gpt2.errors import UserError
 from gpt2.generate import Sampling, generate
 from gpt2.hf_names import hf_shape, tensors
-from gpt2.hf_tokenizer import load_tokenizer, save_tokenizer
+from gpt2.hf_tokenizer import save_tokenizer
 from gpt2.model import GPT
 from gpt2.utils.scan import stack_layers
 from gpt2.utils.tensor_files import read_safetensors, read_torch, write_safetensors
 from gpt2.weights import load_initial_params, load_model
 
-needs_peers = pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
-    reason="needs PyTorch and transformers: pip install -e '.[peers]'",
-)
 SMALL = ["tied", "untied"]
 BIG = pytest.param("124m", marks=pytest.mark.slow)
 
@@ -80,7 +75,7 @@ def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
     assert ours["generated"] == golden["generated"]
 
 
-@needs_peers
+@peer.needs_peers
 @pytest.mark.parametrize("name", [*SMALL, BIG])
 def test_imported_weights_give_pytorchs_logits_gradients_and_tokens(name, tmp_path):
     directory = peer.write_model(tmp_path, name)
@@ -289,51 +284,6 @@ def test_nothing_that_exists_is_overwritten(tmp_path):
     cfg, params = hf.load(peer.write_model(tmp_path / "source", "tied"))
     with pytest.raises(UserError, match="exists already"):
         hf.save(tmp_path / "source", cfg, params)
-
-
-TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
-
-
-def make_tokenizers():
-    characters = "".join(sorted(set(TEXT)))
-    return {
-        "gpt2": gpt2_tokenizer(),
-        "byte": ByteTokenizer(),
-        "char": CharTokenizer(characters, has_eot=True),
-        "char, one text": CharTokenizer(characters, has_eot=False),
-        "bpe": train_bpe(300, [TEXT * 20]),
-    }
-
-
-@pytest.mark.parametrize("name", list(make_tokenizers()))
-def test_exported_tokenizer_reads_and_writes_the_same_text(name, tmp_path):
-    tokenizer = make_tokenizers()[name]
-    save_tokenizer(tmp_path, tokenizer, 64)
-    loaded = load_tokenizer(tmp_path, GPTConfig(vocab_size=tokenizer.vocab_size))
-    ids = tokenizer.encode(TEXT)
-    np.testing.assert_array_equal(loaded.encode(TEXT), ids)
-    assert loaded.decode(ids) == TEXT
-    assert loaded.eot == tokenizer.eot
-
-
-@needs_peers
-@pytest.mark.parametrize("name", list(make_tokenizers()))
-def test_transformers_loads_an_export_with_nothing_missing(name, tmp_path):
-    from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
-
-    tokenizer = make_tokenizers()[name]
-    cfg = GPTConfig(
-        vocab_size=tokenizer.vocab_size, context_length=64, num_layers=1, num_heads=2, embed_dim=8
-    )
-    params = jax.jit(GPT(cfg).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    hf.save(tmp_path / "out", cfg, params, tokenizer)
-    _, info = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == (
-        tokenizer.encode(TEXT).tolist()
-    )
-    (answer,) = pipeline("text-generation", str(tmp_path / "out"))("Hello", max_new_tokens=2)
-    assert answer["generated_text"].startswith("Hello")
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

@@ -1,0 +1,67 @@
+"""Tokenizers into Hugging Face's files and out of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peer
+import pytest
+
+from gpt2 import hf
+from gpt2.config import GPTConfig
+from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, train_bpe
+from gpt2.errors import UserError
+from gpt2.hf_tokenizer import load_tokenizer, save_tokenizer
+from gpt2.model import GPT
+
+TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
+
+
+def make_tokenizers():
+    characters = "".join(sorted(set(TEXT)))
+    return {
+        "gpt2": gpt2_tokenizer(),
+        "byte": ByteTokenizer(),
+        "char": CharTokenizer(characters, has_eot=True),
+        "char, one text": CharTokenizer(characters, has_eot=False),
+        "bpe": train_bpe(300, [TEXT * 20]),
+    }
+
+
+@pytest.mark.parametrize("name", list(make_tokenizers()))
+def test_exported_tokenizer_reads_and_writes_the_same_text(name, tmp_path):
+    tokenizer = make_tokenizers()[name]
+    save_tokenizer(tmp_path, tokenizer, 64)
+    loaded = load_tokenizer(tmp_path, GPTConfig(vocab_size=tokenizer.vocab_size))
+    ids = tokenizer.encode(TEXT)
+    np.testing.assert_array_equal(loaded.encode(TEXT), ids)
+    assert loaded.decode(ids) == TEXT
+    assert loaded.eot == tokenizer.eot
+
+
+@peer.needs_peers
+@pytest.mark.parametrize("name", list(make_tokenizers()))
+def test_transformers_loads_an_export_with_nothing_missing(name, tmp_path):
+    from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
+
+    tokenizer = make_tokenizers()[name]
+    cfg = GPTConfig(
+        vocab_size=tokenizer.vocab_size, context_length=64, num_layers=1, num_heads=2, embed_dim=8
+    )
+    params = jax.jit(GPT(cfg).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    hf.save(tmp_path / "out", cfg, params, tokenizer)
+    _, info = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == (
+        tokenizer.encode(TEXT).tolist()
+    )
+    (answer,) = pipeline("text-generation", str(tmp_path / "out"))("Hello", max_new_tokens=2)
+    assert answer["generated_text"].startswith("Hello")
+
+
+@pytest.mark.parametrize("damage", ["{", '{"a": 0}'])
+def test_damaged_vocabulary_is_told_in_one_line(damage, tmp_path):
+    (tmp_path / "vocab.json").write_text(damage)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(UserError, match=r"vocab.json and merges.txt are no tokenizer") as raised:
+        load_tokenizer(tmp_path, GPTConfig(vocab_size=3))
+    assert "\n" not in str(raised.value)
