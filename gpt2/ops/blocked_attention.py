@@ -6,7 +6,9 @@ forward pass keeps a running maximum and normaliser of each row; the backward pa
 scores again from the saved log of the normaliser. No array of T x T ever exists.
 
 Below, g is a group of sequences, small enough that its tile fits the second-level cache, and
-arrays are `[blocks, g, N, block, H]`: taking a block is then taking contiguous memory.
+arrays are `[blocks, g, N, block, H]`: taking a block is then taking contiguous memory. They hold
+16-bit floats as plain bits: XLA:CPU moves those of its own type by way of float32, which would cost
+as much as a third of the products do.
 """
 
 import jax
@@ -17,98 +19,113 @@ TILE = 2**19  # most scores in a tile: 2 MB of float32, the second-level caches 
 NEVER = -1e30  # the score of what must not be seen; finite, since -inf minus -inf is no number
 
 
+@jax.custom_vjp
 def blocked_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None
 ) -> jax.Array:
     """`attention` in tiles: `[B, T, N, H]` each, `segments` `[B, T]` int32 or none."""
-    B, T, N, _ = q.shape
-    num_blocks = -(-T // BLOCK)
-    block = -(-T // num_blocks)
-    group = max(g for g in range(1, B + 1) if B % g == 0 and (g == 1 or g * N * block**2 <= TILE))
-
-    def split(x):  # [B, T, ...] -> [groups, blocks, g, block, ...]
-        x = jnp.pad(x, ((0, 0), (0, num_blocks * block - T)) + ((0, 0),) * (x.ndim - 2))
-        x = x.reshape(B // group, group, num_blocks, block, *x.shape[2:])
-        return jnp.swapaxes(x, 1, 2)
-
-    heads_first = [jnp.swapaxes(split(x), 3, 4) for x in (q, k, v)]
-    out = _blocked(*heads_first, None if segments is None else split(segments))
-    out = jnp.moveaxis(out, (2, 1, 4), (1, 2, 3))  # [groups, g, blocks, block, N, H]
-    return out.reshape(B, num_blocks * block, N, -1)[:, :T]
-
-
-@jax.custom_vjp
-def _blocked(q, k, v, segments):
-    return jax.lax.map(lambda args: _forward(*args)[0], (q, k, v, segments))
+    return _blocked_fwd(q, k, v, segments)[0]
 
 
 def _blocked_fwd(q, k, v, segments):
-    out, log_normaliser = jax.lax.map(lambda args: _forward(*args), (q, k, v, segments))
-    return out, (q, k, v, segments, out, log_normaliser)
+    inputs = [None if x is None else _split(x, *q.shape[:3]) for x in (q, k, v, segments)]
+    out, log_normaliser = jax.lax.map(lambda args: _forward(*args, q.dtype), inputs)
+    return _join(out, q), (*inputs, out, log_normaliser)
 
 
 def _blocked_bwd(residuals, dout):
-    dq, dk, dv = jax.lax.map(lambda args: _backward(*args), (*residuals, dout))
-    return dq, dk, dv, None
+    arguments = (*residuals, _split(dout, *dout.shape[:3]))
+    gradients = jax.lax.map(lambda args: _backward(*args, dout.dtype), arguments)
+    return *(_join(x, dout) for x in gradients), None
 
 
-_blocked.defvjp(_blocked_fwd, _blocked_bwd)
+blocked_attention.defvjp(_blocked_fwd, _blocked_bwd)
 
 
-def _forward(q, k, v, segments):
+def _split(x, B, T, N):
+    """`[B, T, N, H]` to the bits of `[groups, blocks, g, N, block, H]`; `[B, T]` likewise."""
+    num_blocks = -(-T // BLOCK)
+    block = -(-T // num_blocks)
+    group = max(g for g in range(1, B + 1) if B % g == 0 and (g == 1 or g * N * block**2 <= TILE))
+    x = jnp.pad(_bits(x), ((0, 0), (0, num_blocks * block - T)) + ((0, 0),) * (x.ndim - 2))
+    x = x.reshape(B // group, group, num_blocks, block, *x.shape[2:])
+    return x.transpose((0, 2, 1, 4, 3, 5) if x.ndim == 6 else (0, 2, 1, 3))
+
+
+def _join(x, like):
+    """The inverse of `_split`, to the shape and type of `like` `[B, T, N, H]`."""
+    B, T, N, H = like.shape
+    x = x.transpose(0, 2, 1, 4, 3, 5).reshape(B, -1, N, H)
+    return _floats(x[:, :T], like.dtype)
+
+
+def _bits(x):
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if is_narrow else x
+
+
+def _floats(x, dtype):
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _forward(q, k, v, segments, dtype):
     """Returns the output `[blocks, g, N, block, H]` and log of the normaliser `[..., block, 1]`."""
 
     def rows(i):
+        query = _floats(q[i], dtype)
+
         def tile(j, carry):
             highest, normaliser, out = carry
-            scores = _dot("gnth,gnsh->gnts", q[i], k[j]) * q.shape[-1] ** -0.5
+            scores = _dot("gnth,gnsh->gnts", query, _floats(k[j], dtype)) * q.shape[-1] ** -0.5
             scores = jnp.where(_visible(i, j, q.shape[3], segments), scores, NEVER)
             new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
             weights = jnp.exp(scores - new_highest)
             shrink = jnp.exp(highest - new_highest)
             normaliser = normaliser * shrink + weights.sum(axis=-1, keepdims=True)
-            out = out * shrink + _dot("gnts,gnsh->gnth", weights.astype(v.dtype), v[j])
-            return new_highest, normaliser, out
+            weighted = _dot("gnts,gnsh->gnth", weights.astype(dtype), _floats(v[j], dtype))
+            return new_highest, normaliser, out * shrink + weighted
 
         column = jnp.zeros((*q.shape[1:4], 1), jnp.float32)
         start = column + NEVER, column, jnp.zeros(q.shape[1:], jnp.float32)
         highest, normaliser, out = jax.lax.fori_loop(0, i + 1, tile, start)
-        return (out / normaliser).astype(q.dtype), highest + jnp.log(normaliser)
+        return _bits((out / normaliser).astype(dtype)), highest + jnp.log(normaliser)
 
     return jax.lax.map(rows, jnp.arange(q.shape[0]))
 
 
-def _backward(q, k, v, segments, out, log_normaliser, dout):
-    """Returns the gradients of `q`, `k` and `v`.
+def _backward(q, k, v, segments, out, log_normaliser, dout, dtype):
+    """Returns the gradients of `q`, `k` and `v`, as bits.
 
     Tiles are transposed here, keys by queries, and the gradient of the queries is summed
     transposed: so every product takes its operands as they lie in memory.
     """
     scale = q.shape[-1] ** -0.5
     k_transposed = jnp.swapaxes(k, -1, -2)
-    delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[..., None, :]  # [blocks, g, N, 1, block]
+    delta = _floats(dout, dtype).astype(jnp.float32) * _floats(out, dtype)
+    delta = delta.sum(axis=-1)[..., None, :]  # [blocks, g, N, 1, block]
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
 
     def columns(dq, j):
         def tile(i, carry):
             dq, dk, dv = carry
-            scores = _dot("gnsh,gnth->gnst", k[j], q[i]) * scale
+            query, dvalue = _floats(q[i], dtype), _floats(dout[i], dtype)
+            scores = _dot("gnsh,gnth->gnst", _floats(k[j], dtype), query) * scale
             visible = jnp.swapaxes(_visible(i, j, q.shape[3], segments), -1, -2)
             weights = jnp.where(visible, jnp.exp(scores - log_normaliser[i]), 0.0)
-            dweights = _dot("gnsh,gnth->gnst", v[j], dout[i])
-            dscores = (weights * (dweights - delta[i]) * scale).astype(q.dtype)
-            dq = dq.at[i].add(_dot("gnhs,gnst->gnht", k_transposed[j], dscores))
-            dk += _dot("gnst,gnth->gnsh", dscores, q[i])
-            dv += _dot("gnst,gnth->gnsh", weights.astype(dout.dtype), dout[i])
+            dweights = _dot("gnsh,gnth->gnst", _floats(v[j], dtype), dvalue)
+            dscores = (weights * (dweights - delta[i]) * scale).astype(dtype)
+            dq = dq.at[i].add(_dot("gnhs,gnst->gnht", _floats(k_transposed[j], dtype), dscores))
+            dk += _dot("gnst,gnth->gnsh", dscores, query)
+            dv += _dot("gnst,gnth->gnsh", weights.astype(dtype), dvalue)
             return dq, dk, dv
 
         zeros = jnp.zeros(k.shape[1:], jnp.float32)
         dq, dk, dv = jax.lax.fori_loop(j, q.shape[0], tile, (dq, zeros, zeros))
-        return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
+        return dq, (_bits(dk.astype(dtype)), _bits(dv.astype(dtype)))
 
     dq = jnp.zeros(k_transposed.shape, jnp.float32)
     dq, (dk, dv) = jax.lax.scan(columns, dq, jnp.arange(k.shape[0]))
-    return jnp.swapaxes(dq, -1, -2).astype(q.dtype), dk, dv
+    return jnp.swapaxes(_bits(dq.astype(dtype)), -1, -2), dk, dv
 
 
 def _visible(i, j, block, segments):
