@@ -24,7 +24,6 @@ from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.prepare import Dataset, prepare
 from gpt2.errors import UserError
 from gpt2.evals.validation import validate
-from gpt2.generate import Sampling, generate
 from gpt2.model import GPT, num_params
 from gpt2.ops import resolve
 from gpt2.optim import make_optimizer, make_schedule
@@ -33,6 +32,7 @@ from gpt2.parallel.inspect import check_sharded, describe_spread, visualize
 from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.stop import StopSignal
 from gpt2.plan import print_plan
+from gpt2.sampling import Sampling, generate
 from gpt2.state import TrainState
 from gpt2.steps import make_eval_step, make_train_step
 from gpt2.telemetry.compile_watch import compile_once

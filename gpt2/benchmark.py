@@ -3,6 +3,10 @@
     python -m gpt2.benchmark train --model=gpt2-124m --batch_size=2 --compute=bfloat16 \\
         --peers=torch,torch_compile
 
+A step of `train` is one of training; of `eval`, the loss of a batch; of `generate`, greedy
+continuations of a batch of prompts, which fill half of the context, to its end; of `data`, a batch
+of text read for training.
+
 Everyone runs in a process of its own and all take turns, A B A B, so that a ratio compares what ran
 seconds apart. Warm-up, compilation and data loading are outside the times; clipping and AdamW are
 inside. All use the device's default precision for the compute type, and dropout is 0.
@@ -28,7 +32,13 @@ from gpt2.errors import UserError, exit_on_user_error, require_choice
 from gpt2.utils.allocation import cpu_environment
 from gpt2.utils.turns import Player
 
-PEERS = ("torch", "torch_compile", "hf", "hf_compile")
+# What can be measured, and who else does it.
+PEERS = {
+    "train": ("torch", "torch_compile", "hf", "hf_compile"),
+    "eval": ("torch", "torch_compile", "hf", "hf_compile"),
+    "generate": ("hf",),
+    "data": ("torch",),
+}
 OURS = "jax"
 
 # Beside OpenAI's sizes: (num_layers, num_heads, embed_dim), context, batch, vocabulary.
@@ -59,7 +69,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m gpt2.benchmark", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("subject", choices=("train", "eval", "generate"))
+    parser.add_argument("subject", choices=tuple(PEERS))
     parser.add_argument("--model", default="gpt2-124m", choices=(*SIZES, *SMALL))
     parser.add_argument("--batch_size", type=int, help="sequences per step, over all devices")
     parser.add_argument("--context_length", type=int, help="tokens")
@@ -70,7 +80,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--backend", default="pjit", choices=("pjit", "pmap"))
     for axis, size in (("data", -1), ("fsdp", 1), ("tensor", 1)):
         parser.add_argument(f"--{axis}", type=int, default=size, help="devices; -1: the rest")
-    parser.add_argument("--peers", default="", help=f"any of {','.join(PEERS)}; train only")
+    parser.add_argument("--peers", default="", help=f"any of {','.join(PEERS['train'])}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each")
     parser.add_argument("--seconds", type=float, default=2.0, help="least length of a turn")
     parser.add_argument("--shares", action="store_true", help="time by part of the model")
@@ -92,15 +102,16 @@ def make_case(options: argparse.Namespace) -> dict[str, Any]:
 
 def check_peers(peers: list[str], case: dict[str, Any]) -> None:
     """Raises a UserError unless the peers exist, are installed and can do what the case asks."""
+    subject = case["subject"]
     for peer in peers:
-        require_choice("--peers", peer, PEERS, flag=False)
+        require_choice("--peers", peer, PEERS[subject], flag=False)
         package = "transformers" if peer.startswith("hf") else "torch"
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"--peers={peer} needs {package}", "Install it: pip install 'gpt2-jax[peers]'"
             )
-    if peers and case["subject"] != "train":
-        raise UserError(f"{case['subject']} has no peers", "Leave --peers out, or choose train")
+    if case["shares"] and subject in ("generate", "data"):
+        raise UserError(f"{subject} does not tell --shares", "Leave it out, or choose train")
 
 
 def measure(
@@ -110,7 +121,7 @@ def measure(
 
     Args:
         case: from `make_case`.
-        peers: of `PEERS`.
+        peers: of `PEERS[case["subject"]]`.
         rounds: how many turns each has after its warm-up.
         seconds: how long a turn lasts at least.
     """
@@ -142,7 +153,8 @@ def summarise(
     `speedup` is how many times faster ours was than it: median, least and most over the rounds.
     """
     step = statistics.median(turns)
-    tokens = case["batch_size"] * (1 if case["subject"] == "generate" else case["context_length"])
+    generated = case["subject"] == "generate"
+    tokens = case["batch_size"] * case["context_length"] // (2 if generated else 1)
     peak = our_info["peak_flops"]
     speedups = [theirs / ours for theirs, ours in zip(turns, our_turns, strict=True)]
     return {
@@ -160,7 +172,7 @@ def table(case: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
     versions = dict(item for result in results.values() for item in result["versions"].items())
     versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     peak = ours["peak_flops"]
-    peak_text = f"{peak / 1e9:,.0f} GFLOP/s, {ours['peak_source']}" if peak else "unknown"
+    peak_text = f"{peak / 1e9:,.0f} GFLOP/s, {ours['peak_source']}" if peak else "-"
     lines = [
         f"{case['subject']} {case['model']}, {case['batch_size']} x {case['context_length']} "
         f"tokens, {case['compute']}, attention {ours['attention']}, remat {case['remat']}, "
@@ -168,7 +180,7 @@ def table(case: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
         f"{ours['device']}, {os.cpu_count()} CPU cores, {versions}; peak: {peak_text}",
         f"compiled in {ours['compile_seconds']:.1f} s",
         "",
-        f"{'':14s}{'step ms':>10s}{'(least':>9s}{'most)':>9s}{'tokens/s':>11s}{'MFU':>6s}"
+        f"{'':14s}{'step ms':>10s}{'(least':>9s}{'most)':>9s}{'tokens/s':>12s}{'MFU':>6s}"
         f"{'memory GB':>11s}  jax is faster by",
     ]
     for name, result in results.items():
@@ -177,7 +189,7 @@ def table(case: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
         speedup = "" if name == OURS else f"  {median:.2f} ({least:.2f} to {most:.2f})"
         lines.append(
             f"{name:14s}{1e3 * result['step_seconds']:10,.1f}{1e3 * min(result['turns']):9,.1f}"
-            f"{1e3 * max(result['turns']):9,.1f}{result['tokens_per_second']:11,.0f}{mfu:>6s}"
+            f"{1e3 * max(result['turns']):9,.1f}{result['tokens_per_second']:12,.0f}{mfu:>6s}"
             f"{result['peak_bytes'] / 1e9:11.2f}{speedup}"
         )
     if ours["shares"]:

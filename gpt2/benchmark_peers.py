@@ -1,4 +1,4 @@
-"""GPT-2 training in PyTorch, for `gpt2.benchmark` to measure beside: same model, same step.
+"""GPT-2 in PyTorch, for `gpt2.benchmark` to measure beside: same model, same step.
 
 Two peers: `torch`, the model in few lines as nanoGPT has it, with fused scaled-dot-product
 attention, and `hf`, Hugging Face's GPT-2 with the same. `_compile` behind a name compiles it.
@@ -7,8 +7,11 @@ attention, and `hf`, Hugging Face's GPT-2 with the same. `_compile` behind a nam
 import json
 import resource
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -74,14 +77,18 @@ def make_model(peer: str, case: dict[str, Any]) -> nn.Module:
             attn_pdrop=0.0,
             embd_pdrop=0.0,
             resid_pdrop=0.0,
-            use_cache=False,
+            use_cache=case["subject"] == "generate",
             attn_implementation="sdpa",
         )
     )
 
 
 def make_step(peer: str, case: dict[str, Any], device: str):
-    """Returns a function of tokens and targets [B, T] int64 that trains one step, to the loss."""
+    """Returns a function of tokens and targets [B, T] int64 that does one step of the subject."""
+    return _SUBJECTS[case["subject"]](peer, case, device)
+
+
+def _training(peer: str, case: dict[str, Any], device: str):
     model = make_model(peer, case).to(device)
     weights = list(model.parameters())
     groups = [
@@ -89,18 +96,7 @@ def make_step(peer: str, case: dict[str, Any], device: str):
         dict(params=[w for w in weights if w.ndim < 2], weight_decay=0.0),
     ]
     optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
-    cast = torch.autocast(
-        device, getattr(torch, case["compute"]), enabled=case["compute"] != "float32"
-    )
-
-    def loss_of(tokens, targets):
-        with cast:
-            output = model(tokens)
-            logits = output if isinstance(output, torch.Tensor) else output.logits
-            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
-
-    if peer.endswith("_compile"):
-        loss_of = torch.compile(loss_of)
+    loss_of = _loss(model, peer, case, device)
 
     def step(tokens, targets):
         optimizer.zero_grad(set_to_none=True)
@@ -111,6 +107,75 @@ def make_step(peer: str, case: dict[str, Any], device: str):
         return loss.item()  # waits for the device
 
     return step
+
+
+def _evaluation(peer: str, case: dict[str, Any], device: str):
+    loss_of = _loss(make_model(peer, case).to(device).eval(), peer, case, device)
+
+    def step(tokens, targets):
+        with torch.no_grad():
+            return loss_of(tokens, targets).item()
+
+    return step
+
+
+def _loss(model: nn.Module, peer: str, case: dict[str, Any], device: str):
+    """Returns the function of tokens and targets [B, T] int64 to their mean loss."""
+    cast = torch.autocast(
+        device, getattr(torch, case["compute"]), enabled=case["compute"] != "float32"
+    )
+
+    def loss_of(tokens, targets):
+        with cast:
+            output = model(tokens)
+            logits = output if isinstance(output, torch.Tensor) else output.logits
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+    return torch.compile(loss_of) if peer.endswith("_compile") else loss_of
+
+
+def _generation(peer: str, case: dict[str, Any], device: str):
+    """Transformers' own loop with its cache, greedy, past any end-of-text."""
+    model = make_model(peer, case).to(device, getattr(torch, case["compute"])).eval()
+    half = case["context_length"] // 2
+
+    def step(tokens, targets):
+        prompts = tokens[:, :half]
+        with torch.no_grad():
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=half,
+                min_new_tokens=half,
+                do_sample=False,
+                pad_token_id=0,
+            )
+
+    return step
+
+
+def _reading(peer: str, case: dict[str, Any], device: str):
+    """Random windows of a memory-mapped file of uint16, as nanoGPT's get_batch reads them."""
+    B, T = case["batch_size"], case["context_length"]
+    path = Path(tempfile.mkdtemp()) / "train.bin"
+    np.zeros(2**24, np.uint16).tofile(path)
+
+    def step(tokens, targets):
+        data = np.memmap(path, np.uint16, "r")  # anew each time: nanoGPT works around a leak so
+        starts = torch.randint(len(data) - T, (B,)).tolist()
+        for shift in (0, 1):
+            rows = [data[i + shift : i + shift + T].astype(np.int64) for i in starts]
+            torch.stack([torch.from_numpy(row) for row in rows])
+
+    return step
+
+
+_SUBJECTS = {
+    "train": _training,
+    "eval": _evaluation,
+    "generate": _generation,
+    "data": _reading,
+}
 
 
 def main() -> None:

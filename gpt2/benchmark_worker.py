@@ -1,6 +1,7 @@
 """What `gpt2.benchmark` measures of this project, in a process of its own: one case, in turns."""
 
 import dataclasses
+import itertools
 import json
 import re
 import resource
@@ -8,6 +9,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,11 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from gpt2.config import GPTConfig, OptimConfig, ParallelConfig
-from gpt2.model import GPT, KVCache
+from gpt2.model import GPT
 from gpt2.ops import resolve
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import make_backend
+from gpt2.sampling import Sampling, generate
 from gpt2.state import TrainState
 from gpt2.steps import make_eval_step, make_train_step
 from gpt2.telemetry.throughput import model_flops_per_token, peak_source, total_peak_flops
@@ -31,19 +35,15 @@ SCOPES = ("attention", "mlp", "head", "optimizer")
 
 
 class Work:
-    """A compiled program and the state that it works on, one case of the benchmark.
+    """A compiled program and the state that it works on, for `train` or `eval`.
 
     Attributes:
-        config: the model's.
         compile_seconds: what tracing and compiling took.
     """
 
-    def __init__(self, case: dict[str, Any]):
-        names = {field.name for field in dataclasses.fields(GPTConfig)}
-        shape = {name: value for name, value in case.items() if name in names}
-        self.config = GPTConfig(**shape, compute_dtype=case["compute"])
-        subjects = {"train": _training, "eval": _evaluation, "generate": _decoding}
-        program, self._state, self._batch = subjects[case["subject"]](case, GPT(self.config))
+    def __init__(self, case: dict[str, Any], model: GPT):
+        subjects = {"train": _training, "eval": _evaluation}
+        program, self._state, self._batch = subjects[case["subject"]](case, model)
         began = time.perf_counter()
         self._program = program.lower(self._state, self._batch).compile()
         self.compile_seconds = time.perf_counter() - began
@@ -75,12 +75,60 @@ class Work:
         return {scope: time / sum(seconds.values()) for scope, time in ranked}
 
 
+class Generation:
+    """Greedy continuations of prompts that fill half of the context, to its end.
+
+    `compile_seconds` is what the first took beyond the second.
+    """
+
+    def __init__(self, case: dict[str, Any], model: GPT):
+        params = jax.jit(lambda key: _init(model, key))(jax.random.key(0))
+        prompts = _batch(case)["tokens"][:, : case["context_length"] // 2].tolist()
+        self.step = partial(
+            generate,
+            params,
+            model.config,
+            prompts,
+            max_new_tokens=case["context_length"] // 2,
+            sampling=Sampling(temperature=0.0),
+        )
+        seconds = [_seconds(self.step) for _ in range(2)]
+        self.compile_seconds = max(0.0, seconds[0] - seconds[1])
+
+
+class Reading:
+    """Training batches of a prepared synthetic corpus, shuffled, as the loop reads them."""
+
+    compile_seconds = 0.0
+
+    def __init__(self, case: dict[str, Any], model: GPT):
+        # What only this needs, and a machine that measures the model may lack.
+        from gpt2.config import DataConfig
+        from gpt2.data.loader import TrainLoader
+        from gpt2.data.prepare import prepare
+
+        dataset = prepare(DataConfig(corpus="synthetic", tokenizer="byte"), show_progress=False)
+        shape = dict(batch_size=case["batch_size"], context_length=case["context_length"])
+        self._loader, self._count = TrainLoader(dataset, seed=0, **shape), itertools.count()
+
+    def step(self) -> None:
+        """Reads the next batch."""
+        self._loader.batch(next(self._count))
+
+
+def model_config(case: dict[str, Any]) -> GPTConfig:
+    """Returns the model that a case describes."""
+    names = {field.name for field in dataclasses.fields(GPTConfig)}
+    shape = {name: value for name, value in case.items() if name in names}
+    return GPTConfig(**shape, compute_dtype=case["compute"])
+
+
 def main() -> None:
     case = json.loads(sys.argv[1])
-    work = Work(case)
-    config, length = work.config, case["context_length"]
+    config, length = model_config(case), case["context_length"]
+    work = {"generate": Generation, "data": Reading}.get(case["subject"], Work)(case, GPT(config))
     flops = model_flops_per_token(config, length)
-    peak = total_peak_flops(case["compute"])
+    peak = None if case["subject"] == "data" else total_peak_flops(case["compute"])
     device = jax.devices()[0]
 
     def info() -> dict[str, Any]:
@@ -126,25 +174,10 @@ def _evaluation(case: dict[str, Any], model: GPT) -> tuple:
     return program, jax.jit(lambda key: _init(model, key))(jax.random.key(0)), _batch(case)
 
 
-def _decoding(case: dict[str, Any], model: GPT) -> tuple:
-    """Returns the program, the state and the tokens for one more token of each sequence.
-
-    Half of the context lies in the cache, and the greedy choice is drawn.
-    """
-    batch_size, length = case["batch_size"], case["context_length"]
-    cache = KVCache.create(model.config, batch_size, length)
-    half = jnp.full(batch_size, length // 2, jnp.int32)
-
-    def decode(state, token):
-        params, cache = state
-        one = jnp.ones(batch_size, jnp.int32)
-        cache = cache.replace(length=half)
-        logits, cache = model.apply({"params": params}, token, one, cache, method="extend")
-        return (params, cache), logits.argmax(axis=-1)
-
-    params = jax.jit(lambda key: _init(model, key))(jax.random.key(0))
-    program = jax.jit(decode, donate_argnums=0)
-    return program, (params, cache), np.ones((batch_size, 1), np.int32)
+def _seconds(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
 
 
 def _init(model: GPT, key: jax.Array) -> Any:

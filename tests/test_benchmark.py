@@ -4,27 +4,29 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from gpt2 import benchmark
-from gpt2.benchmark_worker import Work
+from gpt2 import benchmark_worker as worker
 from gpt2.errors import UserError
+from gpt2.model import GPT, GPTConfig
 from gpt2.utils import allocation
 from gpt2.utils.turns import Player
 
 TINY = dict(num_layers=2, num_heads=2, embed_dim=32, context_length=16, batch_size=4, vocab_size=50)
 
 
-def case(**changes):
+def tiny(**changes):
     return benchmark.make_case(benchmark.parse(["train"])) | TINY | changes
 
 
 def test_speed_and_ratios_follow_from_the_turns():
     info = {"peak_flops": 1e9, "flops_per_token": 1e6}
-    found = benchmark.summarise(case(), [0.4, 0.2, 0.9], [0.1, 0.2, 0.3], info)
+    found = benchmark.summarise(tiny(), [0.4, 0.2, 0.9], [0.1, 0.2, 0.3], info)
     assert found["step_seconds"] == 0.4
     assert found["tokens_per_second"] == pytest.approx(4 * 16 / 0.4)
     assert found["mfu"] == pytest.approx(160 * 1e6 / 1e9)
@@ -47,10 +49,14 @@ def test_unknown_options_are_user_errors(arguments):
 
 def test_impossible_peers_are_user_errors(monkeypatch):
     with pytest.raises(UserError, match="none of torch"):
-        benchmark.check_peers(["tensorflow"], case())
+        benchmark.check_peers(["tensorflow"], tiny())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs transformers"):
-        benchmark.check_peers(["hf_compile"], case())
+        benchmark.check_peers(["hf_compile"], tiny())
+    with pytest.raises(UserError, match="torch is none of hf"):
+        benchmark.check_peers(["torch"], tiny(subject="generate"))
+    with pytest.raises(UserError, match="data does not tell --shares"):
+        benchmark.check_peers([], tiny(subject="data", shares=True))
 
 
 def test_a_player_does_the_steps_it_is_asked_for_and_tells():
@@ -85,21 +91,55 @@ def test_table_shows_every_contestant_and_its_ratio():
         attention="blocked", device="1 x cpu", compile_seconds=1.0, shares={"mlp": 1.0},
     )  # fmt: skip
     results = {
-        name: info | {"versions": {name: "1.0"}} | benchmark.summarise(case(), turns, [0.2], info)
+        name: info | {"versions": {name: "1.0"}} | benchmark.summarise(tiny(), turns, [0.2], info)
         for name, turns in {"jax": [0.2], "torch": [0.5]}.items()
     }
-    shown = benchmark.table(case(), results)
+    shown = benchmark.table(tiny(), results)
     assert "2.50 (2.50 to 2.50)" in shown and "torch 1.0" in shown and "mlp 100%" in shown
 
 
-@pytest.mark.parametrize("subject", ["train", "eval", "generate"])
+@pytest.mark.parametrize("subject", ["train", "eval"])
 def test_shares_of_time_by_part_add_up_to_one(subject):
-    work = Work(case(subject=subject, batch_size=8))
+    work = worker.Work(case := tiny(subject=subject, batch_size=8), GPT(worker.model_config(case)))
     work.step()
     shares = work.shares()
     assert sum(shares.values()) == pytest.approx(1.0)
     assert {"attention", "mlp"} <= set(shares)
     assert ("optimizer" in shares) == (subject == "train")
+
+
+def test_generation_fills_the_other_half_of_the_context():
+    case = tiny(subject="generate")
+    new = worker.Generation(case, GPT(worker.model_config(case))).step()
+    assert [len(tokens) for tokens in new] == 4 * [8]
+    found = benchmark.summarise(case, [2.0], [1.0], {"peak_flops": None, "flops_per_token": 1})
+    assert found["tokens_per_second"] == 4 * 8 / 2.0
+
+
+def test_reading_goes_on_to_the_next_batch(monkeypatch):
+    case = tiny(subject="data")
+    reading = worker.Reading(case, GPT(worker.model_config(case)))
+    read = []
+    monkeypatch.setattr(reading, "_loader", SimpleNamespace(batch=read.append))
+    reading.step()
+    reading.step()
+    assert read == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("subject", "peer"),
+    [(subject, peer) for subject, peers in benchmark.PEERS.items() for peer in peers],
+)
+def test_peers_do_a_step_of_each_subject(subject, peer):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    if peer.endswith("compile"):
+        pytest.skip("compiles for minutes, and differs in nothing else")
+    from gpt2.benchmark_peers import make_step
+
+    tokens = torch.arange(64).reshape(4, 16) % 50
+    loss = make_step(peer, tiny(subject=subject), "cpu")(tokens, 49 - tokens)
+    assert loss is None or 3.5 < loss < 4.5  # log 50 is 3.9
 
 
 def test_worker_needs_no_more_than_jax_flax_and_optax():
@@ -115,10 +155,9 @@ def test_twin_loses_what_this_project_loses(peer):
     if peer == "hf":
         pytest.importorskip("transformers")
     from gpt2.benchmark_peers import make_model
-    from gpt2.model import GPT, GPTConfig
 
     shape = {name: value for name, value in TINY.items() if name != "batch_size"}
-    twin = make_model(peer, case())
+    twin = make_model(peer, tiny())
     draw = np.random.default_rng(0)
     with torch.no_grad():
         for weight in twin.parameters():

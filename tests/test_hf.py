@@ -19,10 +19,10 @@ from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer
 from gpt2.errors import UserError
-from gpt2.generate import Sampling, generate
 from gpt2.hf_names import hf_shape, tensors
 from gpt2.hf_tokenizer import save_tokenizer
 from gpt2.model import GPT
+from gpt2.sampling import Sampling, generate
 from gpt2.utils.scan import stack_layers
 from gpt2.utils.tensor_files import read_safetensors, read_torch, write_safetensors
 from gpt2.weights import load_initial_params, load_model

@@ -113,7 +113,7 @@ class HarnessModel(LM):
         return texts
 
     def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        from gpt2.generate import Sampling, stream
+        from gpt2.sampling import Sampling, stream
 
         options = normalize_gen_kwargs(options)
         max_new_tokens, stops = options["max_gen_toks"], [s for s in options["until"] if s]

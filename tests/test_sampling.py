@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2 import generate as generate_module
+from gpt2 import sampling as sampling_module
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
-from gpt2.generate import Sampling, generate, stream
 from gpt2.model import GPT, GPTConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import spread_activations
+from gpt2.sampling import Sampling, generate, stream
 from gpt2.utils.scan import stack_layers
 
 CFG = GPTConfig(vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32)
@@ -100,12 +100,12 @@ def test_generation_stops_at_end_of_text():
 def test_other_prompts_and_lengths_in_the_same_buckets_compile_nothing():
     params = make_params()
     generate(params, CFG, [[1] * 5], max_new_tokens=10)
-    before = generate_module._prefill._cache_size(), generate_module._decode._cache_size()
+    before = sampling_module._prefill._cache_size(), sampling_module._decode._cache_size()
     generate(params, CFG, [[2] * 20], max_new_tokens=12, seed=9)
-    after = generate_module._prefill._cache_size(), generate_module._decode._cache_size()
+    after = sampling_module._prefill._cache_size(), sampling_module._decode._cache_size()
     assert before == after
     generate(params, CFG, [[2] * 40], max_new_tokens=12)
-    assert generate_module._prefill._cache_size() == after[0] + 1
+    assert sampling_module._prefill._cache_size() == after[0] + 1
 
 
 def draw(sampling, logits, num=2000):
@@ -170,7 +170,7 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
 
 
 def test_cache_holds_what_the_config_says():
-    cache = generate_module.KVCache.create(CFG, batch_size=3, max_length=16)
+    cache = sampling_module.KVCache.create(CFG, batch_size=3, max_length=16)
     assert len(cache.layers) == CFG.num_layers
     for key, value in cache.layers:
         chex.assert_shape([key, value], (3, 4, 16, 8))
