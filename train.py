@@ -109,11 +109,11 @@ def main() -> int:
     if start:
         state = checkpointer.restore(start, shapes)
 
-    # Compile, once and ahead of the loop: from here on, other shapes are an error.
+    # Compile, once and ahead of the loop, while the devices still draw the weights: from here on,
+    # other shapes are an error.
     clock = StepClock(
         tokens_per_step=batch_size * length,
         flops_per_token=model_flops_per_token(model.config, length),
-        peak=total_peak_flops(config.precision.compute),
     )
     with clock.phase("compile"):
         train_step = compile_once(
@@ -134,6 +134,8 @@ def main() -> int:
             state.params,
             backend.put_batch(eval_data.batch(0, eval_rows)),
         )
+        jax.block_until_ready(state)
+    clock.peak_flops = total_peak_flops(config.precision.compute)  # on a CPU, measured when idle
     if is_main:
         size = num_params(state.params)
         print_summary(

@@ -133,7 +133,8 @@ class Seconds:
 
 def test_step_clock_leaves_validation_out_and_charges_each_second_once():
     seconds = Seconds()
-    clock = throughput.StepClock(1000, flops_per_token=6.0, peak=24_000.0, now=seconds)
+    clock = throughput.StepClock(1000, flops_per_token=6.0, now=seconds)
+    clock.peak_flops = 24_000.0
     seconds.now += 1
     with clock.phase("compile"):
         seconds.now += 3
@@ -175,7 +176,7 @@ def test_step_clock_leaves_validation_out_and_charges_each_second_once():
 
 def test_unknown_peak_leaves_mfu_out():
     seconds = Seconds()
-    clock = throughput.StepClock(1000, flops_per_token=6.0, peak=None, now=seconds)
+    clock = throughput.StepClock(1000, flops_per_token=6.0, now=seconds)
     with clock.phase("step"):
         seconds.now += 1
         clock.count_step()

@@ -114,18 +114,20 @@ class StepClock:
     Args:
         tokens_per_step: tokens in a global batch.
         flops_per_token: from `model_flops_per_token`.
-        peak: FLOP/s of all the devices together; None: unknown, and MFU is left out.
         now: the clock, in seconds.
+
+    Attributes:
+        peak_flops: FLOP/s of all the devices together; None: unknown, and MFU is left out.
     """
 
     def __init__(
         self,
         tokens_per_step: int,
         flops_per_token: float,
-        peak: float | None,
         now: Callable[[], float] = time.perf_counter,
     ):
-        self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak
+        self.peak_flops: float | None = None
+        self._tokens, self._flops = tokens_per_step, flops_per_token
         self._now = now
         self._phase, self._since = "other", now()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -170,8 +172,8 @@ class StepClock:
             "perf/tokens_per_second": tokens_per_second,
             "perf/data_wait_seconds": wait / steps,
         }
-        if self._peak:
-            metrics["perf/mfu"] = tokens_per_second * self._flops / self._peak
+        if self.peak_flops:
+            metrics["perf/mfu"] = tokens_per_second * self._flops / self.peak_flops
         return metrics
 
     def shares(self) -> dict[str, float]:
