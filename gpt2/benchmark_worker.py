@@ -28,6 +28,7 @@ from gpt2.sampling import Sampling, generate
 from gpt2.state import TrainState
 from gpt2.steps import make_eval_step, make_train_step
 from gpt2.telemetry.throughput import model_flops_per_token, peak_source, total_peak_flops
+from gpt2.utils.allocation import release_free_memory
 from gpt2.utils.turns import serve
 
 # Named scopes of the model and the step.
@@ -47,6 +48,7 @@ class Work:
         began = time.perf_counter()
         self._program = program.lower(self._state, self._batch).compile()
         self.compile_seconds = time.perf_counter() - began
+        release_free_memory()
 
     def step(self) -> None:
         """Runs the program once and waits for it."""

@@ -3,6 +3,7 @@
 Letters of dimensions are those of gpt2/model.py.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import chex
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.config import GPTConfig
-from gpt2.ops import attention, gelu_tanh, linear
+from gpt2.ops import attention, gelu_tanh, linear, norm
 from gpt2.ops.attention import attention_cached
 from gpt2.parallel.rules import constrain
 
@@ -23,6 +24,7 @@ class Linear(nn.Module):
         shape: of the kernel: contracted axes, then new ones.
         axes: the kernel's logical axes.
         stddev: of the kernel's normal initialisation.
+        activation: applied to the input first, elementwise.
     """
 
     config: GPTConfig
@@ -30,6 +32,7 @@ class Linear(nn.Module):
     axes: tuple[str, ...]
     num_contract: int = 1
     stddev: float = 0.02
+    activation: Callable[[jax.Array], jax.Array] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -42,7 +45,12 @@ class Linear(nn.Module):
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[out:])
             bias = self.param("bias", zeros, self.shape[out:], dtype)
         return linear(
-            x, kernel, bias, num_contract=self.num_contract, dtype=self.config.compute_dtype
+            x,
+            kernel,
+            bias,
+            num_contract=self.num_contract,
+            activation=self.activation,
+            dtype=self.config.compute_dtype,
         )
 
 
@@ -56,15 +64,11 @@ class Norm(nn.Module):
         cfg = self.config
         ones = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
         scale = self.param("scale", ones, x.shape[-1:], cfg.param_dtype)
-        y = x.astype(jnp.float32)
-        if cfg.norm == "layernorm":
-            y -= y.mean(axis=-1, keepdims=True)
-        y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + 1e-5)
-        y *= scale
+        bias = None
         if cfg.norm == "layernorm" and cfg.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("norm",))
-            y += self.param("bias", zeros, x.shape[-1:], cfg.param_dtype)
-        return y.astype(cfg.compute_dtype)
+            bias = self.param("bias", zeros, x.shape[-1:], cfg.param_dtype)
+        return norm(x, scale, bias, center=cfg.norm == "layernorm", dtype=cfg.compute_dtype)
 
 
 class Embedding(nn.Module):
@@ -99,7 +103,7 @@ class Attention(nn.Module):
         D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_size
         qkv = Linear(cfg, (D, 3, N, H), ("embed", "qkv", "heads", "head_size"), name="c_attn")(x)
         qkv = constrain(qkv, "batch", "length", "qkv", "heads", "head_size")
-        q, k, v = (qkv[:, :, i] for i in range(3))  # [B, T, N, H] each
+        q, k, v = (x.squeeze(2) for x in jnp.split(qkv, 3, axis=2))  # [B, T, N, H] each
         if cfg.qk_norm:
             q, k = _unit_rms(q), _unit_rms(k)
         if cfg.position == "rope":
@@ -145,10 +149,15 @@ class MLP(nn.Module):
         if cfg.activation == "swiglu":
             gate = Linear(cfg, (D, F), ("embed", "mlp"), name="c_gate")(x)
             hidden = nn.silu(gate) * hidden
-        else:
-            hidden = _ACTIVATIONS[cfg.activation](hidden)
-        stddev = _residual_stddev(cfg)
-        return Linear(cfg, (F, D), ("mlp", "embed"), stddev=stddev, name="c_proj")(hidden)
+        c_proj = Linear(
+            cfg,
+            (F, D),
+            ("mlp", "embed"),
+            stddev=_residual_stddev(cfg),
+            activation=_ACTIVATIONS[cfg.activation],
+            name="c_proj",
+        )
+        return c_proj(hidden)
 
 
 class Block(nn.Module):
@@ -208,4 +217,5 @@ _ACTIVATIONS = {
     "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
+    "swiglu": None,
 }

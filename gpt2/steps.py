@@ -68,7 +68,8 @@ def make_train_step(
         (loss, count), grads = map_sum(sum_gradients)(state.params, batch)
         with jax.named_scope("optimizer"):
             divisor = scale * jnp.maximum(count, 1.0)
-            grads = jax.tree.map(lambda g: g / divisor, grads)
+            inverse = 1.0 / divisor  # XLA:CPU joins a product to its uses, and stores a quotient
+            grads = jax.tree.map(lambda g: g * inverse, grads)
             grad_norm = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)

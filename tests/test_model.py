@@ -167,7 +167,7 @@ def test_remat_recomputes_and_changes_no_gradient(policy, scan_layers):
         str(jax.make_jaxpr(gradient_of, static_argnums=0)(config, params, tokens, key))
         for config in (plain, remat)
     )
-    assert remat_jaxpr.count("tanh") > plain_jaxpr.count("tanh")  # GELU runs again
+    assert remat_jaxpr.count("rsqrt") > plain_jaxpr.count("rsqrt")  # norms run again
     chex.assert_trees_all_close(
         gradient_of(remat, params, tokens, key), gradient_of(plain, params, tokens, key), atol=1e-6
     )

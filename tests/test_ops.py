@@ -19,6 +19,8 @@ from gpt2.ops import (
     gelu_tanh_reference,
     linear,
     linear_reference,
+    norm,
+    norm_reference,
 )
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
 from gpt2.parallel.mesh import make_mesh
@@ -47,19 +49,56 @@ def weighted(op, *shape):
 
 
 @few
-@given(rows=st.integers(1, 9), width=st.integers(1, 7), dtype=dtypes, bias=st.booleans())
-def test_linear_equals_tensordot_and_its_derivative(rows, width, dtype, bias):
+@given(
+    rows=st.integers(1, 9),
+    width=st.integers(1, 7),
+    dtype=dtypes,
+    bias=st.booleans(),
+    activation=st.sampled_from([None, jnp.tanh, gelu_tanh]),
+)
+def test_linear_equals_tensordot_and_its_derivative(rows, width, dtype, bias, activation):
+    options = dict(dtype=dtype, activation=activation)
     x, kernel = normal(0, 2, rows, 5), normal(1, 5, 3, 2, width)
     args = (x, kernel) + ((normal(2, 3, 2, width),) if bias else ())
     shape = (2, rows, 3, 2, width)
-    fast = weighted(lambda *a: linear(*a, dtype=dtype), *shape)
-    plain = weighted(lambda *a: linear_reference(*a, dtype=dtype), *shape)
+    fast = weighted(lambda *a: linear(*a, **options), *shape)
+    plain = weighted(lambda *a: linear_reference(*a, **options), *shape)
     every = tuple(range(len(args)))
-    assert linear(*args, dtype=dtype).dtype == dtype
-    assert_close(linear(*args, dtype=dtype), linear_reference(*args, dtype=dtype), dtype)
+    assert linear(*args, **options).dtype == dtype
+    assert_close(linear(*args, **options), linear_reference(*args, **options), dtype)
     assert_close(
         jax.jit(jax.grad(fast, every))(*args), jax.jit(jax.grad(plain, every))(*args), dtype
     )
+
+
+def test_linear_keeps_the_input_of_its_activation_and_not_the_value():
+    x, kernel = normal(0, 64, 32), normal(1, 32, 16)
+    _, backward = jax.vjp(lambda x: linear(x, kernel, activation=gelu_tanh), x)
+    kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.shape == x.shape]
+    assert len(kept) == 1 and (kept[0] == x).all()
+
+
+@few
+@given(
+    rows=st.integers(1, 9),
+    width=st.integers(2, 40),
+    mean=st.sampled_from([0.0, 10.0]),
+    kind=st.sampled_from(["layernorm", "layernorm without bias", "rmsnorm"]),
+    dtypes=st.tuples(dtypes, dtypes),
+)
+def test_norm_equals_reference(rows, width, mean, kind, dtypes):
+    x = (normal(0, 2, rows, width) + mean).astype(dtypes[0])
+    args = (x, 1 + normal(1, width)) + ((normal(2, width),) if kind == "layernorm" else ())
+    options = dict(center=kind != "rmsnorm", dtype=dtypes[1])
+    values, gradients = [], []
+    for op in (norm, norm_reference):
+        values.append(op(*args, **options))
+        scalar = weighted(lambda *a, op=op: op(*a, **options), *x.shape)
+        gradients.append(jax.jit(jax.grad(scalar, tuple(range(len(args)))))(*args))
+    assert values[0].dtype == dtypes[1]
+    loosest = max(dtypes, key=TOLERANCE.get)
+    assert_close(*values, loosest)
+    assert_close(*gradients, loosest)
 
 
 def test_linear_contracts_two_axes():

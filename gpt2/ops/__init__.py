@@ -8,6 +8,7 @@ from gpt2.ops.activation import gelu_tanh, gelu_tanh_reference
 from gpt2.ops.attention import attention, resolve
 from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from gpt2.ops.linear import linear, linear_reference
+from gpt2.ops.norm import norm, norm_reference
 
 __all__ = [
     "attention",
@@ -17,5 +18,7 @@ __all__ = [
     "gelu_tanh_reference",
     "linear",
     "linear_reference",
+    "norm",
+    "norm_reference",
     "resolve",
 ]

@@ -14,6 +14,8 @@ as much as a third of the products do.
 import jax
 import jax.numpy as jnp
 
+from gpt2.ops.narrow import bits, floats
+
 BLOCK = 128  # positions; measured in docs/performance.md
 TILE = 2**19  # most scores in a tile: 2 MB of float32, the second-level caches of two cores
 NEVER = -1e30  # the score of what must not be seen; finite, since -inf minus -inf is no number
@@ -47,7 +49,7 @@ def _split(x, B, T, N):
     num_blocks = -(-T // BLOCK)
     block = -(-T // num_blocks)
     group = max(g for g in range(1, B + 1) if B % g == 0 and (g == 1 or g * N * block**2 <= TILE))
-    x = jnp.pad(_bits(x), ((0, 0), (0, num_blocks * block - T)) + ((0, 0),) * (x.ndim - 2))
+    x = jnp.pad(bits(x), ((0, 0), (0, num_blocks * block - T)) + ((0, 0),) * (x.ndim - 2))
     x = x.reshape(B // group, group, num_blocks, block, *x.shape[2:])
     return x.transpose((0, 2, 1, 4, 3, 5) if x.ndim == 6 else (0, 2, 1, 3))
 
@@ -56,39 +58,30 @@ def _join(x, like):
     """The inverse of `_split`, to the shape and type of `like` `[B, T, N, H]`."""
     B, T, N, H = like.shape
     x = x.transpose(0, 2, 1, 4, 3, 5).reshape(B, -1, N, H)
-    return _floats(x[:, :T], like.dtype)
-
-
-def _bits(x):
-    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if is_narrow else x
-
-
-def _floats(x, dtype):
-    return jax.lax.bitcast_convert_type(x, dtype)
+    return floats(x[:, :T], like.dtype)
 
 
 def _forward(q, k, v, segments, dtype):
     """Returns the output `[blocks, g, N, block, H]` and log of the normaliser `[..., block, 1]`."""
 
     def rows(i):
-        query = _floats(q[i], dtype)
+        query = floats(q[i], dtype)
 
         def tile(j, carry):
             highest, normaliser, out = carry
-            scores = _dot("gnth,gnsh->gnts", query, _floats(k[j], dtype)) * q.shape[-1] ** -0.5
+            scores = _dot("gnth,gnsh->gnts", query, floats(k[j], dtype)) * q.shape[-1] ** -0.5
             scores = jnp.where(_visible(i, j, q.shape[3], segments), scores, NEVER)
             new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
             weights = jnp.exp(scores - new_highest)
             shrink = jnp.exp(highest - new_highest)
             normaliser = normaliser * shrink + weights.sum(axis=-1, keepdims=True)
-            weighted = _dot("gnts,gnsh->gnth", weights.astype(dtype), _floats(v[j], dtype))
+            weighted = _dot("gnts,gnsh->gnth", weights.astype(dtype), floats(v[j], dtype))
             return new_highest, normaliser, out * shrink + weighted
 
         column = jnp.zeros((*q.shape[1:4], 1), jnp.float32)
         start = column + NEVER, column, jnp.zeros(q.shape[1:], jnp.float32)
         highest, normaliser, out = jax.lax.fori_loop(0, i + 1, tile, start)
-        return _bits((out / normaliser).astype(dtype)), highest + jnp.log(normaliser)
+        return bits((out / normaliser).astype(dtype)), highest + jnp.log(normaliser)
 
     return jax.lax.map(rows, jnp.arange(q.shape[0]))
 
@@ -101,31 +94,31 @@ def _backward(q, k, v, segments, out, log_normaliser, dout, dtype):
     """
     scale = q.shape[-1] ** -0.5
     k_transposed = jnp.swapaxes(k, -1, -2)
-    delta = _floats(dout, dtype).astype(jnp.float32) * _floats(out, dtype)
+    delta = floats(dout, dtype).astype(jnp.float32) * floats(out, dtype)
     delta = delta.sum(axis=-1)[..., None, :]  # [blocks, g, N, 1, block]
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
 
     def columns(dq, j):
         def tile(i, carry):
             dq, dk, dv = carry
-            query, dvalue = _floats(q[i], dtype), _floats(dout[i], dtype)
-            scores = _dot("gnsh,gnth->gnst", _floats(k[j], dtype), query) * scale
+            query, dvalue = floats(q[i], dtype), floats(dout[i], dtype)
+            scores = _dot("gnsh,gnth->gnst", floats(k[j], dtype), query) * scale
             visible = jnp.swapaxes(_visible(i, j, q.shape[3], segments), -1, -2)
             weights = jnp.where(visible, jnp.exp(scores - log_normaliser[i]), 0.0)
-            dweights = _dot("gnsh,gnth->gnst", _floats(v[j], dtype), dvalue)
+            dweights = _dot("gnsh,gnth->gnst", floats(v[j], dtype), dvalue)
             dscores = (weights * (dweights - delta[i]) * scale).astype(dtype)
-            dq = dq.at[i].add(_dot("gnhs,gnst->gnht", _floats(k_transposed[j], dtype), dscores))
+            dq = dq.at[i].add(_dot("gnhs,gnst->gnht", floats(k_transposed[j], dtype), dscores))
             dk += _dot("gnst,gnth->gnsh", dscores, query)
             dv += _dot("gnst,gnth->gnsh", weights.astype(dtype), dvalue)
             return dq, dk, dv
 
         zeros = jnp.zeros(k.shape[1:], jnp.float32)
         dq, dk, dv = jax.lax.fori_loop(j, q.shape[0], tile, (dq, zeros, zeros))
-        return dq, (_bits(dk.astype(dtype)), _bits(dv.astype(dtype)))
+        return dq, (bits(dk.astype(dtype)), bits(dv.astype(dtype)))
 
     dq = jnp.zeros(k_transposed.shape, jnp.float32)
     dq, (dk, dv) = jax.lax.scan(columns, dq, jnp.arange(k.shape[0]))
-    return jnp.swapaxes(_bits(dq.astype(dtype)), -1, -2), dk, dv
+    return jnp.swapaxes(bits(dq.astype(dtype)), -1, -2), dk, dv
 
 
 def _visible(i, j, block, segments):

@@ -69,11 +69,11 @@ def cross_entropy_reference(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _loss_sum(hidden, embedding, targets, vocab_size, logit_softcap, dtype, chunk):
-    embedding = embedding.astype(dtype)
+    weights = embedding.astype(dtype)
 
     def add_chunk(loss, rows):
         hidden, targets = rows
-        logits = _logits(hidden, embedding, vocab_size, logit_softcap)
+        logits = _logits(hidden, weights, vocab_size, logit_softcap)
         _, normaliser, highest = _softmax(logits)
         target = _target_logits(hidden, embedding, targets, logit_softcap)
         return loss + _nll_sum(normaliser, highest, target, targets), None
@@ -89,7 +89,7 @@ def _loss_sum_fwd(hidden, embedding, targets, vocab_size, logit_softcap, dtype, 
         hidden, targets = rows
         logits = _logits(hidden, weights, vocab_size, logit_softcap)
         exponentials, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden, weights, targets, logit_softcap)
+        target = _target_logits(hidden, embedding, targets, logit_softcap)
         loss += _nll_sum(normaliser, highest, target, targets)
         # A comparison takes the place of a scatter: it joins the same pass over the logits, and
         # it splits without communication when V is spread over devices.
@@ -169,7 +169,7 @@ def _nll_sum(normaliser, highest, target_logits, targets):
 
 def _target_logits(hidden, embedding, targets, logit_softcap):
     """`[B, T, 1]` float32, from the targets' own rows: cheaper than a pass over the logits."""
-    rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0)
+    rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
     logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
     return logit_softcap * jnp.tanh(logits / logit_softcap) if logit_softcap else logits
 

@@ -8,6 +8,7 @@ Order: by default XLA:CPU orders a program for the most parallelism, and holds v
 their use. Two cores gain nothing from it; ordered for memory, a step of 124M needs a quarter less.
 """
 
+import ctypes
 import importlib.util
 import os
 import sys
@@ -40,6 +41,12 @@ def restart_for_cpu() -> None:
     if "GLIBC_TUNABLES" in environment:
         print(f"restarting with GLIBC_TUNABLES={environment['GLIBC_TUNABLES']}", flush=True)
         os.execv(sys.executable, sys.orig_argv)
+
+
+def release_free_memory() -> None:
+    """Gives memory back that compilation used: hundreds of megabytes, which glibc would keep."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _may_have_accelerators() -> bool:

@@ -1,0 +1,82 @@
+"""Normalisation of the last axis, with its own backward rule.
+
+LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019). The backward pass keeps the input
+in its own type and two numbers a row, and computes the normalised rows again in the pass that needs
+them: reverse mode would keep them, and what led to them, in float32.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from gpt2.ops.narrow import bits, floats
+
+EPSILON = 1e-5
+
+
+def norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    center: bool = True,
+    dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """Divides rows by their root mean square, and multiplies by `scale`.
+
+    Args:
+        x: `[..., D]`, any float type; statistics and arithmetic are in float32.
+        scale: `[D]`.
+        bias: `[D]`, added at the end.
+        center: subtract the mean first, which makes it LayerNorm.
+        dtype: of the result; that of `x` if not given.
+
+    Returns:
+        `[..., D]` in `dtype`.
+    """
+    return _norm(x, scale, bias, center, x.dtype, jnp.dtype(dtype or x.dtype))
+
+
+def norm_reference(x, scale, bias=None, *, center=True, dtype=None):
+    """What `norm` computes, with the derivative left to JAX."""
+    y = x.astype(jnp.float32)
+    if center:
+        y -= y.mean(axis=-1, keepdims=True)
+    y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + EPSILON)
+    y *= scale
+    return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _norm(x, scale, bias, center, input_dtype, dtype):
+    return _norm_fwd(x, scale, bias, center, input_dtype, dtype)[0]
+
+
+def _norm_fwd(x, scale, bias, center, input_dtype, dtype):
+    x32 = x.astype(jnp.float32)
+    mean = x32.mean(axis=-1, keepdims=True) if center else 0.0
+    inverse = jax.lax.rsqrt(jnp.square(x32 - mean).mean(axis=-1, keepdims=True) + EPSILON)
+    y = (x32 - mean) * inverse * scale
+    y = (y if bias is None else y + bias).astype(dtype)
+    return y, (bits(x), scale, bias, mean, inverse)
+
+
+def _norm_bwd(center, input_dtype, dtype, residuals, dy):
+    x, scale, bias, mean, inverse = residuals
+    # Without a barrier XLA keeps the forward pass's normalised rows for here.
+    x, dy = jax.lax.optimization_barrier((x, dy))
+    x = floats(x, input_dtype)
+    normed = (x.astype(jnp.float32) - mean) * inverse
+    dy = dy.astype(jnp.float32)
+    dnormed = dy * scale
+    dx = dnormed - normed * (dnormed * normed).mean(axis=-1, keepdims=True)
+    if center:
+        dx -= dnormed.mean(axis=-1, keepdims=True)
+    rows = tuple(range(x.ndim - 1))
+    dscale = (dy * normed).sum(rows).astype(scale.dtype)
+    dbias = None if bias is None else dy.sum(rows).astype(bias.dtype)
+    return (dx * inverse).astype(x.dtype), dscale, dbias
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)
