@@ -104,6 +104,7 @@ def main() -> int:
     start = distributed.from_main(latest_step(workdir) or 0)
     state = None if start else initial_state(config, model, dataset, backend, init_fn)
     if is_main:
+        run_files.lock(workdir, start)
         run_files.write(workdir, config, dataset)
     checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints)
     if start:

@@ -3,9 +3,11 @@
 config.json      the resolved options
 data.json        what the prepared corpus holds, to tell it from another of the same name
 tokenizer.json   the tokenizer, so that the run can be sampled without its corpus
+.lock            held by the process that trains here, so that no second one does
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -32,6 +34,8 @@ _MAY_CHANGE = (
     "train.keep_checkpoints",
 )
 
+_LOCK = ".lock"
+
 
 def check_options(workdir: Path, config: Config) -> None:
     """Refuses a directory that is no run's, and to continue a run under other options.
@@ -42,7 +46,7 @@ def check_options(workdir: Path, config: Config) -> None:
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"{workdir} is a file", "Give a directory as --workdir")
     if not (workdir / "config.json").exists():
-        if workdir.exists() and any(path.suffix != ".tmp" for path in workdir.iterdir()):
+        if workdir.exists() and not all(map(_precedes_config, workdir.iterdir())):
             raise UserError(f"{workdir} holds files that are no run's", "Give another --workdir")
         return
     if latest_step(workdir) == 0:
@@ -59,6 +63,11 @@ def check_options(workdir: Path, config: Config) -> None:
         )
 
 
+def _precedes_config(path: Path) -> bool:
+    """Says whether a run that ended before it wrote config.json may have left a file."""
+    return path.name == _LOCK or path.suffix == ".tmp"
+
+
 def check_data(workdir: Path, dataset: Dataset) -> None:
     """Refuses to continue a run on another text or with other tokens.
 
@@ -70,6 +79,36 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
         raise UserError(
             f"the text that data.corpus names is no longer what {workdir} was trained on",
             "Restore it, or give another --workdir",
+        )
+
+
+def lock(workdir: Path, start: int) -> None:
+    """Keeps other processes from training in `workdir` until this one ends, however it ends.
+
+    To be called before anything is changed there. Nothing is kept where the file system has no
+    locks.
+
+    Args:
+        workdir: created if missing.
+        start: the newest step that the run has saved, 0 for none, as this process has read it.
+
+    Raises:
+        UserError: another process trains there, or has done so since `start` was read.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    # Never closed: the lock is the process's until its end.
+    file = os.open(workdir / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = True
+    except BlockingIOError:
+        alone = False
+    except OSError:  # a file system without locks
+        alone = True
+    if not alone or (latest_step(workdir) or 0) != start:
+        raise UserError(
+            f"another process is training in {workdir}",
+            "Wait for it or stop it, or give another --workdir",
         )
 
 
