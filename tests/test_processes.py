@@ -138,3 +138,18 @@ exit_on_user_error(initialize)("localhost:{sock.getsockname()[1]}", 2, 0)
         )
     assert run.returncode == 2
     assert "Choose another port" in run.stderr
+
+
+def test_what_a_collective_says_is_shown_before_its_likely_reason():
+    code = """
+import jax
+from gpt2.parallel import distributed
+jax.distributed.is_initialized = lambda: True
+with distributed.ends_together():
+    raise RuntimeError("INTERNAL: NCCL: no socket interface named eth7\\n and its stack")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    expected = f"INTERNAL: NCCL: no socket interface named eth7\n{distributed.LOST_PEER}\n"
+    assert (run.returncode, run.stderr) == (1, expected)

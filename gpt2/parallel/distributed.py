@@ -128,7 +128,9 @@ def _end_at_once(
     if isinstance(error, UserError):
         message, code = f"error: {error}", error.exit_code
     elif isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
-        message, code = LOST_PEER, 1
+        # What was said comes first: a network that is set up wrongly fails in the same way.
+        said = str(error).strip().split("\n")[0]
+        message, code = f"{said}\n{LOST_PEER}", 1
     else:
         message, code = "".join(traceback.format_exception(error)), 1
     print(message, file=sys.stderr)
