@@ -1,8 +1,12 @@
-"""Weights from and to the Hugging Face world: `python -m gpt2.hf import` and `export`.
+"""Weights from and to the Hugging Face world.
+
+    python -m gpt2.hf import --from=DIR --workdir=DIR
+    python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
 
 A directory holds config.json, the weights (model.safetensors or pytorch_model.bin, whole or in
 shards) and the tokenizer. OpenAI's Conv1D weights are stored [in, out], as Flax kernels are: only
-the heads, which are an axis of their own here, need reshaping.
+the heads, which are an axis of their own here, need reshaping. Rows of the vocabulary beyond the
+tokenizer's are padding, which is neither read nor written.
 """
 
 import contextlib
@@ -19,15 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
-from gpt2 import cli
 from gpt2.checkpoint import Checkpointer, load_params
 from gpt2.config import Config, DataConfig, GPTConfig, ModelConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
 from gpt2.hf_names import hf_shape, load_config, tensors, to_hf_config
-from gpt2.hf_tokenizer import load_tokenizer, save_tokenizer
+from gpt2.hf_tokenizer import count_tokens, load_tokenizer, save_tokenizer
 from gpt2.state import TrainState
 from gpt2.utils.tensor_files import StoredTensor, read_safetensors, read_torch, write_safetensors
 
@@ -43,7 +45,8 @@ _BUFFERS = ("attn.bias", "attn.masked_bias")
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
     """Reads a Hugging Face GPT-2, tensor by tensor.
 
-    Dropout comes as 0: it is a choice of training, not a part of the weights.
+    Dropout comes as 0: it is a choice of training, not a part of the weights. Rows that pad the
+    vocabulary of the directory's tokenizer are left out.
 
     Args:
         directory: holds config.json and the weights.
@@ -76,7 +79,11 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
                 "two are tied",
                 'Set "tie_word_embeddings": false there',
             )
-    return cfg, params
+    num_tokens = count_tokens(directory, cfg)
+    for name in ("wte", "lm_head"):
+        if name in params:
+            params[name] = {"embedding": params[name]["embedding"][:num_tokens]}
+    return dataclasses.replace(cfg, vocab_size=num_tokens), params
 
 
 def save(
@@ -91,21 +98,24 @@ def save(
         directory: must not exist yet, or be empty.
         cfg: the architecture. Missing biases are written as zeros, which is the same function.
         params: layers unrolled or scanned, as `cfg.scan_layers` says.
-        tokenizer: written beside the weights, where given.
+        tokenizer: written beside the weights, where given. Rows of the vocabulary beyond its tokens
+            are left out.
 
     Raises:
         UserError: GPT-2 at Hugging Face has no words for an option of `cfg`, the tokenizer has
-            another size, or the directory holds something.
+            more tokens than the model, or the directory holds something.
     """
     directory = Path(directory)
+    if tokenizer is not None:
+        if tokenizer.vocab_size > cfg.vocab_size:
+            raise UserError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {cfg.vocab_size}",
+                "Give the tokenizer that the model was trained with",
+            )
+        cfg = dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size)
     config = to_hf_config(cfg)
     eot = None if tokenizer is None else tokenizer.eot
     config |= {"bos_token_id": eot, "eos_token_id": eot}
-    if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {cfg.vocab_size}",
-            "Give the tokenizer that the model was trained with",
-        )
     with _new_directory(directory) as partial:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
@@ -128,6 +138,8 @@ def _write_tensors(path: Path, cfg: GPTConfig, params: Any) -> None:
         node = params["h" if scanned else head]
         for key in rest:
             node = node[key]
+        if head in ("wte", "lm_head"):
+            node = node[: cfg.vocab_size]
         return np.asarray(node[int(head[2:])] if scanned else node, np.float32)
 
     write_safetensors(path, shapes, get)
@@ -226,33 +238,44 @@ def _to_device(tree: dict) -> dict:
     return moved
 
 
-def _import() -> None:
-    workdir = Path(_required("workdir"))
-    cfg = import_run(Path(_required("from")), workdir)
+def _import(args: Any) -> None:
+    workdir = Path(_required(args, "workdir"))
+    cfg = import_run(Path(_required(args, "from")), workdir)
     print(f"{workdir}: {cfg.num_layers} layers of width {cfg.embed_dim}")
 
 
-def _export() -> None:
-    workdir, destination = Path(_required("workdir")), _required("to")
-    config, params = load_params(workdir, flags.FLAGS.checkpoint)
+def _export(args: Any) -> None:
+    workdir, destination = Path(_required(args, "workdir")), _required(args, "to")
+    config, params = load_params(workdir, args.checkpoint)
     save(destination, config.gpt(), params, tokenizers.load(workdir / "tokenizer.json"))
     print(f"{destination}: ready for transformers' from_pretrained")
 
 
-def _required(name: str) -> str:
-    if not flags.FLAGS[name].value:
+def _required(args: Any, name: str) -> str:
+    if not args[name].value:
         raise UserError(f"--{name} is missing", f"Say --{name}=DIR")
-    return flags.FLAGS[name].value
+    return args[name].value
 
 
-def _unknown_command() -> None:
+def _unknown_command(_: Any) -> None:
     raise UserError("this is no command", "Say python -m gpt2.hf import, or export")
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    # Who imports this module for its functions needs no command line.
+    from absl import flags
+
+    from gpt2 import cli
+
     flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
     flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
     flags.DEFINE_string("workdir", None, "The run to write (import) or read (export).")
     flags.DEFINE_string("checkpoint", "best", "export: best, latest or a step.")
+    named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")  # a flag may be --help
     commands = {"import": _import, "export": _export}
-    cli.run(commands.get(sys.argv.pop(1) if len(sys.argv) > 1 else "", _unknown_command))
+    command = commands.get(sys.argv.pop(1) if named else "", _unknown_command)
+    cli.run(lambda: command(flags.FLAGS))
+
+
+if __name__ == "__main__":
+    _main()

@@ -14,32 +14,66 @@ from gpt2.data import tokenizer as ours
 from gpt2.data.byte_level import END_OF_TEXT, byte_alphabet
 from gpt2.errors import UserError
 
+# Multiples to which programs pad a vocabulary, for faster products.
+_PADDED_TO = (64, 128)
+
 
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     """Reads tokenizer.json, or vocab.json and merges.txt; with neither, GPT-2's own if it fits.
 
     Raises:
-        UserError: there is none, or it has another number of tokens than the model.
+        UserError: there is none, or it has another number of tokens than the model, which may
+            pad it.
     """
     directory = Path(directory)
-    files = [directory / name for name in ("vocab.json", "merges.txt")]
-    if (directory / "tokenizer.json").is_file():
-        tokenizer = ours.load(directory / "tokenizer.json")
-    elif all(file.is_file() for file in files):
-        tokenizer = _from_tree(_byte_level(_read_bpe(files)))
-    elif cfg.vocab_size == ours.GPT2_END_OF_TEXT + 1:
+    tokenizer = _read(directory)
+    if tokenizer is None:
+        if cfg.vocab_size != ours.GPT2_END_OF_TEXT + 1:
+            raise UserError(
+                f"{directory} holds no tokenizer",
+                "Add the tokenizer.json that the model came with",
+            )
         tokenizer = ours.gpt2_tokenizer()
-    else:
-        raise UserError(
-            f"{directory} holds no tokenizer", "Add the tokenizer.json that the model came with"
-        )
-    if tokenizer.vocab_size != cfg.vocab_size:
+    if not _fits(tokenizer, cfg):
         raise UserError(
             f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, and the model has "
             f"{cfg.vocab_size}",
             "Put the tokenizer there that the model was trained with",
         )
     return tokenizer
+
+
+def count_tokens(directory: Path, cfg: GPTConfig) -> int:
+    """Returns how many of the model's `cfg.vocab_size` tokens are no padding.
+
+    The directory's tokenizer tells. Where there is none that fits, which `load_tokenizer` refuses,
+    all of them count.
+    """
+    if cfg.vocab_size % min(_PADDED_TO):  # then it needs no reading
+        return cfg.vocab_size
+    try:
+        tokenizer = _read(directory)
+    except UserError:
+        return cfg.vocab_size
+    fits = tokenizer is not None and _fits(tokenizer, cfg)
+    return tokenizer.vocab_size if fits else cfg.vocab_size
+
+
+def _fits(tokenizer: ours.Tokenizer, cfg: GPTConfig) -> bool:
+    """Says whether the model has as many tokens as the tokenizer, or those and padding."""
+    known = tokenizer.vocab_size
+    padded = (-(-known // multiple) * multiple for multiple in _PADDED_TO)
+    return cfg.vocab_size in (known, *padded)
+
+
+def _read(directory: Path) -> ours.Tokenizer | None:
+    """Reads the tokenizer that lies in a directory, if one does."""
+    files = [directory / name for name in ("vocab.json", "merges.txt")]
+    if (directory / "tokenizer.json").is_file():
+        return ours.load(directory / "tokenizer.json")
+    if all(file.is_file() for file in files):
+        return _from_tree(_byte_level(_read_bpe(files)))
+    return None
 
 
 def _read_bpe(files: list[Path]) -> models.BPE:

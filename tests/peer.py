@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpt2.data.tokenizer import CharTokenizer
 from gpt2.hf_names import hf_shape, load_config, tensors
 from gpt2.utils.tensor_files import write_safetensors
 
@@ -58,6 +59,11 @@ def write_model(directory: Path, name: str) -> Path:
 
     write_safetensors(directory / "model.safetensors", shapes, draw)
     return directory
+
+
+def characters(count: int) -> CharTokenizer:
+    """Returns a tokenizer of so many tokens."""
+    return CharTokenizer("".join(map(chr, range(100, 100 + count))), has_eot=False)
 
 
 def tokens(name: str, length: int = 48) -> np.ndarray:

@@ -101,8 +101,7 @@ def test_import_then_export_gives_back_every_bit(name, tmp_path):
 
 def test_import_command_makes_a_run_that_exports_the_same_bits(tmp_path):
     source, run = peer.write_model(tmp_path / "source", "tied"), tmp_path / "run"
-    tokenizer = CharTokenizer("".join(map(chr, range(100, 100 + 131))), has_eot=False)
-    save_tokenizer(source, tokenizer, 96)
+    save_tokenizer(source, peer.characters(131), 96)
     hf.import_run(source, run)
     cfg, params, loaded = load_model(run, None)
     assert loaded.encode("efg").tolist() == [1, 2, 3]
@@ -257,6 +256,10 @@ def break_tokenizer(source):
     save_tokenizer(source, ByteTokenizer(), 96)
 
 
+def break_tokenizer_with_fewer(source):
+    save_tokenizer(source, peer.characters(100), 96)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -267,12 +270,12 @@ def break_tokenizer(source):
         (break_epsilon, "layer_norm_epsilon=0.001 is not what GPT-2 computes"),
         (break_shard, "model-1.safetensors is missing"),
         (break_tokenizer, "has 257 tokens, and the model has 131"),
+        (break_tokenizer_with_fewer, "has 100 tokens, and the model has 131"),
     ],
 )
 def test_damaged_directories_are_told_and_nothing_is_written(damage, message, tmp_path):
     source, workdir = peer.write_model(tmp_path / "source", "tied"), tmp_path / "run"
-    tokenizer = CharTokenizer("".join(map(chr, range(100, 231))), has_eot=False)
-    save_tokenizer(source, tokenizer, 96)
+    save_tokenizer(source, peer.characters(131), 96)
     damage(source)
     with pytest.raises(UserError, match=message) as raised:
         hf.import_run(source, workdir)
@@ -326,3 +329,15 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     size = (directory / "model.safetensors").stat().st_size
     shutil.rmtree(directory)
     assert 0.8 * size < grown < 1.3 * size
+
+
+def test_the_library_brings_no_command_line_and_the_command_has_a_usage():
+    root = Path(__file__).parents[1]
+    code = "import sys; from gpt2 import hf; print('gpt2.cli' in sys.modules)"
+    library = subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True)
+    assert library == "False\n"
+    command = [sys.executable, "-m", "gpt2.hf"]
+    usage = subprocess.run([*command, "--help"], cwd=root, capture_output=True, text=True)
+    assert "gpt2.hf import --from=DIR" in usage.stdout and not usage.stderr
+    unknown = subprocess.run([*command, "exprot"], cwd=root, capture_output=True, text=True)
+    assert unknown.returncode == 2 and "no command" in unknown.stderr

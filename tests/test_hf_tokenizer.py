@@ -1,5 +1,8 @@
 """Tokenizers into Hugging Face's files and out of them."""
 
+import json
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +15,10 @@ from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, tr
 from gpt2.errors import UserError
 from gpt2.hf_tokenizer import load_tokenizer, save_tokenizer
 from gpt2.model import GPT
+from gpt2.utils.tensor_files import read_safetensors
+from gpt2.weights import load_model
 
+TABLES = ("wte", "lm_head")
 TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
 
 
@@ -65,3 +71,40 @@ def test_damaged_vocabulary_is_told_in_one_line(damage, tmp_path):
     with pytest.raises(UserError, match=r"vocab.json and merges.txt are no tokenizer") as raised:
         load_tokenizer(tmp_path, GPTConfig(vocab_size=3))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", [192, 500])
+def test_export_leaves_padding_out_and_imports_to_the_same_bits(rows, tied, tmp_path):
+    cfg = GPTConfig(
+        vocab_size=rows, context_length=16, num_layers=1, num_heads=2, embed_dim=8,
+        tie_embeddings=tied,
+    )  # fmt: skip
+    params = jax.jit(GPT(cfg).init)(jax.random.key(0), np.zeros((1, 8), np.int32))["params"]
+    hf.save(tmp_path / "out", cfg, params, peer.characters(131))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 131
+    weights = read_safetensors(tmp_path / "out" / "model.safetensors")
+    for name, table in zip(("transformer.wte.weight", "lm_head.weight"), TABLES, strict=True):
+        assert (name in weights) == (table in params)
+        if table in params:
+            np.testing.assert_array_equal(weights[name].read(), params[table]["embedding"][:131])
+
+    hf.import_run(tmp_path / "out", tmp_path / "run")
+    hf.save(tmp_path / "again", *load_model(tmp_path / "run", None))
+    for file in (tmp_path / "out").iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("rows", [192, 256])
+def test_padding_of_a_directory_is_left_out_of_every_import(rows, tmp_path, monkeypatch):
+    monkeypatch.setitem(peer.CONFIGS, "padded", peer.CONFIGS["untied"] | {"vocab_size": rows})
+    source = peer.write_model(tmp_path / "source", "padded")
+    _, whole = hf.load(source)
+    assert whole["wte"]["embedding"].shape[0] == rows  # without a tokenizer all rows count
+    save_tokenizer(source, peer.characters(131), 96)
+    hf.import_run(source, tmp_path / "run")
+    expected = whole | {name: {"embedding": whole[name]["embedding"][:131]} for name in TABLES}
+    for place in ((tmp_path / "run", None), (None, source)):
+        cfg, params, tokenizer = load_model(*place)
+        assert cfg.vocab_size == tokenizer.vocab_size == 131
+        chex.assert_trees_all_equal(params, expected)
