@@ -11,9 +11,11 @@ Everyone runs in a process of its own and all take turns, A B A B, so that a rat
 seconds apart. Warm-up, compilation and data loading are outside the times; clipping and AdamW are
 inside. All use the device's default precision for the compute type, and dropout is 0.
 
+`train` spreads over all devices, `eval` and `generate` run on one.
+
 MFU is model FLOPs (6 N + 12 L D T per trained token, a third of it per token read) over step time,
-over the device's peak: from its data sheet, or on a CPU the rate of a [2048, 768] x [768, 3072]
-product measured in the same run.
+over the peak of the devices used: from their data sheet, or on a CPU the rate of a [2048, 768] x
+[768, 3072] product measured in the same run.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import sys
 from typing import Any
 
 from gpt2.architecture import ATTENTIONS, SIZES
-from gpt2.config import REMATS
+from gpt2.config import DTYPES, REMATS
 from gpt2.errors import UserError, exit_on_user_error, require_choice
 from gpt2.utils.allocation import cpu_environment
 from gpt2.utils.turns import Player
@@ -40,6 +42,15 @@ PEERS = {
     "data": ("torch",),
 }
 OURS = "jax"
+
+# What would change nothing: these three use one device, or none.
+LAYOUT = ("backend", "data", "fsdp", "tensor")
+IGNORED = {
+    "train": (),
+    "eval": (*LAYOUT, "remat"),
+    "generate": (*LAYOUT, "remat", "attention"),
+    "data": (*LAYOUT, "remat", "attention", "scan_layers", "compute"),
+}
 
 # Beside OpenAI's sizes: (num_layers, num_heads, embed_dim), context, batch, vocabulary.
 SMALL = {
@@ -64,7 +75,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Returns the options of the command line.
 
     Raises:
-        UserError: they do not parse.
+        UserError: they do not parse, or would be ignored.
     """
     parser = _Parser(
         prog="python -m gpt2.benchmark", description=__doc__.split("\n")[0], allow_abbrev=False
@@ -73,7 +84,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="gpt2-124m", choices=(*SIZES, *SMALL))
     parser.add_argument("--batch_size", type=int, help="sequences per step, over all devices")
     parser.add_argument("--context_length", type=int, help="tokens")
-    parser.add_argument("--compute", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--compute", default="float32", choices=DTYPES)
     parser.add_argument("--attention", default="auto", choices=ATTENTIONS)
     parser.add_argument("--remat", default="none", choices=REMATS)
     parser.add_argument("--scan_layers", action="store_true")
@@ -85,7 +96,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="least length of a turn")
     parser.add_argument("--shares", action="store_true", help="time by part of the model")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in IGNORED[options.subject]:
+        if getattr(options, name) != parser.get_default(name):
+            raise UserError(
+                f"--{name} would be ignored by {options.subject}", f"Leave out --{name}"
+            )
+    prompt_and_text = 2 if options.subject == "generate" else 1
+    least = dict(batch_size=1, context_length=prompt_and_text, rounds=1, seconds=0)
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and not smallest <= value < math.inf:
+            raise UserError(f"--{name}={value} is out of range", f"Use {smallest} or more")
+    return options
 
 
 def make_case(options: argparse.Namespace) -> dict[str, Any]:

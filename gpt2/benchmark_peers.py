@@ -4,8 +4,10 @@ Two peers: `torch`, the model in few lines as nanoGPT has it, with fused scaled-
 attention, and `hf`, Hugging Face's GPT-2 with the same. `_compile` behind a name compiles it.
 """
 
+import atexit
 import json
 import resource
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -157,7 +159,9 @@ def _generation(peer: str, case: dict[str, Any], device: str):
 def _reading(peer: str, case: dict[str, Any], device: str):
     """Random windows of a memory-mapped file of uint16, as nanoGPT's get_batch reads them."""
     B, T = case["batch_size"], case["context_length"]
-    path = Path(tempfile.mkdtemp()) / "train.bin"
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    path = Path(directory) / "train.bin"
     np.zeros(2**24, np.uint16).tofile(path)
 
     def step(tokens, targets):

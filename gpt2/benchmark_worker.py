@@ -20,6 +20,7 @@ import numpy as np
 from jax.profiler import ProfileData
 
 from gpt2.config import GPTConfig, OptimConfig, ParallelConfig
+from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
 from gpt2.ops import resolve
 from gpt2.optim import make_optimizer, make_schedule
@@ -27,7 +28,12 @@ from gpt2.parallel import make_backend
 from gpt2.sampling import Sampling, generate
 from gpt2.state import TrainState
 from gpt2.steps import make_eval_step, make_train_step
-from gpt2.telemetry.throughput import model_flops_per_token, peak_source, total_peak_flops
+from gpt2.telemetry.throughput import (
+    model_flops_per_token,
+    peak_flops,
+    peak_source,
+    total_peak_flops,
+)
 from gpt2.utils.allocation import release_free_memory
 from gpt2.utils.turns import serve
 
@@ -125,13 +131,30 @@ def model_config(case: dict[str, Any]) -> GPTConfig:
     return GPTConfig(**shape, compute_dtype=case["compute"])
 
 
+def hardware(case: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a case runs on, for its label, and the FLOP/s that this can reach."""
+    devices, subject = jax.devices(), case["subject"]
+    used = devices if subject == "train" else devices[:1]
+    if subject == "data":
+        peak = None
+    elif subject == "train" or used[0].platform == "cpu":  # simulated devices share the whole CPU
+        peak = total_peak_flops(case["compute"])
+    else:
+        peak = peak_flops(used[0], case["compute"])
+    return {
+        "device": f"{len(used)} x {used[0].device_kind}",
+        "peak_flops": peak,
+        "peak_source": peak_source(used[0]),
+    }
+
+
+@exit_on_user_error
 def main() -> None:
     case = json.loads(sys.argv[1])
     config, length = model_config(case), case["context_length"]
     work = {"generate": Generation, "data": Reading}.get(case["subject"], Work)(case, GPT(config))
     flops = model_flops_per_token(config, length)
-    peak = None if case["subject"] == "data" else total_peak_flops(case["compute"])
-    device = jax.devices()[0]
+    device, runs_on = jax.devices()[0], hardware(case)
 
     def info() -> dict[str, Any]:
         statistics = device.memory_stats() or {}  # None on a CPU
@@ -139,16 +162,13 @@ def main() -> None:
         return {
             "compile_seconds": work.compile_seconds,
             "flops_per_token": flops if case["subject"] == "train" else flops / 3,
-            "peak_flops": peak,
-            "peak_source": peak_source(device),
             "peak_bytes": statistics.get("peak_bytes_in_use", on_host),
             "attention": resolve(
                 config.attention, device.platform, config.compute_dtype, length, config.head_size
             ),
-            "device": f"{jax.device_count()} x {device.device_kind}",
             "versions": {"jax": jax.__version__},
             "shares": work.shares() if case["shares"] else {},
-        }
+        } | runs_on
 
     serve(work.step, info)
 

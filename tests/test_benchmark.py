@@ -47,6 +47,54 @@ def test_unknown_options_are_user_errors(arguments):
         benchmark.parse(arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--batch_size=0"], "--batch_size=0 is out of range. Use 1 or more"),
+        (["train", "--rounds=0"], "--rounds=0 is out of range"),
+        (["train", "--seconds=nan"], "--seconds=nan is out of range"),
+        (["generate", "--context_length=1"], "Use 2 or more"),
+        (["eval", "--fsdp=8"], "--fsdp would be ignored by eval"),
+        (["generate", "--attention=xla"], "--attention would be ignored by generate"),
+        (["data", "--backend=pmap"], "--backend would be ignored by data"),
+    ],
+)
+def test_numbers_out_of_range_and_options_without_effect_are_user_errors(arguments, message):
+    with pytest.raises(UserError, match=message):
+        benchmark.parse(arguments)
+
+
+def test_each_ignored_option_is_one_that_training_takes():
+    options = vars(benchmark.parse(["train"]))
+    for names in benchmark.IGNORED.values():
+        assert set(names) <= set(options)
+    assert benchmark.parse(["train", "--fsdp=8", "--remat=full"]).fsdp == 8
+    assert benchmark.parse(["eval", "--data=-1", "--seconds=0"]).seconds == 0
+
+
+def test_a_mistake_that_only_the_worker_sees_is_one_line():
+    command = [sys.executable, "-m", "gpt2.benchmark", "train", "--attention=cudnn"]
+    command += ["--model=shakespeare-char-cpu"]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert run.stderr.startswith("error: ") and "needs an NVIDIA GPU" in run.stderr
+
+
+def test_one_devices_work_is_measured_by_one_devices_peak(monkeypatch):
+    assert worker.hardware(tiny())["device"] == "8 x cpu"
+    alone = worker.hardware(tiny(subject="eval"))
+    assert alone["device"] == "1 x cpu"
+    assert alone["peak_flops"] == worker.hardware(tiny())["peak_flops"]  # all share one CPU
+    gpu = SimpleNamespace(device_kind="NVIDIA H200", platform="gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu] * 4)
+    of_all = worker.hardware(tiny(compute="bfloat16"))
+    of_one = worker.hardware(tiny(compute="bfloat16", subject="generate"))
+    assert (of_all["device"], of_one["device"]) == ("4 x NVIDIA H200", "1 x NVIDIA H200")
+    assert of_all["peak_flops"] == 4 * of_one["peak_flops"] > 0
+    assert worker.hardware(tiny(subject="data"))["peak_flops"] is None
+
+
 def test_impossible_peers_are_user_errors(monkeypatch):
     with pytest.raises(UserError, match="none of torch"):
         benchmark.check_peers(["tensorflow"], tiny())
@@ -140,6 +188,16 @@ def test_peers_do_a_step_of_each_subject(subject, peer):
     tokens = torch.arange(64).reshape(4, 16) % 50
     loss = make_step(peer, tiny(subject=subject), "cpu")(tokens, 49 - tokens)
     assert loss is None or 3.5 < loss < 4.5  # log 50 is 3.9
+
+
+def test_a_peers_file_is_gone_when_it_ends(tmp_path):
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "gpt2.benchmark_peers", "torch"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with Player("torch", [*command, json.dumps(tiny(subject="data"))], environment) as player:
+        player.play(1)
+        assert list(tmp_path.rglob("train.bin"))
+    assert not list(tmp_path.rglob("train.bin"))
 
 
 def test_worker_needs_no_more_than_jax_flax_and_optax():

@@ -51,6 +51,7 @@ class Player:
 
         Raises:
             UserError: it ended instead; why is above on standard error.
+            SystemExit: it ended by a user's mistake, which it has told.
         """
         return self._ask(steps)
 
@@ -63,6 +64,8 @@ class Player:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
+            if self._process.wait() == UserError.exit_code:
+                sys.exit(UserError.exit_code)
             raise UserError(f"{self.name} ended early", "Its own message above says why")
         return json.loads(answer)
 
