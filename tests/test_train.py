@@ -1,6 +1,5 @@
 """train.py as a person runs it: a process of its own, its files, its mistakes, its restarts."""
 
-import errno
 import json
 import os
 import re
@@ -13,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2 import workdir as workdir_files
 from gpt2.checkpoint import load_params
-from gpt2.errors import UserError
 from gpt2.utils import allocation
 
 ROOT = Path(__file__).parent.parent
@@ -160,38 +157,6 @@ def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, ki
     lines, undisturbed = metrics_of(workdir), metrics_of(finished[0])
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [m["train/loss"] for m in lines] == [m["train/loss"] for m in undisturbed]
-
-
-def test_a_second_process_in_a_workdir_is_refused_and_changes_nothing(corpus, tmp_path):
-    workdir = tmp_path / "run"
-    first = start(workdir, *TINY, *corpus, "--config.train.num_steps=100000")
-    try:
-        wait_for_step(first, workdir, 3)
-        first.send_signal(signal.SIGSTOP)
-        before = contents(workdir)
-        code, _, stderr = run(workdir, *TINY, *corpus)
-        assert code == 2
-        assert stderr.startswith(f"error: another process is training in {workdir}.")
-        assert stderr.count("\n") == 1
-        assert contents(workdir) == before
-    finally:
-        first.kill()
-        first.communicate()
-
-
-def contents(directory):
-    return {path: path.is_file() and path.read_bytes() for path in directory.rglob("*")}
-
-
-def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
-    def flock(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(workdir_files.fcntl, "flock", flock)
-    workdir_files.lock(tmp_path, start=0)
-    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-    with pytest.raises(UserError, match="another process"):  # which began and ended meanwhile
-        workdir_files.lock(tmp_path, start=0)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

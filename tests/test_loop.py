@@ -1,0 +1,75 @@
+"""The training loop never makes the devices wait for the host."""
+
+import itertools
+import re
+
+from tests.test_train import TINY, run
+
+WATCHED_RUN = """
+import jax
+import numpy as np
+import train
+from gpt2 import cli
+
+compile_once, wait = train.compile_once, jax.block_until_ready
+
+
+class Watched:  # a metric of a step, on the devices until something asks for it
+    def __init__(self, value, step):
+        self.value, self.step = value, step
+
+    def __array__(self, *args, **kwargs):
+        print("WATCHED fetch", self.step)
+        return np.asarray(self.value)
+
+    def __float__(self):
+        return float(np.asarray(self))
+
+    def __getattr__(self, name):
+        print("WATCHED fetch", self.step)
+        return getattr(self.value, name)
+
+
+class WatchedStep:
+    def __init__(self, compiled):
+        self.compiled, self.step = compiled, 0
+
+    def __getattr__(self, name):
+        return getattr(self.compiled, name)
+
+    def __call__(self, state, batch):
+        self.step += 1
+        print("WATCHED dispatch", self.step)
+        state, metrics = self.compiled(state, batch)
+        return state, {name: Watched(value, self.step) for name, value in metrics.items()}
+
+
+def watch(step, *args):
+    compiled = compile_once(step, *args)
+    return WatchedStep(compiled) if compiled.name == "train_step" else compiled
+
+
+def watched_wait(tree):
+    print("WATCHED wait")
+    return wait(tree)
+
+
+train.compile_once, jax.block_until_ready = watch, watched_wait
+cli.run(train.main, default_config="quickstart")
+"""
+
+
+def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_path):
+    (tmp_path / "watched.py").write_text(WATCHED_RUN)
+    options = [
+        *TINY,
+        "--config.data.corpus=synthetic",
+        "--config.train.eval_every=0",
+        "--config.train.checkpoint_every=0",
+    ]
+    code, stdout, stderr = run(tmp_path / "run", *options, script=tmp_path / "watched.py")
+    assert code == 0, stderr
+    seen = re.findall(r"^WATCHED (.*)$", stdout, re.MULTILINE)
+    loop = [event for event, _ in itertools.groupby(seen[seen.index("dispatch 1") :])]
+    late = [event for k in range(2, 9) for event in (f"dispatch {k}", f"fetch {k - 1}")]
+    assert loop == ["dispatch 1", *late, "fetch 8"]
