@@ -1,5 +1,6 @@
 """Speed figures are the published ones, each second is charged once, a recompilation is named."""
 
+import itertools
 import time
 import types
 
@@ -119,6 +120,14 @@ def test_cpu_peak_is_measured_once_and_shared_among_devices():
     assert first == throughput.peak_flops(cpus[-1], "float32")
     assert 1e9 < first * len(cpus) < 1e14
     assert throughput.peak_source(cpus[0]) == "measured"
+
+
+def test_cpu_peak_of_a_slow_machine_is_measured_within_a_second(monkeypatch):
+    times = itertools.count(step=0.4)  # a product takes as long
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(times))
+    flops = throughput._measure_cpu_flops.__wrapped__("float32")
+    assert flops == pytest.approx(2 * 2048 * 768 * 3072 / 0.4)
+    assert next(times) == pytest.approx(6 * 0.4)  # three products, two looks each
 
 
 class Seconds:

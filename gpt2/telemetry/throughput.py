@@ -48,8 +48,9 @@ def model_flops_per_token(cfg: GPTConfig, context_length: int) -> float:
 def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
     """Returns the most FLOP/s that `device` spends on a matrix product of `dtype` operands.
 
-    On a CPU the first call measures it (under a second), shared among the simulated
-    devices of the process, so that a sum over devices is the machine's.
+    On a CPU the first call measures it (by up to 30 products, of which none begins later than after
+    a second), shared among the simulated devices of the process, so that a sum over devices is the
+    machine's.
 
     Returns:
         FLOP/s, or None for a device that the table does not know.
@@ -88,7 +89,8 @@ def _measure_cpu_flops(dtype: str) -> float:
         product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
         product(a, b).block_until_ready()
         seconds = []
-        while len(seconds) < 30:  # the least of them is one that nothing disturbed
+        # The least of them is one that nothing disturbed.
+        while len(seconds) < 30 and sum(seconds) < 1.0:
             began = time.perf_counter()
             product(a, b).block_until_ready()
             seconds.append(time.perf_counter() - began)
