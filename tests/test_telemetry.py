@@ -21,7 +21,7 @@ def lines(workdir) -> list[dict]:
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def open_writer(workdir, resume_step=None, **options) -> metrics.MetricsWriter:
+def open_writer(workdir, resume_step=0, **options) -> metrics.MetricsWriter:
     return metrics.MetricsWriter(
         workdir, {}, **({"tensorboard": False, "resume_step": resume_step} | options)
     )
@@ -112,15 +112,6 @@ def test_torn_line_is_dropped_though_its_step_is_kept(tmp_path):
     assert lines(tmp_path) == [{"step": 1, "tokens": 8}, {"step": 2, "tokens": 16}]
 
 
-def test_new_run_never_overwrites_another(tmp_path):
-    with open_writer(tmp_path) as writer:
-        writer.write(1, {"train/loss": 3.0})
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"holds the metrics of another run.*workdir"):
-        open_writer(tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
 KILLED_RUN = """
 import itertools, sys
 from pathlib import Path
@@ -161,16 +152,17 @@ def test_event_file_holds_what_was_flushed(tmp_path):
     writer = open_writer(tmp_path, tensorboard=True)
     writer.write(1, {"train/loss": 3.5, "tokens": 64})
     writer.flush(1)
-    assert events(tmp_path) == [(1, "train/loss", 3.5), (1, "tokens", 64.0)]
+    assert events(tmp_path) == [(1, "START", 0.0), (1, "train/loss", 3.5), (1, "tokens", 64.0)]
     writer.close()
 
 
 def test_resumed_event_file_purges_from_the_next_step_on(tmp_path):
-    for resume_step, step in ((None, 5), (3, 4)):
+    for resume_step, step in ((0, 5), (3, 4)):
         with open_writer(tmp_path, resume_step=resume_step, tensorboard=True) as writer:
             writer.write(step, {"train/loss": 1.5})
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    assert events(tmp_path) == [(5, "train/loss", 1.5), (4, "START", 0.0), (4, "train/loss", 1.5)]
+    first, second = [(1, "START", 0.0), (5, "train/loss", 1.5)], [(4, "START", 0.0)]
+    assert events(tmp_path) == [*first, *second, (4, "train/loss", 1.5)]
 
 
 def test_missing_wandb_names_the_package_and_writes_nothing(tmp_path, monkeypatch):
@@ -189,7 +181,7 @@ def test_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
         init=lambda **options: starts.append(options) or run, Error=OSError
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for resume_step in (None, 1):
+    for resume_step in (0, 1):
         with open_writer(tmp_path, resume_step=resume_step, wandb=True) as writer:
             writer.write(2, {"train/loss": 2.0})
     assert starts[0]["id"] == starts[1]["id"]

@@ -28,12 +28,11 @@ class MetricsWriter:
         config: the resolved config, which W&B shows beside the run.
         tensorboard: also write event files under `workdir/tensorboard`.
         wandb: also log to Weights & Biases; `WANDB_MODE=offline` is honoured.
-        resume_step: the checkpoint from which the run continues: later lines, which the run will
-            produce again, are dropped, and so is a line that a kill tore. 0 starts from scratch in
-            a workdir that holds no checkpoint yet. None: a new run.
+        resume_step: the checkpoint from which the run continues, 0 for none: later lines, which the
+            run will produce again, are dropped, and so is a line that a kill tore.
 
     Raises:
-        UserError: a new run would write into the metrics of another one, or W&B cannot start.
+        UserError: W&B cannot start.
     """
 
     def __init__(
@@ -42,19 +41,14 @@ class MetricsWriter:
         config: Mapping[str, Any],
         tensorboard: bool = True,
         wandb: bool = False,
-        resume_step: int | None = None,
+        resume_step: int = 0,
     ):
         workdir = Path(workdir)
         self._path = workdir / "metrics.jsonl"
-        if resume_step is None and self._path.exists():
-            raise UserError(
-                f"{self._path} holds the metrics of another run",
-                "Give a new --workdir, or remove the old one",
-            )
         self._wandb = _start_wandb(workdir, config) if wandb else None
         self._events = _EventFile(workdir / "tensorboard", resume_step) if tensorboard else None
         workdir.mkdir(parents=True, exist_ok=True)
-        records = [] if resume_step is None else list(_records(self._path, up_to=resume_step))
+        records = list(_records(self._path, up_to=resume_step))
         self._replace(records)
         self._step = records[-1]["step"] if records else -1
         self._record = records[-1] if records else {}
@@ -168,7 +162,7 @@ class _EventFile:
     wait for what is still queued; its EventsWriter is the plain file underneath.
     """
 
-    def __init__(self, directory: Path, resume_step: int | None):
+    def __init__(self, directory: Path, resume_step: int):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar
@@ -179,11 +173,10 @@ class _EventFile:
         # a file of the same name would be replaced.
         suffix = f".{time.time_ns()}"
         self._file = EventsWriter(str(directory / "events"), filename_suffix=suffix)
-        if resume_step is not None:
-            # TensorBoard then forgets what the killed run wrote from this step on.
-            start = SessionLog(status=SessionLog.START)
-            event = Event(step=resume_step + 1, wall_time=time.time(), session_log=start)
-            self._file.write_event(event)
+        # TensorBoard then forgets what a killed run wrote from this step on.
+        start = SessionLog(status=SessionLog.START)
+        event = Event(step=resume_step + 1, wall_time=time.time(), session_log=start)
+        self._file.write_event(event)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.time()
