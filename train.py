@@ -20,7 +20,7 @@ from gpt2 import cli
 from gpt2 import workdir as run_files
 from gpt2.checkpoint import Checkpointer, latest_step
 from gpt2.config import Config
-from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
+from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2.data.prepare import Dataset, prepare
 from gpt2.errors import UserError
 from gpt2.evals.validation import validate
@@ -172,7 +172,7 @@ def main() -> int:
 
     def evaluate(params: Any, num_batches: int) -> dict[str, float]:
         targets_per_byte = dataset.splits["validation"].targets_per_byte
-        with prefetch(
+        with Prefetcher(
             lambda index: eval_data.batch(index, eval_rows), range(num_batches), backend.put_batch
         ) as eval_batches:
             scores = validate(eval_step, params, eval_batches, targets_per_byte)
@@ -188,7 +188,7 @@ def main() -> int:
     profiler = Profiler(
         workdir / "profile", config.logging.profile_start, config.logging.profile_steps
     )
-    batches = prefetch(
+    batches = Prefetcher(
         lambda step: train_data.batch(step, train_rows), range(start, num_steps), backend.put_batch
     )
     with checkpointer, writer, progress, profiler, batches, StopSignal() as stop:

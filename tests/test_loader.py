@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpt2.data import prepare, records
-from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
+from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2.errors import UserError
 
 EOT = 99_999
@@ -179,14 +179,14 @@ def test_split_smaller_than_a_batch_is_refused(counting):
 
 
 def test_prefetch_yields_every_step_in_order():
-    batches = prefetch(lambda step: {"x": step}, range(3, 20), lambda batch: batch["x"] * 10)
+    batches = Prefetcher(lambda step: {"x": step}, range(3, 20), lambda batch: batch["x"] * 10)
     assert list(batches) == [10 * step for step in range(3, 20)]
     assert list(batches) == []
 
 
 def test_prefetch_works_ahead_and_no_further():
     made = []
-    batches = prefetch(lambda step: made.append(step) or step, range(100), lambda b: b, depth=2)
+    batches = Prefetcher(lambda step: made.append(step) or step, range(100), lambda b: b, depth=2)
     assert next(batches) == 0
     deadline = time.perf_counter() + 10
     while len(made) < 4 and time.perf_counter() < deadline:
@@ -204,7 +204,7 @@ def test_errors_while_prefetching_reach_the_consumer(place):
         return step
 
     steps = map(fail, range(5)) if place == "steps" else range(5)
-    batches = prefetch(
+    batches = Prefetcher(
         fail if place == "get_batch" else lambda s: s,
         steps,
         fail if place == "put" else lambda b: b,
@@ -217,7 +217,7 @@ def test_errors_while_prefetching_reach_the_consumer(place):
 
 def test_closing_ends_the_thread():
     before = threading.active_count()
-    with prefetch(lambda step: step, iter(int, 1), lambda b: b) as batches:
+    with Prefetcher(lambda step: step, iter(int, 1), lambda b: b) as batches:
         next(batches)
         assert threading.active_count() == before + 1
     assert threading.active_count() == before

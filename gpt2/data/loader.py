@@ -141,25 +141,16 @@ def _document_start(dataset: Dataset) -> int:
     return eot
 
 
-def prefetch(
-    get_batch: Callable[[int], Batch],
-    steps: Iterable[int],
-    put: Callable[[Batch], Any],
-    depth: int = 2,
-) -> "Prefetcher":
-    """Starts a background thread that gets device batches ready.
+class Prefetcher:
+    """An iterator over device batches that a background thread gets ready.
+
+    A context manager, which ends the thread.
 
     Args:
         get_batch: the host batch of a step.
         steps: the steps, in order.
         put: takes a host batch to the devices.
         depth: batches that wait ready, at most.
-    """
-    return Prefetcher(get_batch, steps, put, depth)
-
-
-class Prefetcher:
-    """An iterator over the batches of `prefetch`; a context manager that ends its thread.
 
     Raises:
         Whatever getting a batch raises, where the consumer asks for that batch.
@@ -172,7 +163,7 @@ class Prefetcher:
         get_batch: Callable[[int], Batch],
         steps: Iterable[int],
         put: Callable[[Batch], Any],
-        depth: int,
+        depth: int = 2,
     ):
         self._ready: queue.Queue = queue.Queue(depth)
         self._closed = threading.Event()
