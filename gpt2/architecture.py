@@ -90,8 +90,13 @@ class GPTConfig(ModelConfig):
     scan_layers: bool = False
 
     def __post_init__(self):
+        from gpt2.config import DTYPES, REMATS  # which imports this file
+
         super().__post_init__()
         require_at_least("model.vocab_size", self.vocab_size, 1)
+        require_choice("precision.params", self.param_dtype, DTYPES)
+        require_choice("precision.compute", self.compute_dtype, DTYPES)
+        require_choice("memory.remat", self.remat, REMATS)
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> "GPTConfig":

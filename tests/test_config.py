@@ -54,6 +54,21 @@ def test_differences_names_what_changed():
     }
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (dict(remat="some"), "memory.remat=some is none of none, full"),
+        (dict(compute_dtype="int8"), "precision.compute=int8 is none of float32"),
+        (dict(param_dtype="int8"), "precision.params=int8 is none of float32"),
+        (dict(attention="flash"), "model.attention=flash is none of auto"),
+        (dict(vocab_size=0), "model.vocab_size=0 is below 1"),
+    ],
+)
+def test_a_model_by_itself_is_validated_too(option, message):
+    with pytest.raises(UserError, match=message):
+        GPTConfig(**option)
+
+
 def test_unknown_option_names_the_nearest():
     tree = configs.default.get_config().to_dict()
     tree["model"]["num_layer"] = tree["model"].pop("num_layers")

@@ -15,11 +15,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from gpt2.architecture import ATTENTIONS as IMPLEMENTATIONS
 from gpt2.errors import UserError
 from gpt2.ops.blocked_attention import BLOCK, blocked_attention
 from gpt2.parallel.rules import map_devices
-
-IMPLEMENTATIONS = ("auto", "reference", "blocked", "xla", "cudnn", "splash")
 
 
 def attention(
