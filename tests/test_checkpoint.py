@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from configs import quickstart
 from gpt2.checkpoint import Checkpointer, load_params
 from gpt2.config import Config, MemoryConfig, ModelConfig, ParallelConfig
+from gpt2.data.tokenizer import ByteTokenizer
+from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.state import TrainState
+from gpt2.weights import load_initial_params, load_model
 
 
 def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(tmp_path):
@@ -36,3 +41,69 @@ def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(t
     assert loaded.memory == MemoryConfig(scan_layers=True)
     apply, tokens = jax.jit(GPT(loaded.gpt()).apply), jnp.zeros((1, 8), jnp.int32)
     chex.assert_tree_all_finite(apply({"params": loaded_params}, tokens))
+
+
+# What a run saved, by step: its validation loss there, None where it was not validated.
+LOSSES = {10: 4.0, 20: 2.0, 30: 3.0, 40: None, 50: 2.5, 60: None}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run that kept its two newest checkpoints; every parameter is the step it was saved at."""
+    workdir = tmp_path_factory.mktemp("run")
+    model = ModelConfig(vocab_size=257, context_length=8, num_layers=1, num_heads=2, embed_dim=16)
+    config = dataclasses.replace(Config.from_dict(quickstart.get_config()), model=model)
+    (workdir / "config.json").write_text(json.dumps(config.to_dict()))
+    ByteTokenizer().save(workdir / "tokenizer.json")
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(GPT(config.gpt()).init, jax.random.key(0), tokens)["params"]
+    with Checkpointer(workdir, num_latest=2) as checkpointer:
+        for step, loss in LOSSES.items():
+            ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+            params = jax.tree.map(partial(jnp.multiply, step), ones)
+            checkpointer.save(TrainState.create(params, optax.sgd(1.0), "float32"), step, loss)
+        checkpointer.wait()
+        return workdir, config.gpt(), checkpointer.all_steps(), checkpointer.best()
+
+
+def steps_in(params):
+    return {float(value) for leaf in jax.tree.leaves(params) for value in leaf.ravel()}
+
+
+def test_the_newest_checkpoints_and_the_best_survive(saved):
+    workdir, _, steps, best = saved
+    assert steps == [20, 50, 60]
+    assert best == (20, 2.0)
+    on_disk = {int(path.name) for path in (workdir / "checkpoints").iterdir()}
+    assert on_disk == {20, 50, 60}
+    with Checkpointer(workdir, read_only=True) as reopened:
+        assert (reopened.all_steps(), reopened.best()) == (steps, best)
+
+
+@pytest.mark.parametrize(("which", "step"), [("best", 20), ("latest", 60), ("50", 50), (50, 50)])
+def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
+    workdir = saved[0]
+    assert steps_in(load_model(workdir, None, which)[1]) == {step}
+
+
+@pytest.mark.parametrize(("suffix", "step"), [("", 20), ("@50", 50)])
+def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved, suffix, step):
+    workdir, cfg, *_ = saved
+    params = load_initial_params(f"run:{workdir}{suffix}", cfg, ByteTokenizer())
+    assert steps_in(params) == {step}
+
+
+def test_a_step_that_was_not_kept_is_told_with_those_that_were(saved):
+    with pytest.raises(UserError, match=r"has no checkpoint 30. Use best, latest or 20, 50, 60"):
+        load_params(saved[0], "30")
+
+
+def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path):
+    workdir = saved[0]
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((workdir / name).read_bytes())
+    _, params = load_params(workdir, 50)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(TrainState.create(params, optax.sgd(1.0), "float32"), step=5)
+        assert checkpointer.best() is None
+    assert steps_in(load_model(tmp_path, None, "best")[1]) == {50}

@@ -55,8 +55,17 @@ def start(workdir, *options, script="train.py"):
 
 
 def run(workdir, *options, **kwargs):
-    process = start(workdir, *options, **kwargs)
-    stdout, stderr = process.communicate(timeout=240)
+    return finish(start(workdir, *options, **kwargs), timeout=240)
+
+
+def finish(process, timeout):
+    """Waits for a process, which is killed if it takes longer, and returns what it leaves."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     return process.returncode, stdout, stderr
 
 
@@ -74,10 +83,10 @@ def wait_for_step(process, workdir, step):
     raise AssertionError(f"ended before step {step}: {process.stderr.read()}")
 
 
-def params_of(workdir):
+def params_of(workdir, checkpoint="latest"):
     import jax
 
-    leaves = jax.tree_util.tree_leaves_with_path(load_params(workdir, "latest")[1])
+    leaves = jax.tree_util.tree_leaves_with_path(load_params(workdir, checkpoint)[1])
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
@@ -132,6 +141,21 @@ def test_eval_scores_the_checkpoint_as_training_did(finished):
     assert loss == pytest.approx(metrics_of(workdir)[-1]["eval/loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("suffix", "checkpoint"), [("", "best"), ("@8", "8")])
+def test_a_run_that_learns_nothing_keeps_the_weights_it_began_with(
+    finished, corpus, tmp_path, suffix, checkpoint
+):
+    workdir, _ = finished
+    options = [f"--config.train.init_from=run:{workdir}{suffix}", "--config.train.num_steps=1"]
+    options += ["--config.optim.learning_rate=0.0", "--config.optim.end_learning_rate=0.0"]
+    code, _, stderr = run(tmp_path / "run", *TINY, *corpus, "--config.seed=1", *options)
+    assert code == 0, stderr
+    expected, found = params_of(workdir, checkpoint), params_of(tmp_path / "run")
+    assert expected.keys() == found.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
 def wait_for_file(process, path):
     while process.poll() is None and not path.exists():
         time.sleep(0.001)
@@ -166,8 +190,8 @@ def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     process = start(workdir, *options, "--config.train.checkpoint_every=0")
     wait_for_step(process, workdir, 2)
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == code, stderr
+    returncode, stdout, stderr = finish(process, timeout=60)
+    assert returncode == code, stderr
     step = int(re.search(r"stopped by \w+ at step (\d+)", stdout)[1])
     assert (workdir / "checkpoints" / str(step)).is_dir()
     assert metrics_of(workdir)[-1]["step"] == step
@@ -245,13 +269,15 @@ def test_a_mistake_gives_one_line_and_no_workdir(tmp_path, corpus, options, mess
     assert not workdir.exists()
 
 
-def test_openwebtext_out_of_reach_names_the_corpus_that_is_not(tmp_path):
+def test_openwebtext_out_of_reach_names_the_corpus_that_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:9")  # where nothing answers
     began = time.monotonic()
-    environment = ["--config=configs/gpt2_124m.py", f"--config.data.data_dir={tmp_path}"]
-    code, _, stderr = run(tmp_path / "run", *environment)
-    if code == 2:  # on a machine that reaches it, there is nothing to see
-        assert "--config.data.corpus=pystdlib" in stderr
-        assert time.monotonic() - began < 10
+    options = ["--config=configs/gpt2_124m.py", f"--config.data.data_dir={tmp_path / 'data'}"]
+    code, _, stderr = run(tmp_path / "run", *options)
+    assert time.monotonic() - began < 20
+    assert code == 2 and stderr.count("\n") == 1
+    assert "http://localhost:9" in stderr and "--config.data.corpus=pystdlib" in stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_cpu_run_starts_again_with_the_settings_it_lacks(tmp_path, monkeypatch):
