@@ -1,11 +1,10 @@
 """Fine-tunes OpenAI's GPT-2 on Shakespeare, after nanoGPT's config of the same name.
 
     python train.py --config=configs/finetune_shakespeare.py \\
-        --config.train.init_from=hf:gpt2-xl \\
-        --config.data.corpus=text:data/tiny_shakespeare/input.txt
+        --config.train.init_from=hf:gpt2-xl --config.data.corpus=text:input.txt
 
-Data: a text file, the last tenth of it held out. `hf:gpt2-xl` is a directory of the 1558M weights
-as Hugging Face has them; for another size give also, for 124M,
+Data: tiny_shakespeare's input.txt, which you bring, the last tenth of it held out. `hf:gpt2-xl` is
+a directory of the 1558M weights as Hugging Face has them; for another size give also, for 124M,
 
     --config.model.num_layers=12 --config.model.num_heads=12 --config.model.embed_dim=768
 
@@ -21,7 +20,7 @@ def get_config() -> ConfigDict:
     """Returns the options."""
     config = default.get_config()
     config.model.update(dict(num_layers=48, num_heads=25, embed_dim=1600))
-    config.data.update(dict(batch_size=32, val_fraction=0.1))
+    config.data.update(dict(corpus="text:input.txt", batch_size=32, val_fraction=0.1))
     config.optim.update(
         dict(
             learning_rate=3e-5,

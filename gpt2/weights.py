@@ -5,9 +5,9 @@ from pathlib import Path
 
 import jax
 
-from gpt2 import hf
+from gpt2 import hf, hf_names
 from gpt2.checkpoint import load_params
-from gpt2.config import GPTConfig
+from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
 from gpt2.hf_tokenizer import load_tokenizer
@@ -61,32 +61,19 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
             another tokenizer.
     """
     kind, _, place = source.partition(":")
-    if kind == "hf":
-        directory = place
-        found, params, theirs = load_model(None, directory)
-    else:
-        directory, _, step = place.partition("@")
-        found, params, theirs = load_model(directory, None, step or "best")
+    directory, _, step = (place, "", "") if kind == "hf" else place.partition("@")
+    found, theirs = _look(kind, Path(directory))
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
         raise UserError(
             f"the weights of train.init_from={source} were learnt with another tokenizer "
             f"({_describe(theirs)}) than the data's ({_describe(tokenizer)})",
             f"Use --config.data.tokenizer={_tokenizer_option(directory, theirs)}",
         )
-    for field in dataclasses.fields(GPTConfig):
-        has, wanted = getattr(found, field.name), getattr(cfg, field.name)
-        if field.name not in _FREE and has != wanted:
-            raise UserError(
-                f"the weights of train.init_from={source} have model.{field.name}={has}, "
-                f"not {wanted}",
-                f"Use --config.model.{field.name}={has}",
-            )
-    if found.context_length < cfg.context_length:
-        raise UserError(
-            f"the weights of train.init_from={source} have "
-            f"model.context_length={found.context_length}, not {cfg.context_length}",
-            f"Use --config.model.context_length={found.context_length}, or less",
-        )
+    _check_same_model(source, found, cfg)
+    if kind == "hf":
+        _, params, _ = load_model(None, directory)
+    else:
+        _, params, _ = load_model(directory, None, step or "best")
     if cfg.position == "learned":
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}
@@ -96,6 +83,33 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     if found.scan_layers and not cfg.scan_layers:
         return jax.jit(lambda tree: unstack_layers(tree, cfg.num_layers))(params)
     return params
+
+
+def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
+    """Reads what a model is, and its tokenizer, without its weights."""
+    if kind == "hf":
+        cfg = hf_names.load_config(directory)
+        return cfg, load_tokenizer(directory, cfg)
+    return load_config(directory).gpt(), tokenizers.load(directory / "tokenizer.json")
+
+
+def _check_same_model(source: str, found: GPTConfig, cfg: GPTConfig) -> None:
+    """Raises, naming every option that differs, unless `cfg` can take the weights of `found`."""
+    pairs = {
+        field.name: (getattr(found, field.name), getattr(cfg, field.name))
+        for field in dataclasses.fields(GPTConfig)
+        if field.name not in _FREE
+    }
+    if found.context_length < cfg.context_length:
+        pairs["context_length"] = found.context_length, cfg.context_length
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if differing:
+        what = [f"model.{name}={has}, not {wanted}" for name, (has, wanted) in differing.items()]
+        options = [f"--config.model.{name}={has}" for name, (has, _) in differing.items()]
+        raise UserError(
+            f"the weights of train.init_from={source} have {', '.join(what)}",
+            f"Use {' '.join(options)}",
+        )
 
 
 def _describe(tokenizer: tokenizers.Tokenizer) -> str:

@@ -39,6 +39,12 @@ def test_the_gpt2_configs_have_openais_shapes(name):
         assert getattr(config.model, field) == getattr(released, field)
 
 
+@pytest.mark.parametrize("name", ["shakespeare_char", "finetune_shakespeare"])
+def test_the_shakespeare_configs_read_shakespeare(name):
+    config = importlib.import_module(f"configs.{name}").get_config()
+    assert config.data.corpus == "text:input.txt"
+
+
 def test_every_option_of_the_default_config_is_a_field_and_the_reverse():
     tree = configs.default.get_config().to_dict()
     assert build().to_dict().keys() == tree.keys()

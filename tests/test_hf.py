@@ -303,14 +303,26 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
     chex.assert_trees_all_close(
         GPT(shorter).apply({"params": initial}, ids), expected, atol=1e-5, rtol=1e-5
     )
-    with pytest.raises(UserError, match=r"--config\.model\.num_layers=2"):
-        load_initial_params(
-            f"hf:{tmp_path}", GPTConfig(**{**vars(cfg), "num_layers": 4}), tokenizer
-        )
     with pytest.raises(
         UserError, match=rf"another tokenizer.*char, 131.*tokenizer={tmp_path}/tokenizer\.json"
     ):
         load_initial_params(f"hf:{tmp_path}", shorter, other)
+
+
+def test_weights_of_another_model_are_refused_unread_with_every_flag_that_differs(tmp_path):
+    cfg = hf.load(peer.write_model(tmp_path, "tied"))[0]
+    tokenizer = CharTokenizer("".join(map(chr, range(100, 231))), False)
+    save_tokenizer(tmp_path, tokenizer, 96)
+    (tmp_path / "model.safetensors").unlink()
+    wanted = dict(num_layers=4, embed_dim=64, bias=False, context_length=128, dropout=0.1)
+    with pytest.raises(
+        UserError,
+        match=r"model\.num_layers=2, not 4, model\.embed_dim=32, not 64, model\.bias=True, "
+        r"not False, model\.context_length=96, not 128\. Use --config\.model\.num_layers=2 "
+        r"--config\.model\.embed_dim=32 --config\.model\.bias=True "
+        r"--config\.model\.context_length=96\.$",
+    ):
+        load_initial_params(f"hf:{tmp_path}", GPTConfig(**{**vars(cfg), **wanted}), tokenizer)
 
 
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
