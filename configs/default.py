@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     """Returns the full tree of options."""
     config = ConfigDict()
-    config.seed = 0  # everything random follows from it: data order, initialisation, dropout
+    config.seed = 0  # below 2**32; data order, initialisation, dropout and samples follow from it
 
     config.model = ConfigDict(
         dict(

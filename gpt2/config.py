@@ -25,6 +25,7 @@ from gpt2.errors import (
 DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REMATS = ("none", "full", "dots", "dots_no_batch")
+MAX_SEED = 2**32 - 1  # keys are made of 32 bits: beyond, seeds would repeat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +207,10 @@ class Config:
 
     def __post_init__(self):
         require_at_least("seed", self.seed, 0)
+        if self.seed > MAX_SEED:
+            raise UserError(
+                f"seed={self.seed} is above {MAX_SEED}", f"Use --config.seed={MAX_SEED}"
+            )
         if self.logging.profile_steps and self.logging.profile_start >= self.train.num_steps:
             raise UserError(
                 f"logging.profile_start={self.logging.profile_start} is after the last of "

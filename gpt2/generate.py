@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from absl import flags
 
 from gpt2 import cli
+from gpt2.config import MAX_SEED
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.sampling import Sampling, stream
@@ -66,5 +67,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
     flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the random numbers.")
+    flags.DEFINE_integer("seed", 0, "Of the random numbers.", lower_bound=0, upper_bound=MAX_SEED)
     cli.run(main)

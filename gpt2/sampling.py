@@ -19,6 +19,7 @@ from gpt2.config import GPTConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
 from gpt2.utils.buckets import bucket
+from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import unstack_layers
 
 __all__ = ["Sampling", "generate", "stream"]
@@ -105,7 +106,7 @@ def generate(
         prompts: tokens, at least one each, of any lengths.
         max_new_tokens: at most this many per prompt.
         sampling: how to draw.
-        seed: of the random numbers.
+        seed: of the random numbers, from 0 to 2**32 - 1.
         eot: the token that ends a sequence; None: none does.
         vocab_size: tokens below this are drawn, those that the tokenizer has; 0: all of the
             model's, which may have more.
@@ -166,7 +167,8 @@ def stream(
     cache_length = bucket(longest, cfg.context_length)
     params = jax.tree.map(jnp.asarray, params)
     limits = dict(cfg=cfg, sampling=sampling, vocab_size=vocab_size or cfg.vocab_size)
-    state = _prefill(params, tokens, lengths, seed, end, cache_length=cache_length, **limits)
+    key = sample_key(seed)
+    state = _prefill(params, tokens, lengths, key, end, cache_length=cache_length, **limits)
     done = 0
     while done < max_new_tokens:
         limit = min(done + chunk, max_new_tokens) if chunk else max_new_tokens
@@ -185,12 +187,12 @@ def _until(tokens: np.ndarray, end: int) -> list[int]:
 
 
 @partial(jax.jit, static_argnames=("cache_length", "cfg", "sampling", "vocab_size"))
-def _prefill(params, tokens, lengths, seed, end, cache_length, cfg, sampling, vocab_size) -> _State:
+def _prefill(params, tokens, lengths, key, end, cache_length, cfg, sampling, vocab_size) -> _State:
     """Reads the prompts [B, T] and draws the first token of each."""
     B = tokens.shape[0]
     cache = KVCache.create(cfg, B, cache_length)
     logits, cache = GPT(cfg).apply({"params": params}, tokens, lengths, cache, method=GPT.extend)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(B))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
     state = _State(
         step=jnp.int32(0),
         tokens=jnp.full((B, cache_length), end, jnp.int32),

@@ -117,6 +117,7 @@ def test_wrong_type_names_the_type():
         ({"parallel__backend": "pmap", "parallel__tensor": 2}, r"ignore parallel\.tensor=2"),
         ({"memory__remat": "some"}, r"memory\.remat=some is none of"),
         ({"seed": -1}, r"seed=-1 is below 0"),
+        ({"seed": 2**32}, r"seed=4294967296 is above 4294967295"),
         (
             {"logging__profile_start": 9, "logging__profile_steps": 2, **SHORT_RUN},
             r"profile_start=9 is after the last.*at most --config\.logging\.profile_start=8",

@@ -15,6 +15,7 @@ from gpt2.model import GPT, GPTConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import spread_activations
 from gpt2.sampling import Sampling, generate, stream
+from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import stack_layers
 
 CFG = GPTConfig(vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32)
@@ -67,6 +68,17 @@ def test_samples_repeat_with_their_seed_and_no_other():
     assert first == again
     assert first != other
     assert first[0] != first[1]  # each sequence has its own random numbers
+
+
+@pytest.mark.parametrize("seed", [3, 2**31, 2**32 - 1])
+def test_a_sequence_is_drawn_with_its_own_key_of_the_samples(seed):
+    params = make_params()
+    logits = GPT(CFG).apply({"params": params}, jnp.array([PROMPTS[0]]))[0, -1]
+    keys = [jax.random.fold_in(sample_key(seed), sequence) for sequence in range(8)]
+    expected = [int(jax.random.categorical(jax.random.fold_in(key, 0), logits)) for key in keys]
+    drawn = generate(params, CFG, PROMPTS[:1] * 8, max_new_tokens=1, seed=seed)
+    assert drawn == [[token] for token in expected]
+    assert len(set(expected)) > 1
 
 
 def test_a_sequence_is_the_same_whatever_comes_with_it():

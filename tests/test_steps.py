@@ -17,7 +17,7 @@ from gpt2.parallel import make_backend
 from gpt2.state import LossScale, TrainState
 from gpt2.steps import make_eval_step, make_train_step
 from gpt2.utils.accumulate import accumulate
-from gpt2.utils.prng import dropout_key, init_key
+from gpt2.utils.prng import dropout_key, init_key, sample_key
 
 CONFIG = GPTConfig(vocab_size=100, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
 OPTIM = OptimConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
@@ -173,9 +173,13 @@ def test_every_key_is_used_once():
         for key in (
             init_key(seed),
             *(dropout_key(seed, *index) for index in itertools.product(range(4), repeat=3)),
+            *(
+                jax.random.fold_in(jax.random.fold_in(sample_key(seed), sequence), token)
+                for sequence, token in itertools.product(range(4), repeat=2)
+            ),
         )
     ]
-    assert len(set(keys)) == len(keys) == 2 * (1 + 4**3)
+    assert len(set(keys)) == len(keys) == 2 * (1 + 4**3 + 4**2)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import jax
 
 # The streams that one seed gives rise to.
-_INIT, _DROPOUT = range(2)
+_INIT, _DROPOUT, _SAMPLE = range(3)
 
 
 def init_key(seed: int) -> jax.Array:
@@ -26,3 +26,8 @@ def dropout_key(
     for index in (step, micro_batch, device):
         key = jax.random.fold_in(key, index)
     return key
+
+
+def sample_key(seed: int) -> jax.Array:
+    """Returns the key of generated text; sampling folds in the sequence, then the new token."""
+    return jax.random.fold_in(jax.random.key(seed), _SAMPLE)
