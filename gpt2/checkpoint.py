@@ -144,9 +144,12 @@ class Checkpointer:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, KeyError, OSError) as error:
             reason = str(error).strip().partition("\n")[0]
+            earlier = [saved for saved in self.all_steps() if saved < step]
             raise UserError(
                 f"checkpoint {self._directory / str(step)} cannot be read ({reason})",
-                "Remove it to continue from the one before",
+                f"Remove it to continue from that of step {earlier[-1]}"
+                if earlier
+                else "There is none before it: restore it from a copy, or give another --workdir",
             ) from error
 
 

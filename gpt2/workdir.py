@@ -17,6 +17,7 @@ from gpt2.config import Config, differences, load_config
 from gpt2.data.prepare import Dataset
 from gpt2.data.tokenizer import fingerprint
 from gpt2.errors import UserError
+from gpt2.telemetry.metrics import read_metrics
 
 # What may change when a run continues: none of it decides what is learnt, but `train.num_steps`,
 # which moves the end of the learning-rate schedule.
@@ -49,12 +50,18 @@ def check_options(workdir: Path, config: Config) -> None:
         if workdir.exists() and not all(map(_precedes_config, workdir.iterdir())):
             raise UserError(f"{workdir} holds files that are no run's", "Give another --workdir")
         return
-    if latest_step(workdir) == 0:
+    latest, saved = latest_step(workdir), load_config(workdir)
+    if latest == 0:
         raise UserError(
             f"{workdir} holds imported weights, and no run to continue",
             f"Start a run with --config.train.init_from=run:{workdir} and another --workdir",
         )
-    for name, (old, new) in differences(load_config(workdir), config).items():
+    if latest is None and _had_checkpoint(workdir, saved):
+        raise UserError(
+            f"{workdir} holds a run whose checkpoints are gone, and would lose metrics.jsonl too",
+            "Restore a checkpoint; to start anew, remove the workdir or give another --workdir",
+        )
+    for name, (old, new) in differences(saved, config).items():
         if name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
             continue
         raise UserError(
@@ -113,13 +120,30 @@ def lock(workdir: Path, start: int) -> None:
 
 
 def write(workdir: Path, config: Config, dataset: Dataset) -> None:
-    """Writes the files of a run that is about to start or continue, config.json first."""
+    """Writes the files of a run that is about to start or continue, config.json first.
+
+    Metrics that were logged under another config.json go before it comes, see `_had_checkpoint`.
+    """
     workdir.mkdir(parents=True, exist_ok=True)
+    if latest_step(workdir) is None:
+        (workdir / "metrics.jsonl").unlink(missing_ok=True)
     _write_json(workdir / "config.json", config.to_dict())
     if not (workdir / "data.json").exists():
         _write_json(workdir / "data.json", _describe(dataset))
     if not (workdir / "tokenizer.json").exists():
         dataset.tokenizer.save(workdir / "tokenizer.json")
+
+
+def _had_checkpoint(workdir: Path, saved: Config) -> bool:
+    """Says whether a run must have had a checkpoint, though there is none.
+
+    One that was killed before its first was whole has logged steps as well, but none past its
+    second, which is not begun before the first is whole. Samples come after the last.
+    """
+    logged = read_metrics(workdir / "metrics.jsonl")
+    every = saved.train.checkpoint_every
+    outran = 0 < 2 * every < max((line["step"] for line in logged), default=0)
+    return outran or (workdir / "samples.txt").exists()
 
 
 def _describe(dataset: Dataset) -> dict:

@@ -1,46 +1,114 @@
-"""A workdir is one process's at a time."""
+"""What it takes to continue a run: its options, its text, its checkpoints."""
 
-import errno
-import os
-import signal
+import dataclasses
+import json
+import shutil
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
-from gpt2 import workdir
+from configs import quickstart
+from gpt2 import workdir as run_files
+from gpt2.checkpoint import Checkpointer, load_params
+from gpt2.config import Config, DataConfig
+from gpt2.data.prepare import prepare
 from gpt2.errors import UserError
-from tests.test_train import TINY, run, start, wait_for_step
-
-OPTIONS = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=100000"]
-
-
-def test_a_second_process_in_a_workdir_is_refused_and_changes_nothing(tmp_path):
-    directory = tmp_path / "run"
-    first = start(directory, *OPTIONS)
-    try:
-        wait_for_step(first, directory, 3)
-        first.send_signal(signal.SIGSTOP)
-        os.waitpid(first.pid, os.WUNTRACED)
-        before = contents(directory)
-        code, _, stderr = run(directory, *OPTIONS)
-        assert code == 2
-        assert stderr.startswith(f"error: another process is training in {directory}.")
-        assert stderr.count("\n") == 1
-        assert contents(directory) == before
-    finally:
-        first.kill()
-        first.communicate()
+from gpt2.model import GPT
+from gpt2.state import TrainState
 
 
-def contents(directory):
-    return {path: path.is_file() and path.read_bytes() for path in directory.rglob("*")}
+def make_config(**groups):
+    """The quickstart's options with a tiny model, and `group=dict(option=value)` changed."""
+    config = Config.from_dict(quickstart.get_config())
+    tiny = dict(vocab_size=50, context_length=8, num_layers=1, num_heads=2, embed_dim=16)
+    groups = {"model": tiny} | groups
+    return dataclasses.replace(
+        config,
+        **{
+            name: dataclasses.replace(getattr(config, name), **options)
+            for name, options in groups.items()
+        },
+    )
 
 
-def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
-    def flock(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
+def write_run(workdir, config, steps_logged=0, checkpoints=()):
+    """Leaves what a run of so many steps leaves, its checkpoints of no content."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(config.to_dict()))
+    lines = (json.dumps({"step": step}) + "\n" for step in range(1, steps_logged + 1))
+    (workdir / "metrics.jsonl").write_text("".join(lines))
+    for step in checkpoints:
+        (workdir / "checkpoints" / str(step)).mkdir(parents=True)
+    return workdir
 
-    monkeypatch.setattr(workdir.fcntl, "flock", flock)
-    workdir.lock(tmp_path, start=0)
-    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-    with pytest.raises(UserError, match="another process"):  # which began and ended meanwhile
-        workdir.lock(tmp_path, start=0)
+
+def save_checkpoints(workdir, config, *steps):
+    init = jax.jit(GPT(config.gpt()).init)
+    params = init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    state = TrainState.create(params, optax.sgd(1.0), "float32")
+    with Checkpointer(workdir, num_latest=len(steps)) as checkpointer:
+        for step in steps:
+            checkpointer.save(state, step)
+
+
+@pytest.mark.parametrize(
+    ("steps", "advice"),
+    [
+        ((2, 4), r"Remove it to continue from that of step 2\.$"),
+        ((4,), r"There is none before it: restore it from a copy, or give another --workdir\.$"),
+    ],
+)
+def test_an_unreadable_checkpoint_sends_to_one_before_it_only_if_there_is_one(
+    tmp_path, steps, advice
+):
+    config = make_config()
+    write_run(tmp_path, config)
+    save_checkpoints(tmp_path, config, *steps)
+    shutil.rmtree(tmp_path / "checkpoints" / "4" / "params")
+    with pytest.raises(UserError, match=rf"checkpoint .*/4 cannot be read .*{advice}") as error:
+        load_params(tmp_path, "latest")
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
+    config = make_config(train=dict(checkpoint_every=2))
+    workdir = write_run(tmp_path / "outran", config, steps_logged=5)
+    with pytest.raises(UserError, match=r"whose checkpoints are gone.*remove the workdir"):
+        run_files.check_options(workdir, config)
+    only_at_the_end = make_config(train=dict(checkpoint_every=0))
+    workdir = write_run(tmp_path / "finished", only_at_the_end, steps_logged=5)
+    (workdir / "samples.txt").touch()
+    with pytest.raises(UserError, match="whose checkpoints are gone"):
+        run_files.check_options(workdir, only_at_the_end)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, 4), (3, 5), (0, 50)])
+def test_a_run_killed_before_its_first_checkpoint_was_whole_starts_by_itself(
+    tmp_path, every, steps
+):
+    """Its second checkpoint, for which it waits, may be due already."""
+    config = make_config(train=dict(checkpoint_every=every))
+    workdir = write_run(tmp_path, config, steps_logged=steps)
+    (workdir / "checkpoints" / f"{every}.orbax-checkpoint-tmp").mkdir(parents=True)
+    run_files.check_options(workdir, config)
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    """A text, prepared."""
+    monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 20)
+    return prepare(DataConfig(f"text:{tmp_path}/text.txt", "byte", val_fraction=0.2))
+
+
+@pytest.mark.parametrize(("checkpoints", "kept"), [((), 0), ((2,), 3)])
+def test_metrics_that_no_checkpoint_continues_go_before_another_config_comes(
+    tmp_path, prepared, checkpoints, kept
+):
+    """Else a later start would hold them against the other config's checkpoint_every."""
+    workdir = write_run(tmp_path / "run", make_config(), 3, checkpoints)
+    run_files.write(workdir, make_config(train=dict(checkpoint_every=1)), prepared)
+    lines = workdir / "metrics.jsonl"
+    assert len(lines.read_text().splitlines() if lines.exists() else ()) == kept
