@@ -171,7 +171,8 @@ def main() -> int:
             log(step, {"tokens": step * batch_size * length} | values | clock.read())
 
     def evaluate(params: Any, num_batches: int) -> dict[str, float]:
-        targets_per_byte = dataset.splits["validation"].targets_per_byte
+        split = dataset.splits["validation"]
+        targets_per_byte = split.targets_per_byte if eval_data.is_whole else None
         with Prefetcher(
             lambda index: eval_data.batch(index, eval_rows), range(num_batches), backend.put_batch
         ) as eval_batches:
@@ -306,11 +307,11 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
 def print_results(scores: dict[str, float], dataset: Dataset, clock: StepClock) -> None:
     """Prints the end of a run: where the time went, and how good the model is."""
     print(f"time: {clock.describe_shares()}")
-    print(
-        f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:.2f}, "
-        f"{scores['eval/bits_per_byte']:.3f} bits per byte (zlib -9 needs "
-        f"{dataset.zlib_bits_per_byte:.3f} for the same text)"
-    )
+    line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:.2f}"
+    if "eval/bits_per_byte" in scores:
+        zlib = f"zlib -9 needs {dataset.zlib_bits_per_byte:.3f} for the same text"
+        line += f", {scores['eval/bits_per_byte']:.3f} bits per byte ({zlib})"
+    print(line)
 
 
 class DivergedError(UserError):

@@ -67,7 +67,7 @@ def get_config() -> ConfigDict:
             accumulate_steps=1,  # micro-batches per optimizer step
             log_every=10,  # steps
             eval_every=1000,  # steps; 0: only at the end
-            eval_batches=0,  # batches per validation; 0: the whole validation split
+            eval_batches=0,  # batches per validation; 0: the whole split, as bits per byte need
             checkpoint_every=1000,  # steps; 0: only at the end
             keep_checkpoints=1,  # newest checkpoints kept, beside the best
             init_from="",  # hf:DIR, run:DIR or run:DIR@STEP; empty: from scratch

@@ -147,8 +147,10 @@ def test_validation_can_be_cut_short(counting):
     whole = ValidationLoader(counting, batch_size=2, context_length=10)
     short = ValidationLoader(counting, batch_size=2, context_length=10, num_batches=3)
     assert (len(whole), len(short)) == (5, 3)
+    assert (whole.is_whole, short.is_whole) == (True, False)
     chex.assert_trees_all_equal(short.batch(2), whole.batch(2))
-    assert len(ValidationLoader(counting, batch_size=2, context_length=10, num_batches=99)) == 5
+    ample = ValidationLoader(counting, batch_size=2, context_length=10, num_batches=99)
+    assert (len(ample), ample.is_whole) == (5, True)
 
 
 def test_segments_count_documents_within_a_row(make):

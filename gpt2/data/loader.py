@@ -89,6 +89,9 @@ class ValidationLoader:
         context_length: tokens in a sequence.
         num_batches: the first so many, at most; 0: the whole split.
         document_mask: adds `segments`.
+
+    Attributes:
+        is_whole: whether the batches hold the whole split.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class ValidationLoader:
         num_windows = -(-(len(self._stream) - 1) // context_length)
         whole = -(-num_windows // batch_size)
         self._num_batches = min(num_batches, whole) if num_batches else whole
+        self.is_whole = self._num_batches == whole
 
     def __len__(self) -> int:
         return self._num_batches
