@@ -2,6 +2,8 @@
 
     python train.py --config=configs/gpt2_124m.py
 
+For eight devices of 40 GB: nanoGPT's 12 sequences each at a time, 10.2 GiB by `--plan
+--plan_devices=8`, not tried there. For one such device add `--config.train.accumulate_steps=40`.
 Data: OpenWebText (9.0B tokens); where it cannot be had, `--config.data.corpus=pystdlib` trains on
 the source of Python's standard library.
 Expect: published by nanoGPT, whose model lacks biases: validation loss about 2.85 after 600,000
@@ -19,4 +21,5 @@ def get_config() -> ConfigDict:
     config = default.get_config()
     config.data.corpus = "hf:Skylion007/openwebtext#text"
     config.precision.compute = "bfloat16"
+    config.train.accumulate_steps = 5
     return config

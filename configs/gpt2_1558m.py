@@ -2,6 +2,8 @@
 
     python train.py --config=configs/gpt2_1558m.py
 
+For eight devices of 40 GB: 8 sequences each at a time, 23.8 GiB by `--plan --plan_devices=8`, not
+tried there. For one device of 80 GB (33.2 GiB) add `--config.train.accumulate_steps=128`.
 Data: as for configs/gpt2_124m.py.
 Learning rate, batch of 1,048,576 tokens and 32,000 steps as in llm.c's 1558M; OpenAI's weights of
 this size score 2.54 on OpenWebText (nanoGPT's README). What these options reach was not measured.
@@ -18,7 +20,7 @@ def get_config() -> ConfigDict:
     config.model.update(num_layers=48, num_heads=25, embed_dim=1600)
     config.optim.update(learning_rate=6e-4, end_learning_rate=0.0, warmup_steps=700)
     config.data.batch_size = 1024
-    config.train.update(num_steps=32_000, accumulate_steps=8)
+    config.train.update(num_steps=32_000, accumulate_steps=16)
     config.memory.update(remat="full", scan_layers=True)
     config.parallel.update(data=1, fsdp=-1)
     return config

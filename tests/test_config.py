@@ -45,6 +45,21 @@ def test_the_shakespeare_configs_read_shakespeare(name):
     assert config.data.corpus == "text:input.txt"
 
 
+@pytest.mark.parametrize(
+    ("name", "sequences", "alone"),
+    [("gpt2_124m", 12, 40), ("gpt2_355m", 10, 48), ("gpt2_774m", 15, 32), ("gpt2_1558m", 8, 128)],
+)
+def test_the_gpt2_configs_give_eight_devices_or_one_as_many_sequences_as_they_say(
+    name, sequences, alone
+):
+    module = importlib.import_module(f"configs.{name}")
+    config = module.get_config()
+    assert config.data.batch_size == 8 * config.train.accumulate_steps * sequences
+    assert config.data.batch_size == alone * sequences
+    assert f"{sequences} sequences" in module.__doc__
+    assert f"accumulate_steps={alone}`" in module.__doc__
+
+
 def test_every_option_of_the_default_config_is_a_field_and_the_reverse():
     tree = configs.default.get_config().to_dict()
     assert build().to_dict().keys() == tree.keys()
