@@ -16,7 +16,7 @@ from gpt2 import cli
 from gpt2.config import DataConfig, load_config
 from gpt2.data.prepare import Dataset, prepare
 from gpt2.data.tokenizer import Tokenizer, fingerprint
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_writable
 from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def check_flags() -> None:
-    """Refuses flags that would change nothing."""
+    """Refuses flags that would change nothing, and an output that cannot be written."""
     if HF.value:
         cli.refuse_ignored("checkpoint", "--hf holds a single one")
     if "validation" not in TASKS.value:
@@ -74,6 +74,10 @@ def check_flags() -> None:
         cli.refuse_ignored("task_dir", "--tasks=validation reads no file of it")
     if not any(slides for name, (_, _, slides) in EVAL_TASKS.items() if name in TASKS.value):
         cli.refuse_ignored("stride", "none of --tasks slides a window")
+    if OUTPUT.value:
+        require_writable("output", Path(OUTPUT.value).parent)
+        if Path(OUTPUT.value).is_dir():
+            raise UserError(f"--output={OUTPUT.value} is a directory", "Give a file")
 
 
 def validation_data() -> DataConfig:

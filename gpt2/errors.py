@@ -3,7 +3,9 @@
 import difflib
 import functools
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -60,3 +62,19 @@ def require_fraction(name: str, value: float) -> None:
     """Raises unless the config option `name` is in [0, 1)."""
     if not 0.0 <= value < 1.0:
         raise UserError(f"{name}={value} is not in [0, 1)", f"Use --config.{name}=0.0, for one")
+
+
+def require_writable(flag: str, directory: Path) -> None:
+    """Raises unless files can be written in `directory`, or in the nearest that is above it.
+
+    Tries it, since permissions do not tell: of root, or on a disk that is mounted read-only.
+    """
+    directory = directory.absolute()
+    try:
+        nearest = next(path for path in (directory, *directory.parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=nearest, suffix=".tmp"):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"nothing can be written in {directory} ({error.strerror})", f"Give another --{flag}"
+        ) from error

@@ -16,7 +16,7 @@ from gpt2.checkpoint import latest_step
 from gpt2.config import Config, differences, load_config
 from gpt2.data.prepare import Dataset
 from gpt2.data.tokenizer import fingerprint
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_writable
 from gpt2.telemetry.metrics import read_metrics
 
 # What may change when a run continues: none of it decides what is learnt, but `train.num_steps`,
@@ -39,13 +39,13 @@ _LOCK = ".lock"
 
 
 def check_options(workdir: Path, config: Config) -> None:
-    """Refuses a directory that is no run's, and to continue a run under other options.
+    """Refuses a directory that is no run's or not to be written in, and to continue a run under
+    other options.
 
     Raises:
         UserError: names the option, or what is in the way.
     """
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"{workdir} is a file", "Give a directory as --workdir")
+    require_writable("workdir", workdir)
     if not (workdir / "config.json").exists():
         if workdir.exists() and not all(map(_precedes_config, workdir.iterdir())):
             raise UserError(f"{workdir} holds files that are no run's", "Give another --workdir")

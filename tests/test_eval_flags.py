@@ -37,6 +37,21 @@ def test_flags_that_would_be_ignored_are_refused(give, given, refused):
         eval_command.check_flags()
 
 
+def test_an_output_that_cannot_be_written_is_refused(give, tmp_path):
+    (tmp_path / "file").touch()
+    for output, message in (
+        (tmp_path / "file" / "scores.json", "nothing can be written in .*/file .*--output"),
+        ("/proc/scores/scores.json", "nothing can be written in /proc/scores"),
+        (tmp_path, "is a directory"),
+    ):
+        give("--workdir=a", f"--output={output}")
+        with pytest.raises(UserError, match=message):
+            eval_command.check_flags()
+    give("--workdir=a", f"--output={tmp_path}/new/scores.json")
+    eval_command.check_flags()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_flags_that_count_are_taken(give):
     give("--workdir=a", "--checkpoint=latest", "--tasks=validation,enwik8", "--stride=8")
     eval_command.check_flags()

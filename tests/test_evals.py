@@ -1,7 +1,11 @@
 import dataclasses
 import json
 import math
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -288,6 +292,45 @@ def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
     (tmp_path / "cbt.txt").write_text("1 a\n2 b\n")
     with pytest.raises(UserError, match="block 1 is no question"):
         list(read_cbt(tmp_path / "cbt.txt"))
+
+
+def test_a_task_of_no_examples_is_refused(scorer, tmp_path):
+    for name, (file, _, _) in TASKS.items():
+        (tmp_path / file).touch()
+        with pytest.raises(UserError, match=f"{file} is empty"):
+            task_file(name, str(tmp_path))
+    (tmp_path / "blank").write_text("\n\n")
+    with pytest.raises(UserError, match="block 1 is no question"):
+        list(read_cbt(tmp_path / "blank"))
+    (tmp_path / "garbage").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="holds no token to foretell"):
+        compression("enwik8", scorer, BYTES, tmp_path / "garbage", 64)
+
+
+@pytest.mark.parametrize("label", ["", "4", -1, None])
+def test_hellaswag_without_its_answers_is_refused(scorer, tmp_path, label):
+    example = dict(ctx="a b", ctx_a="a", ctx_b="b", activity_label="c", endings=list("defg"))
+    lines = (json.dumps(example | {"label": label}) for label in (3, "0", label))
+    (tmp_path / "hellaswag.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=f"line 3: label '{label}' is not from 0 to 3"):
+        hellaswag(scorer, BYTES, tmp_path / "hellaswag.jsonl")
+
+
+def test_the_harness_without_its_package_is_a_line():
+    """As when lm_eval is not installed, also where it is."""
+    program = (
+        "import runpy, sys; sys.modules['lm_eval'] = None; runpy.run_module({!r}, run_name={!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program.format("gpt2.evals.harness", "__main__")],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"error: the harness .*\. Run pip install -e '\.\[peers\]'\.\n", done.stderr
+    )
 
 
 def seconds_to(function):

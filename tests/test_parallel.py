@@ -235,6 +235,8 @@ def test_the_table_of_tensors_says_what_a_device_holds(capsys):
     assert "CPU 0,4" in capsys.readouterr().out
     with pytest.raises(UserError, match="matches no parameter"):
         visualize(state.params, "no_such")
+    with pytest.raises(UserError, match=r"--visualize=\[ is no regular expression"):
+        visualize(state.params, "[")
 
 
 def test_gathered_parameters_are_whole_and_the_same():

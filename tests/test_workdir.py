@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -112,3 +113,12 @@ def test_metrics_that_no_checkpoint_continues_go_before_another_config_comes(
     run_files.write(workdir, make_config(train=dict(checkpoint_every=1)), prepared)
     lines = workdir / "metrics.jsonl"
     assert len(lines.read_text().splitlines() if lines.exists() else ()) == kept
+
+
+def test_a_workdir_where_nothing_can_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/runs/first")):
+        with pytest.raises(UserError, match=rf"written in {place} \(.*Give another --workdir"):
+            run_files.check_options(place, make_config())
+    run_files.check_options(tmp_path / "runs" / "first", make_config())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

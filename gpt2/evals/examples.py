@@ -42,7 +42,15 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, in the two customary ways."""
     examples = list(read_jsonl(path, "ctx", "ctx_a", "ctx_b", "activity_label", "endings", "label"))
-    labels = [int(example["label"]) for example in examples]
+    labels = []
+    for number, example in enumerate(examples, 1):
+        label, num_endings = str(example["label"]), len(example["endings"])
+        if label not in map(str, range(num_endings)):
+            raise UserError(
+                f"{path}, line {number}: label {label!r} is not from 0 to {num_endings - 1}",
+                "Give examples whose answers are known, as hellaswag_val.jsonl holds",
+            )
+        labels.append(int(label))
     plain = [(example["ctx"], example["endings"]) for example in examples]
     cleaned = [
         (
@@ -132,7 +140,7 @@ def read_cbt(path: Path) -> Iterator[tuple[str, str, str, list[str]]]:
     """
     blocks = re.split(r"\n\s*\n", path.read_text(encoding="utf-8").strip())
     for number, block in enumerate(blocks, 1):
-        *sentences, last = (line.partition(" ")[2] for line in block.splitlines())
+        *sentences, last = (line.partition(" ")[2] for line in block.splitlines() or [""])
         fields = [field for field in last.split("\t") if field]
         if len(fields) != 3 or fields[1] not in fields[2].split("|") or "XXXXX" not in fields[0]:
             raise UserError(f"{path}: block {number} is no question", "See docs/evaluation.md")

@@ -5,16 +5,26 @@
 is the harness' own command with one more model, `gpt2_jax`. It needs the package lm_eval.
 """
 
+import sys
 from collections import defaultdict
 from typing import Any
 
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    print(
+        f"error: the harness cannot be used ({error}). Run pip install -e '.[peers]'.",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, exit_on_user_error
 from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
 
@@ -159,4 +169,4 @@ def _cut(text: str, stops: list[str]) -> str:
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    exit_on_user_error(cli_evaluate)()

@@ -7,6 +7,7 @@ from pathlib import Path
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.prepare import Dataset
 from gpt2.data.tokenizer import Tokenizer
+from gpt2.errors import UserError
 from gpt2.evals.report import Figure, perplexity, ratio
 from gpt2.evals.scoring import Request, Scorer, windows
 
@@ -85,8 +86,12 @@ def compression(
 def _windows(scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int) -> list[Request]:
     """Begins after an end-of-text token, where there is one, so that every token is scored."""
     tokens = tokenizer.encode(text).tolist()
-    start = [] if tokenizer.eot is None else [tokenizer.eot]
-    return windows(start + tokens, scorer.context_length, stride)
+    tokens = tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]
+    if len(tokens) < 2:
+        raise UserError(
+            f"a text of {len(text)} characters holds no token to foretell", "Give a longer one"
+        )
+    return windows(tokens, scorer.context_length, stride)
 
 
 # WikiText's tokenisation undone, in this order: pattern -> replacement.

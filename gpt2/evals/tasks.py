@@ -26,7 +26,7 @@ def task_file(name: str, directory: str) -> Path:
     """Returns where a task's file lies.
 
     Raises:
-        UserError: there is no such task, or no such file.
+        UserError: there is no such task, or no such file, or nothing in it.
     """
     if name not in TASKS:
         raise UserError(f"{name} is no task", f"Choose from validation, {', '.join(TASKS)}")
@@ -36,6 +36,8 @@ def task_file(name: str, directory: str) -> Path:
             f"the task {name} reads {path}, which is not there",
             "Give its directory as --task_dir; docs/evaluation.md says what it holds",
         )
+    if not path.stat().st_size:
+        raise UserError(f"{path} is empty", "docs/evaluation.md says what it holds")
     return path
 
 

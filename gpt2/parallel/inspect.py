@@ -101,9 +101,16 @@ def visualize(params: Any, pattern: str) -> None:
         pattern: regular expression for names such as `h_0/mlp/c_fc/kernel`.
 
     Raises:
-        UserError: no parameter matches.
+        UserError: no parameter matches, or the pattern is none.
     """
     named = _by_size(params)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(
+            f"--visualize={pattern} is no regular expression ({error})",
+            f"Try {next(iter(named))}, for one",
+        ) from None
     matching = [name for name in named if re.search(pattern, name)]
     if not matching:
         raise UserError(
