@@ -50,7 +50,9 @@ CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if empty.")
 VISUALIZE = flags.DEFINE_string("visualize", None, "Draw how parameters of this name are spread.")
 PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
-PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to simulate; 0: those there are.")
+PLAN_DEVICES = flags.DEFINE_integer(
+    "plan_devices", 0, "Devices to simulate; 0: those there are.", lower_bound=0
+)
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, if of several.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
 PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Which of them this is, from 0.")
@@ -61,6 +63,8 @@ def main() -> int:
     # Options. Whatever is wrong with them is said before anything is spent.
     config = cli.load_config(CONFIG)
     if PLAN.value or PLAN_DEVICES.value:
+        for name in ("visualize", "coordinator", "num_processes", "process_index"):
+            cli.refuse_ignored(name, "--plan only compiles, in one process")
         print_plan(config, PLAN_DEVICES.value)
         return 0
     restart_for_cpu()
@@ -102,6 +106,9 @@ def main() -> int:
     if VISUALIZE.value and is_main:
         visualize(shapes.params, VISUALIZE.value)
     start = distributed.from_main(latest_step(workdir) or 0)
+    if distributed.from_main(run_files.is_finished(workdir, config)):
+        print(f"{workdir} is finished at step {start}; a larger --config.train.num_steps goes on")
+        return 0
     state = None if start else initial_state(config, model, dataset, backend, init_fn)
     if is_main:
         run_files.lock(workdir, start)
@@ -301,7 +308,8 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
         vocab_size=tokenizer.vocab_size,
     )
     rule = "\n" + "-" * 80 + "\n"
-    (workdir / "samples.txt").write_text(rule.join(map(tokenizer.decode, texts)) + "\n")
+    text = rule.join(map(tokenizer.decode, texts)) + "\n"
+    run_files.write_text(workdir / "samples.txt", text)
 
 
 def print_results(scores: dict[str, float], dataset: Dataset, clock: StepClock) -> None:

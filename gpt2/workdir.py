@@ -61,6 +61,12 @@ def check_options(workdir: Path, config: Config) -> None:
             f"{workdir} holds a run whose checkpoints are gone, and would lose metrics.jsonl too",
             "Restore a checkpoint; to start anew, remove the workdir or give another --workdir",
         )
+    if latest is not None and latest > config.train.num_steps:
+        raise UserError(
+            f"{workdir} holds a run of {latest} steps, more than "
+            f"train.num_steps={config.train.num_steps}",
+            f"Give another --workdir, or --config.train.num_steps={latest} or more",
+        )
     for name, (old, new) in differences(saved, config).items():
         if name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
             continue
@@ -119,12 +125,19 @@ def lock(workdir: Path, start: int) -> None:
         )
 
 
+def is_finished(workdir: Path, config: Config) -> bool:
+    """Says whether a run has reached its last step and left its samples, the last of its files."""
+    return latest_step(workdir) == config.train.num_steps and (workdir / "samples.txt").exists()
+
+
 def write(workdir: Path, config: Config, dataset: Dataset) -> None:
     """Writes the files of a run that is about to start or continue, config.json first.
 
-    Metrics that were logged under another config.json go before it comes, see `_had_checkpoint`.
+    What would be taken for this run's goes before: metrics that were logged under another
+    config.json, see `_had_checkpoint`, and samples of an earlier end, see `is_finished`.
     """
     workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "samples.txt").unlink(missing_ok=True)
     if latest_step(workdir) is None:
         (workdir / "metrics.jsonl").unlink(missing_ok=True)
     _write_json(workdir / "config.json", config.to_dict())
@@ -132,6 +145,13 @@ def write(workdir: Path, config: Config, dataset: Dataset) -> None:
         _write_json(workdir / "data.json", _describe(dataset))
     if not (workdir / "tokenizer.json").exists():
         dataset.tokenizer.save(workdir / "tokenizer.json")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def _had_checkpoint(workdir: Path, saved: Config) -> bool:
@@ -157,6 +177,4 @@ def _describe(dataset: Dataset) -> dict:
 
 
 def _write_json(path: Path, tree: dict) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(tree, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(tree, indent=2) + "\n")

@@ -1,5 +1,9 @@
 """What train.py makes of its options: what they leave out, and what is refused at once."""
 
+import json
+
+import pytest
+
 from tests.test_train import TINY, metrics_of, run
 
 SHORT = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=2"]
@@ -11,3 +15,55 @@ def test_a_share_of_the_validation_split_gives_no_bits_per_byte(tmp_path):
     (scored,) = [line for line in metrics_of(tmp_path / "run") if "eval/loss" in line]
     assert "eval/perplexity" in scored and "eval/bits_per_byte" not in scored
     assert "validation loss" in stdout and "per byte" not in stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--visualize=wte", "--visualize would be ignored"),
+        ("--coordinator=localhost:1234", "--coordinator would be ignored"),
+        ("--num_processes=2", "--num_processes would be ignored"),
+        ("--process_index=0", "--process_index would be ignored"),
+        ("--plan_devices=-1", "--plan_devices=-1"),
+    ],
+)
+def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):
+    code, _, stderr = run(tmp_path / "run", "--plan", flag, *SHORT)
+    assert code == 2
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    assert message in stderr
+
+
+def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
+    workdir = tmp_path / "run"
+    options = [*SHORT, "--config.train.eval_batches=1"]
+
+    def again(*more):
+        code, stdout, stderr = run(workdir, *options, *more)
+        return code, stdout + stderr
+
+    code, output = again()
+    assert code == 0, output
+    before = {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()}
+    code, output = again()
+    assert code == 0 and output.endswith(
+        f"{workdir} is finished at step 2; a larger --config.train.num_steps goes on\n"
+    )
+    assert "compiled" not in output
+    assert {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()} == before
+
+    code, output = again("--config.train.num_steps=1")
+    assert code == 2 and "holds a run of 2 steps, more than train.num_steps=1" in output
+    assert json.loads((workdir / "config.json").read_text())["train"]["num_steps"] == 2
+
+    # Killed between its last checkpoint and its samples, a run makes up for them.
+    (workdir / "samples.txt").unlink()
+    code, output = again()
+    assert code == 0 and (workdir / "samples.txt").exists(), output
+    assert [line["step"] for line in metrics_of(workdir)] == [1, 2]
+
+    # Samples of an earlier end are not taken for those of the later.
+    (workdir / "samples.txt").write_text("of step 2")
+    code, output = again("--config.train.num_steps=3")
+    assert code == 0 and (workdir / "samples.txt").read_text() != "of step 2", output
+    assert [line["step"] for line in metrics_of(workdir)] == [1, 2, 3]

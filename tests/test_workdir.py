@@ -122,3 +122,15 @@ def test_a_workdir_where_nothing_can_be_written_is_refused(tmp_path):
             run_files.check_options(place, make_config())
     run_files.check_options(tmp_path / "runs" / "first", make_config())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_continued_run_has_no_samples_before_its_end(tmp_path, prepared):
+    config = make_config(train=dict(num_steps=4))
+    workdir = write_run(tmp_path / "run", config, 4, checkpoints=(2, 4))
+    assert not run_files.is_finished(workdir, config)
+    (workdir / "samples.txt").touch()
+    assert run_files.is_finished(workdir, config)
+    longer = make_config(train=dict(num_steps=6))
+    assert not run_files.is_finished(workdir, longer)
+    run_files.write(workdir, longer, prepared)
+    assert not (workdir / "samples.txt").exists()
