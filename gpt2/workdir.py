@@ -8,14 +8,19 @@ tokenizer.json   the tokenizer, so that the run can be sampled without its corpu
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from gpt2.checkpoint import latest_step
 from gpt2.config import Config, differences, load_config
 from gpt2.data.prepare import Dataset
-from gpt2.data.tokenizer import fingerprint
+from gpt2.data.records import TokenStream
+from gpt2.data.tokenizer import fingerprint, is_path
 from gpt2.errors import UserError, require_writable
 from gpt2.telemetry.metrics import read_metrics
 
@@ -36,6 +41,8 @@ _MAY_CHANGE = (
 )
 
 _LOCK = ".lock"
+# Corpora that lie in files, which can be moved.
+_MOVABLE = ("text", "jsonl", "parquet", "tokens")
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -70,6 +77,8 @@ def check_options(workdir: Path, config: Config) -> None:
     for name, (old, new) in differences(saved, config).items():
         if name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
             continue
+        if _is_move(name, old, new) and (workdir / "data.json").exists():  # check_data decides
+            continue
         raise UserError(
             f"{workdir} holds a run with {name}={old}, not {new}",
             "Give another --workdir, or the option as it was",
@@ -88,9 +97,13 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
         UserError: the corpus or the tokenizer is not what the run began with.
     """
     path = workdir / "data.json"
-    if path.exists() and json.loads(path.read_text()) != _describe(dataset):
+    saved, found = json.loads(path.read_text()) if path.exists() else {}, _describe(dataset)
+    differing = {name for name in saved if saved[name] != found[name]}
+    if differing:
+        other = "tokenizer_sha256" in differing
+        name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
         raise UserError(
-            f"the text that data.corpus names is no longer what {workdir} was trained on",
+            f"{name} names is no longer what {workdir} was trained on",
             "Restore it, or give another --workdir",
         )
 
@@ -171,9 +184,26 @@ def _describe(dataset: Dataset) -> dict:
     return {
         "splits": {name: dataclasses.asdict(split) for name, split in dataset.splits.items()},
         "zlib_bits_per_byte": dataset.zlib_bits_per_byte,
+        "training_sample_sha256": _hash_sample(dataset.open("train")),
         "tokenizer": dataset.tokenizer.name,
         "tokenizer_sha256": fingerprint(dataset.tokenizer),
     }
+
+
+def _hash_sample(stream: TokenStream) -> str:
+    """Returns a hash of pieces from all over a token stream, whose order no count tells."""
+    digest = hashlib.sha256()
+    for start in np.linspace(0, len(stream), 64, endpoint=False, dtype=np.int64):
+        digest.update(stream.read(int(start), 256).tobytes())
+    return digest.hexdigest()
+
+
+def _is_move(name: str, old: Any, new: Any) -> bool:
+    """Says whether an option names, before and after, what can lie in one place or another."""
+    if name == "data.corpus":
+        kind = new.partition(":")[0]
+        return kind in _MOVABLE and old.partition(":")[0] == kind
+    return name == "data.tokenizer" and is_path(old) and is_path(new)
 
 
 def _write_json(path: Path, tree: dict) -> None:

@@ -15,6 +15,7 @@ from gpt2 import workdir as run_files
 from gpt2.checkpoint import Checkpointer, load_params
 from gpt2.config import Config, DataConfig
 from gpt2.data.prepare import prepare
+from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.state import TrainState
@@ -134,3 +135,77 @@ def test_a_continued_run_has_no_samples_before_its_end(tmp_path, prepared):
     assert not run_files.is_finished(workdir, longer)
     run_files.write(workdir, longer, prepared)
     assert not (workdir / "samples.txt").exists()
+
+
+DOCUMENTS = [f"document {i} " * (10 + i % 3) for i in range(30)]
+
+
+def data_at(directory, documents=DOCUMENTS, **options):
+    """Options that name a text of several documents, which is written."""
+    directory.mkdir()
+    for number, text in enumerate(documents):
+        (directory / f"{number:02}.txt").write_text(text)
+    return dict(corpus=f"text:{directory}/*.txt", tokenizer="byte", val_fraction=0.2) | options
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """Starts a run on data, and gives what continues it on other data."""
+    monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "data"))
+
+    def begin(data):
+        config = make_config(data=data)
+        run_files.write(tmp_path / "run", config, prepare(config.data))
+
+    def resume(data):
+        config = make_config(data=data)
+        run_files.check_options(tmp_path / "run", config)
+        run_files.check_data(tmp_path / "run", prepare(config.data))
+
+    return begin, resume
+
+
+def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
+    begin, resume = begun
+    begin(data_at(tmp_path / "here"))
+    resume(data_at(tmp_path / "there"))
+    altered = [text.replace("ent 7 ", "ent 9 ") for text in DOCUMENTS]
+    reordered = [*DOCUMENTS[3:], *DOCUMENTS[:3]]
+    for name, documents in (("altered", altered), ("reordered", reordered)):
+        with pytest.raises(UserError, match=r"text that data\.corpus names is no longer what"):
+            resume(data_at(tmp_path / name, documents))
+
+
+def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
+    begin, resume = begun
+    CharTokenizer("".join(sorted(set("".join(DOCUMENTS)))), True).save(tmp_path / "first.json")
+    CharTokenizer("".join(sorted(set("".join(DOCUMENTS)) | {"~"})), True).save(tmp_path / "2.json")
+    shutil.copy(tmp_path / "first.json", tmp_path / "moved.json")
+    data = data_at(tmp_path / "here", tokenizer=f"{tmp_path}/first.json")
+    begin(data)
+    resume(data | {"tokenizer": f"{tmp_path}/moved.json"})
+    with pytest.raises(UserError, match=r"tokenizer that data\.tokenizer names is no longer what"):
+        resume(data | {"tokenizer": f"{tmp_path}/2.json"})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("corpus", "pystdlib"), ("corpus", "jsonl:*.jsonl"), ("tokenizer", "gpt2")],
+)
+def test_what_is_no_move_is_refused_before_it_is_prepared(tmp_path, begun, option, value):
+    begin, resume = begun
+    data = data_at(tmp_path / "here")
+    begin(data)
+    with pytest.raises(UserError, match=rf"holds a run with data\.{option}=.*, not {value[:5]}"):
+        resume(data | {option: value})
+
+
+def test_data_json_of_an_earlier_version_is_compared_in_what_it_holds(tmp_path, begun):
+    begin, resume = begun
+    data = data_at(tmp_path / "here")
+    begin(data)
+    file = tmp_path / "run" / "data.json"
+    tree = json.loads(file.read_text())
+    del tree["training_sample_sha256"]
+    file.write_text(json.dumps(tree))
+    resume(data)

@@ -19,6 +19,7 @@ import tiktoken
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
 from gpt2.errors import UserError
 
+NAMES = ("gpt2", "byte", "char")
 TRAINING_SAMPLE = 100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
 
 # What separates text before byte-pair merging (GPT-2's released code, encoder.py).
@@ -234,13 +235,18 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
 
 
+def is_path(spec: str) -> bool:
+    """Says whether an option names a tokenizer by its place."""
+    return spec not in NAMES and not spec.startswith("bpe:")
+
+
 def check_spec(spec: str) -> str:
     """Returns a string that changes whenever the tokenizer that `spec` names does.
 
     Raises:
         UserError: there is no such tokenizer.
     """
-    if spec in ("gpt2", "byte", "char"):
+    if spec in NAMES:
         return spec
     if spec.startswith("bpe:"):
         size = spec.removeprefix("bpe:")
