@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
             tokenizer="gpt2",  # gpt2, byte, char, bpe:SIZE, or a path to a tokenizer.json
             data_dir="",  # prepared corpora; empty: $GPT2_DATA_DIR, else ~/.cache/gpt2-jax
             batch_size=480,  # sequences per optimizer step, over all devices and micro-batches
-            val_fraction=0.005,  # share of the corpus held out for validation
+            val_fraction=0.005,  # share held out for validation, of what see docs/data.md
             document_mask=False,  # attend only within a document
         )
     )
