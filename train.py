@@ -6,7 +6,6 @@ A run continues by itself where its workdir holds a checkpoint.
 """
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +78,7 @@ def main() -> int:
 
     # Data: prepared once and kept. After that, a batch is a function of the step.
     dataset = prepare(config.data, show_progress=is_main)
-    config = with_vocabulary(config, dataset)
+    config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     run_files.check_data(workdir, dataset)
     batch_size, length = config.data.batch_size, config.model.context_length
     eval_batch_size = batch_size // config.train.accumulate_steps
@@ -271,21 +270,6 @@ def initial_state(
     params = jax.device_get(params)
     state = backend.init_state(init_fn, init_key(config.seed))
     return state.replace(params=jax.device_put(params, backend.state_shardings(state).params))
-
-
-def with_vocabulary(config: Config, dataset: Dataset) -> Config:
-    """Returns the config with `model.vocab_size` as large as the tokenizer's, if it was 0."""
-    known, wanted = dataset.tokenizer.vocab_size, config.model.vocab_size
-    if 0 < wanted < known:
-        raise UserError(
-            f"model.vocab_size={wanted} is less than the {known} tokens of "
-            f"data.tokenizer={config.data.tokenizer}",
-            "Use --config.model.vocab_size=0",
-        )
-    vocab_size = wanted or known
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
-    )
 
 
 def is_due(step: int, every: int) -> bool:

@@ -241,6 +241,30 @@ class Config:
         """Returns nested plain dicts, as config.json holds them."""
         return dataclasses.asdict(self)
 
+    def with_vocabulary(self, tokens: int) -> "Config":
+        """Returns the config with `model.vocab_size` as large as the tokenizer's, if it was 0.
+
+        Args:
+            tokens: that the tokenizer has; 0: nobody knows yet.
+
+        Raises:
+            UserError: the model would have fewer, or nobody knows how many it is to have.
+        """
+        wanted = self.model.vocab_size
+        if not (wanted or tokens):
+            raise UserError(
+                f"data.tokenizer={self.data.tokenizer} does not say how many tokens it has",
+                "Give --config.model.vocab_size",
+            )
+        if 0 < wanted < tokens:
+            raise UserError(
+                f"model.vocab_size={wanted} is less than the {tokens} tokens of "
+                f"data.tokenizer={self.data.tokenizer}",
+                "Use --config.model.vocab_size=0",
+            )
+        model = dataclasses.replace(self.model, vocab_size=wanted or tokens)
+        return dataclasses.replace(self, model=model)
+
     def gpt(self) -> GPTConfig:
         """Returns the model's configuration; `model.vocab_size` must be resolved (not 0)."""
         return GPTConfig(

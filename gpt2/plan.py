@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpt2.config import Config
-from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import abstract_state, make_backend, rules
@@ -75,10 +74,10 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     """Compiles the train step for `devices` (all, if not given) without running anything.
 
     Raises:
-        UserError: the layout cannot work, or the size of the vocabulary is not known.
+        UserError: the layout cannot work, or the size of the vocabulary is not known or too small.
     """
     devices = jax.devices() if devices is None else devices
-    config = _with_vocabulary(config)
+    config = config.with_vocabulary(_tokens_by_name(config.data.tokenizer))
     check_layout(config, config.model, len(devices))
     model = GPT(config.gpt())
     schedule = make_schedule(config.optim, config.train.num_steps)
@@ -176,16 +175,7 @@ def _gradient_bytes(params, logical_axes, mesh_shape) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def _with_vocabulary(config: Config) -> Config:
-    """Returns the config with `model.vocab_size` as the tokenizer's name implies, if it was 0."""
-    name, _, size = config.data.tokenizer.partition(":")
-    known = {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdigit() else 0}
-    vocab_size = config.model.vocab_size or known.get(name, 0)
-    if not vocab_size:
-        raise UserError(
-            f"data.tokenizer={config.data.tokenizer} does not say how many tokens it has",
-            "Give --config.model.vocab_size",
-        )
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
-    )
+def _tokens_by_name(tokenizer: str) -> int:
+    """Returns how many tokens a tokenizer has by its name (`bpe:SIZE`: at most), 0 if not said."""
+    name, _, size = tokenizer.partition(":")
+    return {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdigit() else 0}.get(name, 0)

@@ -90,6 +90,16 @@ def test_a_model_by_itself_is_validated_too(option, message):
         GPTConfig(**option)
 
 
+def test_the_vocabulary_is_the_tokenizers_or_larger():
+    assert build().with_vocabulary(257).model.vocab_size == 257
+    assert build(model__vocab_size=300).with_vocabulary(257).model.vocab_size == 300
+    assert build(model__vocab_size=300).with_vocabulary(0).model.vocab_size == 300
+    with pytest.raises(UserError, match=r"model\.vocab_size=256 is less than the 257 tokens"):
+        build(model__vocab_size=256).with_vocabulary(257)
+    with pytest.raises(UserError, match="does not say how many tokens"):
+        build().with_vocabulary(0)
+
+
 def test_unknown_option_names_the_nearest():
     tree = configs.default.get_config().to_dict()
     tree["model"]["num_layer"] = tree["model"].pop("num_layers")

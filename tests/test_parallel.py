@@ -318,7 +318,7 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
     options |= dict(memory__remat=case.remat, memory__scan_layers=case.scanned)
     options |= dict(train__num_steps=NUM_STEPS, train__accumulate_steps=case.accumulate)
     planned = dataclasses.replace(
-        config(data__batch_size=BATCH_SIZE, optim__warmup_steps=2, **options),
+        config(data__tokenizer="byte", data__batch_size=BATCH_SIZE, **options),
         parallel=LAYOUTS[case.layout],
         optim=OPTIM,
     )
@@ -336,6 +336,8 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
 def test_a_plan_needs_no_tokenizer_but_its_size():
     with pytest.raises(UserError, match="does not say how many tokens"):
         make_plan(config(data__tokenizer="char"), jax.devices()[:1])
+    with pytest.raises(UserError, match=r"model\.vocab_size=256 is less than the 257 tokens"):
+        make_plan(config(data__tokenizer="byte", model__vocab_size=256), jax.devices()[:1])
 
 
 def test_gpt2_1558m_divides_over_powers_of_two_up_to_64_devices():
