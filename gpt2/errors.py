@@ -1,4 +1,4 @@
-"""The one kind of error that is the user's to mend, and the checks that raise it."""
+"""The one kind of error that is the user's to mend, its words, and the checks that raise it."""
 
 import difflib
 import functools
@@ -36,6 +36,11 @@ def exit_on_user_error(main: Callable) -> Callable:
             sys.exit(error.exit_code)
 
     return wrapped
+
+
+def counted(number: int, noun: str) -> str:
+    """Writes how many there are: `1 device`, `2,048 devices`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def unknown_option(name: str, valid: list[str]) -> UserError:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError
+from gpt2.errors import UserError, counted
 from gpt2.model import GPT, KVCache
 from gpt2.utils.buckets import bucket
 from gpt2.utils.prng import sample_key
@@ -152,8 +152,8 @@ def stream(
     longest = int(lengths.max()) + max_new_tokens
     if longest > cfg.context_length:
         raise UserError(
-            f"the longest prompt has {lengths.max()} tokens, which with {max_new_tokens} new ones "
-            f"are more than the model's context of {cfg.context_length}",
+            f"the longest prompt has {counted(lengths.max(), 'token')}, which with "
+            f"{max_new_tokens} to come are more than the model's context of {cfg.context_length}",
             f"Use --max_new_tokens={max(1, cfg.context_length - int(lengths.max()))}, or a "
             "shorter prompt",
         )

@@ -21,7 +21,7 @@ from gpt2.config import Config, differences, load_config
 from gpt2.data.prepare import Dataset
 from gpt2.data.records import TokenStream
 from gpt2.data.tokenizer import fingerprint, is_path
-from gpt2.errors import UserError, require_writable
+from gpt2.errors import UserError, counted, require_writable
 from gpt2.telemetry.metrics import read_metrics
 
 # What may change when a run continues: none of it decides what is learnt, but `train.num_steps`,
@@ -70,7 +70,7 @@ def check_options(workdir: Path, config: Config) -> None:
         )
     if latest is not None and latest > config.train.num_steps:
         raise UserError(
-            f"{workdir} holds a run of {latest} steps, more than "
+            f"{workdir} holds a run of {counted(latest, 'step')}, more than "
             f"train.num_steps={config.train.num_steps}",
             f"Give another --workdir, or --config.train.num_steps={latest} or more",
         )

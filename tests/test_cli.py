@@ -6,7 +6,7 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
-from gpt2.errors import UserError
+from gpt2.errors import UserError, counted
 
 
 @pytest.fixture
@@ -51,3 +51,8 @@ def test_options_are_overridden_and_unknown_ones_refused(parse):
     assert flags.FLAGS.config.seed == 3
     with pytest.raises(UserError, match=r"config\.sed.*--config\.seed"):
         parse("--config", config, "--config.sed=3")
+
+
+def test_one_is_counted_in_the_singular():
+    counts = [counted(number, "device") for number in (0, 1, 2048)]
+    assert counts == ["0 devices", "1 device", "2,048 devices"]

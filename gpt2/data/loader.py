@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from gpt2.data.prepare import Dataset
-from gpt2.errors import UserError
+from gpt2.errors import UserError, counted
 
 IGNORED = -1
 ALL_ROWS = slice(None)
@@ -58,8 +58,9 @@ class TrainLoader:
         self.num_windows = max(len(self._stream) // context_length - 1, 0)
         if self.num_windows < batch_size:
             raise UserError(
-                f"The training split has {len(self._stream)} tokens: {self.num_windows} windows "
-                f"of model.context_length={context_length}, and a batch needs {batch_size}",
+                f"The training split has {counted(len(self._stream), 'token')}: "
+                f"{counted(self.num_windows, 'window')} of "
+                f"model.context_length={context_length}, and a batch needs {batch_size}",
                 "Lower data.batch_size or model.context_length, or choose a larger corpus",
             )
         # Grain's own per-epoch seeds are seed + epoch: hashing keeps runs of nearby seeds apart.

@@ -24,7 +24,7 @@ from gpt2.data import records, shards
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.splits import SPLITS, write_splits
-from gpt2.errors import UserError
+from gpt2.errors import UserError, counted
 
 FORMAT = 2  # of a prepared directory; another number prepares everything anew
 
@@ -162,8 +162,8 @@ def _main() -> None:
     dataset = prepare(cli.load_config(_CONFIG).data)
     for name, split in dataset.splits.items():
         print(
-            f"{name}: {split.num_tokens:,} tokens, {split.num_bytes:,} bytes, "
-            f"{split.num_documents:,} documents"
+            f"{name}: {counted(split.num_tokens, 'token')}, {counted(split.num_bytes, 'byte')}, "
+            f"{counted(split.num_documents, 'document')}"
         )
     print(f"vocabulary: {dataset.tokenizer.vocab_size:,} tokens")
     print(f"zlib -9: {dataset.zlib_bits_per_byte:.3f} bits per byte of validation text")

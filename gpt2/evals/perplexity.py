@@ -7,7 +7,7 @@ from pathlib import Path
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.prepare import Dataset
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
+from gpt2.errors import UserError, counted
 from gpt2.evals.report import Figure, perplexity, ratio
 from gpt2.evals.scoring import Request, Scorer, windows
 
@@ -89,7 +89,8 @@ def _windows(scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int) -> li
     tokens = tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]
     if len(tokens) < 2:
         raise UserError(
-            f"a text of {len(text)} characters holds no token to foretell", "Give a longer one"
+            f"a text of {counted(len(text), 'character')} holds no token to foretell",
+            "Give a longer one",
         )
     return windows(tokens, scorer.context_length, stride)
 

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, counted
 from gpt2.utils.buckets import bucket
 
 # On each device: tokens in a batch, and scored ones whose logits are there at once. More of them
@@ -66,7 +66,8 @@ def continuation(context: Sequence[int], tokens: Sequence[int], context_length: 
     """
     if not len(context) or not 0 < len(tokens) <= context_length:
         raise UserError(
-            f"an example has {len(context)} tokens of context and {len(tokens)} to score",
+            f"an example has {counted(len(context), 'token')} of context and "
+            f"{len(tokens)} to score",
             f"Give at least one of each, and at most {context_length} to score",
         )
     text = np.array([*context, *tokens], np.int32)[-context_length - 1 :]

@@ -6,6 +6,7 @@ import jax
 
 from gpt2.config import Config
 from gpt2.data.prepare import Dataset
+from gpt2.errors import counted
 from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.telemetry.progress import format_bytes, format_count
 from gpt2.telemetry.throughput import model_flops_per_token
@@ -45,8 +46,9 @@ def describe_run(
     return {
         "model": {
             "parameters": format_count(num_parameters),
-            "shape": f"{model.num_layers} layers {layers}, {model.num_heads} heads, "
-            f"{model.embed_dim} wide, context {model.context_length}",
+            "shape": f"{counted(model.num_layers, 'layer')} {layers}, "
+            f"{counted(model.num_heads, 'head')}, {model.embed_dim} wide, "
+            f"context {model.context_length}",
             "precision": f"{config.precision.compute} compute, {config.precision.params} weights",
             "attention": attention,
         },
@@ -71,7 +73,7 @@ def describe_run(
         },
         "run": {
             "steps": (f"{start} to " if start else "") + str(train.num_steps),
-            "warm-up": f"{config.optim.warmup_steps} steps"
+            "warm-up": counted(config.optim.warmup_steps, "step")
             + (", more than the run has" if config.optim.warmup_steps > train.num_steps else ""),
             "workdir": str(workdir),
         },
