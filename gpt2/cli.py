@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import runpy
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,10 +36,7 @@ def run(main: Callable[[], int | None], default_config: str = "") -> None:
             raise UserError(f"{argv[1]} is not a flag", "Write options as --name=value")
         logging.set_verbosity(logging.ERROR)  # what libraries warn of is not the user's to mend
         _use_compilation_cache()
-        try:
-            return main()
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+        return main()
 
     app.run(guarded, flags_parser=exit_on_user_error(parse))
 

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,7 +26,10 @@ class UserError(Exception):
 
 
 def exit_on_user_error(main: Callable) -> Callable:
-    """Wraps a command's main: a `UserError` becomes `error: ...` on stderr and its exit code."""
+    """Wraps a command's main: what its user did becomes a line on stderr and an exit code.
+
+    `error: ...` for a `UserError`, and 130, as of a shell, for Ctrl-C where nothing is to be saved.
+    """
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
@@ -34,6 +38,9 @@ def exit_on_user_error(main: Callable) -> Callable:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            print("stopped by SIGINT", file=sys.stderr, flush=True)
+            sys.exit(128 + signal.SIGINT)
 
     return wrapped
 

@@ -6,7 +6,7 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
-from gpt2.errors import UserError, counted
+from gpt2.errors import UserError, counted, exit_on_user_error
 
 
 @pytest.fixture
@@ -56,3 +56,14 @@ def test_options_are_overridden_and_unknown_ones_refused(parse):
 def test_one_is_counted_in_the_singular():
     counts = [counted(number, "device") for number in (0, 1, 2048)]
     assert counts == ["0 devices", "1 device", "2,048 devices"]
+
+
+def test_ctrl_c_is_a_line_and_130(capsys):
+    @exit_on_user_error
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        interrupted()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
