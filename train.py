@@ -41,7 +41,7 @@ from gpt2.telemetry.profiler import Profiler
 from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.summary import describe_run
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
-from gpt2.utils.allocation import restart_for_cpu
+from gpt2.utils.allocation import release_free_memory, restart_for_cpu
 from gpt2.utils.prng import init_key
 from gpt2.weights import load_initial_params
 
@@ -141,6 +141,7 @@ def main() -> int:
             state.params,
             backend.put_batch(eval_data.batch(0, eval_rows)),
         )
+        release_free_memory()
         jax.block_until_ready(state)
     clock.peak_flops = total_peak_flops(config.precision.compute)  # on a CPU, measured when idle
     if is_main:

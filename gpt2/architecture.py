@@ -9,6 +9,8 @@ ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "swiglu")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope", "none")
 ATTENTIONS = ("auto", "reference", "xla", "blocked", "cudnn", "splash")
+DTYPES = ("float32", "bfloat16", "float16")
+REMATS = ("none", "full", "dots", "dots_no_batch")
 
 # name: (num_layers, num_heads, embed_dim). Radford et al. 2019, table 2.
 SIZES = {
@@ -90,8 +92,6 @@ class GPTConfig(ModelConfig):
     scan_layers: bool = False
 
     def __post_init__(self):
-        from gpt2.config import DTYPES, REMATS  # which imports this file
-
         super().__post_init__()
         require_at_least("model.vocab_size", self.vocab_size, 1)
         require_choice("precision.params", self.param_dtype, DTYPES)

@@ -28,8 +28,7 @@ import statistics
 import sys
 from typing import Any
 
-from gpt2.architecture import ATTENTIONS, SIZES
-from gpt2.config import DTYPES, REMATS
+from gpt2.architecture import ATTENTIONS, DTYPES, REMATS, SIZES
 from gpt2.errors import UserError, exit_on_user_error, require_choice
 from gpt2.utils.allocation import cpu_environment
 from gpt2.utils.turns import Player

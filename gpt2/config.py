@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from gpt2.architecture import GPTConfig, ModelConfig
+from gpt2.architecture import DTYPES, REMATS, GPTConfig, ModelConfig
 from gpt2.errors import (
     UserError,
     require_at_least,
@@ -22,9 +22,7 @@ from gpt2.errors import (
     unknown_option,
 )
 
-DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-REMATS = ("none", "full", "dots", "dots_no_batch")
 MAX_SEED = 2**32 - 1  # keys are made of 32 bits: beyond, seeds would repeat
 
 

@@ -10,7 +10,7 @@ from gpt2.checkpoint import load_params
 from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
-from gpt2.hf_tokenizer import load_tokenizer
+from gpt2.hf_tokenizer import count_tokens, load_tokenizer
 from gpt2.utils.scan import stack_layers, unstack_layers
 
 
@@ -89,7 +89,8 @@ def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
     """Reads what a model is, and its tokenizer, without its weights."""
     if kind == "hf":
         cfg = hf_names.load_config(directory)
-        return cfg, load_tokenizer(directory, cfg)
+        tokens = count_tokens(directory, cfg)
+        return dataclasses.replace(cfg, vocab_size=tokens), load_tokenizer(directory, cfg)
     return load_config(directory).gpt(), tokenizers.load(directory / "tokenizer.json")
 
 

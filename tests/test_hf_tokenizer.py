@@ -16,7 +16,7 @@ from gpt2.errors import UserError
 from gpt2.hf_tokenizer import load_tokenizer, save_tokenizer
 from gpt2.model import GPT
 from gpt2.utils.tensor_files import read_safetensors
-from gpt2.weights import load_model
+from gpt2.weights import load_initial_params, load_model
 
 TABLES = ("wte", "lm_head")
 TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
@@ -108,3 +108,5 @@ def test_padding_of_a_directory_is_left_out_of_every_import(rows, tmp_path, monk
         cfg, params, tokenizer = load_model(*place)
         assert cfg.vocab_size == tokenizer.vocab_size == 131
         chex.assert_trees_all_equal(params, expected)
+        start = load_initial_params(f"hf:{source}", cfg, tokenizer)
+        chex.assert_trees_all_equal(start, expected)
