@@ -106,7 +106,8 @@ def main() -> int:
         visualize(shapes.params, VISUALIZE.value)
     start = distributed.from_main(latest_step(workdir) or 0)
     if distributed.from_main(run_files.is_finished(workdir, config)):
-        print(f"{workdir} is finished at step {start}; a larger --config.train.num_steps goes on")
+        if is_main:
+            print(f"{workdir} is finished at step {start}; more --config.train.num_steps continue")
         return 0
     state = None if start else initial_state(config, model, dataset, backend, init_fn)
     if is_main:

@@ -152,9 +152,9 @@ def hardware(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     case = json.loads(sys.argv[1])
     config, length = model_config(case), case["context_length"]
+    device, runs_on = jax.devices()[0], hardware(case)
     work = {"generate": Generation, "data": Reading}.get(case["subject"], Work)(case, GPT(config))
     flops = model_flops_per_token(config, length)
-    device, runs_on = jax.devices()[0], hardware(case)
 
     def info() -> dict[str, Any]:
         statistics = device.memory_stats() or {}  # None on a CPU

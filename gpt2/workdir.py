@@ -98,7 +98,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
     """
     path = workdir / "data.json"
     saved, found = json.loads(path.read_text()) if path.exists() else {}, _describe(dataset)
-    differing = {name for name in saved if saved[name] != found[name]}
+    differing = {name for name in saved if saved[name] != found.get(name)}
     if differing:
         other = "tokenizer_sha256" in differing
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"

@@ -62,8 +62,8 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL, devices=None):
 @pytest.mark.parametrize(
     ("num_devices", "options", "message"),
     [
-        (8, dict(parallel__data=3), "data=3 takes 3 devices, and there are 8. Use .*data=8"),
-        (8, dict(parallel__fsdp=3), "fsdp=3 does not divide the 8 devices .* Use .*fsdp=4"),
+        (8, dict(parallel__data=3), "data=3 takes 3 devices; found: 8. Use .*data=8"),
+        (8, dict(parallel__fsdp=3), "fsdp=3 does not divide 8 devices. Use .*fsdp=4"),
         (
             8,
             dict(parallel__fsdp=3, parallel__tensor=5, model__num_heads=8),

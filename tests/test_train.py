@@ -254,7 +254,7 @@ def test_continuing_under_other_options_is_refused(finished, corpus):
         (["--config.data.corpus=text:none/*.txt"], "no file matches"),
         (["--config.data.corpus=novel"], "no known corpus"),
         (["--config.data.tokenizer=word"], "tokenizer"),
-        (["--config.parallel.fsdp=3"], "does not divide the 1 devices"),
+        (["--config.parallel.fsdp=3"], "does not divide 1 device."),
         (["--config.model.attention=cudnn"], "needs an NVIDIA GPU"),
         (["--config.data.batch_size=100000000"], "windows"),
         (["--config.train.init_from=run:nowhere"], "nowhere holds no run"),

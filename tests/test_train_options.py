@@ -47,7 +47,7 @@ def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()}
     code, output = again()
     assert code == 0 and output.endswith(
-        f"{workdir} is finished at step 2; a larger --config.train.num_steps goes on\n"
+        f"{workdir} is finished at step 2; more --config.train.num_steps continue\n"
     )
     assert "compiled" not in output
     assert {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()} == before

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import Config, ModelConfig, ParallelConfig
-from gpt2.errors import UserError
+from gpt2.errors import UserError, counted
 from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, VOCAB_MULTIPLE
 
 
@@ -48,9 +48,11 @@ def mesh_sizes(
         return sizes
     given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
     if rest:
-        what = f"{given} does not divide the {num_devices} devices there are"
+        what = f"{given} does not divide {counted(num_devices, 'device')}"
     else:
-        what = f"{given or 'parallel.data=1'} takes {fixed} devices, and there are {num_devices}"
+        what = (
+            f"{given or 'parallel.data=1'} takes {counted(fixed, 'device')}; found: {num_devices}"
+        )
     raise UserError(what, _propose(parallel, num_devices, model))
 
 
