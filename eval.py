@@ -85,11 +85,13 @@ def validation_data() -> DataConfig:
 
     Another corpus than the run's is divided, and kept, as the run's own.
     """
-    if not (WORKDIR.value or CORPUS.value):
-        raise UserError(
-            "--hf says nothing of a corpus", "Name one, as --corpus=pystdlib, or other --tasks"
-        )
     data = load_config(Path(WORKDIR.value)).data if WORKDIR.value else DataConfig()
+    learnt_here = WORKDIR.value and (Path(WORKDIR.value) / "data.json").exists()
+    if not (CORPUS.value or learnt_here):
+        raise UserError(
+            "these weights came without a corpus",
+            "Name one, as --corpus=pystdlib, or other --tasks",
+        )
     if not CORPUS.value:
         return data
     # Ready tokens are GPT-2's, which any tokenizer of the same fingerprint reads.

@@ -1,10 +1,10 @@
 """Fine-tunes OpenAI's GPT-2 on Shakespeare, after nanoGPT's config of the same name.
 
     python train.py --config=configs/finetune_shakespeare.py \\
-        --config.train.init_from=hf:gpt2-xl --config.data.corpus=text:input.txt
+        --config.train.init_from=hf:DIR --config.data.corpus=text:input.txt
 
-Data: tiny_shakespeare's input.txt, which you bring, the last tenth of it held out. `hf:gpt2-xl` is
-a directory of the 1558M weights as Hugging Face has them; for another size give also, for 124M,
+Data: tiny_shakespeare's input.txt, which you bring, the last tenth of it held out. DIR is a
+directory of the 1558M weights as Hugging Face has them; for another size give also, for 124M,
 
     --config.model.num_layers=12 --config.model.num_heads=12 --config.model.embed_dim=768
 
@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
     )
     config.train.update(
         dict(
-            init_from="hf:gpt2-xl",
+            init_from="hf:DIR",
             num_steps=20,
             accumulate_steps=32,
             log_every=1,

@@ -18,5 +18,5 @@ def get_config() -> ConfigDict:
     config.model.update(context_length=128, num_layers=4, num_heads=4, embed_dim=128)
     config.data.update(tokenizer="bpe:4096", batch_size=16, val_fraction=0.02)
     config.optim.update(learning_rate=4e-3, end_learning_rate=2e-4, warmup_steps=100)
-    config.train.update(num_steps=800, eval_every=100, checkpoint_every=100)
+    config.train.update(num_steps=1000, eval_every=100, checkpoint_every=100)
     return config

@@ -79,7 +79,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m gpt2.benchmark", description=__doc__.split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("subject", choices=tuple(PEERS))
+    parser.add_argument("subject", choices=tuple(PEERS), help="what to measure")
     parser.add_argument("--model", default="gpt2-124m", choices=(*SIZES, *SMALL))
     parser.add_argument("--batch_size", type=int, help="sequences per step, over all devices")
     parser.add_argument("--context_length", type=int, help="tokens")
@@ -203,7 +203,7 @@ def table(case: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
         f"compiled in {ours['compile_seconds']:.1f} s",
         "",
         f"{'':14s}{'step ms':>10s}{'(least':>9s}{'most)':>9s}{'tokens/s':>12s}{'MFU':>6s}"
-        f"{'memory GB':>11s}  jax is faster by",
+        f"{'memory GB':>11s}" + ("  jax is faster by" if len(results) > 1 else ""),
     ]
     for name, result in results.items():
         mfu = f"{result['mfu']:.0%}" if result["mfu"] else "-"

@@ -257,8 +257,8 @@ def _required(args: Any, name: str) -> str:
     return args[name].value
 
 
-def _unknown_command(_: Any) -> None:
-    raise UserError("this is no command", "Say python -m gpt2.hf import, or export")
+def _unknown_command(name: str) -> None:
+    raise UserError(f"{name or 'nothing'} is no command", "Say python -m gpt2.hf import, or export")
 
 
 def _main() -> None:
@@ -273,8 +273,8 @@ def _main() -> None:
     flags.DEFINE_string("checkpoint", "best", "export: best, latest or a step.")
     named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")  # a flag may be --help
     commands = {"import": _import, "export": _export}
-    command = commands.get(sys.argv.pop(1) if named else "", _unknown_command)
-    cli.run(lambda: command(flags.FLAGS))
+    name = sys.argv.pop(1) if named else ""
+    cli.run(lambda: commands[name](flags.FLAGS) if name in commands else _unknown_command(name))
 
 
 if __name__ == "__main__":

@@ -154,8 +154,9 @@ def stream(
         raise UserError(
             f"the longest prompt has {counted(lengths.max(), 'token')}, which with "
             f"{max_new_tokens} to come are more than the model's context of {cfg.context_length}",
-            f"Use --max_new_tokens={max(1, cfg.context_length - int(lengths.max()))}, or a "
-            "shorter prompt",
+            f"Use --max_new_tokens={room}, or a shorter prompt"
+            if (room := cfg.context_length - int(lengths.max())) > 0
+            else f"Give a prompt of at most {cfg.context_length - 1} tokens",
         )
     if cfg.scan_layers:  # a scan would copy the whole cache at every token
         params = unstack_layers(params, cfg.num_layers)

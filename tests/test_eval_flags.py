@@ -68,3 +68,13 @@ def test_another_corpus_is_divided_and_kept_as_the_runs(give, tmp_path):
     assert data.tokenizer == str(tmp_path / "tokenizer.json")
     give(f"--workdir={tmp_path}", "--corpus=tokens:*.bin")
     assert eval_command.validation_data().tokenizer == "gpt2"
+
+
+def test_an_imported_run_is_scored_on_a_named_corpus_only(give, tmp_path):
+    config = Config.from_dict(configs.default.get_config())
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    give(f"--workdir={tmp_path}")
+    with pytest.raises(UserError, match=r"came without a corpus.*--corpus"):
+        eval_command.validation_data()
+    (tmp_path / "data.json").touch()  # which every run that was trained has
+    assert eval_command.validation_data().corpus == "pystdlib"

@@ -209,6 +209,7 @@ def test_telemetry_loads_nothing_heavy():
         (progress.format_count(12_345), "12.3k"),
         (progress.format_count(124_439_808), "124.4M"),
         (progress.format_count(9e9), "9B"),
+        (progress.format_count(1.07789e16), "10.8P"),
         (progress.format_bytes(512), "512 B"),
         (progress.format_bytes(3.4 * 2**30), "3.4 GiB"),
         (progress.format_duration(42.4), "42s"),

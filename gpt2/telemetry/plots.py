@@ -64,7 +64,7 @@ def _style_ticks(axes) -> None:
     """Puts short whole numbers along the x axis, and no frame around it."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     axes.tick_params(color=_MUTED, labelcolor=_MUTED)
     axes.spines[:].set_visible(False)

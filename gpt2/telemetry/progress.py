@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def format_count(number: float) -> str:

@@ -40,7 +40,7 @@ def describe_run(
     tokens = config.data.batch_size * model.context_length
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
     flops = tokens * model_flops_per_token(config.gpt(), model.context_length)
-    compiled = format_count(train_step.flops) if train_step.flops else "unknown"
+    compiled = f"{format_count(train_step.flops)} a device" if train_step.flops else "unknown"
     memory = train_step.memory
     cached = ", from the cache" if train_step.from_cache else ""
     return {
