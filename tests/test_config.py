@@ -47,7 +47,7 @@ def test_the_shakespeare_configs_read_shakespeare(name):
 
 @pytest.mark.parametrize(
     ("name", "sequences", "alone"),
-    [("gpt2_124m", 12, 40), ("gpt2_355m", 10, 48), ("gpt2_774m", 15, 32), ("gpt2_1558m", 8, 128)],
+    [("gpt2_124m", 60, 8), ("gpt2_355m", 10, 48), ("gpt2_774m", 15, 32), ("gpt2_1558m", 8, 128)],
 )
 def test_the_gpt2_configs_give_eight_devices_or_one_as_many_sequences_as_they_say(
     name, sequences, alone
