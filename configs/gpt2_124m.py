@@ -2,9 +2,10 @@
 
     python train.py --config=configs/gpt2_124m.py
 
-For eight devices of 80 GB: 60 sequences each at a time, 51.5 GiB by `--plan --plan_devices=8`, not
-tried there. For one such device add `--config.train.accumulate_steps=8`. Where devices have 40 GB,
-nanoGPT's 12 sequences take 10.2 GiB: `accumulate_steps` 5 on eight of them and 40 on one.
+In one micro-batch, so that any batch size will do: on eight devices of 80 GB 60 sequences each,
+51.5 GiB by `--plan --plan_devices=8`, not tried there. For one such device add
+`--config.train.accumulate_steps=8`. Where devices have 40 GB, take nanoGPT's 12 sequences at a
+time (10.2 GiB): add `--config.train.accumulate_steps=5` for eight, `=40` for one.
 Data: OpenWebText (9.0B tokens); where it cannot be had, `--config.data.corpus=pystdlib` trains on
 the source of Python's standard library.
 Expect: published by nanoGPT, whose model lacks biases: validation loss about 2.85 after 600,000

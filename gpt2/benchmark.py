@@ -8,8 +8,9 @@ continuations of a batch of prompts, which fill half of the context, to its end;
 of text read for training.
 
 Everyone runs in a process of its own and all take turns, A B A B, so that a ratio compares what ran
-seconds apart. Warm-up, compilation and data loading are outside the times; clipping and AdamW are
-inside. All use the device's default precision for the compute type, and dropout is 0.
+seconds apart. Warm-up, the first step of a turn, compilation and data loading are outside the
+times; clipping and AdamW are inside. All use the device's default precision for the compute type,
+and dropout is 0.
 
 `train` spreads over all devices, `eval` and `generate` run on one.
 
@@ -92,7 +93,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{axis}", type=int, default=size, help="devices; -1: the rest")
     parser.add_argument("--peers", default="", help=f"any of {','.join(PEERS['train'])}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=2.0, help="least length of a turn")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="least length of a turn after its first step"
+    )
     parser.add_argument("--shares", action="store_true", help="time by part of the model")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     options = parser.parse_args(arguments)
@@ -161,9 +164,9 @@ def measure(
         medians = {name: [] for name in players}
         for _ in range(rounds):
             for name, player in players.items():
-                # The first step after the others' turns gets memory back that had gone meanwhile.
-                _, *seconds = player.play(1 + steps[name])
-                medians[name].append(statistics.median(seconds))
+                # The first step after the others' turns fetches memory back that the machine took.
+                _, *times = player.play(1 + steps[name])
+                medians[name].append(statistics.median(times))
         infos = {name: player.info() for name, player in players.items()}
     ours = medians[OURS], infos[OURS]
     return {name: infos[name] | summarise(case, medians[name], *ours) for name in players}

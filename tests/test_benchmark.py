@@ -33,6 +33,28 @@ def test_speed_and_ratios_follow_from_the_turns():
     assert found["speedup"] == pytest.approx([3.0, 1.0, 4.0])
 
 
+def test_the_first_step_of_a_turn_does_not_count(monkeypatch):
+    class Waking:
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def play(self, steps):
+            return [100.0] + [0.5] * (steps - 1) if steps > 1 else [0.5]  # a turn; the last warm-up
+
+        def info(self):
+            return {"peak_flops": None, "flops_per_token": 1.0}
+
+    monkeypatch.setattr(benchmark, "Player", Waking)
+    results = benchmark.measure(tiny(), [], rounds=3, seconds=1.0)
+    assert results[benchmark.OURS]["turns"] == [0.5] * 3
+
+
 def test_flags_override_what_the_model_brings():
     options = ["train", "--model=shakespeare-char", "--batch_size=3"]
     found = benchmark.make_case(benchmark.parse(options))

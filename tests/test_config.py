@@ -60,6 +60,13 @@ def test_the_gpt2_configs_give_eight_devices_or_one_as_many_sequences_as_they_sa
     assert f"accumulate_steps={alone}`" in module.__doc__
 
 
+def test_the_124m_config_tells_what_devices_of_40_gb_take():
+    module = importlib.import_module("configs.gpt2_124m")
+    assert module.get_config().data.batch_size == 8 * 5 * 12 == 40 * 12
+    assert "12 sequences" in module.__doc__
+    assert "accumulate_steps=5` for eight, `=40` for one" in module.__doc__
+
+
 def test_every_option_of_the_default_config_is_a_field_and_the_reverse():
     tree = configs.default.get_config().to_dict()
     assert build().to_dict().keys() == tree.keys()

@@ -254,3 +254,10 @@ def test_gelu_equals_reference_and_its_derivative_from_end_to_end(dtype):
     ]
     assert_close(*slopes, dtype)
     assert slopes[0][-1] == 1 and abs(float(slopes[0][-4])) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gelu_has_a_slope_as_far_out_as_its_cube_overflows(dtype):
+    x = jnp.array([-1e18, -1e13, 1.3e13, 1e18], dtype)
+    slopes = jax.vmap(jax.grad(lambda x: gelu_tanh(x).astype(jnp.float32)))(x)
+    assert slopes.tolist() == [0, 0, 1, 1]

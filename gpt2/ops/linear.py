@@ -38,7 +38,7 @@ def linear(
         bias: `[O1, .., Om]`.
         num_contract: the number of contracted axes.
         activation: elementwise. The backward pass keeps its input and computes its value again,
-            one pass over memory, so that of the two only one is kept.
+            so that of the two only one is kept.
         dtype: compute and result type; that of `x` if not given.
 
     Returns:
