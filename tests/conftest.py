@@ -4,12 +4,15 @@ import os
 import tempfile
 from pathlib import Path
 
+from gpt2.utils.allocation import cpu_environment
+
 # Before JAX is imported by anything.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _FLAGS:
     os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or train.py starts twice
+_SETTINGS = cpu_environment()  # without which train.py starts twice
+os.environ |= {name: _SETTINGS[name] for name in _SETTINGS if name != "XLA_FLAGS"}
 _CACHE = Path(tempfile.gettempdir()) / f"gpt2-tests-{os.getuid()}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

@@ -143,12 +143,15 @@ def test_a_player_that_ends_early_is_a_user_error():
 
 
 def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
-    monkeypatch.setattr(allocation, "_kernel_offers_huge_pages", lambda: True)
+    monkeypatch.setattr(allocation, "_has_glibc", lambda: True)
     monkeypatch.setattr(allocation, "_xla_knows_order", lambda: True)
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=4096")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
     asked = allocation.cpu_environment()
-    assert asked["GLIBC_TUNABLES"] == "glibc.malloc.check=3:glibc.malloc.hugetlb=1"
+    assert asked["GLIBC_TUNABLES"] == (
+        "glibc.malloc.mmap_threshold=4096"
+        ":glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=268435456"
+    )
     assert asked["XLA_FLAGS"].startswith("--xla_cpu_max_isa=AVX2 --xla_cpu_scheduler_type=")
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
