@@ -1,6 +1,7 @@
 """The fast form of every operation equals its plain reference, values and gradients."""
 
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
@@ -23,6 +25,7 @@ from gpt2.ops import (
     norm_reference,
 )
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
+from gpt2.parallel.collectives import collectives
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import BATCH_AXES, spread_activations
 
@@ -114,7 +117,11 @@ def test_linear_kernel_gradient_is_not_rounded_through_bfloat16():
 
 
 @few
-@given(length=st.sampled_from([1, 7, 128, 129, 260]), dtype=dtypes, with_segments=st.booleans())
+@given(
+    length=st.sampled_from([1, 7, 128, 129, 260, 513, 2100]),
+    dtype=dtypes,
+    with_segments=st.booleans(),
+)
 def test_blocked_attention_equals_reference(length, dtype, with_segments):
     q, k, v = (normal(i, 2, length, 2, 8).astype(dtype) for i in range(3))
     segments = jnp.sort(jax.random.randint(jax.random.key(3), (2, length), 0, 4))
@@ -134,7 +141,8 @@ def check_attention(implementation, q, k, v, segments, dtype):
 
 
 @pytest.mark.parametrize("with_segments", [False, True])
-def test_splash_attention_on_a_mesh_equals_reference(monkeypatch, with_segments):
+@pytest.mark.parametrize("implementation", ["blocked", "splash"])
+def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_segments):
     """As the pjit backend computes: shards of the batch under vmap, heads split by `tensor`."""
     monkeypatch.setattr(sys.modules["gpt2.ops.attention"], "resolve", lambda name, *_: name)
     mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
@@ -156,7 +164,30 @@ def test_splash_attention_on_a_mesh_equals_reference(monkeypatch, with_segments)
 
     expected = values_and_gradients("reference")
     with spread_activations(mesh):
-        assert_close(values_and_gradients("splash", spmd_axis_name=BATCH_AXES), expected)
+        assert_close(values_and_gradients(implementation, spmd_axis_name=BATCH_AXES), expected)
+
+
+def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
+    mesh = make_mesh(ParallelConfig(data=4, tensor=2))
+    spread = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None, None, "tensor"))
+    qkv = 3 * (jax.ShapeDtypeStruct((4, 1, 1024, 4, 8), "float32", sharding=spread),)
+
+    def sent():
+        def values_and_gradients(*qkv):
+            blocked = partial(attention, implementation="blocked")
+            out, pull_back = jax.vjp(blocked, *qkv)
+            return out, *pull_back(out)
+
+        over_shards = jax.vmap(values_and_gradients, spmd_axis_name=BATCH_AXES)
+        with spread_activations(mesh):
+            return collectives(
+                jax.jit(over_shards, out_shardings=spread).lower(*qkv).compile().as_text()
+            )
+
+    assert not sent()
+    module = sys.modules["gpt2.ops.attention"]
+    monkeypatch.setattr(module, "map_devices", lambda function, *_: function)
+    assert sent()  # what XLA makes of it by itself
 
 
 def test_xla_attention_equals_reference():

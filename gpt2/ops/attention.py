@@ -1,7 +1,7 @@
 """Causal self-attention, `softmax(q k^T / sqrt(H)) v`, in several implementations.
 
     reference  as the formula stands, all `[T, T]` scores at once
-    blocked    tiles of scores that stay in cache, none above the diagonal, own backward rule
+    blocked    blocks of scores that stay in cache, few above the diagonal, own backward rule
     xla        `jax.nn.dot_product_attention`
     cudnn      cuDNN's flash attention, on NVIDIA GPUs
     splash     Pallas splash attention, on TPUs
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gpt2.architecture import ATTENTIONS as IMPLEMENTATIONS
 from gpt2.errors import UserError
-from gpt2.ops.blocked_attention import BLOCK, blocked_attention
+from gpt2.ops.blocked_attention import SHORT, blocked_attention
 from gpt2.parallel.rules import map_devices
 
 
@@ -53,12 +53,10 @@ def attention(
         return attention_reference(
             q, k, v, segments=segments, dropout=dropout, dropout_key=dropout_key
         )
-    if name == "blocked":
-        return blocked_attention(q, k, v, segments)
-    if name == "splash":
-        splash = partial(_splash, interpret=platform != "tpu")
+    if name in ("blocked", "splash"):
+        kernel = {"blocked": _blocked, "splash": partial(_splash, interpret=platform != "tpu")}
         heads, rows = ("batch", "length", "heads", "head_size"), ("batch", "length")
-        return map_devices(splash, heads, rows)((q, k, v), segments)
+        return map_devices(kernel[name], heads, rows)((q, k, v), segments)
     mask = None if segments is None else _same_segment(segments)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=name)
 
@@ -88,7 +86,7 @@ def resolve(
         "splash": _splash_obstacle(platform, context_length),
     }
     if implementation == "auto":
-        on_cpu = "blocked" if context_length > BLOCK else "reference"  # one tile needs no loop
+        on_cpu = "blocked" if context_length > SHORT else "reference"
         preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
         return "xla" if obstacles.get(preferred) else preferred
     if obstacle := obstacles.get(implementation):
@@ -137,6 +135,10 @@ def attention_cached(
     weights = jax.nn.softmax(scores).astype(q.dtype)
     out = jnp.einsum("bnts,bnsh->btnh", weights, v_cache, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)
+
+
+def _blocked(qkv, segments):
+    return blocked_attention(*qkv, segments)
 
 
 def _splash(qkv, segments, interpret):

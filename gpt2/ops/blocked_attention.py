@@ -1,14 +1,13 @@
-"""Causal attention for CPUs: in tiles that stay in cache, and none above the diagonal.
+"""Causal attention for CPUs: in blocks of scores that stay in cache, and few above the diagonal.
 
-FlashAttention (Dao et al. 2022, algorithms 1 and 4) with the roles of its levels of memory given
-to cache and main memory. A tile holds the scores of a block of queries with a block of keys. The
-forward pass keeps a running maximum and normaliser of each row; the backward pass computes the
-scores again from the saved log of the normaliser. No array of T x T ever exists.
+A block of queries meets all keys up to its own end, a few heads at a time. So XLA gets products
+that are large enough for all threads and scores that are small enough for the caches, and softmax
+sees whole rows. The backward pass computes the scores again from the saved log of the normaliser,
+as FlashAttention does (Dao et al. 2022, algorithm 4). No array of N x T x T is kept.
 
-Below, g is a group of sequences, small enough that its tile fits the second-level cache, and
-arrays are `[blocks, g, N, block, H]`: taking a block is then taking contiguous memory. They hold
-16-bit floats as plain bits: XLA:CPU moves those of its own type by way of float32, which would cost
-as much as a third of the products do.
+Below, g is a group of heads of one sequence, and arrays are `[groups, g, T, H]`. They hold 16-bit
+floats as plain bits: XLA:CPU moves those of its own type by way of float32, which would cost as
+much as a third of the products do.
 """
 
 import jax
@@ -16,8 +15,9 @@ import jax.numpy as jnp
 
 from gpt2.ops.narrow import bits, floats
 
-BLOCK = 128  # positions; measured in docs/performance.md
-TILE = 2**19  # most scores in a tile: 2 MB of float32, the second-level caches of two cores
+BLOCK = 256  # queries, where that makes 2 to 8 blocks; measured in docs/performance.md
+SHORT = 128  # contexts of up to so many positions take no longer with the reference
+SCORES = 2**19  # the most at a time: 2 MB of float32, the second-level caches of two cores
 NEVER = -1e30  # the score of what must not be seen; finite, since -inf minus -inf is no number
 
 
@@ -25,109 +25,127 @@ NEVER = -1e30  # the score of what must not be seen; finite, since -inf minus -i
 def blocked_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None
 ) -> jax.Array:
-    """`attention` in tiles: `[B, T, N, H]` each, `segments` `[B, T]` int32 or none."""
+    """`attention` in blocks: `[B, T, N, H]` each, `segments` `[B, T]` int32 or none."""
     return _blocked_fwd(q, k, v, segments)[0]
 
 
 def _blocked_fwd(q, k, v, segments):
-    inputs = [None if x is None else _split(x, *q.shape[:3]) for x in (q, k, v, segments)]
-    out, log_normaliser = jax.lax.map(lambda args: _forward(*args, q.dtype), inputs)
-    return _join(out, q), (*inputs, out, log_normaliser)
+    groups = tuple(map(_split, (q, k, v)))
+    blocks = _blocks(groups[0].shape[2], segments, key_axis=-1)
+    out, log_normaliser = jax.lax.map(
+        lambda args: _forward(*args, blocks, q.dtype), (*groups, _sequence_of(groups[0], q))
+    )
+    return _join(out, q), (*groups, segments, out, log_normaliser)
 
 
 def _blocked_bwd(residuals, dout):
-    arguments = (*residuals, _split(dout, *dout.shape[:3]))
-    gradients = jax.lax.map(lambda args: _backward(*args, dout.dtype), arguments)
-    return *(_join(x, dout) for x in gradients), None
+    q, k, v, segments, out, log_normaliser = residuals
+    groups = q, k, jnp.swapaxes(k, -1, -2), v, out, log_normaliser, _split(dout)
+    blocks = _blocks(q.shape[2], segments, key_axis=-2)
+    dq, dk, dv = jax.lax.map(
+        lambda args: _backward(*args, blocks, dout.dtype), (*groups, _sequence_of(q, dout))
+    )
+    return *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)), None
 
 
 blocked_attention.defvjp(_blocked_fwd, _blocked_bwd)
 
 
-def _split(x, B, T, N):
-    """`[B, T, N, H]` to the bits of `[groups, blocks, g, N, block, H]`; `[B, T]` likewise."""
-    num_blocks = -(-T // BLOCK)
-    block = -(-T // num_blocks)
-    group = max(g for g in range(1, B + 1) if B % g == 0 and (g == 1 or g * N * block**2 <= TILE))
-    x = jnp.pad(bits(x), ((0, 0), (0, num_blocks * block - T)) + ((0, 0),) * (x.ndim - 2))
-    x = x.reshape(B // group, group, num_blocks, block, *x.shape[2:])
-    return x.transpose((0, 2, 1, 4, 3, 5) if x.ndim == 6 else (0, 2, 1, 3))
+def _num_blocks(T):
+    return min(max(2, -(-T // BLOCK)), 8)
+
+
+def _split(x):
+    """`[B, T, N, H]` to the bits of `[groups, g, T, H]`, T filled up to whole blocks."""
+    B, T, N, H = x.shape
+    x = jnp.pad(bits(x), ((0, 0), (0, -T % _num_blocks(T)), (0, 0), (0, 0)))
+    T = x.shape[1]
+    scores = T * T // _num_blocks(T)
+    group = max(g for g in range(1, N + 1) if N % g == 0 and (g == 1 or g * scores <= SCORES))
+    return jnp.swapaxes(x, 1, 2).reshape(B * N // group, group, T, H)
 
 
 def _join(x, like):
     """The inverse of `_split`, to the shape and type of `like` `[B, T, N, H]`."""
     B, T, N, H = like.shape
-    x = x.transpose(0, 2, 1, 4, 3, 5).reshape(B, -1, N, H)
-    return floats(x[:, :T], like.dtype)
+    x = x.reshape(B, N, -1, H)[:, :, :T]
+    return floats(jnp.swapaxes(x, 1, 2), like.dtype)
 
 
-def _forward(q, k, v, segments, dtype):
-    """Returns the output `[blocks, g, N, block, H]` and log of the normaliser `[..., block, 1]`."""
-
-    def rows(i):
-        query = floats(q[i], dtype)
-
-        def tile(j, carry):
-            highest, normaliser, out = carry
-            scores = _dot("gnth,gnsh->gnts", query, floats(k[j], dtype)) * q.shape[-1] ** -0.5
-            scores = jnp.where(_visible(i, j, q.shape[3], segments), scores, NEVER)
-            new_highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
-            weights = jnp.exp(scores - new_highest)
-            shrink = jnp.exp(highest - new_highest)
-            normaliser = normaliser * shrink + weights.sum(axis=-1, keepdims=True)
-            weighted = _dot("gnts,gnsh->gnth", weights.astype(dtype), floats(v[j], dtype))
-            return new_highest, normaliser, out * shrink + weighted
-
-        column = jnp.zeros((*q.shape[1:4], 1), jnp.float32)
-        start = column + NEVER, column, jnp.zeros(q.shape[1:], jnp.float32)
-        highest, normaliser, out = jax.lax.fori_loop(0, i + 1, tile, start)
-        return bits((out / normaliser).astype(dtype)), highest + jnp.log(normaliser)
-
-    return jax.lax.map(rows, jnp.arange(q.shape[0]))
+def _sequence_of(groups, like):
+    """The number, in the batch, of each group's sequence."""
+    return jnp.arange(len(groups)) // (len(groups) // len(like))
 
 
-def _backward(q, k, v, segments, out, log_normaliser, dout, dtype):
-    """Returns the gradients of `q`, `k` and `v`, as bits.
+def _forward(q, k, v, sequence, blocks, dtype):
+    """Returns the output `[g, T, H]`, as bits, and the log of the normaliser `[g, T, 1]`."""
+    q, k, v = (floats(x, dtype) for x in (q, k, v))
+    outs, log_normalisers = [], []
+    for queries, keys, visible in blocks:
+        scores = _dot("gth,gsh->gts", q[:, queries], k[:, keys]) * q.shape[-1] ** -0.5
+        scores = jnp.where(visible(sequence), scores, NEVER)
+        highest = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - highest)
+        normaliser = weights.sum(axis=-1, keepdims=True)
+        out = _dot("gts,gsh->gth", weights.astype(dtype), v[:, keys]) / normaliser
+        outs.append(bits(out.astype(dtype)))
+        log_normalisers.append(highest + jnp.log(normaliser))
+    return jnp.concatenate(outs, axis=1), jnp.concatenate(log_normalisers, axis=1)
 
-    Tiles are transposed here, keys by queries, and the gradient of the queries is summed
-    transposed: so every product takes its operands as they lie in memory.
+
+def _backward(q, k, k_transposed, v, out, log_normaliser, dout, sequence, blocks, dtype):
+    """Returns the gradients of q `[g, H, T]`, of k and of v `[g, T, H]`, as bits.
+
+    Scores are transposed here, keys by queries, and so is the gradient of the queries: every
+    product takes its operands as they lie in memory.
     """
+    q, k, k_transposed, v, out, dout = (
+        floats(x, dtype) for x in (q, k, k_transposed, v, out, dout)
+    )
     scale = q.shape[-1] ** -0.5
-    k_transposed = jnp.swapaxes(k, -1, -2)
-    delta = floats(dout, dtype).astype(jnp.float32) * floats(out, dtype)
-    delta = delta.sum(axis=-1)[..., None, :]  # [blocks, g, N, 1, block]
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
-
-    def columns(dq, j):
-        def tile(i, carry):
-            dq, dk, dv = carry
-            query, dvalue = floats(q[i], dtype), floats(dout[i], dtype)
-            scores = _dot("gnsh,gnth->gnst", floats(k[j], dtype), query) * scale
-            visible = jnp.swapaxes(_visible(i, j, q.shape[3], segments), -1, -2)
-            weights = jnp.where(visible, jnp.exp(scores - log_normaliser[i]), 0.0)
-            dweights = _dot("gnsh,gnth->gnst", floats(v[j], dtype), dvalue)
-            dscores = (weights * (dweights - delta[i]) * scale).astype(dtype)
-            dq = dq.at[i].add(_dot("gnhs,gnst->gnht", floats(k_transposed[j], dtype), dscores))
-            dk += _dot("gnst,gnth->gnsh", dscores, query)
-            dv += _dot("gnst,gnth->gnsh", weights.astype(dtype), dvalue)
-            return dq, dk, dv
-
-        zeros = jnp.zeros(k.shape[1:], jnp.float32)
-        dq, dk, dv = jax.lax.fori_loop(j, q.shape[0], tile, (dq, zeros, zeros))
-        return dq, (bits(dk.astype(dtype)), bits(dv.astype(dtype)))
-
-    dq = jnp.zeros(k_transposed.shape, jnp.float32)
-    dq, (dk, dv) = jax.lax.scan(columns, dq, jnp.arange(k.shape[0]))
-    return jnp.swapaxes(bits(dq.astype(dtype)), -1, -2), dk, dv
+    delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]
+    dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for queries, keys, visible in blocks:
+        scores = _dot("gsh,gth->gst", k[:, keys], q[:, queries]) * scale
+        weights = jnp.exp(scores - log_normaliser[..., queries])
+        weights = jnp.where(visible(sequence), weights, 0.0)
+        dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
+        dscores = (weights * (dweights - delta[..., queries]) * scale).astype(dtype)
+        dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
+        dk = dk.at[:, keys].add(_dot("gst,gth->gsh", dscores, q[:, queries]))
+        dv = dv.at[:, keys].add(_dot("gst,gth->gsh", weights.astype(dtype), dout[:, queries]))
+    return tuple(bits(x.astype(dtype)) for x in (jnp.concatenate(dqs, axis=-1), dk, dv))
 
 
-def _visible(i, j, block, segments):
-    """`[1 or g, 1, block, block]`: whether queries of block `i` may see keys of block `j`."""
-    time = jnp.arange(block)
-    visible = (i * block + time)[:, None] >= j * block + time
+def _blocks(T, segments, key_axis):
+    """Lists the queries of each block, their keys, and who sees whom as a function of the sequence.
+
+    That is `[queries, keys]`, or transposed with `key_axis` -2: not by transposing an array, which
+    XLA would keep, and read against its layout. What depends on segments is computed here, before
+    any loop over heads.
+    """
+    block = T // _num_blocks(T)
+    if segments is not None:
+        segments = jnp.pad(segments, ((0, 0), (0, T - segments.shape[1])))
+    return [
+        (slice(end - block, end), slice(end), _visible(end - block, end, segments, key_axis))
+        for end in range(block, T + 1, block)
+    ]
+
+
+def _visible(start, end, segments, key_axis):
+    def pairs(x):
+        query, key = x[..., start:end], x[..., :end]
+        return jnp.expand_dims(query, key_axis), jnp.expand_dims(key, -3 - key_axis)
+
+    query_time, key_time = pairs(jnp.arange(end))
+    visible = query_time >= key_time
     if segments is None:
-        return visible[None, None]
-    return visible & (segments[i][:, None, :, None] == segments[j][:, None, None, :])
+        return lambda _: visible
+    query_segment, key_segment = pairs(segments)
+    visible &= query_segment == key_segment
+    return lambda sequence: visible[sequence]
 
 
 def _dot(equation, a, b):
