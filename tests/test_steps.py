@@ -12,7 +12,7 @@ import pytest
 
 from gpt2.config import OptimConfig, ParallelConfig
 from gpt2.model import GPT, GPTConfig
-from gpt2.optim import decay_mask, make_optimizer, make_schedule
+from gpt2.optim import clip_by_global_norm, decay_mask, make_optimizer, make_schedule
 from gpt2.parallel import make_backend
 from gpt2.state import LossScale, TrainState
 from gpt2.steps import make_eval_step, make_train_step
@@ -97,6 +97,16 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     clear = jax.tree.map(lambda g: jnp.abs(g) > 1e-6, grads)
     masked = lambda tree: jax.tree.map(lambda x, keep: jnp.where(keep, x, 0.0), tree, clear)  # noqa: E731
     chex.assert_trees_all_close(masked(after.params), masked(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0.0, 0.1, 10.0])
+def test_clipping_is_that_of_optax(size):
+    grads = {"a": size * jnp.arange(-2.0, 3.0), "b": size * jnp.ones((2, 3))}
+    clipped, expected = (
+        clip(OPTIM.clip_norm).update(grads, optax.EmptyState())[0]
+        for clip in (clip_by_global_norm, optax.clip_by_global_norm)
+    )
+    chex.assert_trees_all_close(clipped, expected, rtol=1e-6)
 
 
 def test_weight_decay_spares_biases_and_norms_in_both_layer_layouts():
