@@ -150,7 +150,7 @@ def measure(
         rounds: how many turns each has after its warm-up.
         seconds: how long a turn lasts at least, beside its first step, which is not counted.
     """
-    environment = os.environ | cpu_environment()  # huge pages serve the peers as well
+    environment = os.environ | cpu_environment()  # the same memory settings for all
     argument = json.dumps(case)
     commands = {OURS: ["gpt2.benchmark_worker", argument]}
     commands |= {peer: ["gpt2.benchmark_peers", peer, argument] for peer in peers}

@@ -60,7 +60,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def clip(grads: Any, _: Any) -> Any:
         factor = jnp.minimum(1.0, max_norm / optax.tree.norm(grads))
-        return jax.tree.map(lambda g: g * factor, grads)
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
     return optax.stateless(clip)
 

@@ -117,16 +117,25 @@ def test_linear_kernel_gradient_is_not_rounded_through_bfloat16():
 
 
 @few
-@given(
-    length=st.sampled_from([1, 7, 128, 129, 260, 513, 2100]),
-    dtype=dtypes,
-    with_segments=st.booleans(),
+@given(length=st.integers(1, 300), heads=st.integers(1, 3), dtype=dtypes, mask=st.booleans())
+def test_blocked_attention_equals_reference(length, heads, dtype, mask):
+    check_blocked_attention(2, length, heads, dtype, mask)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(
+    ("batch_size", "length", "heads", "dtype"),
+    [(3, 1, 1, "float32"), (2, 7, 2, "float32"), (2, 1030, 4, "float16"), (1, 2100, 2, "bfloat16")],
+    ids=["one position", "two blocks of four", "two groups of two heads", "eight blocks"],
 )
-def test_blocked_attention_equals_reference(length, dtype, with_segments):
-    q, k, v = (normal(i, 2, length, 2, 8).astype(dtype) for i in range(3))
-    segments = jnp.sort(jax.random.randint(jax.random.key(3), (2, length), 0, 4))
-    segments = segments if with_segments else None
-    check_attention("blocked", q, k, v, segments, dtype)
+def test_blocked_attention_of_every_shape_equals_reference(batch_size, length, heads, dtype, mask):
+    check_blocked_attention(batch_size, length, heads, dtype, mask)
+
+
+def check_blocked_attention(batch_size, length, heads, dtype, mask):
+    q, k, v = (normal(i, batch_size, length, heads, 8).astype(dtype) for i in range(3))
+    segments = jax.random.randint(jax.random.key(3), (batch_size, length), 0, 4)
+    check_attention("blocked", q, k, v, segments if mask else None, dtype)
 
 
 def check_attention(implementation, q, k, v, segments, dtype):
@@ -170,6 +179,7 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
 def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
     mesh = make_mesh(ParallelConfig(data=4, tensor=2))
     spread = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None, None, "tensor"))
+    # Two groups of heads in a sequence, so that the loop over groups crosses devices.
     qkv = 3 * (jax.ShapeDtypeStruct((4, 1, 1024, 4, 8), "float32", sharding=spread),)
 
     def sent():
@@ -187,7 +197,7 @@ def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
     assert not sent()
     module = sys.modules["gpt2.ops.attention"]
     monkeypatch.setattr(module, "map_devices", lambda function, *_: function)
-    assert sent()  # what XLA makes of it by itself
+    assert sent()  # what XLA makes of that loop by itself
 
 
 def test_xla_attention_equals_reference():

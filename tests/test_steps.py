@@ -99,7 +99,7 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     chex.assert_trees_all_close(masked(after.params), masked(expected), atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [0.0, 0.1, 10.0])
+@pytest.mark.parametrize("size", [0.0, 0.1, 10.0, np.inf, np.nan])
 def test_clipping_is_that_of_optax(size):
     grads = {"a": size * jnp.arange(-2.0, 3.0), "b": size * jnp.ones((2, 3))}
     clipped, expected = (

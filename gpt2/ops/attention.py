@@ -1,7 +1,7 @@
 """Causal self-attention, `softmax(q k^T / sqrt(H)) v`, in several implementations.
 
     reference  as the formula stands, all `[T, T]` scores at once
-    blocked    blocks of scores that stay in cache, few above the diagonal, own backward rule
+    blocked    blocks of queries by all their keys, own backward rule, for CPUs
     xla        `jax.nn.dot_product_attention`
     cudnn      cuDNN's flash attention, on NVIDIA GPUs
     splash     Pallas splash attention, on TPUs
@@ -17,8 +17,10 @@ import jax.numpy as jnp
 
 from gpt2.architecture import ATTENTIONS as IMPLEMENTATIONS
 from gpt2.errors import UserError
-from gpt2.ops.blocked_attention import SHORT, blocked_attention
-from gpt2.parallel.rules import map_devices
+from gpt2.ops.blocked_attention import blocked_attention
+from gpt2.parallel.rules import is_spread, map_devices
+
+SHORT = 128  # positions up to which the reference takes no longer than blocks, on a CPU
 
 
 def attention(
@@ -53,6 +55,8 @@ def attention(
         return attention_reference(
             q, k, v, segments=segments, dropout=dropout, dropout_key=dropout_key
         )
+    if name == "blocked" and not is_spread("heads"):
+        return blocked_attention(q, k, v, segments)
     if name in ("blocked", "splash"):
         kernel = {"blocked": _blocked, "splash": partial(_splash, interpret=platform != "tpu")}
         heads, rows = ("batch", "length", "heads", "head_size"), ("batch", "length")

@@ -1,9 +1,10 @@
-"""Causal attention for CPUs: in blocks of scores that stay in cache, and few above the diagonal.
+"""Causal attention for CPUs: a block of queries at a time, with the keys up to its own end.
 
-A block of queries meets all keys up to its own end, a few heads at a time. So XLA gets products
-that are large enough for all threads and scores that are small enough for the caches, and softmax
-sees whole rows. The backward pass computes the scores again from the saved log of the normaliser,
-as FlashAttention does (Dao et al. 2022, algorithm 4). No array of N x T x T is kept.
+So XLA gets products that are large enough for all threads, a few heads at a time scores that are
+small enough for the caches, and softmax whole rows. Of what n blocks compute, one part in n + 1
+lies above the diagonal. The backward pass computes the scores again from the saved log of the
+normaliser, as FlashAttention does (Dao et al. 2022, algorithm 4): of T x T nothing is kept, and at
+most T x T / n of each head exists at a time, beside masks of one byte for each pair.
 
 Below, g is a group of heads of one sequence, and arrays are `[groups, g, T, H]`. They hold 16-bit
 floats as plain bits: XLA:CPU moves those of its own type by way of float32, which would cost as
@@ -16,8 +17,7 @@ import jax.numpy as jnp
 from gpt2.ops.narrow import bits, floats
 
 BLOCK = 256  # queries, where that makes 2 to 8 blocks; measured in docs/performance.md
-SHORT = 128  # contexts of up to so many positions take no longer with the reference
-SCORES = 2**19  # the most at a time: 2 MB of float32, the second-level caches of two cores
+SCORES = 2**19  # at a time, where heads are few enough: 2 MB, the second-level caches of two cores
 NEVER = -1e30  # the score of what must not be seen; finite, since -inf minus -inf is no number
 
 
@@ -31,7 +31,7 @@ def blocked_attention(
 
 def _blocked_fwd(q, k, v, segments):
     groups = tuple(map(_split, (q, k, v)))
-    blocks = _blocks(groups[0].shape[2], segments, key_axis=-1)
+    blocks = _blocks(groups[0].shape[2], segments, transposed=False)
     out, log_normaliser = jax.lax.map(
         lambda args: _forward(*args, blocks, q.dtype), (*groups, _sequence_of(groups[0], q))
     )
@@ -41,7 +41,7 @@ def _blocked_fwd(q, k, v, segments):
 def _blocked_bwd(residuals, dout):
     q, k, v, segments, out, log_normaliser = residuals
     groups = q, k, jnp.swapaxes(k, -1, -2), v, out, log_normaliser, _split(dout)
-    blocks = _blocks(q.shape[2], segments, key_axis=-2)
+    blocks = _blocks(q.shape[2], segments, transposed=True)
     dq, dk, dv = jax.lax.map(
         lambda args: _backward(*args, blocks, dout.dtype), (*groups, _sequence_of(q, dout))
     )
@@ -57,11 +57,10 @@ def _num_blocks(T):
 
 def _split(x):
     """`[B, T, N, H]` to the bits of `[groups, g, T, H]`, T filled up to whole blocks."""
+    x = jnp.pad(bits(x), ((0, 0), (0, -x.shape[1] % _num_blocks(x.shape[1])), (0, 0), (0, 0)))
     B, T, N, H = x.shape
-    x = jnp.pad(bits(x), ((0, 0), (0, -T % _num_blocks(T)), (0, 0), (0, 0)))
-    T = x.shape[1]
-    scores = T * T // _num_blocks(T)
-    group = max(g for g in range(1, N + 1) if N % g == 0 and (g == 1 or g * scores <= SCORES))
+    per_head = T * T // _num_blocks(T)  # scores of the last block
+    group = max(g for g in range(1, N + 1) if N % g == 0 and (g == 1 or g * per_head <= SCORES))
     return jnp.swapaxes(x, 1, 2).reshape(B * N // group, group, T, H)
 
 
@@ -83,7 +82,7 @@ def _forward(q, k, v, sequence, blocks, dtype):
     outs, log_normalisers = [], []
     for queries, keys, visible in blocks:
         scores = _dot("gth,gsh->gts", q[:, queries], k[:, keys]) * q.shape[-1] ** -0.5
-        scores = jnp.where(visible(sequence), scores, NEVER)
+        scores = jnp.where(_of(visible, sequence), scores, NEVER)
         highest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         normaliser = weights.sum(axis=-1, keepdims=True)
@@ -109,7 +108,7 @@ def _backward(q, k, k_transposed, v, out, log_normaliser, dout, sequence, blocks
     for queries, keys, visible in blocks:
         scores = _dot("gsh,gth->gst", k[:, keys], q[:, queries]) * scale
         weights = jnp.exp(scores - log_normaliser[..., queries])
-        weights = jnp.where(visible(sequence), weights, 0.0)
+        weights = jnp.where(_of(visible, sequence), weights, 0.0)
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
         dscores = (weights * (dweights - delta[..., queries]) * scale).astype(dtype)
         dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
@@ -118,34 +117,43 @@ def _backward(q, k, k_transposed, v, out, log_normaliser, dout, sequence, blocks
     return tuple(bits(x.astype(dtype)) for x in (jnp.concatenate(dqs, axis=-1), dk, dv))
 
 
-def _blocks(T, segments, key_axis):
-    """Lists the queries of each block, their keys, and who sees whom as a function of the sequence.
+def _blocks(T, segments, transposed):
+    """Lists each block's queries, its keys, and the mask of the pairs that see each other.
 
-    That is `[queries, keys]`, or transposed with `key_axis` -2: not by transposing an array, which
-    XLA would keep, and read against its layout. What depends on segments is computed here, before
-    any loop over heads.
+    Masks are computed here, before any loop over heads.
     """
     block = T // _num_blocks(T)
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (0, T - segments.shape[1])))
-    return [
-        (slice(end - block, end), slice(end), _visible(end - block, end, segments, key_axis))
-        for end in range(block, T + 1, block)
-    ]
+    blocks = []
+    for end in range(block, T + 1, block):
+        queries, keys = slice(end - block, end), slice(end)
+        blocks.append((queries, keys, _visible(T, queries, keys, segments, transposed)))
+    return blocks
 
 
-def _visible(start, end, segments, key_axis):
+def _visible(T, queries, keys, segments, transposed):
+    """`[queries, keys]` or transposed; with segments `[B, ...]`, for each sequence.
+
+    Not by transposing an array, which XLA would keep, and read against its layout.
+    """
+
     def pairs(x):
-        query, key = x[..., start:end], x[..., :end]
-        return jnp.expand_dims(query, key_axis), jnp.expand_dims(key, -3 - key_axis)
+        query, key = x[..., queries], x[..., keys]
+        if transposed:
+            return query[..., None, :], key[..., :, None]
+        return query[..., :, None], key[..., None, :]
 
-    query_time, key_time = pairs(jnp.arange(end))
+    query_time, key_time = pairs(jnp.arange(T))
     visible = query_time >= key_time
     if segments is None:
-        return lambda _: visible
+        return visible
     query_segment, key_segment = pairs(segments)
-    visible &= query_segment == key_segment
-    return lambda sequence: visible[sequence]
+    return visible & (query_segment == key_segment)
+
+
+def _of(visible, sequence):
+    return visible if visible.ndim == 2 else visible[sequence]
 
 
 def _dot(equation, a, b):

@@ -110,14 +110,19 @@ def spread_activations(mesh: Mesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
+def is_spread(name: str) -> bool:
+    """Says whether activations' axes of this name are split over devices, where it is traced."""
+    mesh = _mesh.get()
+    return mesh is not None and any(mesh.shape[axis] > 1 for axis in ACTIVATIONS[name])
+
+
 def vocab_multiple() -> int:
     """Returns what the head's vocabulary is padded to a multiple of, where it is computed now.
 
     A CPU that keeps the vocabulary whole needs no padding, and pays for it with passes over the
     logits.
     """
-    mesh = _mesh.get()
-    whole = mesh is None or all(mesh.shape[axis] == 1 for axis in ACTIVATIONS["vocab"])
+    whole = not is_spread("vocab")
     return 1 if whole and jax.default_backend() == "cpu" else VOCAB_MULTIPLE
 
 

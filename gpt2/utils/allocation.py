@@ -5,8 +5,9 @@ the kernel hands it out zeroed in pages of 4 KB: over a quarter of a step. In pa
 next to nothing. glibc asks for these where a variable says so.
 
 Kept memory: what is left of that cost is still a tenth of a small model's step, so blocks of up to
-256 MB, and as much at the end of an arena, stay with the process when they are freed. Larger ones
-go back, or fragmentation would hold twice what 124M needs.
+256 MB, and as much at the end of an arena, stay with the process when they are freed (64 MB where
+a thread has an arena of its own). Larger ones go back, or fragmentation would hold twice what 124M
+needs.
 
 Order: by default XLA:CPU orders a program for the most parallelism, and holds values long before
 their use. Two cores gain nothing from it; ordered for memory, a step of 124M needs a quarter less.
@@ -66,7 +67,9 @@ def _may_have_accelerators() -> bool:
 
 
 def _has_glibc() -> bool:
-    return platform.libc_ver()[0] == "glibc"
+    """Whether the C library knows the tunables, and takes thresholds of more than 32 MB."""
+    name, release = platform.libc_ver()
+    return name == "glibc" and tuple(map(int, release.split(".")[:2])) >= (2, 35)
 
 
 def _xla_knows_order() -> bool:
