@@ -23,7 +23,7 @@ from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS as EVAL_TASKS
 from gpt2.evals.tasks import run_task, task_file
 from gpt2.model import GPT
-from gpt2.weights import load_model
+from gpt2.weights import check_source, load_model
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run.")
 HF = flags.DEFINE_string("hf", None, "Directory of a Hugging Face GPT-2, in place of --workdir.")
@@ -32,6 +32,9 @@ TASKS = flags.DEFINE_list("tasks", ["validation"], "What to score.")
 TASK_DIR = flags.DEFINE_string("task_dir", "", "Directory of the tasks' files.")
 CORPUS = flags.DEFINE_string(
     "corpus", "", "Corpus whose validation split to score, as data.corpus; the run's if empty."
+)
+VAL_FRACTION = flags.DEFINE_float(
+    "val_fraction", None, "Share of --corpus to score, as data.val_fraction; the run's if empty."
 )
 STRIDE = flags.DEFINE_integer(
     "stride", 0, "Tokens that a sliding window moves; 0: half of the context.", lower_bound=0
@@ -56,7 +59,7 @@ def main() -> None:
         if name == "validation":
             dataset = prepare(data)
             check_tokenizer(data, dataset, tokenizer)
-            figures += validation(scorer, dataset, data.document_mask)
+            figures += validation(scorer, dataset, data.corpus, data.document_mask)
         else:
             figures += run_task(name, scorer, tokenizer, files[name], stride)
     print_table(figures)
@@ -66,6 +69,9 @@ def main() -> None:
 
 def check_flags() -> None:
     """Refuses flags that would change nothing, and an output that cannot be written."""
+    check_source(WORKDIR.value, HF.value)
+    if not CORPUS.value:
+        cli.refuse_ignored("val_fraction", "it divides --corpus")
     if HF.value:
         cli.refuse_ignored("checkpoint", "--hf holds a single one")
     if "validation" not in TASKS.value:
@@ -98,7 +104,8 @@ def validation_data() -> DataConfig:
     tokenizer = Path(WORKDIR.value or HF.value) / "tokenizer.json"
     ready = CORPUS.value.startswith("tokens:")
     named = str(tokenizer) if tokenizer.is_file() and not ready else "gpt2"
-    return dataclasses.replace(data, corpus=CORPUS.value, tokenizer=named)
+    share = data.val_fraction if VAL_FRACTION.value is None else VAL_FRACTION.value
+    return dataclasses.replace(data, corpus=CORPUS.value, tokenizer=named, val_fraction=share)
 
 
 def check_tokenizer(data: DataConfig, dataset: Dataset, tokenizer: Tokenizer) -> None:

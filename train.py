@@ -5,6 +5,11 @@
 A run continues by itself where its workdir holds a checkpoint.
 """
 
+from gpt2.utils.allocation import order_for_cpu, release_free_memory, restart_for_cpu
+
+if __name__ == "__main__":
+    restart_for_cpu()  # before the imports below, which take seconds
+
 import contextlib
 import math
 from collections.abc import Callable
@@ -41,7 +46,6 @@ from gpt2.telemetry.profiler import Profiler
 from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.summary import describe_run
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
-from gpt2.utils.allocation import release_free_memory, restart_for_cpu
 from gpt2.utils.prng import init_key
 from gpt2.weights import load_initial_params
 
@@ -66,7 +70,7 @@ def main() -> int:
             cli.refuse_ignored(name, "--plan only compiles, in one process")
         print_plan(config, PLAN_DEVICES.value)
         return 0
-    restart_for_cpu()
+    order_for_cpu()
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)

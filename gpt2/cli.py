@@ -65,20 +65,27 @@ def config_name() -> str:
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
-    known = _config_options()
+    options = {f"--config.{name}": f"--config.{name}" for name in _config_options()}
     for arg, following in itertools.pairwise([*argv[1:], ""]):
-        option = re.match(r"--?config\.([^=]+)", arg)
-        if option and option[1] not in known:
-            raise unknown_option(f"--config.{option[1]}", [f"--config.{name}" for name in known])
+        option = re.match(r"--?(config\.[^=]+)", arg)
+        if option and f"--{option[1]}" not in options:
+            raise unknown_option(f"--{option[1]}", options)
         if file := re.match("--?config(?:=(.*)|$)", arg):
             _check_config_file(following if file[1] is None else file[1])
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
-        public = [f"--{name}" for name in flags.FLAGS if "." not in name]
-        raise unknown_option(f"--{error.flagname}", public) from None
+        # Options of a config are often named by their last part alone.
+        valid = {f"--{name.rpartition('.')[2]}": name for name in options}
+        valid = valid if "config" in flags.FLAGS else {}
+        valid |= {f"--{name}": f"--{name}" for name in flags.FLAGS if "." not in name}
+        raise unknown_option(f"--{error.flagname}", valid) from None
     except flags.Error as error:
-        raise UserError(str(error).replace("\n", " "), "See --help") from None
+        about = str(error).replace("\n", " ")
+        python = re.match(r"flag (--([\w.]+)=.*): (invalid lit|could not conv|\('Non-bool)", about)
+        if python:
+            about = f"{python[1]} is not of type {flags.FLAGS[python[2]].parser.flag_type()}"
+        raise UserError(about, "See --help") from None
     except (TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), "See configs/default.py for types") from None
 

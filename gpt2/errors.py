@@ -5,7 +5,7 @@ import functools
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
@@ -50,10 +50,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def unknown_option(name: str, valid: list[str]) -> UserError:
-    """Returns the error for an option that does not exist, with the nearest that does."""
+def unknown_option(name: str, valid: Mapping[str, str]) -> UserError:
+    """Returns the error for an option that does not exist, with the one that was meant.
+
+    Args:
+        name: what was given.
+        valid: options there are, by all that a person may write for them.
+    """
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-    return UserError(f"there is no option {name}", f"Did you mean {near[0]}?")
+    return UserError(f"there is no option {name}", f"Did you mean {valid[near[0]]}?")
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:

@@ -14,6 +14,12 @@ from gpt2.hf_tokenizer import count_tokens, load_tokenizer
 from gpt2.utils.scan import stack_layers, unstack_layers
 
 
+def check_source(workdir: str | Path | None, hf_directory: str | Path | None) -> None:
+    """Raises a UserError unless exactly one place of weights is given."""
+    if bool(workdir) == bool(hf_directory):
+        raise UserError("one of --workdir and --hf is needed", "Say where the weights are")
+
+
 def load_model(
     workdir: str | Path | None, hf_directory: str | Path | None, checkpoint: str | int = "best"
 ) -> tuple[GPTConfig, dict, tokenizers.Tokenizer]:
@@ -27,8 +33,7 @@ def load_model(
     Raises:
         UserError: neither or both are given, or there is no such model.
     """
-    if bool(workdir) == bool(hf_directory):
-        raise UserError("one of --workdir and --hf is needed", "Say where the weights are")
+    check_source(workdir, hf_directory)
     if workdir:
         config, params = load_params(workdir, checkpoint)
         return config.gpt(), params, tokenizers.load(Path(workdir) / "tokenizer.json")

@@ -1,5 +1,6 @@
 """Mistakes in flags and in config files are one line that names them."""
 
+import re
 import sys
 
 import pytest
@@ -51,6 +52,22 @@ def test_options_are_overridden_and_unknown_ones_refused(parse):
     assert flags.FLAGS.config.seed == 3
     with pytest.raises(UserError, match=r"config\.sed.*--config\.seed"):
         parse("--config", config, "--config.sed=3")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--num_steps=60", "no option --num_steps. Did you mean --config.train.num_steps?"),
+        ("--learn_rate=1", "no option --learn_rate. Did you mean --config.optim.learning_rate?"),
+        ("--confg=x", "no option --confg. Did you mean --config?"),
+        ("--config.data.batch_size=x", "--config.data.batch_size=x is not of type int. See --help"),
+        ("--config.optim.learning_rate=x:", "learning_rate=x: is not of type float. See --help"),
+        ("--config.logging.wandb=maybe", "--config.logging.wandb=maybe is not of type bool."),
+    ],
+)
+def test_short_names_and_wrong_types_are_told_in_our_words(parse, given, told):
+    with pytest.raises(UserError, match=re.escape(told)):
+        parse("--config", cli.configs.default.__file__, given)
 
 
 def test_one_is_counted_in_the_singular():

@@ -29,12 +29,20 @@ def give():
         (["--workdir=a", "--tasks=lambada", "--stride=8"], "stride"),
         (["--workdir=a", "--task_dir=b"], "task_dir"),
         (["--workdir=a", "--tasks=enwik8", "--corpus=pystdlib"], "corpus"),
+        (["--workdir=a", "--val_fraction=0.1"], "val_fraction"),
     ],
 )
 def test_flags_that_would_be_ignored_are_refused(give, given, refused):
     give(*given)
     with pytest.raises(UserError, match=f"--{refused} would be ignored"):
         eval_command.check_flags()
+
+
+def test_weights_are_named_before_anything_else(give):
+    for given in ([], ["--workdir=a", "--hf=b"]):
+        give(*given)
+        with pytest.raises(UserError, match="one of --workdir and --hf is needed"):
+            eval_command.check_flags()
 
 
 def test_an_output_that_cannot_be_written_is_refused(give, tmp_path):
@@ -66,6 +74,8 @@ def test_another_corpus_is_divided_and_kept_as_the_runs(give, tmp_path):
     data = eval_command.validation_data()
     assert (data.corpus, data.val_fraction, data.data_dir) == ("synthetic", 0.25, "kept")
     assert data.tokenizer == str(tmp_path / "tokenizer.json")
+    give(f"--workdir={tmp_path}", "--corpus=synthetic", "--val_fraction=0.1")
+    assert eval_command.validation_data().val_fraction == 0.1
     give(f"--workdir={tmp_path}", "--corpus=tokens:*.bin")
     assert eval_command.validation_data().tokenizer == "gpt2"
 

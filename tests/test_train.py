@@ -249,7 +249,7 @@ def test_continuing_under_other_options_is_refused(finished, corpus):
         (["--config.model.num_layer=3"], "no option --config.model.num_layer. Did you mean"),
         (["--workdr=x"], "no option --workdr. Did you mean --workdir?"),
         (["--config=configs/none.py"], "--config=configs/none.py is no file"),
-        (["--config.optim.learning_rate=fast"], "could not convert string to float"),
+        (["--config.optim.learning_rate=fast"], "is not of type float"),
         (["surplus"], "surplus is not a flag"),
         (["--config.data.corpus=text:none/*.txt"], "no file matches"),
         (["--config.data.corpus=novel"], "no known corpus"),
@@ -284,11 +284,6 @@ def test_a_cpu_run_starts_again_with_the_settings_it_lacks(tmp_path, monkeypatch
     if not allocation._has_glibc():
         pytest.skip("the settings are glibc's")
     monkeypatch.delenv("GLIBC_TUNABLES")
-    code, stdout, stderr = run(tmp_path / "run", "--config.train.num_steps=0")
-    assert code == 2 and "num_steps" in stderr  # mistakes are told first
-    assert "restarting" not in stdout
     code, stdout, stderr = run(tmp_path / "run", "--config.data.corpus=text:nothing/*")
     assert code == 2 and stderr.count("\n") == 1
     assert stdout.count("restarting with GLIBC_TUNABLES=glibc.malloc.hugetlb=1:") == 1
-    code, stdout, stderr = run(tmp_path / "run", "--plan", *TINY)
-    assert code == 0 and "restarting" not in stdout

@@ -12,8 +12,10 @@ from gpt2.evals.report import Figure, perplexity, ratio
 from gpt2.evals.scoring import Request, Scorer, windows
 
 
-def validation(scorer: Scorer, dataset: Dataset, document_mask: bool = False) -> list[Figure]:
-    """Scores a corpus' validation split, just as training does."""
+def validation(
+    scorer: Scorer, dataset: Dataset, corpus: str, document_mask: bool = False
+) -> list[Figure]:
+    """Scores the validation split of `corpus`, as prepared, just as training does."""
     loader = ValidationLoader(
         dataset,
         batch_size=1,
@@ -27,7 +29,11 @@ def validation(scorer: Scorer, dataset: Dataset, document_mask: bool = False) ->
     scores = scorer.score(requests, "validation")
     loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
     bits = dataset.splits["validation"].targets_per_byte / math.log(2.0)
-    convention = f"windows of {scorer.context_length} tokens, none overlapping"
+    held, rest = (dataset.splits[name].num_tokens for name in ("validation", "train"))
+    convention = (
+        f"{held / (held + rest):.2%} of {corpus}, held out; "
+        f"windows of {scorer.context_length} tokens, none overlapping"
+    )
     n = len(requests)
     return [
         Figure("validation", "loss (nats per token)", loss, stderr, n, convention),

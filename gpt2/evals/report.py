@@ -76,8 +76,11 @@ def print_table(figures: Sequence[Figure]) -> None:
         table.add_row(figure.task, figure.metric, *numbers)
     console = Console()
     console.print(table)
+    conventions: dict[tuple[str, str], list[str]] = {}
     for figure in figures:
-        console.print(f"{figure.task}, {figure.metric}: {figure.convention}", style="dim")
+        conventions.setdefault((figure.task, figure.convention), []).append(figure.metric)
+    for (task, convention), metrics in conventions.items():
+        console.print(f"{task}, {', '.join(metrics)}: {convention}", style="dim")
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:

@@ -31,27 +31,28 @@ _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 def cpu_environment() -> dict[str, str]:
     """Returns the variables that a CPU run still lacks, beside what they hold already."""
-    environment = {}
-    tunables, flags = os.environ.get("GLIBC_TUNABLES", ""), os.environ.get("XLA_FLAGS", "")
-    lacking = [f"{name}={value}" for name, value in _TUNABLES.items() if name not in tunables]
-    if _has_glibc() and lacking:
-        environment["GLIBC_TUNABLES"] = ":".join([tunables, *lacking]).lstrip(":")
-    if _xla_knows_order() and "xla_cpu_scheduler_type" not in flags:
-        environment["XLA_FLAGS"] = f"{flags} {_ORDER}".lstrip()
-    return environment
+    return _lacking_tunables() | _lacking_order()
 
 
 def restart_for_cpu() -> None:
-    """Sets what a CPU run lacks. If the C library has to see it, starts this program again, once.
+    """Starts this program again, once, with what the C library has to see of a CPU run's settings.
 
-    Does nothing where JAX may have more than CPUs. To be called before JAX has devices, which is
-    when XLA reads its variable, and before anything is under way: what the process holds is lost.
+    Does nothing where JAX may have more than CPUs. To be called before anything else, slow imports
+    included: what the process holds is lost.
     """
-    environment = {} if _may_have_accelerators() else cpu_environment()
-    os.environ |= environment
-    if "GLIBC_TUNABLES" in environment:
+    environment = {} if _may_have_accelerators() else _lacking_tunables()
+    if environment:
         print(f"restarting with GLIBC_TUNABLES={environment['GLIBC_TUNABLES']}", flush=True)
+        os.environ |= environment
         os.execv(sys.executable, sys.orig_argv)
+
+
+def order_for_cpu() -> None:
+    """Lets XLA:CPU order programs for memory, where JAX has no more than CPUs.
+
+    To be called before it looks for devices, when XLA reads its variable.
+    """
+    os.environ |= {} if _may_have_accelerators() else _lacking_order()
 
 
 def release_free_memory() -> None:
@@ -64,6 +65,21 @@ def _may_have_accelerators() -> bool:
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
     return any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+
+
+def _lacking_tunables() -> dict[str, str]:
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    lacking = [f"{name}={value}" for name, value in _TUNABLES.items() if name not in tunables]
+    if not (_has_glibc() and lacking):
+        return {}
+    return {"GLIBC_TUNABLES": ":".join([tunables, *lacking]).lstrip(":")}
+
+
+def _lacking_order() -> dict[str, str]:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not _xla_knows_order() or "xla_cpu_scheduler_type" in flags:
+        return {}
+    return {"XLA_FLAGS": f"{flags} {_ORDER}".lstrip()}
 
 
 def _has_glibc() -> bool:
