@@ -69,6 +69,11 @@ def total_peak_flops(dtype: jnp.dtype | str) -> float | None:
     return None if None in peaks else sum(peaks)
 
 
+def forget_measured_peak() -> None:
+    """Lets the next call of `peak_flops` measure a CPU again, whose speed may have changed."""
+    _measure_cpu_flops.cache_clear()
+
+
 def peak_source(device: jax.Device) -> str:
     """Says where the figure of `peak_flops` comes from: `measured`, a data sheet, or `unknown`."""
     if device.platform == "cpu":
