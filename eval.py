@@ -34,7 +34,9 @@ CORPUS = flags.DEFINE_string(
     "corpus", "", "Corpus whose validation split to score, as data.corpus; the run's if empty."
 )
 VAL_FRACTION = flags.DEFINE_float(
-    "val_fraction", None, "Share of --corpus to score, as data.val_fraction; the run's if empty."
+    "val_fraction",
+    None,
+    "Share of --corpus to score, as data.val_fraction; if not given, that of the run.",
 )
 STRIDE = flags.DEFINE_integer(
     "stride", 0, "Tokens that a sliding window moves; 0: half of the context.", lower_bound=0
@@ -62,9 +64,9 @@ def main() -> None:
             figures += validation(scorer, dataset, data.corpus, data.document_mask)
         else:
             figures += run_task(name, scorer, tokenizer, files[name], stride)
-    print_table(figures)
     if OUTPUT.value:
         write_json(figures, Path(OUTPUT.value))
+    print_table(figures)
 
 
 def check_flags() -> None:
@@ -72,6 +74,10 @@ def check_flags() -> None:
     check_source(WORKDIR.value, HF.value)
     if not CORPUS.value:
         cli.refuse_ignored("val_fraction", "it divides --corpus")
+    if VAL_FRACTION.value is not None and not 0.0 < VAL_FRACTION.value < 1.0:
+        raise UserError(
+            f"--val_fraction={VAL_FRACTION.value} is out of range", "Use a share between 0 and 1"
+        )
     if HF.value:
         cli.refuse_ignored("checkpoint", "--hf holds a single one")
     if "validation" not in TASKS.value:

@@ -158,11 +158,11 @@ def main() -> None:
     flops = model_flops_per_token(config, length)
 
     def info() -> dict[str, Any]:
+        statistics = device.memory_stats() or {}  # None on a CPU
+        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         # A CPU's peak is the better of what it reached before and after the turns.
         forget_measured_peak()
         before, after = runs_on["peak_flops"], hardware(case)["peak_flops"]
-        statistics = device.memory_stats() or {}  # None on a CPU
-        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             **runs_on,
             "peak_flops": before and max(before, after),

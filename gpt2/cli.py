@@ -65,29 +65,46 @@ def config_name() -> str:
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
-    options = {f"--config.{name}": f"--config.{name}" for name in _config_options()}
-    for arg, following in itertools.pairwise([*argv[1:], ""]):
-        option = re.match(r"--?(config\.[^=]+)", arg)
-        if option and f"--{option[1]}" not in options:
-            raise unknown_option(f"--{option[1]}", options)
-        if file := re.match("--?config(?:=(.*)|$)", arg):
-            _check_config_file(following if file[1] is None else file[1])
+    spellings, otherwise = {}, "See --help"
+    if "config" in flags.FLAGS:
+        spellings, otherwise = _spellings(), "See configs/default.py and --help"
+        for arg, following in itertools.pairwise([*argv[1:], ""]):
+            option = re.match(r"--?(?:no)?(config\.[^=]+)", arg)
+            if option and f"--{option[1]}" not in spellings.values():
+                raise unknown_option(f"--{option[1]}", spellings, otherwise)
+            if file := re.match("--?config(?:=(.*)|$)", arg):
+                _check_config_file(following if file[1] is None else file[1])
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
-        # Options of a config are often named by their last part alone.
-        valid = {f"--{name.rpartition('.')[2]}": name for name in options}
-        valid = valid if "config" in flags.FLAGS else {}
-        valid |= {f"--{name}": f"--{name}" for name in flags.FLAGS if "." not in name}
-        raise unknown_option(f"--{error.flagname}", valid) from None
+        spellings |= {name: f"--{name}" for name in flags.FLAGS if "." not in name}
+        raise unknown_option(f"--{error.flagname}", spellings, otherwise) from None
     except flags.Error as error:
         about = str(error).replace("\n", " ")
-        python = re.match(r"flag (--([\w.]+)=.*): (invalid lit|could not conv|\('Non-bool)", about)
-        if python:
-            about = f"{python[1]} is not of type {flags.FLAGS[python[2]].parser.flag_type()}"
+        wrong = re.match(r"flag (--([\w.]+)=.*): (invalid lit|could not conv|\('Non-bool)", about)
+        if wrong:
+            kind = flags.FLAGS[wrong[2]].parser.flag_type()
+            raise UserError(f"{wrong[1]} is not of type {kind}", _EXAMPLES[kind]) from None
         raise UserError(about, "See --help") from None
     except (TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), "See configs/default.py for types") from None
+
+
+_EXAMPLES = {
+    "int": "Give a whole number, as 1000",
+    "float": "Give a number, as 0.1 or 6e-4",
+    "bool": "Give True or False",
+}
+
+
+def _spellings() -> dict[str, str]:
+    """Maps all that a person may write for an option of the config to the option."""
+    spellings = {}
+    for name in _config_options():
+        last = name.rpartition(".")[2]
+        for spelling in (last, f"config.{last}", name, f"config.{name}"):
+            spellings[spelling] = f"--config.{name}"
+    return spellings
 
 
 # What Python code may raise.

@@ -307,7 +307,8 @@ def _build(cls, tree: Mapping, prefix: str):
     fields = {field.name: field.type for field in dataclasses.fields(cls)}
     for name in tree:
         if name not in fields:
-            raise unknown_option(prefix + name, {prefix + f: prefix + f for f in fields})
+            spellings = {prefix + field: prefix + field for field in fields}
+            raise unknown_option(prefix + name, spellings, "See configs/default.py")
     values = {}
     for name, kind in fields.items():
         if name not in tree:

@@ -50,15 +50,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def unknown_option(name: str, valid: Mapping[str, str]) -> UserError:
+def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> UserError:
     """Returns the error for an option that does not exist, with the one that was meant.
 
     Args:
         name: what was given.
-        valid: options there are, by all that a person may write for them.
+        spellings: options there are, by all that a person may write for them, dashes left out.
+        otherwise: how to find the option if what was given resembles none.
     """
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-    return UserError(f"there is no option {name}", f"Did you mean {valid[near[0]]}?")
+    near = difflib.get_close_matches(name.lstrip("-"), spellings, n=1, cutoff=0.8)
+    how = f"Did you mean {spellings[near[0]]}?" if near else otherwise
+    return UserError(f"there is no option {name}", how)
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:

@@ -16,7 +16,9 @@ from gpt2.utils.scan import stack_layers, unstack_layers
 
 def check_source(workdir: str | Path | None, hf_directory: str | Path | None) -> None:
     """Raises a UserError unless exactly one place of weights is given."""
-    if bool(workdir) == bool(hf_directory):
+    if workdir and hf_directory:
+        raise UserError("--workdir and --hf both name weights", "Leave out one")
+    if not (workdir or hf_directory):
         raise UserError("one of --workdir and --hf is needed", "Say where the weights are")
 
 

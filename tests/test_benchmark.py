@@ -153,8 +153,10 @@ def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
         ":glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=268435456"
     )
     assert asked["XLA_FLAGS"].startswith("--xla_cpu_max_isa=AVX2 --xla_cpu_scheduler_type=")
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(allocation, "_may_have_accelerators", lambda: False)
+    allocation.order_for_cpu()
+    assert allocation.cpu_environment() == {"GLIBC_TUNABLES": asked["GLIBC_TUNABLES"]}
+    monkeypatch.setenv("GLIBC_TUNABLES", asked["GLIBC_TUNABLES"])
     assert allocation.cpu_environment() == {}
 
 

@@ -58,16 +58,27 @@ def test_options_are_overridden_and_unknown_ones_refused(parse):
     ("given", "told"),
     [
         ("--num_steps=60", "no option --num_steps. Did you mean --config.train.num_steps?"),
-        ("--learn_rate=1", "no option --learn_rate. Did you mean --config.optim.learning_rate?"),
+        ("--parallel.fsdp=2", "no option --parallel.fsdp. Did you mean --config.parallel.fsdp?"),
+        ("--config.fsdp=2", "no option --config.fsdp. Did you mean --config.parallel.fsdp?"),
+        ("--noconfig.logging.wandbx", "Did you mean --config.logging.wandb?"),
         ("--confg=x", "no option --confg. Did you mean --config?"),
-        ("--config.data.batch_size=x", "--config.data.batch_size=x is not of type int. See --help"),
-        ("--config.optim.learning_rate=x:", "learning_rate=x: is not of type float. See --help"),
-        ("--config.logging.wandb=maybe", "--config.logging.wandb=maybe is not of type bool."),
+        ("--lr=1", "no option --lr. See configs/default.py and --help."),
+        ("--config.data.batch_size=x", "batch_size=x is not of type int. Give a whole number"),
+        ("--config.optim.learning_rate=x:", "=x: is not of type float. Give a number"),
+        ("--config.logging.wandb=maybe", "wandb=maybe is not of type bool. Give True or False."),
     ],
 )
 def test_short_names_and_wrong_types_are_told_in_our_words(parse, given, told):
     with pytest.raises(UserError, match=re.escape(told)):
         parse("--config", cli.configs.default.__file__, given)
+
+
+def test_commands_without_a_config_do_not_offer_its_options(monkeypatch):
+    monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
+    flags.DEFINE_string("workdir", None, "", flag_values=flags.FLAGS)
+    for given, told in (("--num_steps=1", "See --help"), ("--config.seed=1", "See --help")):
+        with pytest.raises(UserError, match=told):
+            cli._parse_flags(["command", given])
 
 
 def test_one_is_counted_in_the_singular():

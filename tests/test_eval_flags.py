@@ -39,10 +39,14 @@ def test_flags_that_would_be_ignored_are_refused(give, given, refused):
 
 
 def test_weights_are_named_before_anything_else(give):
-    for given in ([], ["--workdir=a", "--hf=b"]):
+    for given, told in (
+        (["--tasks=enwik8", "--corpus=a"], "one of --workdir and --hf is needed"),
+        (["--workdir=a", "--hf=b", "--checkpoint=1"], "--workdir and --hf both name weights"),
+    ):
         give(*given)
-        with pytest.raises(UserError, match="one of --workdir and --hf is needed"):
+        with pytest.raises(UserError, match=told):
             eval_command.check_flags()
+        flags.FLAGS.unparse_flags()
 
 
 def test_an_output_that_cannot_be_written_is_refused(give, tmp_path):

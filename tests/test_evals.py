@@ -17,7 +17,7 @@ from gpt2.errors import UserError
 from gpt2.evals import scoring
 from gpt2.evals.examples import after, cbt, hellaswag, lambada, read_cbt, read_jsonl
 from gpt2.evals.perplexity import compression, detokenize, wikitext
-from gpt2.evals.report import Figure, mean, perplexity, ratio, write_json
+from gpt2.evals.report import Figure, mean, perplexity, print_table, ratio, write_json
 from gpt2.evals.scoring import Score, Scorer, continuation, windows
 from gpt2.evals.tasks import TASKS, run_task, task_file
 from gpt2.model import GPT, GPTConfig
@@ -355,3 +355,10 @@ def test_batches_take_under_half_the_time_of_one_example_at_a_time():
     together, apart = np.median([[seconds_to(way) for way in ways] for _ in range(5)], axis=0)
     print(f"200 examples: {together:.2f} s in batches, {apart:.2f} s one at a time")
     assert together < apart / 2
+
+
+def test_table_says_once_how_figures_were_scored_and_leaves_globs_alone(capsys):
+    convention = "validation split of text:[a-z]*.txt"
+    figures = [Figure("validation", m, 1.0, 0.1, 9, convention) for m in ("loss", "bits")]
+    print_table(figures)
+    assert f"validation, loss, bits: {convention}" in capsys.readouterr().out.replace("\n", "")

@@ -280,10 +280,14 @@ def test_openwebtext_out_of_reach_names_the_corpus_that_is_not(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cpu_run_starts_again_with_the_settings_it_lacks(tmp_path, monkeypatch):
+def test_a_cpu_run_starts_again_before_slow_imports_and_says_so(corpus, tmp_path, monkeypatch):
     if not allocation._has_glibc():
         pytest.skip("the settings are glibc's")
     monkeypatch.delenv("GLIBC_TUNABLES")
-    code, stdout, stderr = run(tmp_path / "run", "--config.data.corpus=text:nothing/*")
-    assert code == 2 and stderr.count("\n") == 1
-    assert stdout.count("restarting with GLIBC_TUNABLES=glibc.malloc.hugetlb=1:") == 1
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # a line on stderr for each import
+    options = [*TINY, "--config.train.num_steps=1"]
+    code, stdout, stderr = run(tmp_path / "run", *corpus, *options)
+    imported = [line.rpartition("|")[2].strip() for line in stderr.splitlines()]
+    assert code == 0
+    assert imported.count("gpt2.utils.allocation") == 2 and imported.count("jax") == 1
+    assert stdout.count("with GLIBC_TUNABLES=glibc.malloc.hugetlb=1:") == 1

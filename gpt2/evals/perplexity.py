@@ -31,7 +31,7 @@ def validation(
     bits = dataset.splits["validation"].targets_per_byte / math.log(2.0)
     held, rest = (dataset.splits[name].num_tokens for name in ("validation", "train"))
     convention = (
-        f"{held / (held + rest):.2%} of {corpus}, held out; "
+        f"validation split of {corpus}, {held / (held + rest):.2%} of its tokens; "
         f"windows of {scorer.context_length} tokens, none overlapping"
     )
     n = len(requests)

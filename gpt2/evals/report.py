@@ -80,7 +80,7 @@ def print_table(figures: Sequence[Figure]) -> None:
     for figure in figures:
         conventions.setdefault((figure.task, figure.convention), []).append(figure.metric)
     for (task, convention), metrics in conventions.items():
-        console.print(f"{task}, {', '.join(metrics)}: {convention}", style="dim")
+        console.print(f"{task}, {', '.join(metrics)}: {convention}", style="dim", markup=False)
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:

@@ -10,6 +10,7 @@ from gpt2.errors import counted
 from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.telemetry.progress import format_bytes, format_count
 from gpt2.telemetry.throughput import model_flops_per_token
+from gpt2.utils.allocation import describe_restart
 
 
 def describe_run(
@@ -76,5 +77,6 @@ def describe_run(
             "warm-up": counted(config.optim.warmup_steps, "step")
             + (", more than the run has" if config.optim.warmup_steps > train.num_steps else ""),
             "workdir": str(workdir),
-        },
+        }
+        | ({"restarted": f"with {settings}"} if (settings := describe_restart()) else {}),
     }

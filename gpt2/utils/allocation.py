@@ -26,6 +26,7 @@ _TUNABLES = {
     "glibc.malloc.mmap_threshold": _KEPT,
     "glibc.malloc.trim_threshold": _KEPT,
 }
+_STARTED_AGAIN = "GPT2_STARTED_AGAIN"  # set for the second start
 _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 
@@ -38,13 +39,19 @@ def restart_for_cpu() -> None:
     """Starts this program again, once, with what the C library has to see of a CPU run's settings.
 
     Does nothing where JAX may have more than CPUs. To be called before anything else, slow imports
-    included: what the process holds is lost.
+    included: what the process holds is lost. `describe_restart` lets the new one say so.
     """
     environment = {} if _may_have_accelerators() else _lacking_tunables()
     if environment:
-        print(f"restarting with GLIBC_TUNABLES={environment['GLIBC_TUNABLES']}", flush=True)
-        os.environ |= environment
+        os.environ |= environment | {_STARTED_AGAIN: "1"}
         os.execv(sys.executable, sys.orig_argv)
+
+
+def describe_restart() -> str:
+    """Returns what this program was started again with, or nothing if it was not."""
+    if _STARTED_AGAIN not in os.environ:
+        return ""
+    return f"GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']}"
 
 
 def order_for_cpu() -> None:
