@@ -65,12 +65,12 @@ PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Which of them this 
 def main() -> int:
     # Options. Whatever is wrong with them is said before anything is spent.
     config = cli.load_config(CONFIG)
+    order_for_cpu()
     if PLAN.value or PLAN_DEVICES.value:
         for name in ("visualize", "coordinator", "num_processes", "process_index"):
             cli.refuse_ignored(name, "--plan only compiles, in one process")
         print_plan(config, PLAN_DEVICES.value)
         return 0
-    order_for_cpu()
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
