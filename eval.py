@@ -111,6 +111,11 @@ def validation_data() -> DataConfig:
     ready = CORPUS.value.startswith("tokens:")
     named = str(tokenizer) if tokenizer.is_file() and not ready else "gpt2"
     share = data.val_fraction if VAL_FRACTION.value is None else VAL_FRACTION.value
+    if learnt_here and CORPUS.value == data.corpus and share > data.val_fraction:
+        raise UserError(
+            f"--val_fraction={share} holds text that the run learnt from",
+            f"Use at most its own data.val_fraction={data.val_fraction}",
+        )
     return dataclasses.replace(data, corpus=CORPUS.value, tokenizer=named, val_fraction=share)
 
 

@@ -50,6 +50,7 @@ from gpt2.utils.prng import init_key
 from gpt2.weights import load_initial_params
 
 CONFIG = cli.define_config()
+flags.declare_key_flag("config")  # for --help
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if empty.")
 VISUALIZE = flags.DEFINE_string("visualize", None, "Draw how parameters of this name are spread.")
 PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
@@ -246,7 +247,7 @@ def main() -> int:
     scores = scores or evaluate(state.params, len(eval_data))
     if is_main:
         plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
-        print_results(scores, dataset, clock)
+        print_results(scores, dataset, clock, eval_data)
     params = gather(state.params, backend.mesh)
     if is_main:
         write_samples(workdir, config, dataset, params)
@@ -302,13 +303,17 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
     run_files.write_text(workdir / "samples.txt", text)
 
 
-def print_results(scores: dict[str, float], dataset: Dataset, clock: StepClock) -> None:
+def print_results(
+    scores: dict[str, float], dataset: Dataset, clock: StepClock, eval_data: ValidationLoader
+) -> None:
     """Prints the end of a run: where the time went, and how good the model is."""
     print(f"time: {clock.describe_shares()}")
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:.2f}"
     if "eval/bits_per_byte" in scores:
         zlib = f"zlib -9 needs {dataset.zlib_bits_per_byte:.3f} for the same text"
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte ({zlib})"
+    if not eval_data.is_whole:
+        line += f", on the first {len(eval_data)} of the split's batches"
     print(line)
 
 

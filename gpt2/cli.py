@@ -43,7 +43,8 @@ def run(main: Callable[[], int | None], default_config: str = "") -> None:
 
 def define_config() -> flags.FlagHolder:
     """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
-    return config_flags.DEFINE_config_file("config", None, "File of options, see configs/.")
+    about = "File of options, see configs/. --config.group.option=value sets one of them."
+    return config_flags.DEFINE_config_file("config", None, about)
 
 
 def load_config(holder: flags.FlagHolder) -> Config:

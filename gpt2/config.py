@@ -280,7 +280,10 @@ def load_config(workdir: Path) -> Config:
     if not path.is_file():
         raise UserError(f"{workdir} holds no run (no config.json)", "Give a --workdir of train.py")
     try:
-        return Config.from_dict(json.loads(path.read_text()))
+        tree = json.loads(path.read_text())
+        if "model_type" in tree:
+            raise UserError(f"{workdir} is a Hugging Face model, not a run", "Use --hf")
+        return Config.from_dict(tree)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not valid JSON ({error})", "Restore it, or train anew"

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import os
 import signal
 import sys
 import tempfile
@@ -40,7 +41,8 @@ def exit_on_user_error(main: Callable) -> Callable:
             sys.exit(error.exit_code)
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
-            sys.exit(128 + signal.SIGINT)
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGINT)  # the usual end crashes where XLA compiles in a thread
 
     return wrapped
 

@@ -47,6 +47,8 @@ def load_config(directory: Path) -> GPTConfig:
         )
     try:
         config = json.loads(path.read_text())
+        if isinstance(config.get("model"), dict):
+            raise UserError(f"{directory} is a run, not a Hugging Face model", "Use --workdir")
         if config["model_type"] != "gpt2":
             raise UserError(
                 f"{path} describes a {config['model_type']} model", "Give a GPT-2 directory"
@@ -79,7 +81,7 @@ def load_config(directory: Path) -> GPTConfig:
             tie_embeddings=config.get("tie_word_embeddings", True),
             activation=_ACTIVATIONS_IN[activation],
         )
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no GPT-2 config: {error!r}", "Download it again") from None
 
 

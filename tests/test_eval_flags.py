@@ -8,9 +8,10 @@ from absl.testing import flagsaver
 
 import configs.default
 import eval as eval_command
-from gpt2.config import Config
+from gpt2.config import Config, load_config
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
+from gpt2.hf_names import load_config as read_config
 
 
 @pytest.fixture
@@ -92,3 +93,16 @@ def test_an_imported_run_is_scored_on_a_named_corpus_only(give, tmp_path):
         eval_command.validation_data()
     (tmp_path / "data.json").touch()  # which every run that was trained has
     assert eval_command.validation_data().corpus == "pystdlib"
+    give(f"--workdir={tmp_path}", "--corpus=pystdlib", "--val_fraction=0.3")
+    with pytest.raises(UserError, match=r"0\.3 holds text that the run learnt from.*0\.005"):
+        eval_command.validation_data()
+
+
+def test_a_run_and_a_hugging_face_model_are_told_apart(tmp_path):
+    config = Config.from_dict(configs.default.get_config())
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(UserError, match=r"is a run.*--workdir"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError, match=r"is a Hugging Face model.*--hf"):
+        load_config(tmp_path)

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from absl import flags
+
 from gpt2 import cli
 from gpt2.config import DataConfig
 from gpt2.data import records, shards
@@ -172,4 +174,5 @@ def _main() -> None:
 
 if __name__ == "__main__":
     _CONFIG = cli.define_config()
+    flags.declare_key_flag("config")  # for --help
     cli.run(_main, default_config="quickstart")

@@ -10,7 +10,7 @@ from gpt2.errors import counted
 from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.telemetry.progress import format_bytes, format_count
 from gpt2.telemetry.throughput import model_flops_per_token
-from gpt2.utils.allocation import describe_restart
+from gpt2.utils.allocation import describe_settings
 
 
 def describe_run(
@@ -64,6 +64,7 @@ def describe_run(
             "kind": f"{jax.device_count()} x {device.device_kind}",
             "layout": f"{config.parallel.backend}, {axes}",
             "processes": str(jax.process_count()),
+            "allocator": describe_settings(),
         },
         "step": {
             "tokens": format_count(tokens)
@@ -73,10 +74,9 @@ def describe_run(
             "compiled": f"in {train_step.compile_seconds:.1f} s{cached}",
         },
         "run": {
-            "steps": (f"{start} to " if start else "") + str(train.num_steps),
+            "steps": (f"{start} (continued) to " if start else "") + str(train.num_steps),
             "warm-up": counted(config.optim.warmup_steps, "step")
             + (", more than the run has" if config.optim.warmup_steps > train.num_steps else ""),
             "workdir": str(workdir),
-        }
-        | ({"restarted": f"with {settings}"} if (settings := describe_restart()) else {}),
+        },
     }

@@ -39,7 +39,7 @@ def restart_for_cpu() -> None:
     """Starts this program again, once, with what the C library has to see of a CPU run's settings.
 
     Does nothing where JAX may have more than CPUs. To be called before anything else, slow imports
-    included: what the process holds is lost. `describe_restart` lets the new one say so.
+    included: what the process holds is lost. `describe_settings` lets the new one say so.
     """
     environment = {} if _may_have_accelerators() else _lacking_tunables()
     if environment:
@@ -47,11 +47,11 @@ def restart_for_cpu() -> None:
         os.execv(sys.executable, sys.orig_argv)
 
 
-def describe_restart() -> str:
-    """Returns what this program was started again with, or nothing if it was not."""
+def describe_settings() -> str:
+    """Returns, for the first screen of a run, what this program was started again for."""
     if _STARTED_AGAIN not in os.environ:
-        return ""
-    return f"GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']}"
+        return "as found"
+    return "huge pages, freed blocks kept (the program started itself again with GLIBC_TUNABLES)"
 
 
 def order_for_cpu() -> None:
