@@ -64,8 +64,8 @@ def describe_run(
             "kind": f"{jax.device_count()} x {device.device_kind}",
             "layout": f"{config.parallel.backend}, {axes}",
             "processes": str(jax.process_count()),
-            "allocator": describe_settings(),
-        },
+        }
+        | ({"allocator": settings} if (settings := describe_settings()) else {}),
         "step": {
             "tokens": format_count(tokens)
             + (f" in {train.accumulate_steps} micro-batches" if train.accumulate_steps > 1 else ""),

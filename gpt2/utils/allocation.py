@@ -48,9 +48,9 @@ def restart_for_cpu() -> None:
 
 
 def describe_settings() -> str:
-    """Returns, for the first screen of a run, what this program was started again for."""
+    """Returns, for a run's first screen, what this program was started again for, or nothing."""
     if _STARTED_AGAIN not in os.environ:
-        return "as found"
+        return ""
     return "huge pages, freed blocks kept (the program started itself again with GLIBC_TUNABLES)"
 
 
