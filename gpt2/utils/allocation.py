@@ -42,7 +42,7 @@ def restart_for_cpu() -> None:
     included: what the process holds is lost. `describe_settings` lets the new one say so.
     """
     environment = {} if _may_have_accelerators() else _lacking_tunables()
-    if environment:
+    if environment and _STARTED_AGAIN not in os.environ:  # not for ever where they get lost
         os.environ |= environment | {_STARTED_AGAIN: "1"}
         os.execv(sys.executable, sys.orig_argv)
 
