@@ -36,7 +36,8 @@ CORPUS = flags.DEFINE_string(
 VAL_FRACTION = flags.DEFINE_float(
     "val_fraction",
     None,
-    "Share of --corpus to score, as data.val_fraction; if not given, that of the run.",
+    "Share of --corpus to score, as data.val_fraction, unless that has files of its own for "
+    "validation; if not given, that of the run.",
 )
 STRIDE = flags.DEFINE_integer(
     "stride", 0, "Tokens that a sliding window moves; 0: half of the context.", lower_bound=0

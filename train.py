@@ -68,7 +68,7 @@ def main() -> int:
     config = cli.load_config(CONFIG)
     order_for_cpu()
     if PLAN.value or PLAN_DEVICES.value:
-        for name in ("visualize", "coordinator", "num_processes", "process_index"):
+        for name in ("workdir", "visualize", "coordinator", "num_processes", "process_index"):
             cli.refuse_ignored(name, "--plan only compiles, in one process")
         print_plan(config, PLAN_DEVICES.value)
         return 0

@@ -30,6 +30,19 @@ def test_a_config_that_is_no_file_is_named_in_both_forms(parse, form):
         parse(*form)
 
 
+def test_the_record_of_a_run_is_no_config(parse, tmp_path):
+    record = tmp_path / "config.json"
+    record.write_text("{}")
+    with pytest.raises(UserError, match=r"config\.json is not Python.* continues by its --workdir"):
+        parse(f"--config={record}")
+
+
+def test_help_is_no_failure():
+    command = [sys.executable, "-m", "gpt2.data.prepare", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "--config" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("text", "about"),
     [

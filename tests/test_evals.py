@@ -268,13 +268,16 @@ def test_wikitext_is_detokenised():
     )
 
 
-def test_every_task_states_its_convention_and_error(scorer, tmp_path):
+def test_every_task_states_its_convention_and_error(scorer, tmp_path, capsys):
     (tmp_path / "enwik8").write_text("some text to compress, and more of it" * 20)
     figures = run_task("enwik8", scorer, BYTES, task_file("enwik8", str(tmp_path)), 64)
-    write_json([*figures, Figure("t", "m", 1.0, math.nan, 1, "c")], tmp_path / "out" / "f.json")
+    figures.append(Figure("t", "m", 1.0, math.nan, 1, "c"))
+    write_json(figures, tmp_path / "out" / "f.json")
     first, last = json.loads((tmp_path / "out" / "f.json").read_text())
     assert first["convention"] and first["stderr"] > 0 and first["num_examples"] > 1
     assert last["stderr"] is None
+    print_table(figures)
+    assert "unknown" in (table := capsys.readouterr().out) and "nan" not in table
 
 
 def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):

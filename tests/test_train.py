@@ -45,7 +45,7 @@ def corpus(tmp_path_factory):
 def start(workdir, *options, script="train.py"):
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, ROOT / script, f"--workdir={workdir}", *options],
+        [sys.executable, ROOT / script, *([f"--workdir={workdir}"] if workdir else []), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

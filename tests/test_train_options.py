@@ -20,6 +20,7 @@ def test_a_share_of_the_validation_split_gives_no_bits_per_byte(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("--workdir=run", "--workdir would be ignored"),
         ("--visualize=wte", "--visualize would be ignored"),
         ("--coordinator=localhost:1234", "--coordinator would be ignored"),
         ("--num_processes=2", "--num_processes would be ignored"),
@@ -27,8 +28,8 @@ def test_a_share_of_the_validation_split_gives_no_bits_per_byte(tmp_path):
         ("--plan_devices=-1", "--plan_devices=-1"),
     ],
 )
-def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):
-    code, _, stderr = run(tmp_path / "run", "--plan", flag, *SHORT)
+def test_a_plan_refuses_what_it_would_ignore(flag, message):
+    code, _, stderr = run(None, "--plan", flag, *SHORT)
     assert code == 2
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert message in stderr

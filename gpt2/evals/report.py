@@ -72,7 +72,8 @@ def print_table(figures: Sequence[Figure]) -> None:
     """Prints the figures, and under them how each was scored."""
     table = Table("task", "metric", "value", "± stderr", "examples")
     for figure in figures:
-        numbers = (f"{figure.value:.6g}", f"{figure.stderr:.2g}", f"{figure.num_examples:,}")
+        stderr = "unknown" if math.isnan(figure.stderr) else f"{figure.stderr:.2g}"
+        numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
         table.add_row(figure.task, figure.metric, *numbers)
     console = Console()
     console.print(table)
