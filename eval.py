@@ -15,6 +15,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.config import DataConfig, load_config
 from gpt2.data.prepare import Dataset, prepare
+from gpt2.data.shards import open_shards
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError, require_writable
 from gpt2.evals.perplexity import validation
@@ -36,8 +37,7 @@ CORPUS = flags.DEFINE_string(
 VAL_FRACTION = flags.DEFINE_float(
     "val_fraction",
     None,
-    "Share of --corpus to score, as data.val_fraction, unless that has files of its own for "
-    "validation; if not given, that of the run.",
+    "Share of --corpus to score, as data.val_fraction; if not given, that of the run, or 0.005.",
 )
 STRIDE = flags.DEFINE_integer(
     "stride", 0, "Tokens that a sliding window moves; 0: half of the context.", lower_bound=0
@@ -111,13 +111,18 @@ def validation_data() -> DataConfig:
     tokenizer = Path(WORKDIR.value or HF.value) / "tokenizer.json"
     ready = CORPUS.value.startswith("tokens:")
     named = str(tokenizer) if tokenizer.is_file() and not ready else "gpt2"
-    share = data.val_fraction if VAL_FRACTION.value is None else VAL_FRACTION.value
-    if learnt_here and CORPUS.value == data.corpus and share > data.val_fraction:
+    chosen = dataclasses.replace(data, corpus=CORPUS.value, tokenizer=named)
+    if VAL_FRACTION.value is None:
+        return chosen
+    if ready and not open_shards(chosen).by_share:
+        cli.refuse_ignored("val_fraction", f"{CORPUS.value} has files for validation")
+    # Not a smaller share either: which documents are chosen for it depends on its size.
+    if learnt_here and chosen.corpus == data.corpus and VAL_FRACTION.value != data.val_fraction:
         raise UserError(
-            f"--val_fraction={share} holds text that the run learnt from",
-            f"Use at most its own data.val_fraction={data.val_fraction}",
+            f"--val_fraction={VAL_FRACTION.value} may hold text that the run learnt from",
+            f"Leave it out: the run held out data.val_fraction={data.val_fraction}",
         )
-    return dataclasses.replace(data, corpus=CORPUS.value, tokenizer=named, val_fraction=share)
+    return dataclasses.replace(chosen, val_fraction=VAL_FRACTION.value)
 
 
 def check_tokenizer(data: DataConfig, dataset: Dataset, tokenizer: Tokenizer) -> None:

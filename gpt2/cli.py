@@ -78,8 +78,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
                 _check_config_file(following if file[1] is None else file[1])
     try:
         return flags.FLAGS(argv)
-    except SystemExit:  # --help was asked for and given, which absl takes for a failure
-        sys.exit(0)
+    except SystemExit as end:
+        sys.exit(0 if end.code == 1 else end.code)  # absl ends --help with 1, as if it had failed
     except flags.UnrecognizedFlagError as error:
         spellings |= {name: f"--{name}" for name in flags.FLAGS if "." not in name}
         raise unknown_option(f"--{error.flagname}", spellings, otherwise) from None
@@ -122,10 +122,10 @@ def _check_config_file(name: str) -> None:
     """Runs a config file, so that its own errors are told apart from those of overrides."""
     if not Path(name).is_file():
         raise UserError(f"--config={name} is no file", "See configs/ for those there are")
-    if Path(name).suffix != ".py":
+    if Path(name).suffix == ".json":
         raise UserError(
-            f"--config={name} is not Python",
-            "Give a file like configs/quickstart.py; a run that exists continues by its --workdir",
+            f"--config={name} is the record of a run, not a config",
+            "Give a file like configs/quickstart.py; a run continues by the command that began it",
         )
     try:
         runpy.run_path(name)["get_config"]()

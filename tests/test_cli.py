@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from absl import flags
@@ -33,14 +34,25 @@ def test_a_config_that_is_no_file_is_named_in_both_forms(parse, form):
 def test_the_record_of_a_run_is_no_config(parse, tmp_path):
     record = tmp_path / "config.json"
     record.write_text("{}")
-    with pytest.raises(UserError, match=r"config\.json is not Python.* continues by its --workdir"):
+    with pytest.raises(UserError, match=r"config\.json is the record of a run"):
         parse(f"--config={record}")
 
 
 def test_help_is_no_failure():
+    root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "gpt2.data.prepare", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "--config" in done.stdout
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0
+    assert "--config: File of options, see configs/" in " ".join(done.stdout.split())
+
+
+def test_a_config_that_ends_the_program_is_no_help(parse, tmp_path):
+    config, options = tmp_path / "config.py", tmp_path / "options"
+    config.write_text("import sys\ndef get_config():\n    sys.exit('set DATA_DIR first')")
+    options.write_text(f"--config={config}\n")
+    flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), None, "flagfile", None, ""), flags.FLAGS)
+    with pytest.raises(SystemExit, match="set DATA_DIR first"):
+        parse(f"--flagfile={options}")
 
 
 @pytest.mark.parametrize(

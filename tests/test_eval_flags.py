@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -79,10 +80,10 @@ def test_another_corpus_is_divided_and_kept_as_the_runs(give, tmp_path):
     data = eval_command.validation_data()
     assert (data.corpus, data.val_fraction, data.data_dir) == ("synthetic", 0.25, "kept")
     assert data.tokenizer == str(tmp_path / "tokenizer.json")
-    give(f"--workdir={tmp_path}", "--corpus=synthetic", "--val_fraction=0.1")
-    assert eval_command.validation_data().val_fraction == 0.1
     give(f"--workdir={tmp_path}", "--corpus=tokens:*.bin")
     assert eval_command.validation_data().tokenizer == "gpt2"
+    give(f"--workdir={tmp_path}", "--corpus=synthetic", "--val_fraction=0.1")
+    assert eval_command.validation_data().val_fraction == 0.1
 
 
 def test_an_imported_run_is_scored_on_a_named_corpus_only(give, tmp_path):
@@ -93,9 +94,24 @@ def test_an_imported_run_is_scored_on_a_named_corpus_only(give, tmp_path):
         eval_command.validation_data()
     (tmp_path / "data.json").touch()  # which every run that was trained has
     assert eval_command.validation_data().corpus == "pystdlib"
-    give(f"--workdir={tmp_path}", "--corpus=pystdlib", "--val_fraction=0.3")
-    with pytest.raises(UserError, match=r"0\.3 holds text that the run learnt from.*0\.005"):
+    for share in (0.3, 0.001):  # for which other documents are chosen, not fewer of the same
+        give(f"--workdir={tmp_path}", "--corpus=pystdlib", f"--val_fraction={share}")
+        with pytest.raises(UserError, match=rf"{share} may hold .* the run learnt from.*0\.005"):
+            eval_command.validation_data()
+    give(f"--workdir={tmp_path}", "--corpus=pystdlib", "--val_fraction=0.005")
+    assert eval_command.validation_data().val_fraction == 0.005
+
+
+def test_a_share_of_shards_that_are_divided_by_name_would_be_ignored(give, tmp_path):
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    for name in ("train.bin", "val.bin"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / name)
+    flags_given = [f"--hf={tmp_path}", "--val_fraction=0.1"]
+    give(*flags_given, f"--corpus=tokens:{tmp_path}/*.bin")
+    with pytest.raises(UserError, match=r"--val_fraction would be ignored.* files for validation"):
         eval_command.validation_data()
+    give(*flags_given, f"--corpus=tokens:{tmp_path}/train.bin")
+    assert eval_command.validation_data().val_fraction == 0.1
 
 
 def test_a_run_and_a_hugging_face_model_are_told_apart(tmp_path):

@@ -42,7 +42,7 @@ def corpus(tmp_path_factory):
     return [f"--config.data.corpus=text:{directory}/*.txt", "--config.data.val_fraction=0.1"]
 
 
-def start(workdir, *options, script="train.py"):
+def start(workdir, *options, script="train.py", cwd=ROOT):
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, ROOT / script, *([f"--workdir={workdir}"] if workdir else []), *options],
@@ -50,7 +50,7 @@ def start(workdir, *options, script="train.py"):
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        cwd=ROOT,
+        cwd=cwd,
     )
 
 

@@ -1,6 +1,7 @@
 """What train.py makes of its options: what they leave out, and what is refused at once."""
 
 import json
+import re
 
 import pytest
 
@@ -28,11 +29,19 @@ def test_a_share_of_the_validation_split_gives_no_bits_per_byte(tmp_path):
         ("--plan_devices=-1", "--plan_devices=-1"),
     ],
 )
-def test_a_plan_refuses_what_it_would_ignore(flag, message):
-    code, _, stderr = run(None, "--plan", flag, *SHORT)
+def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):
+    code, _, stderr = run(None, "--plan", flag, *SHORT, cwd=tmp_path)
     assert code == 2
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert message in stderr
+
+
+def test_a_plan_says_what_a_step_takes_and_leaves_nothing(tmp_path):
+    options = ["--config.parallel.data=2", *SHORT]
+    code, stdout, stderr = run(None, "--plan_devices=2", *options, cwd=tmp_path)
+    assert code == 0, stderr
+    assert re.search(r"devices +2 \(simulated\)\n.*tokens per step +64\n", stdout, re.DOTALL)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):

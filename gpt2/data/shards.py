@@ -20,10 +20,15 @@ CHUNK = 2**20  # tokens looked at in one go
 
 @dataclass(frozen=True)
 class Shards:
-    """Where each split's tokens lie: per shard (path, tokens to skip in the file, tokens)."""
+    """Where each split's tokens lie: per shard (path, tokens to skip in the file, tokens).
+
+    Attributes:
+        by_share: whether `val_fraction` divides them, not their names.
+    """
 
     fingerprint: str
     files: dict[str, list[tuple[str, int, int]]]
+    by_share: bool
 
 
 def open_shards(data: DataConfig) -> Shards:
@@ -44,11 +49,13 @@ def open_shards(data: DataConfig) -> Shards:
     shards = {p: _tokens_in(p) for p in files}
     validation = [shards[p] for p in files if VALIDATION.search(p.name)]
     train = [shards[p] for p in files if not VALIDATION.search(p.name)]
-    if not (train and validation):
+    by_share = not (train and validation)
+    if by_share:
         everything = list(shards.values())
         num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
         train, validation = _cut(everything, num_train)
-    return Shards(file_fingerprint(files, "tokens"), {"train": train, "validation": validation})
+    splits = {"train": train, "validation": validation}
+    return Shards(file_fingerprint(files, "tokens"), splits, by_share)
 
 
 def index(shards: Shards, directory: Path) -> dict:

@@ -72,7 +72,7 @@ def print_table(figures: Sequence[Figure]) -> None:
     """Prints the figures, and under them how each was scored."""
     table = Table("task", "metric", "value", "± stderr", "examples")
     for figure in figures:
-        stderr = "unknown" if math.isnan(figure.stderr) else f"{figure.stderr:.2g}"
+        stderr = f"{figure.stderr:.2g}" if figure.num_examples > 1 else "unknown"
         numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
         table.add_row(figure.task, figure.metric, *numbers)
     console = Console()
