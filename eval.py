@@ -73,6 +73,11 @@ def main() -> None:
 def check_flags() -> None:
     """Refuses flags that would change nothing, and an output that cannot be written."""
     check_source(WORKDIR.value, HF.value)
+    if not TASKS.value or len(set(TASKS.value)) < len(TASKS.value):
+        raise UserError(
+            f"--tasks={','.join(TASKS.value)} names {'one twice' if TASKS.value else 'none'}",
+            f"Choose from validation, {', '.join(EVAL_TASKS)}",
+        )
     if not CORPUS.value:
         cli.refuse_ignored("val_fraction", "it divides --corpus")
     if VAL_FRACTION.value is not None and not 0.0 < VAL_FRACTION.value < 1.0:

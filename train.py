@@ -55,7 +55,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<confi
 VISUALIZE = flags.DEFINE_string("visualize", None, "Draw how parameters of this name are spread.")
 PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
 PLAN_DEVICES = flags.DEFINE_integer(
-    "plan_devices", 0, "Devices to simulate; 0: those there are.", lower_bound=0
+    "plan_devices", 0, "As --plan, for so many simulated devices.", lower_bound=0
 )
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, if of several.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")

@@ -51,6 +51,16 @@ def test_weights_are_named_before_anything_else(give):
         flags.FLAGS.unparse_flags()
 
 
+@pytest.mark.parametrize(
+    ("tasks", "told"),
+    [("", "--tasks= names none"), ("enwik8,enwik8", "--tasks=enwik8,enwik8 names one twice")],
+)
+def test_tasks_are_named_and_once_each(give, tasks, told):
+    give("--workdir=a", f"--tasks={tasks}")
+    with pytest.raises(UserError, match=f"{told}. Choose from validation, "):
+        eval_command.check_flags()
+
+
 def test_an_output_that_cannot_be_written_is_refused(give, tmp_path):
     (tmp_path / "file").touch()
     for output, message in (
