@@ -37,7 +37,8 @@ CORPUS = flags.DEFINE_string(
 VAL_FRACTION = flags.DEFINE_float(
     "val_fraction",
     None,
-    "Share of --corpus to score, as data.val_fraction; if not given, that of the run, or 0.005.",
+    "Share of --corpus to score, as data.val_fraction; if not given, that of the run, or "
+    f"{DataConfig.val_fraction}.",
 )
 STRIDE = flags.DEFINE_integer(
     "stride", 0, "Tokens that a sliding window moves; 0: half of the context.", lower_bound=0
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def check_flags() -> None:
-    """Refuses flags that would change nothing, and an output that cannot be written."""
+    """Refuses flags that change nothing, empty tasks, and an output that cannot be written."""
     check_source(WORKDIR.value, HF.value)
     if not TASKS.value or len(set(TASKS.value)) < len(TASKS.value):
         raise UserError(
