@@ -7,6 +7,11 @@ Each figure comes with its convention, its number of examples and its standard e
 docs/evaluation.md says where the tasks' files come from.
 """
 
+from gpt2 import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
 import dataclasses
 from pathlib import Path
 
@@ -14,7 +19,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import DataConfig, load_config
-from gpt2.data.prepare import Dataset, prepare
+from gpt2.data.dataset import Dataset, prepare
 from gpt2.data.shards import open_shards
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError, require_writable
@@ -29,7 +34,7 @@ from gpt2.weights import check_source, load_model
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run.")
 HF = flags.DEFINE_string("hf", None, "Directory of a Hugging Face GPT-2, in place of --workdir.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
-TASKS = flags.DEFINE_list("tasks", ["validation"], "What to score.")
+TASKS = flags.DEFINE_list("tasks", ["validation"], "Tasks to score.")
 TASK_DIR = flags.DEFINE_string("task_dir", "", "Directory of the tasks' files.")
 CORPUS = flags.DEFINE_string(
     "corpus", "", "Corpus whose validation split to score, as data.corpus; the run's if empty."
@@ -38,7 +43,7 @@ VAL_FRACTION = flags.DEFINE_float(
     "val_fraction",
     None,
     "Share of --corpus to score, as data.val_fraction; if not given, that of the run, or "
-    f"{DataConfig.val_fraction}.",
+    f"{DataConfig.val_fraction} without one.",
 )
 STRIDE = flags.DEFINE_integer(
     "stride", 0, "Tokens that a sliding window moves; 0: half of the context.", lower_bound=0
@@ -47,6 +52,7 @@ OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the figures to.
 
 
 def main() -> None:
+    """Scores the tasks that the flags name, writes the figures to `--output` and prints them."""
     check_flags()
     files = {name: task_file(name, TASK_DIR.value) for name in TASKS.value if name != "validation"}
     data = validation_data() if "validation" in TASKS.value else None
@@ -60,7 +66,7 @@ def main() -> None:
     scorer = Scorer(GPT(cfg), params)
     figures = []
     for name in TASKS.value:
-        if name == "validation":
+        if data is not None and name == "validation":
             dataset = prepare(data)
             check_tokenizer(data, dataset, tokenizer)
             figures += validation(scorer, dataset, data.corpus, data.document_mask)
@@ -76,7 +82,7 @@ def check_flags() -> None:
     check_source(WORKDIR.value, HF.value)
     if not TASKS.value or len(set(TASKS.value)) < len(TASKS.value):
         raise UserError(
-            f"--tasks={','.join(TASKS.value)} names {'one twice' if TASKS.value else 'none'}",
+            f"--tasks={','.join(TASKS.value)} names {'a task twice' if TASKS.value else 'no task'}",
             f"Choose from validation, {', '.join(EVAL_TASKS)}",
         )
     if not CORPUS.value:
@@ -86,12 +92,12 @@ def check_flags() -> None:
             f"--val_fraction={VAL_FRACTION.value} is out of range", "Use a share between 0 and 1"
         )
     if HF.value:
-        cli.refuse_ignored("checkpoint", "--hf holds a single one")
+        cli.refuse_ignored("checkpoint", "--hf holds a single set of weights")
     if "validation" not in TASKS.value:
         cli.refuse_ignored("corpus", "it is for --tasks=validation")
     if TASKS.value == ["validation"]:
         cli.refuse_ignored("task_dir", "--tasks=validation reads no file of it")
-    if not any(slides for name, (_, _, slides) in EVAL_TASKS.items() if name in TASKS.value):
+    if not any(task.slides for name, task in EVAL_TASKS.items() if name in TASKS.value):
         cli.refuse_ignored("stride", "none of --tasks slides a window")
     if OUTPUT.value:
         require_writable("output", Path(OUTPUT.value).parent)
@@ -100,21 +106,27 @@ def check_flags() -> None:
 
 
 def validation_data() -> DataConfig:
-    """Returns the options of the corpus whose validation split is to be scored.
+    """Returns the options of the corpus whose validation split this program scores.
 
-    Another corpus than the run's is divided, and kept, as the run's own.
+    A corpus other than the run's is divided and prepared with the run's options.
+
+    Raises:
+        UserError: no corpus is named, or `--val_fraction` would be ignored or may score text that
+            the run learnt from.
     """
     data = load_config(Path(WORKDIR.value)).data if WORKDIR.value else DataConfig()
     learnt_here = WORKDIR.value and (Path(WORKDIR.value) / "data.json").exists()
     if not (CORPUS.value or learnt_here):
         raise UserError(
             "these weights came without a corpus",
-            "Name one, as --corpus=pystdlib, or other --tasks",
+            "For example, use --corpus=pystdlib, or give other --tasks",
         )
     if not CORPUS.value:
         return data
     # Ready tokens are GPT-2's, which any tokenizer of the same fingerprint reads.
-    tokenizer = Path(WORKDIR.value or HF.value) / "tokenizer.json"
+    directory = WORKDIR.value or HF.value
+    assert directory is not None  # by `check_flags`
+    tokenizer = Path(directory) / "tokenizer.json"
     ready = CORPUS.value.startswith("tokens:")
     named = str(tokenizer) if tokenizer.is_file() and not ready else "gpt2"
     chosen = dataclasses.replace(data, corpus=CORPUS.value, tokenizer=named)
@@ -122,7 +134,7 @@ def validation_data() -> DataConfig:
         return chosen
     if ready and not open_shards(chosen).by_share:
         cli.refuse_ignored("val_fraction", f"{CORPUS.value} has files for validation")
-    # Not a smaller share either: which documents are chosen for it depends on its size.
+    # A smaller share is refused too, since the share decides which documents are chosen.
     if learnt_here and chosen.corpus == data.corpus and VAL_FRACTION.value != data.val_fraction:
         raise UserError(
             f"--val_fraction={VAL_FRACTION.value} may hold text that the run learnt from",
@@ -137,7 +149,7 @@ def check_tokenizer(data: DataConfig, dataset: Dataset, tokenizer: Tokenizer) ->
         raise UserError(
             f"{data.corpus} holds tokens of {dataset.tokenizer.name}, and the model's tokenizer is "
             f"{tokenizer.name}",
-            "Give a corpus of text as --corpus, as in --corpus=text:FILE",
+            "Give a corpus of text. For example, use --corpus=text:FILE",
         )
 
 

@@ -6,6 +6,19 @@ that nanoGPT and llm.c share.
 
 from ml_collections import ConfigDict
 
+# The names to choose from, for options that have a fixed set of them.
+CHOICES = {
+    "model.activation": ("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "swiglu"),
+    "model.norm": ("layernorm", "rmsnorm"),
+    "model.position": ("learned", "rope", "none"),
+    "model.attention": ("auto", "reference", "xla", "blocked", "cudnn", "splash"),
+    "precision.compute": ("float32", "bfloat16", "float16"),
+    "optim.name": ("adamw",),
+    "optim.schedule": ("cosine", "linear", "constant", "wsd"),
+    "parallel.backend": ("pjit", "pmap"),
+    "memory.remat": ("none", "full", "dots", "dots_no_batch"),
+}
+
 
 def get_config() -> ConfigDict:
     """Returns the full tree of options."""
@@ -23,18 +36,18 @@ def get_config() -> ConfigDict:
             dropout=0.0,  # probability, on embeddings, attention weights and residual branches
             bias=True,  # in linear layers and norms
             tie_embeddings=True,  # the output head is the token embedding
-            activation="gelu_tanh",  # gelu_tanh, gelu (exact), relu, relu_squared, silu, swiglu
-            norm="layernorm",  # layernorm, rmsnorm
-            position="learned",  # learned, rope, none
+            activation="gelu_tanh",  # gelu is the exact form; swiglu gates with a third linear map
+            norm="layernorm",
+            position="learned",
             qk_norm=False,  # normalise queries and keys per head (RMS, no scale)
             logit_softcap=0.0,  # c * tanh(logits / c) before the loss; 0: off
-            attention="auto",  # auto, reference, xla, blocked (CPU), cudnn (GPU), splash (TPU)
+            attention="auto",  # blocked is for CPUs, cudnn for GPUs, splash for TPUs
         )
     )
     config.precision = ConfigDict(
         dict(
-            params="float32",  # as stored, optimizer state too; no other type
-            compute="float32",  # float32, bfloat16, float16 (with dynamic loss scaling)
+            params="float32",  # of stored parameters and optimizer state; no other type works
+            compute="float32",  # float16 comes with dynamic loss scaling
         )
     )
     config.data = ConfigDict(
@@ -43,7 +56,7 @@ def get_config() -> ConfigDict:
             tokenizer="gpt2",  # gpt2, byte, char, bpe:SIZE, or a path to a tokenizer.json
             data_dir="",  # prepared corpora; empty: $GPT2_DATA_DIR, else ~/.cache/gpt2-jax
             batch_size=480,  # sequences per optimizer step, over all devices and micro-batches
-            val_fraction=0.005,  # share held out for validation, of what see docs/data.md
+            val_fraction=0.005,  # share held out for validation; docs/data.md says of what
             document_mask=False,  # attend only within a document
         )
     )
@@ -51,7 +64,7 @@ def get_config() -> ConfigDict:
         dict(
             name="adamw",
             learning_rate=6e-4,  # peak, after the warm-up
-            schedule="cosine",  # cosine, linear, constant, wsd (decays over the last fifth)
+            schedule="cosine",  # wsd: warm-up, stable, decay over the last fifth
             warmup_steps=2000,
             end_learning_rate=6e-5,
             beta1=0.9,
@@ -67,15 +80,15 @@ def get_config() -> ConfigDict:
             accumulate_steps=1,  # micro-batches per optimizer step
             log_every=10,  # steps
             eval_every=1000,  # steps; 0: only at the end
-            eval_batches=0,  # batches per validation; 0: the whole split, as bits per byte need
+            eval_batches=0,  # batches per validation; 0: the whole split, which bits per byte need
             checkpoint_every=1000,  # steps; 0: only at the end
-            keep_checkpoints=1,  # newest checkpoints kept, beside the best
+            keep_checkpoints=1,  # number of newest checkpoints to keep, beside the best
             init_from="",  # hf:DIR, run:DIR or run:DIR@STEP; empty: from scratch
         )
     )
     config.parallel = ConfigDict(
         dict(
-            backend="pjit",  # pjit (jax.jit with shardings), pmap (data parallel only)
+            backend="pjit",  # pjit: jax.jit with shardings; pmap: data parallel only
             data=-1,  # devices that split the batch; -1: the rest
             fsdp=1,  # devices that split the batch and the stored parameters
             tensor=1,  # devices that split heads, MLP and vocabulary
@@ -83,7 +96,7 @@ def get_config() -> ConfigDict:
     )
     config.memory = ConfigDict(
         dict(
-            remat="none",  # none, full, dots, dots_no_batch; see gpt2/utils/remat.py
+            remat="none",  # what is recomputed in the backward pass: gpt2/utils/remat.py
             scan_layers=False,  # one compiled block for all layers
         )
     )

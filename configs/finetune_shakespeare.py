@@ -1,14 +1,16 @@
-"""Fine-tunes OpenAI's GPT-2 on Shakespeare, after nanoGPT's config of the same name.
+r"""Fine-tunes OpenAI's GPT-2 on Shakespeare, after nanoGPT's config of the same name.
 
-    python train.py --config=configs/finetune_shakespeare.py \\
+    python train.py --config=configs/finetune_shakespeare.py \
         --config.train.init_from=hf:DIR --config.data.corpus=text:input.txt
 
-Data: tiny_shakespeare's input.txt, which you bring, the last tenth of it held out. DIR is a
-directory of the 1558M weights as Hugging Face has them; for another size give also, for 124M,
+Data: tiny_shakespeare's input.txt, which you provide. Its last tenth is held out for validation.
+Weights: DIR is a directory of the 1558M weights in Hugging Face's format. For another size, give
+its shape too. For example, for 124M add
 
     --config.model.num_layers=12 --config.model.num_heads=12 --config.model.embed_dim=768
 
-20 steps of 32 x 1024 tokens at a constant 3e-5, nanoGPT's recipe; no figure of it is claimed here.
+Recipe: nanoGPT's, 20 steps of 32 x 1024 tokens at a constant learning rate of 3e-5. Its result was
+not measured here.
 """
 
 from ml_collections import ConfigDict

@@ -2,11 +2,12 @@
 
     python train.py --config=configs/gpt2_1558m.py
 
-For eight devices of 40 GB: 8 sequences each at a time, 23.8 GiB by `--plan --plan_devices=8`, not
+Devices: eight of 40 GB take 8 sequences each at a time: 23.8 GiB by `--plan --plan_devices=8`, not
 tried there. For one device of 80 GB (33.2 GiB) add `--config.train.accumulate_steps=128`.
 Data: as for configs/gpt2_124m.py.
-Learning rate, batch of 1,048,576 tokens and 32,000 steps as in llm.c's 1558M; OpenAI's weights of
-this size score 2.54 on OpenWebText (nanoGPT's README). What these options reach was not measured.
+Recipe: learning rate, batch of 1,048,576 tokens and 32,000 steps are those of llm.c's 1558M.
+Expect: not measured here. OpenAI's weights of this size score 2.54 on OpenWebText (nanoGPT's
+README).
 """
 
 from ml_collections import ConfigDict

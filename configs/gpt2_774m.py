@@ -2,11 +2,12 @@
 
     python train.py --config=configs/gpt2_774m.py
 
-For eight devices of 40 GB: 15 sequences each at a time, 19.1 GiB by `--plan --plan_devices=8`, not
+Devices: eight of 40 GB take 15 sequences each at a time: 19.1 GiB by `--plan --plan_devices=8`, not
 tried there. For one such device add `--config.train.accumulate_steps=32`.
 Data: as for configs/gpt2_124m.py.
-Learning rate as in llm.c's 774M. OpenAI's weights of this size score 2.67 on OpenWebText (nanoGPT's
-README); what these options reach was not measured.
+Recipe: the learning rate is that of llm.c's 774M.
+Expect: not measured here. OpenAI's weights of this size score 2.67 on OpenWebText (nanoGPT's
+README).
 """
 
 from ml_collections import ConfigDict

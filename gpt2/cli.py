@@ -1,28 +1,31 @@
-"""What every command shares: flags whose mistakes give one line, and settings before JAX starts."""
+"""Flags, as every command parses them. A mistake in a flag prints one line."""
 
 import itertools
-import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-import configs.default
-from gpt2.config import Config
+import configs
+from gpt2.config import DEFAULTS, Config
 from gpt2.errors import UserError, exit_on_user_error, unknown_option
 
 
-def run(main: Callable[[], int | None], default_config: str = "") -> None:
-    """Parses flags and calls `main()`; a user's mistake in either is one line and exit code 2.
+def run(
+    main: Callable[..., int | None], *, default_config: str = "", commands: Sequence[str] = ()
+) -> None:
+    """Parses flags and calls `main()`. A user's mistake in either prints one line and exits with 2.
 
     Args:
         main: returns the exit code, None for 0.
-        default_config: for commands that define `--config`: which of configs/ to use without it.
+        default_config: the config in configs/ to use without `--config`, for programs that define
+            that flag.
+        commands: for programs whose first argument is one of these; `main` receives it.
     """
 
     def parse(argv: list[str]) -> list[str]:
@@ -33,11 +36,14 @@ def run(main: Callable[[], int | None], default_config: str = "") -> None:
 
     @exit_on_user_error
     def guarded(argv: list[str]) -> int | None:
-        if len(argv) > 1:
-            raise UserError(f"{argv[1]} is not a flag", "Write options as --name=value")
-        logging.set_verbosity(logging.ERROR)  # what libraries warn of is not the user's to mend
-        _use_compilation_cache()
-        return main()
+        _, *arguments = argv
+        if commands and (not arguments or arguments[0] not in commands):
+            what = f"{arguments[0]} is not a command" if arguments else "a command is missing"
+            raise UserError(what, f"Choose one of {', '.join(commands)}")
+        if len(arguments) > bool(commands):
+            raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
+        logging.set_verbosity(logging.ERROR)  # a user cannot act on the warnings of libraries
+        return main(*arguments)
 
     app.run(guarded, flags_parser=exit_on_user_error(parse))
 
@@ -48,15 +54,19 @@ def define_config() -> flags.FlagHolder:
     return config_flags.DEFINE_config_file("config", None, about)
 
 
-def load_config(holder: flags.FlagHolder) -> Config:
-    """Returns the validated options that `--config` and its overrides give."""
+def parse_config(holder: flags.FlagHolder) -> Config:
+    """Returns the validated options that `--config` and its overrides give.
+
+    Raises:
+        UserError: there is no `--config`, or its options cannot work.
+    """
     if holder.value is None:
-        raise UserError("there is no --config", "Name a file of options, see configs/")
+        raise UserError("there is no --config", "Name a file of options; see configs/")
     return Config.from_dict(holder.value)
 
 
 def refuse_ignored(name: str, because: str) -> None:
-    """Raises if the flag `name` was given, which would change nothing."""
+    """Raises a UserError if the flag `name` was given although the program would ignore it."""
     if flags.FLAGS[name].present:
         raise UserError(f"--{name} would be ignored: {because}", f"Leave out --{name}")
 
@@ -67,15 +77,19 @@ def config_name() -> str:
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
-    spellings, otherwise = {}, "See --help"
+    options, otherwise = {}, "See --help"
     if "config" in flags.FLAGS:
-        spellings, otherwise = _spellings(), "See configs/default.py and --help"
-        for arg, following in itertools.pairwise([*argv[1:], ""]):
-            option = re.match(r"--?(?:no)?(config\.[^=]+)", arg)
-            if option and f"--{option[1]}" not in spellings.values():
-                raise unknown_option(f"--{option[1]}", spellings, otherwise)
-            if file := re.match("--?config(?:=(.*)|$)", arg):
-                _check_config_file(following if file[1] is None else file[1])
+        options, otherwise = _config_options(), "See configs/default.py and --help"
+    spellings = _spellings(options)
+    for name, value in _given(argv):
+        if name == "config" and "config" in flags.FLAGS:
+            _check_config_file(value)
+        elif name.startswith("config.") and options:
+            if name.removeprefix("config.") not in options:
+                raise unknown_option(f"--{name}", spellings, otherwise)
+            _check_type(name, value, type(options[name.removeprefix("config.")]).__name__)
+        elif name in flags.FLAGS:
+            _check_type(name, value, flags.FLAGS[name].parser.flag_type())
     try:
         return flags.FLAGS(argv)
     except SystemExit as end:
@@ -83,35 +97,56 @@ def _parse_flags(argv: list[str]) -> list[str]:
     except flags.UnrecognizedFlagError as error:
         spellings |= {name: f"--{name}" for name in flags.FLAGS if "." not in name}
         raise unknown_option(f"--{error.flagname}", spellings, otherwise) from None
-    except flags.Error as error:
-        about = str(error).replace("\n", " ")
-        wrong = re.match(r"flag (--([\w.]+)=.*): (invalid lit|could not conv|\('Non-bool)", about)
-        if wrong:
-            kind = flags.FLAGS[wrong[2]].parser.flag_type()
-            raise UserError(f"{wrong[1]} is not of type {kind}", _EXAMPLES[kind]) from None
-        raise UserError(about, "See --help") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error).replace("\n", " "), "See configs/default.py for types") from None
+    except (flags.Error, TypeError, ValueError) as error:
+        raise UserError(str(error).replace("\n", " "), otherwise) from None
 
 
-_EXAMPLES = {
-    "int": "Give a whole number, as 1000",
-    "float": "Give a number, as 0.1 or 6e-4",
-    "bool": "Give True or False",
+def _given(argv: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields the name and the value of every flag, an empty value where it has none."""
+    for arg, following in itertools.pairwise([*argv[1:], ""]):
+        if not (match := re.fullmatch(r"--?([\w.]+)(=(.*))?", arg, re.DOTALL)):
+            continue
+        name, has_value, value = match.groups()
+        if has_value:
+            yield name, value
+        elif name.startswith("no") and not _is_option(name):
+            yield name.removeprefix("no"), "False"
+        else:
+            yield name, "" if following.startswith("-") else following
+
+
+def _is_option(name: str) -> bool:
+    return name.startswith("config.") or name in flags.FLAGS
+
+
+# How a value of each type is read, and an example of one.
+_TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "Give a whole number, such as 1000"),
+    "float": (float, "Give a number, such as 0.1 or 6e-4"),
+    "bool": (flags.BooleanParser().parse, "Give True or False"),
 }
 
 
-def _spellings() -> dict[str, str]:
-    """Maps all that a person may write for an option of the config to the option."""
+def _check_type(name: str, value: str, kind: str) -> None:
+    """Raises unless a flag's value can be read as its type; a bool may have no value."""
+    read, example = _TYPES.get(kind, (str, ""))
+    try:
+        read(value if value or kind != "bool" else "True")
+    except (TypeError, ValueError):
+        raise UserError(f"--{name}={value} is not of type {kind}", example) from None
+
+
+def _spellings(options: dict[str, Any]) -> dict[str, str]:
+    """Maps every spelling that a person may use for an option of the config to the option."""
     spellings = {}
-    for name in _config_options():
+    for name in options:
         last = name.rpartition(".")[2]
         for spelling in (last, f"config.{last}", name, f"config.{name}"):
             spellings[spelling] = f"--config.{name}"
     return spellings
 
 
-# What Python code may raise.
+# Errors that Python code may raise.
 _PROGRAM_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
     *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
@@ -119,35 +154,28 @@ _PROGRAM_ERRORS = (
 
 
 def _check_config_file(name: str) -> None:
-    """Runs a config file, so that its own errors are told apart from those of overrides."""
+    """Runs a config file, to report its own errors apart from those of overrides."""
     if not Path(name).is_file():
-        raise UserError(f"--config={name} is no file", "See configs/ for those there are")
+        raise UserError(f"--config={name} is not a file", "See configs/ for the files that exist")
     if Path(name).suffix == ".json":
         raise UserError(
             f"--config={name} is the record of a run, not a config",
-            "Give a file like configs/quickstart.py; a run continues by the command that began it",
+            "Give a file like configs/quickstart.py; the command that started a run continues it",
         )
     try:
         runpy.run_path(name)["get_config"]()
     except _PROGRAM_ERRORS as error:
         about = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UserError(
-            f"--config={name} fails ({about})", "Mend the file; configs/ has others to compare"
+            f"--config={name} fails ({about})", "Mend the file; compare it with those in configs/"
         ) from error
 
 
-def _config_options() -> list[str]:
-    """Returns the dotted names of all options."""
-    names = []
-    for name, value in configs.default.get_config().to_dict().items():
-        members = value if isinstance(value, dict) else ()
-        names += [f"{name}.{member}" for member in members] or [name]
-    return names
-
-
-def _use_compilation_cache() -> None:
-    """Keeps compiled programs between runs, unless JAX was told of another place for them."""
-    if jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gpt2-jax" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+def _config_options() -> dict[str, Any]:
+    """Returns the options by dotted name, with their defaults."""
+    options: dict[str, Any] = {}
+    for name, value in DEFAULTS.to_dict().items():
+        group = value if isinstance(value, dict) else {}
+        options |= {f"{name}.{member}": default for member, default in group.items()}
+        options |= {} if group else {name: value}
+    return options

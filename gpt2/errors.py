@@ -1,4 +1,4 @@
-"""The one kind of error that is the user's to mend, its words, and the checks that raise it."""
+"""The error for mistakes that a user can mend, and the checks that raise it."""
 
 import difflib
 import functools
@@ -16,20 +16,34 @@ class UserError(Exception):
     Args:
         what: what is wrong, naming the option or file.
         how: how to mend it.
+        exit_code: the exit code of the command.
     """
 
-    exit_code = 2
+    EXIT_CODE = 2
 
-    def __init__(self, what: str, how: str):
+    def __init__(self, what: str, how: str, exit_code: int = EXIT_CODE):
+        self.exit_code = exit_code
         super().__init__(
             f"{what.rstrip('.')}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else ".")
         )
 
 
-def exit_on_user_error(main: Callable) -> Callable:
-    """Wraps a command's main: what its user did becomes a line on stderr and an exit code.
+class DivergedError(ArithmeticError):
+    """The loss is not finite.
 
-    `error: ...` for a `UserError`, and 130, as of a shell, for Ctrl-C where nothing is to be saved.
+    Args:
+        step: the optimizer step that gave it.
+    """
+
+    def __init__(self, step: int):
+        self.step = step
+        super().__init__(f"the loss is not finite at step {step}")
+
+
+def exit_on_user_error(main: Callable) -> Callable:
+    """Wraps a command's main, so that a user's mistake prints one line and sets the exit code.
+
+    A `UserError` prints `error: ...` on stderr. Ctrl-C exits with 130, as in a shell.
     """
 
     @functools.wraps(main)
@@ -47,18 +61,13 @@ def exit_on_user_error(main: Callable) -> Callable:
     return wrapped
 
 
-def counted(number: int, noun: str) -> str:
-    """Writes how many there are: `1 device`, `2,048 devices`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> UserError:
-    """Returns the error for an option that does not exist, with the one that was meant.
+    """Returns the error for an option that does not exist. It suggests the most similar one.
 
     Args:
-        name: what was given.
-        spellings: options there are, by all that a person may write for them, dashes left out.
-        otherwise: how to find the option if what was given resembles none.
+        name: what the user gave.
+        spellings: existing options, by every spelling that a person may use, without dashes.
+        otherwise: how to find the option if no spelling is similar.
     """
     near = difflib.get_close_matches(name.lstrip("-"), spellings, n=1, cutoff=0.8)
     how = f"Did you mean {spellings[near[0]]}?" if near else otherwise
@@ -66,29 +75,31 @@ def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> U
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:
-    """Raises unless `value` is one of `choices`; `flag`: `name` is a config option."""
+    """Raises a UserError unless `value` is one of `choices`; `flag`: `name` is a config option."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
         option = f"--config.{name}={near}" if flag else near
-        raise UserError(f"{name}={value} is none of {', '.join(choices)}", f"Use {option}, for one")
+        raise UserError(
+            f"{name}={value} is not one of {', '.join(choices)}", f"For example, use {option}"
+        )
 
 
 def require_at_least(name: str, value: float, minimum: float) -> None:
-    """Raises unless the config option `name` is at least `minimum`."""
+    """Raises a UserError unless the config option `name` is at least `minimum`."""
     if not value >= minimum:
         raise UserError(f"{name}={value} is below {minimum}", f"Use --config.{name}={minimum}")
 
 
 def require_fraction(name: str, value: float) -> None:
-    """Raises unless the config option `name` is in [0, 1)."""
+    """Raises a UserError unless the config option `name` is in [0, 1)."""
     if not 0.0 <= value < 1.0:
-        raise UserError(f"{name}={value} is not in [0, 1)", f"Use --config.{name}=0.0, for one")
+        raise UserError(f"{name}={value} is not in [0, 1)", f"For example, use --config.{name}=0.0")
 
 
 def require_writable(flag: str, directory: Path) -> None:
-    """Raises unless files can be written in `directory`, or in the nearest that is above it.
+    """Raises a UserError unless `directory`, or its nearest existing parent, is writable.
 
-    Tries it, since permissions do not tell: of root, or on a disk that is mounted read-only.
+    Tries to write, since permissions do not tell for root or for a disk mounted read-only.
     """
     directory = directory.absolute()
     try:

@@ -1,15 +1,277 @@
-"""Continues a text: `python -m gpt2.generate --workdir=DIR --prompt=TEXT`."""
+"""Continues texts, with a cache of keys and values.
 
-from collections.abc import Iterator
+    python -m gpt2.generate --workdir=DIR --prompt=TEXT
 
+Prompts of any lengths are padded on the right to one of a few lengths and read in one pass. The
+loop that samples is one compiled program, which stops when every sequence has ended. To show tokens
+as they come, the program is called for a few tokens at a time.
+"""
+
+from gpt2 import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import flags
+from flax import struct
 
 from gpt2 import cli
-from gpt2.config import MAX_SEED
+from gpt2.config import MAX_SEED, GPTConfig
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
-from gpt2.sampling import Sampling, stream
+from gpt2.model import GPT, KVCache
+from gpt2.utils.buckets import bucket
+from gpt2.utils.prng import sample_key
+from gpt2.utils.scan import in_layout
+from gpt2.utils.text import counted
 from gpt2.weights import load_model
+
+__all__ = ["Sampling", "generate", "sample_texts", "stream"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: draw among the k most likely tokens; 0: all.
+        top_p: draw among the most likely tokens that together reach this probability (Holtzman et
+            al. 2019, section 3.1); 1: all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise UserError(
+                f"temperature={self.temperature} is negative", "Use 0 for the most likely token"
+            )
+        if self.top_k < 0:
+            raise UserError(f"top_k={self.top_k} is negative", "Use 0 for no limit")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"top_p={self.top_p} is not in (0, 1]", "Use 1 for no limit")
+
+    def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+        """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
+        chex.assert_rank(logits, 2)
+        chex.assert_type(logits, float)
+        chex.assert_shape(keys, logits.shape[:1])
+        if self.temperature == 0.0:
+            return logits.argmax(axis=-1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            smallest = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        if self.top_p < 1.0:
+            ordered = jnp.sort(logits, axis=-1, descending=True)
+            probs = jax.nn.softmax(ordered)
+            before = probs.cumsum(axis=-1) - probs
+            smallest = jnp.where(before < self.top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+class _State(struct.PyTreeNode):
+    """What the sampling loop carries.
+
+    Attributes:
+        step: int32 scalar, tokens drawn so far for each sequence.
+        tokens: [B, S] int32, those tokens.
+        ended: [B] bool.
+        keys: [B], one stream of random numbers a sequence.
+    """
+
+    step: jax.Array
+    tokens: jax.Array
+    ended: jax.Array
+    keys: jax.Array
+    cache: KVCache
+
+
+def generate(
+    params: Any,
+    cfg: GPTConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    eot: int | None = None,
+    vocab_size: int = 0,
+) -> list[list[int]]:
+    """Continues each prompt.
+
+    Sequence i of seed s is drawn with its own random numbers, whatever else is in the batch.
+
+    Args:
+        params: of the model.
+        cfg: of the model.
+        prompts: tokens, at least one each, of any lengths.
+        max_new_tokens: at most this many per prompt.
+        sampling: how to draw.
+        seed: of the random numbers, from 0 to 2**32 - 1.
+        eot: the token that ends a sequence; None: no token does.
+        vocab_size: only tokens below this are drawn, which is the tokenizer's number of tokens; 0:
+            all of the model's, which may be more.
+
+    Returns:
+        The new tokens of each prompt, without the one that ended it.
+
+    Raises:
+        UserError: a prompt is empty, or does not fit into the context with the new tokens.
+    """
+    new: list[list[int]] = [[] for _ in prompts]
+    for chunk in stream(
+        params,
+        cfg,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        eot=eot,
+        vocab_size=vocab_size,
+    ):
+        for tokens, more in zip(new, chunk, strict=True):
+            tokens.extend(more)
+    return new
+
+
+def stream(
+    params: Any,
+    cfg: GPTConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    eot: int | None = None,
+    vocab_size: int = 0,
+    chunk: int = 0,
+) -> Iterator[list[list[int]]]:
+    """Yields what `generate` returns piece by piece: the new tokens of each prompt.
+
+    Arguments and errors are those of `generate`, and `chunk`: the number of tokens in a piece, 0
+    for all of them.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    if lengths.min() == 0:
+        raise UserError("a prompt is empty", "Give it at least one token, such as end-of-text")
+    longest = int(lengths.max()) + max_new_tokens
+    if longest > cfg.context_length:
+        raise UserError(
+            f"the longest prompt has {counted(lengths.max(), 'token')}, which with "
+            f"{max_new_tokens} new ones exceed the model's context of {cfg.context_length}",
+            f"Use --max_new_tokens={room}, or a shorter prompt"
+            if (room := cfg.context_length - int(lengths.max())) > 0
+            else f"Give a prompt of at most {cfg.context_length - 1} tokens",
+        )
+    if cfg.scan_layers:  # a scan would copy the whole cache at every token
+        params = in_layout(params, scanned=False)
+        cfg = dataclasses.replace(cfg, scan_layers=False)
+    tokens = np.zeros((len(prompts), bucket(lengths.max(), cfg.context_length)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    end = -1 if eot is None else eot
+    cache_length = bucket(longest, cfg.context_length)
+    params = jax.tree.map(jnp.asarray, params)
+    limits = dict(cfg=cfg, sampling=sampling, vocab_size=vocab_size or cfg.vocab_size)
+    key = sample_key(seed)
+    state = _prefill(params, tokens, lengths, key, end, cache_length=cache_length, **limits)
+    done = 0
+    while done < max_new_tokens:
+        limit = min(done + chunk, max_new_tokens) if chunk else max_new_tokens
+        state = _decode(params, state, limit, end, **limits)
+        new, ended = np.asarray(state.tokens[:, done:limit]), bool(state.ended.all())
+        yield [_until(row, end) for row in new]
+        done = limit
+        if ended:
+            return
+
+
+def sample_texts(
+    params: Any, cfg: GPTConfig, tokenizer: Tokenizer, *, number: int, seed: int
+) -> list[str]:
+    """Returns texts of up to 256 tokens that a model writes without a prompt."""
+    first = 0 if tokenizer.eot is None else tokenizer.eot
+    texts = generate(
+        params,
+        cfg,
+        [[first]] * number,
+        max_new_tokens=min(256, cfg.context_length - 1),
+        sampling=Sampling(temperature=0.8, top_k=50),
+        seed=seed,
+        eot=tokenizer.eot,
+        vocab_size=tokenizer.vocab_size,
+    )
+    return [tokenizer.decode(tokens) for tokens in texts]
+
+
+def _until(tokens: np.ndarray, end: int) -> list[int]:
+    """Returns the tokens before the one that ends a sequence."""
+    (ends,) = np.nonzero(tokens == end)
+    return tokens[: ends[0] if ends.size else None].tolist()
+
+
+@partial(jax.jit, static_argnames=("cache_length", "cfg", "sampling", "vocab_size"))
+def _prefill(params, tokens, lengths, key, end, cache_length, cfg, sampling, vocab_size) -> _State:
+    """Reads the prompts [B, T] and draws the first token of each."""
+    B = tokens.shape[0]
+    empty = KVCache.create(cfg, B, cache_length)
+    logits, cache = _extend(params, cfg, tokens, lengths, empty)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
+    state = _State(
+        step=jnp.int32(0),
+        tokens=jnp.full((B, cache_length), end, jnp.int32),
+        ended=jnp.zeros(B, bool),
+        keys=keys,
+        cache=cache,
+    )
+    return _append(state, logits[:, :vocab_size], end, sampling)
+
+
+@partial(jax.jit, static_argnames=("cfg", "sampling", "vocab_size"), donate_argnames="state")
+def _decode(params, state, limit, end, cfg, sampling, vocab_size) -> _State:
+    """Draws until every sequence has `limit` tokens or has ended."""
+    B = state.ended.shape[0]
+
+    def body(state: _State) -> _State:
+        last = jax.lax.dynamic_slice_in_dim(state.tokens, state.step - 1, 1, axis=1)
+        logits, cache = _extend(params, cfg, last, jnp.ones(B, jnp.int32), state.cache)
+        return _append(state.replace(cache=cache), logits[:, :vocab_size], end, sampling)
+
+    def unfinished(state: _State) -> jax.Array:
+        return (state.step < limit) & ~state.ended.all()
+
+    return jax.lax.while_loop(unfinished, body, state)
+
+
+def _extend(params, cfg, tokens, num_new, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """`GPT.extend` as a function of parameters."""
+    extended: Any = GPT(cfg).apply({"params": params}, tokens, num_new, cache, method=GPT.extend)
+    return extended
+
+
+def _append(state: _State, logits: jax.Array, end: jax.Array, sampling: Sampling) -> _State:
+    """Draws one token for each sequence; one that has ended stays at its end."""
+    keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)
+    new = jnp.where(state.ended, end, sampling(logits, keys))
+    return state.replace(
+        step=state.step + 1,
+        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, new[:, None], state.step, 1),
+        ended=state.ended | (new == end),
+    )
 
 
 def _print_stream(tokenizer: Tokenizer, prompt: str, chunks: Iterator[list[list[int]]]) -> None:
@@ -30,12 +292,12 @@ def main() -> None:
         for name in ("top_k", "top_p", "seed"):
             cli.refuse_ignored(name, "--temperature=0 always takes the likeliest token")
     if args.hf:
-        cli.refuse_ignored("checkpoint", "--hf holds a single one")
+        cli.refuse_ignored("checkpoint", "--hf holds a single set of weights")
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     prompt = tokenizer.encode(args.prompt).tolist()
     if not prompt:
         if tokenizer.eot is None:
-            raise UserError("--prompt is empty", "Give the text to continue, as --prompt=TEXT")
+            raise UserError("--prompt is empty", "Give the text to continue: --prompt=TEXT")
         prompt = [tokenizer.eot]
     chunks = stream(
         params,
@@ -61,11 +323,11 @@ if __name__ == "__main__":
     flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
     flags.DEFINE_string("prompt", "", "Text to continue.")
     flags.DEFINE_integer(
-        "max_new_tokens", 0, "At most so many tokens; 0: 200, or what fits.", lower_bound=0
+        "max_new_tokens", 0, "At most this many tokens; 0: 200, or what fits.", lower_bound=0
     )
     flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: always the likeliest token.")
     flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
     flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the random numbers.", lower_bound=0, upper_bound=MAX_SEED)
+    flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=MAX_SEED)
     cli.run(main)

@@ -1,25 +1,27 @@
-"""A model from wherever its weights lie: a run of train.py, or a Hugging Face directory."""
+"""Loads models from their weights: a run of train.py, or a Hugging Face directory."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
 
-from gpt2 import hf, hf_names
-from gpt2.checkpoint import load_params
+from gpt2 import hf
 from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
-from gpt2.hf_tokenizer import count_tokens, load_tokenizer
-from gpt2.utils.scan import stack_layers, unstack_layers
+from gpt2.hf.names import read_config
+from gpt2.hf.tokenizer import count_tokens, load_tokenizer
+from gpt2.training.checkpoint import load_params
+from gpt2.utils.scan import in_layout
 
 
 def check_source(workdir: str | Path | None, hf_directory: str | Path | None) -> None:
-    """Raises a UserError unless exactly one place of weights is given."""
+    """Raises a UserError unless exactly one source of weights is given."""
     if workdir and hf_directory:
         raise UserError("--workdir and --hf both name weights", "Leave out one")
     if not (workdir or hf_directory):
-        raise UserError("one of --workdir and --hf is needed", "Say where the weights are")
+        raise UserError("there are no weights to load", "Give --workdir or --hf")
 
 
 def load_model(
@@ -39,12 +41,13 @@ def load_model(
     if workdir:
         config, params = load_params(workdir, checkpoint)
         return config.gpt(), params, tokenizers.load(Path(workdir) / "tokenizer.json")
+    assert hf_directory is not None  # checked above
     cfg, params = hf.load(hf_directory)
     tokenizer = load_tokenizer(Path(hf_directory), cfg)
     return cfg, jax.device_put(params), tokenizer
 
 
-# What a model may change and still use the same parameters.
+# Options in which two models may differ and still use the same parameters.
 _FREE = (
     *("context_length", "dropout", "attention"),
     *("param_dtype", "compute_dtype", "remat", "scan_layers"),
@@ -56,15 +59,15 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
 
     Args:
         source: `hf:DIR`, `run:DIR` (its best checkpoint) or `run:DIR@STEP`.
-        cfg: of the model that takes them. Its context may be shorter than theirs: it takes their
-            first positions.
-        tokenizer: of the text that it is to learn.
+        cfg: the configuration of the new model. If its context is shorter than that of the
+            weights, it takes their first positions.
+        tokenizer: of the text that the model will learn.
 
     Returns:
         The parameters, in the layer layout of `cfg`, on the default device.
 
     Raises:
-        UserError: there are no such weights, they are another model's, or they were learnt with
+        UserError: the weights do not exist, belong to another architecture, or were learnt with
             another tokenizer.
     """
     kind, _, place = source.partition(":")
@@ -85,17 +88,13 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}
     params = jax.tree.map(lambda x: x.astype(cfg.param_dtype), params)
-    if cfg.scan_layers and not found.scan_layers:
-        return jax.jit(stack_layers)(params)
-    if found.scan_layers and not cfg.scan_layers:
-        return jax.jit(lambda tree: unstack_layers(tree, cfg.num_layers))(params)
-    return params
+    return jax.jit(partial(in_layout, scanned=cfg.scan_layers))(params)
 
 
 def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
-    """Reads what a model is, and its tokenizer, without its weights."""
+    """Reads a model's configuration and its tokenizer, without its weights."""
     if kind == "hf":
-        cfg = hf_names.load_config(directory)
+        cfg = read_config(directory)
         tokens = count_tokens(directory, cfg)
         return dataclasses.replace(cfg, vocab_size=tokens), load_tokenizer(directory, cfg)
     return load_config(directory).gpt(), tokenizers.load(directory / "tokenizer.json")
@@ -125,6 +124,6 @@ def _describe(tokenizer: tokenizers.Tokenizer) -> str:
 
 
 def _tokenizer_option(directory: str, tokenizer: tokenizers.Tokenizer) -> str:
-    """The option that names a model's tokenizer: its file, or its name where it has none."""
+    """Returns the option that names a model's tokenizer: its file, or its name without a file."""
     file = Path(directory) / "tokenizer.json"
     return str(file) if file.is_file() else tokenizer.name

@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from gpt2.utils.allocation import cpu_environment
+from gpt2.launch import cpu_environment
 
 # Before JAX is imported by anything.
 _FLAGS = os.environ.get("XLA_FLAGS", "")

@@ -22,21 +22,27 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gpt2.checkpoint import Checkpointer
-from gpt2.config import GPTConfig, OptimConfig, ParallelConfig
-from gpt2.model import GPT
-from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import abstract_state, distributed, gather, make_backend
-from gpt2.state import TrainState
-from gpt2.steps import make_train_step
-from gpt2.telemetry.compile_watch import CompiledStep, compile_once
-from gpt2.utils.prng import init_key
-from gpt2.utils.scan import unstack_layers
+from gpt2.config import (
+    Config,
+    DataConfig,
+    LoggingConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from gpt2.parallel import distributed, gather
+from gpt2.telemetry.compile_watch import CompiledStep
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.program import Program
+from gpt2.training.state import TrainState
+from gpt2.utils.scan import in_layout
 
-MODEL = GPTConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64)
+MODEL = ModelConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64)
 # Some gradients are zero in theory (a bias on all keys alike changes no attention weight) and noise
 # in practice. `eps` above that noise keeps Adam from blowing it up to full steps.
 OPTIM = OptimConfig(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2, eps=1e-6)
@@ -67,6 +73,21 @@ class Case:
 REFERENCE = Case()
 
 
+def make_config(case: Case) -> Config:
+    """Returns the options of a case."""
+    return Config(
+        seed=0,
+        model=MODEL,
+        precision=PrecisionConfig(),
+        data=DataConfig(batch_size=BATCH_SIZE),
+        optim=OPTIM,
+        train=TrainConfig(num_steps=NUM_STEPS, accumulate_steps=case.accumulate),
+        parallel=LAYOUTS[case.layout],
+        memory=MemoryConfig(remat=case.remat, scan_layers=case.scanned),
+        logging=LoggingConfig(),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """Losses of the steps, and the final parameters by name with layers unrolled, as numpy."""
@@ -79,42 +100,20 @@ class Setup:
     """A case, ready to run.
 
     Attributes:
-        backend: of `gpt2.parallel`.
+        program: of `gpt2.training.program`.
+        backend: the program's.
         shapes: of the state, with shardings.
-        init_fn: gives the first state.
-        step: uncompiled.
-        compiled: `step`, compiled ahead.
     """
 
     def __init__(self, case: Case):
-        config = dataclasses.replace(MODEL, remat=case.remat, scan_layers=case.scanned)
-        model = GPT(config)
-        schedule = make_schedule(OPTIM, NUM_STEPS)
-        optimizer = make_optimizer(OPTIM, schedule)
         devices = jax.devices()[:1] if case.layout == "one device" else jax.devices()
-        parallel = LAYOUTS[case.layout]
-        self.backend = make_backend(parallel, model.logical_axes(), optimizer, devices)
-
-        def init_fn(key: jax.Array) -> TrainState:
-            params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-            return TrainState.create(params, optimizer, config.compute_dtype)
-
-        self.init_fn = init_fn
-        self.shapes = abstract_state(self.backend, init_fn)
-        self.step = make_train_step(
-            model, optimizer, schedule, seed=0, accumulate_steps=case.accumulate
-        )
+        self.program = Program.from_config(make_config(case), devices)
+        self.backend, self.shapes = self.program.backend, self.program.state_shapes
 
     @functools.cached_property
     def compiled(self) -> CompiledStep:
         # From arrays, not shapes: on several processes pmap lowers nothing else.
-        return compile_once(
-            self.backend.compile_train(self.step), self.first_state(), self.batch(0)
-        )
-
-    def first_state(self) -> TrainState:
-        """Returns the state before the first step."""
-        return self.backend.init_state(self.init_fn, init_key(0))
+        return self.program.compile_train(self.program.init_state(), self.batch(0))
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """Returns a batch with rows of unequal length, so that means of means would differ."""
@@ -130,7 +129,7 @@ class Setup:
         self, start: int = 0, state: TrainState | None = None, save: Callable | None = None
     ) -> Result:
         """Runs the steps from `start` on; `save(state, step)` is called after each."""
-        state = self.first_state() if state is None else state
+        state = self.program.init_state() if state is None else state
         losses = []
         for step in range(start, NUM_STEPS):
             state, metrics = self.compiled(state, self.batch(step))
@@ -138,9 +137,7 @@ class Setup:
             if save:
                 save(state, step + 1)
         params = jax.device_get(gather(state.params, self.backend.mesh))
-        if "h" in params:
-            params = unstack_layers(params, MODEL.num_layers)
-        named = jax.tree_util.tree_leaves_with_path(params)
+        named = jax.tree_util.tree_leaves_with_path(in_layout(params, scanned=False))
         return Result(
             np.array(losses),
             {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in named},

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from gpt2.data.tokenizer import CharTokenizer
-from gpt2.hf_names import hf_shape, load_config, tensors
-from gpt2.utils.tensor_files import write_safetensors
+from gpt2.hf.names import hf_shape, read_config, tensors
+from gpt2.hf.tensor_files import write_safetensors
 
 needs_peers = pytest.mark.skipif(
     not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
@@ -49,7 +49,7 @@ def write_model(directory: Path, name: str) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     shapes = {
         tensor if tensor.startswith("lm_head") else f"transformer.{tensor}": hf_shape(tensor, shape)
-        for tensor, _, shape in tensors(load_config(directory))
+        for tensor, _, shape in tensors(read_config(directory))
     }
     rng = np.random.default_rng(0)
 

@@ -9,24 +9,35 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from absl import flags
 
-from gpt2 import benchmark
-from gpt2 import benchmark_worker as worker
+from gpt2 import cli, launch
+from gpt2.benchmark import case as benchmark
+from gpt2.benchmark import measure, worker
+from gpt2.benchmark.turns import Player
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
-from gpt2.utils import allocation
-from gpt2.utils.turns import Player
 
 TINY = dict(num_layers=2, num_heads=2, embed_dim=32, context_length=16, batch_size=4, vocab_size=50)
 
 
-def tiny(**changes):
-    return benchmark.make_case(benchmark.parse(["train"])) | TINY | changes
+def tiny(subject="train", **changes):
+    return make_case(subject) | TINY | changes
+
+
+def make_case(subject, *arguments):
+    """Returns the case of a command line."""
+    values = flags.FlagValues()
+    benchmark.define_flags(values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flags, "FLAGS", values)
+        cli._parse_flags(["benchmark", *arguments])
+    return benchmark.make_case(subject, values)
 
 
 def test_speed_and_ratios_follow_from_the_turns():
     info = {"peak_flops": 1e9, "flops_per_token": 1e6}
-    found = benchmark.summarise(tiny(), [0.4, 0.2, 0.9], [0.1, 0.2, 0.3], info)
+    found = measure.summarise(tiny(), [0.4, 0.2, 0.9], [0.1, 0.2, 0.3], info)
     assert found["step_seconds"] == 0.4
     assert found["tokens_per_second"] == pytest.approx(4 * 16 / 0.4)
     assert found["mfu"] == pytest.approx(160 * 1e6 / 1e9)
@@ -50,23 +61,27 @@ def test_the_first_step_of_a_turn_does_not_count(monkeypatch):
         def info(self):
             return {"peak_flops": None, "flops_per_token": 1.0}
 
-    monkeypatch.setattr(benchmark, "Player", Waking)
-    results = benchmark.measure(tiny(), [], rounds=3, seconds=1.0)
-    assert results[benchmark.OURS]["turns"] == [0.5] * 3
+    monkeypatch.setattr(measure, "Player", Waking)
+    results = measure.measure(tiny(), [], rounds=3, seconds=1.0)
+    assert results[measure.OURS]["turns"] == [0.5] * 3
 
 
 def test_flags_override_what_the_model_brings():
-    options = ["train", "--model=shakespeare-char", "--batch_size=3"]
-    found = benchmark.make_case(benchmark.parse(options))
+    found = make_case("train", "--model=shakespeare-char", "--batch_size=3")
     assert (found["num_layers"], found["context_length"], found["batch_size"]) == (6, 256, 3)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["trian"], ["train", "--batch=2"], ["train", "--compute=int8"]]
-)
-def test_unknown_options_are_user_errors(arguments):
-    with pytest.raises(UserError, match="See --help"):
-        benchmark.parse(arguments)
+@pytest.mark.parametrize("argument", ["--batch=2", "--compute=int8"])
+def test_unknown_options_are_user_errors(argument):
+    with pytest.raises(UserError, match=r"See --help|Did you mean --batch_size"):
+        make_case("train", argument)
+
+
+def test_an_unknown_subject_is_a_user_error():
+    command = [sys.executable, "-m", "gpt2.benchmark", "trian"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    told = "error: trian is not a command. Choose one of train, eval, generate, data.\n"
+    assert (run.returncode, run.stderr) == (2, told)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +98,13 @@ def test_unknown_options_are_user_errors(arguments):
 )
 def test_numbers_out_of_range_and_options_without_effect_are_user_errors(arguments, message):
     with pytest.raises(UserError, match=message):
-        benchmark.parse(arguments)
+        make_case(*arguments)
 
 
 def test_each_ignored_option_is_one_that_training_takes():
-    options = vars(benchmark.parse(["train"]))
-    for names in benchmark.IGNORED.values():
-        assert set(names) <= set(options)
-    assert benchmark.parse(["train", "--fsdp=8", "--remat=full"]).fsdp == 8
-    assert benchmark.parse(["eval", "--data=-1", "--seconds=0"]).seconds == 0
+    assert set().union(*benchmark.IGNORED.values()) <= set(make_case("train"))
+    assert make_case("train", "--fsdp=8", "--remat=full")["fsdp"] == 8
+    assert make_case("eval", "--data=-1", "--seconds=0")["subject"] == "eval"
 
 
 def test_a_mistake_that_only_the_worker_sees_is_one_line():
@@ -118,19 +131,21 @@ def test_one_devices_work_is_measured_by_one_devices_peak(monkeypatch):
 
 
 def test_impossible_peers_are_user_errors(monkeypatch):
-    with pytest.raises(UserError, match="none of torch"):
+    with pytest.raises(UserError, match="not one of torch"):
         benchmark.check_peers(["tensorflow"], tiny())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs transformers"):
         benchmark.check_peers(["hf_compile"], tiny())
-    with pytest.raises(UserError, match="torch is none of hf"):
+    with pytest.raises(UserError, match="torch is not one of hf"):
         benchmark.check_peers(["torch"], tiny(subject="generate"))
-    with pytest.raises(UserError, match="data does not tell --shares"):
+    with pytest.raises(UserError, match="data does not report --shares"):
         benchmark.check_peers([], tiny(subject="data", shares=True))
 
 
 def test_a_player_does_the_steps_it_is_asked_for_and_tells():
-    code = "from gpt2.utils.turns import serve; n = []; serve(lambda: n.append(1), lambda: len(n))"
+    code = (
+        "from gpt2.benchmark.turns import serve; n = []; serve(lambda: n.append(1), lambda: len(n))"
+    )
     with Player("counter", [sys.executable, "-c", code], dict(os.environ)) as player:
         assert len(player.play(3)) == 3 and len(player.play(1)) == 1
         assert player.info() == 4
@@ -143,21 +158,21 @@ def test_a_player_that_ends_early_is_a_user_error():
 
 
 def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
-    monkeypatch.setattr(allocation, "_has_glibc", lambda: True)
-    monkeypatch.setattr(allocation, "_xla_knows_order", lambda: True)
+    monkeypatch.setattr(launch, "_has_glibc", lambda: True)
+    monkeypatch.setattr(launch, "_xla_knows_order", lambda: True)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=4096")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
-    asked = allocation.cpu_environment()
+    asked = launch.cpu_environment()
     assert asked["GLIBC_TUNABLES"] == (
         "glibc.malloc.mmap_threshold=4096"
         ":glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=268435456"
     )
     assert asked["XLA_FLAGS"].startswith("--xla_cpu_max_isa=AVX2 --xla_cpu_scheduler_type=")
-    monkeypatch.setattr(allocation, "_may_have_accelerators", lambda: False)
-    allocation.order_for_cpu()
-    assert allocation.cpu_environment() == {"GLIBC_TUNABLES": asked["GLIBC_TUNABLES"]}
+    monkeypatch.setattr(launch, "_may_have_accelerators", lambda: False)
+    launch.prepare_process()
+    assert launch.cpu_environment() == {"GLIBC_TUNABLES": asked["GLIBC_TUNABLES"]}
     monkeypatch.setenv("GLIBC_TUNABLES", asked["GLIBC_TUNABLES"])
-    assert allocation.cpu_environment() == {}
+    assert launch.cpu_environment() == {}
 
 
 def test_table_shows_every_contestant_and_its_ratio():
@@ -166,16 +181,16 @@ def test_table_shows_every_contestant_and_its_ratio():
         attention="blocked", device="1 x cpu", compile_seconds=1.0, shares={"mlp": 1.0},
     )  # fmt: skip
     results = {
-        name: info | {"versions": {name: "1.0"}} | benchmark.summarise(tiny(), turns, [0.2], info)
+        name: info | {"versions": {name: "1.0"}} | measure.summarise(tiny(), turns, [0.2], info)
         for name, turns in {"jax": [0.2], "torch": [0.5]}.items()
     }
-    shown = benchmark.table(tiny(), results)
+    shown = measure.table(tiny(), results)
     assert "2.50 (2.50 to 2.50)" in shown and "torch 1.0" in shown and "mlp 100%" in shown
 
 
 @pytest.mark.parametrize("subject", ["train", "eval"])
 def test_shares_of_time_by_part_add_up_to_one(subject):
-    work = worker.Work(case := tiny(subject=subject, batch_size=8), GPT(worker.model_config(case)))
+    work = worker.Work(tiny(subject=subject, batch_size=8))
     work.step()
     shares = work.shares()
     assert sum(shares.values()) == pytest.approx(1.0)
@@ -185,15 +200,15 @@ def test_shares_of_time_by_part_add_up_to_one(subject):
 
 def test_generation_fills_the_other_half_of_the_context():
     case = tiny(subject="generate")
-    new = worker.Generation(case, GPT(worker.model_config(case))).step()
+    new = worker.Generation(case).step()
     assert [len(tokens) for tokens in new] == 4 * [8]
-    found = benchmark.summarise(case, [2.0], [1.0], {"peak_flops": None, "flops_per_token": 1})
+    found = measure.summarise(case, [2.0], [1.0], {"peak_flops": None, "flops_per_token": 1})
     assert found["tokens_per_second"] == 4 * 8 / 2.0
 
 
 def test_reading_goes_on_to_the_next_batch(monkeypatch):
     case = tiny(subject="data")
-    reading = worker.Reading(case, GPT(worker.model_config(case)))
+    reading = worker.Reading(case)
     read = []
     monkeypatch.setattr(reading, "_loader", SimpleNamespace(batch=read.append))
     reading.step()
@@ -210,7 +225,7 @@ def test_peers_do_a_step_of_each_subject(subject, peer):
     pytest.importorskip("transformers")
     if peer.endswith("compile"):
         pytest.skip("compiles for minutes, and differs in nothing else")
-    from gpt2.benchmark_peers import make_step
+    from gpt2.benchmark.peers import make_step
 
     tokens = torch.arange(64).reshape(4, 16) % 50
     loss = make_step(peer, tiny(subject=subject), "cpu")(tokens, 49 - tokens)
@@ -219,7 +234,7 @@ def test_peers_do_a_step_of_each_subject(subject, peer):
 
 def test_a_peers_file_is_gone_when_it_ends(tmp_path):
     pytest.importorskip("torch")
-    command = [sys.executable, "-m", "gpt2.benchmark_peers", "torch"]
+    command = [sys.executable, "-m", "gpt2.benchmark.peers", "torch"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with Player("torch", [*command, json.dumps(tiny(subject="data"))], environment) as player:
         player.play(1)
@@ -228,9 +243,17 @@ def test_a_peers_file_is_gone_when_it_ends(tmp_path):
 
 
 def test_worker_needs_no_more_than_jax_flax_and_optax():
-    code = "import gpt2.benchmark_worker, json, sys; print(json.dumps(list(sys.modules)))"
+    code = "import gpt2.benchmark.worker, json, sys; print(json.dumps(list(sys.modules)))"
     modules = json.loads(subprocess.check_output([sys.executable, "-c", code]))
-    heavy = ("gpt2.data", "gpt2.checkpoint", "orbax", "grain", "tiktoken", "pyarrow", "torch")
+    heavy = (
+        "gpt2.data",
+        "gpt2.training.checkpoint",
+        "orbax",
+        "grain",
+        "tiktoken",
+        "pyarrow",
+        "torch",
+    )
     assert not [name for name in modules if name.startswith(heavy)]
 
 
@@ -239,7 +262,7 @@ def test_twin_loses_what_this_project_loses(peer):
     torch = pytest.importorskip("torch")
     if peer == "hf":
         pytest.importorskip("transformers")
-    from gpt2.benchmark_peers import make_model
+    from gpt2.benchmark.peers import make_model
 
     shape = {name: value for name, value in TINY.items() if name != "batch_size"}
     twin = make_model(peer, tiny())

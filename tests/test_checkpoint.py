@@ -11,12 +11,12 @@ import optax
 import pytest
 
 from configs import quickstart
-from gpt2.checkpoint import Checkpointer, load_params
 from gpt2.config import Config, MemoryConfig, ModelConfig, ParallelConfig
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT
-from gpt2.state import TrainState
+from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.state import TrainState
 from gpt2.weights import load_initial_params, load_model
 
 
@@ -61,7 +61,11 @@ def saved(tmp_path_factory):
         for step, loss in LOSSES.items():
             ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
             params = jax.tree.map(partial(jnp.multiply, step), ones)
-            checkpointer.save(TrainState.create(params, optax.sgd(1.0), "float32"), step, loss)
+            checkpointer.save(
+                TrainState.create(params, optax.sgd(1.0), "float32"),
+                step,
+                loss and {"eval/loss": loss},
+            )
         checkpointer.wait()
         return workdir, config.gpt(), checkpointer.all_steps(), checkpointer.best()
 

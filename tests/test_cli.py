@@ -9,7 +9,8 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
-from gpt2.errors import UserError, counted
+from gpt2.errors import UserError
+from gpt2.utils.text import counted
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def parse(monkeypatch):
 
 @pytest.mark.parametrize("form", [["--config=none.py"], ["--config", "none.py"]], ids=len)
 def test_a_config_that_is_no_file_is_named_in_both_forms(parse, form):
-    with pytest.raises(UserError, match=r"--config=none\.py is no file"):
+    with pytest.raises(UserError, match=r"--config=none\.py is not a file"):
         parse(*form)
 
 

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 import configs.default
-from gpt2.config import Config, GPTConfig, differences
+from gpt2.config import CHOICES, DEFAULTS, Config, GPTConfig, differences
 from gpt2.errors import UserError
+from gpt2.ops.activation import ACTIVATIONS, GATES
+from gpt2.ops.attention import IMPLEMENTATIONS
+from gpt2.training.optim import OPTIMIZERS, SCHEDULES
+from gpt2.utils.remat import POLICIES
 
 CONFIGS = sorted(
     path.stem for path in Path(configs.default.__file__).parent.glob("*.py") if path.stem[0] != "_"
@@ -29,6 +33,35 @@ def build(**options):
 def test_every_config_is_valid_and_survives_json(name):
     config = Config.from_dict(importlib.import_module(f"configs.{name}").get_config())
     assert Config.from_dict(config.to_dict()) == config
+
+
+def test_a_group_by_itself_has_the_defaults_of_the_default_config():
+    config = Config.from_dict(DEFAULTS)
+    for group in (config.data, config.optim, config.train, config.parallel, config.memory):
+        assert type(group)() == group
+
+
+def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice():
+    implemented = {
+        "model.activation": (*ACTIVATIONS, *GATES),
+        "model.attention": ("auto", *IMPLEMENTATIONS),
+        "optim.name": OPTIMIZERS,
+        "optim.schedule": SCHEDULES,
+        "memory.remat": ("none", *POLICIES),
+    }
+    for name, names in implemented.items():
+        assert set(CHOICES[name]) == set(names), name
+    # The rest are told apart where they act: each of them trains in tests/test_model.py or
+    # tests/test_train_layouts.py.
+    others = {"model.norm", "model.position", "precision.compute", "parallel.backend"}
+    assert set(CHOICES) == implemented.keys() | others
+
+
+def test_a_gated_activation_is_known_by_its_name():
+    gated = {
+        name for name in CHOICES["model.activation"] if build(model__activation=name).model.is_gated
+    }
+    assert gated == set(GATES)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("gpt2_")])
@@ -85,10 +118,10 @@ def test_differences_names_what_changed():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (dict(remat="some"), "memory.remat=some is none of none, full"),
-        (dict(compute_dtype="int8"), "precision.compute=int8 is none of float32"),
-        (dict(param_dtype="int8"), "precision.params=int8 is none of float32"),
-        (dict(attention="flash"), "model.attention=flash is none of auto"),
+        (dict(remat="some"), "memory.remat=some is not one of none, full"),
+        (dict(compute_dtype="int8"), "precision.compute=int8 is not one of float32"),
+        (dict(param_dtype="int8"), "precision.params=int8 is not one of float32"),
+        (dict(attention="flash"), "model.attention=flash is not one of auto"),
         (dict(vocab_size=0), "model.vocab_size=0 is below 1"),
     ],
 )
@@ -127,13 +160,13 @@ def test_wrong_type_names_the_type():
         ({"model__num_heads": 7}, r"multiple of model\.num_heads=7.*num_heads=6"),
         ({"model__num_layers": 0}, r"model\.num_layers=0 is below 1"),
         ({"model__dropout": 1.0}, r"model\.dropout=1\.0 is not in \[0, 1\)"),
-        ({"model__activation": "gelo"}, r"activation=gelo is none of.*activation=gelu"),
+        ({"model__activation": "gelo"}, r"activation=gelo is not one of.*activation=gelu"),
         ({"model__dropout": 0.1, "model__attention": "blocked"}, "keeps no attention weights"),
         (
             {"model__position": "rope", "model__embed_dim": 36},
             "rope needs an even head size, not 3",
         ),
-        ({"precision__compute": "float8"}, r"precision\.compute=float8 is none of"),
+        ({"precision__compute": "float8"}, r"precision\.compute=float8 is not one of"),
         (
             {"precision__params": "bfloat16", "precision__compute": "bfloat16"},
             r"precision\.params=bfloat16 cannot hold",
@@ -144,10 +177,10 @@ def test_wrong_type_names_the_type():
         ({"optim__schedule": "constant"}, r"would ignore optim\.end_learning_rate"),
         ({"optim__end_learning_rate": 1.0}, r"is above optim\.learning_rate"),
         ({"train__init_from": "somewhere"}, "names no source of weights"),
-        ({"parallel__data": 0}, "no number of devices"),
+        ({"parallel__data": 0}, "not a number of devices"),
         ({"parallel__fsdp": -1}, "only one axis can take the rest"),
         ({"parallel__backend": "pmap", "parallel__tensor": 2}, r"ignore parallel\.tensor=2"),
-        ({"memory__remat": "some"}, r"memory\.remat=some is none of"),
+        ({"memory__remat": "some"}, r"memory\.remat=some is not one of"),
         ({"seed": -1}, r"seed=-1 is below 0"),
         ({"seed": 2**32}, r"seed=4294967296 is above 4294967295"),
         (

@@ -19,7 +19,8 @@ import pytest
 import tensorflow_datasets as tfds
 
 from gpt2.config import DataConfig
-from gpt2.data import prepare, records, splits
+from gpt2.data import dataset as prepare
+from gpt2.data import records, splits
 from gpt2.data.corpus import open_corpus
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
@@ -180,7 +181,7 @@ def test_nothing_imports_tensorflow(tmp_path):
     code = (
         "import sys\n"
         "from gpt2.config import DataConfig\n"
-        "from gpt2.data.prepare import prepare\n"
+        "from gpt2.data.dataset import prepare\n"
         "from gpt2.data.loader import TrainLoader\n"
         f"data = DataConfig(corpus='synthetic', tokenizer='byte', data_dir={str(tmp_path)!r})\n"
         "TrainLoader(prepare(data), batch_size=2, context_length=8, seed=0).batch(0)\n"
@@ -280,7 +281,7 @@ def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):
 def test_failed_preparation_leaves_nothing(tmp_path, make):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n{"text": "too"}\nbad\n')
-    with pytest.raises(UserError, match=r"bad\.jsonl:3 is no JSON"):
+    with pytest.raises(UserError, match=r"bad\.jsonl:3 is not JSON"):
         make(f"jsonl:{path}")
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
 
@@ -296,7 +297,7 @@ def test_directory_from_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        ("openwebtext", "no known corpus.*pystdlib, text:GLOB"),
+        ("openwebtext", "not a known corpus.*pystdlib, text:GLOB"),
         ("pystdlib:x", "Write pystdlib"),
         ("text", "Write text:GLOB"),
         ("text:", "Write text:GLOB"),

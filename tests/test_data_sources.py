@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.data import hub, prepare
+from gpt2.data import dataset as prepare
+from gpt2.data import hub
 from gpt2.data.shards import open_shards
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
@@ -136,7 +137,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     with pytest.raises(UserError, match="token 60000"):
         make(f"tokens:{path}", "gpt2")
     path.write_bytes(b"odd")
-    with pytest.raises(UserError, match="no shard"):
+    with pytest.raises(UserError, match="not a shard"):
         make(f"tokens:{path}", "gpt2")
 
 

@@ -12,7 +12,7 @@ import eval as eval_command
 from gpt2.config import Config, load_config
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
-from gpt2.hf_names import load_config as read_config
+from gpt2.hf.names import read_config
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_flags_that_would_be_ignored_are_refused(give, given, refused):
 
 def test_weights_are_named_before_anything_else(give):
     for given, told in (
-        (["--tasks=enwik8", "--corpus=a"], "one of --workdir and --hf is needed"),
+        (["--tasks=enwik8", "--corpus=a"], "there are no weights to load. Give --workdir or --hf"),
         (["--workdir=a", "--hf=b", "--checkpoint=1"], "--workdir and --hf both name weights"),
     ):
         give(*given)
@@ -53,7 +53,7 @@ def test_weights_are_named_before_anything_else(give):
 
 @pytest.mark.parametrize(
     ("tasks", "told"),
-    [("", "--tasks= names none"), ("enwik8,enwik8", "--tasks=enwik8,enwik8 names one twice")],
+    [("", "--tasks= names no task"), ("enwik8,enwik8", "--tasks=enwik8,enwik8 names a task twice")],
 )
 def test_tasks_are_named_and_once_each(give, tasks, told):
     give("--workdir=a", f"--tasks={tasks}")

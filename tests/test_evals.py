@@ -281,10 +281,10 @@ def test_every_task_states_its_convention_and_error(scorer, tmp_path, capsys):
 
 
 def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
-    with pytest.raises(UserError, match="wiki is no task"):
+    with pytest.raises(UserError, match="wiki is not a task"):
         task_file("wiki", str(tmp_path))
-    for name, (file, _, _) in TASKS.items():
-        with pytest.raises(UserError, match=file):
+    for name, task in TASKS.items():
+        with pytest.raises(UserError, match=task.file):
             task_file(name, str(tmp_path))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"tex": "b"}\n')
     with pytest.raises(UserError, match="line 2 has no field 'text'"):
@@ -293,20 +293,20 @@ def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
     with pytest.raises(UserError, match="line 2"):
         list(read_jsonl(tmp_path / "bad.jsonl", "text"))
     (tmp_path / "cbt.txt").write_text("1 a\n2 b\n")
-    with pytest.raises(UserError, match="block 1 is no question"):
+    with pytest.raises(UserError, match="block 1 is not a question"):
         list(read_cbt(tmp_path / "cbt.txt"))
 
 
 def test_a_task_of_no_examples_is_refused(scorer, tmp_path):
-    for name, (file, _, _) in TASKS.items():
-        (tmp_path / file).touch()
-        with pytest.raises(UserError, match=f"{file} is empty"):
+    for name, task in TASKS.items():
+        (tmp_path / task.file).touch()
+        with pytest.raises(UserError, match=f"{task.file} is empty"):
             task_file(name, str(tmp_path))
     (tmp_path / "blank").write_text("\n\n")
-    with pytest.raises(UserError, match="block 1 is no question"):
+    with pytest.raises(UserError, match="block 1 is not a question"):
         list(read_cbt(tmp_path / "blank"))
     (tmp_path / "garbage").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="holds no token to foretell"):
+    with pytest.raises(UserError, match="holds no token to predict"):
         compression("enwik8", scorer, BYTES, tmp_path / "garbage", 64)
 
 

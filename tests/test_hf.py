@@ -19,12 +19,13 @@ from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer
 from gpt2.errors import UserError
-from gpt2.hf_names import hf_shape, tensors
-from gpt2.hf_tokenizer import save_tokenizer
+from gpt2.generate import Sampling, generate
+from gpt2.hf.names import hf_shape, tensors
+from gpt2.hf.runs import import_run
+from gpt2.hf.tensor_files import read_safetensors, read_torch, write_safetensors
+from gpt2.hf.tokenizer import save_tokenizer
 from gpt2.model import GPT
-from gpt2.sampling import Sampling, generate
 from gpt2.utils.scan import stack_layers
-from gpt2.utils.tensor_files import read_safetensors, read_torch, write_safetensors
 from gpt2.weights import load_initial_params, load_model
 
 SMALL = ["tied", "untied"]
@@ -102,7 +103,7 @@ def test_import_then_export_gives_back_every_bit(name, tmp_path):
 def test_import_command_makes_a_run_that_exports_the_same_bits(tmp_path):
     source, run = peer.write_model(tmp_path / "source", "tied"), tmp_path / "run"
     save_tokenizer(source, peer.characters(131), 96)
-    hf.import_run(source, run)
+    import_run(source, run)
     cfg, params, loaded = load_model(run, None)
     assert loaded.encode("efg").tolist() == [1, 2, 3]
     chex.assert_trees_all_equal(params, hf.load(source)[1])
@@ -181,7 +182,7 @@ def test_scanned_and_biasless_models_export_the_same_function(tmp_path):
 )
 def test_export_names_the_option_that_gpt2_lacks(option, value, tmp_path):
     cfg = GPTConfig(num_layers=1, **{option: value})
-    with pytest.raises(UserError, match=rf"no words for model\.{option}={value}"):
+    with pytest.raises(UserError, match=rf"no option for model\.{option}={value}"):
         hf.save(tmp_path / "out", cfg, {})
     assert not list(tmp_path.iterdir())
 
@@ -278,7 +279,7 @@ def test_damaged_directories_are_told_and_nothing_is_written(damage, message, tm
     save_tokenizer(source, peer.characters(131), 96)
     damage(source)
     with pytest.raises(UserError, match=message) as raised:
-        hf.import_run(source, workdir)
+        import_run(source, workdir)
     assert "\n" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -352,4 +353,4 @@ def test_the_library_brings_no_command_line_and_the_command_has_a_usage():
     usage = subprocess.run([*command, "--help"], cwd=root, capture_output=True, text=True)
     assert "gpt2.hf import --from=DIR" in usage.stdout and not usage.stderr
     unknown = subprocess.run([*command, "exprot"], cwd=root, capture_output=True, text=True)
-    assert unknown.returncode == 2 and "no command" in unknown.stderr
+    assert unknown.returncode == 2 and "not a command" in unknown.stderr

@@ -13,9 +13,10 @@ from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
-from gpt2.hf_tokenizer import load_tokenizer, save_tokenizer
+from gpt2.hf.runs import import_run
+from gpt2.hf.tensor_files import read_safetensors
+from gpt2.hf.tokenizer import load_tokenizer, save_tokenizer
 from gpt2.model import GPT
-from gpt2.utils.tensor_files import read_safetensors
 from gpt2.weights import load_initial_params, load_model
 
 TABLES = ("wte", "lm_head")
@@ -68,7 +69,7 @@ def test_transformers_loads_an_export_with_nothing_missing(name, tmp_path):
 def test_damaged_vocabulary_is_told_in_one_line(damage, tmp_path):
     (tmp_path / "vocab.json").write_text(damage)
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    with pytest.raises(UserError, match=r"vocab.json and merges.txt are no tokenizer") as raised:
+    with pytest.raises(UserError, match=r"vocab.json and merges.txt are not a tokenizer") as raised:
         load_tokenizer(tmp_path, GPTConfig(vocab_size=3))
     assert "\n" not in str(raised.value)
 
@@ -89,7 +90,7 @@ def test_export_leaves_padding_out_and_imports_to_the_same_bits(rows, tied, tmp_
         if table in params:
             np.testing.assert_array_equal(weights[name].read(), params[table]["embedding"][:131])
 
-    hf.import_run(tmp_path / "out", tmp_path / "run")
+    import_run(tmp_path / "out", tmp_path / "run")
     hf.save(tmp_path / "again", *load_model(tmp_path / "run", None))
     for file in (tmp_path / "out").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
@@ -102,7 +103,7 @@ def test_padding_of_a_directory_is_left_out_of_every_import(rows, tmp_path, monk
     _, whole = hf.load(source)
     assert whole["wte"]["embedding"].shape[0] == rows  # without a tokenizer all rows count
     save_tokenizer(source, peer.characters(131), 96)
-    hf.import_run(source, tmp_path / "run")
+    import_run(source, tmp_path / "run")
     expected = whole | {name: {"embedding": whole[name]["embedding"][:131]} for name in TABLES}
     for place in ((tmp_path / "run", None), (None, source)):
         cfg, params, tokenizer = load_model(*place)

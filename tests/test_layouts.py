@@ -64,7 +64,7 @@ def test_every_switch_changes_the_program(case):
 
     def jaxpr(setup):
         batch = {name: np.zeros((32, MODEL.context_length), np.int32) for name in setup.batch(0)}
-        return str(jax.make_jaxpr(setup.step)(setup.shapes, batch))
+        return str(jax.make_jaxpr(setup.program.train_step)(setup.shapes, batch))
 
     before, after = jaxpr(one), jaxpr(other)
 

@@ -8,7 +8,8 @@ import chex
 import numpy as np
 import pytest
 
-from gpt2.data import prepare, records
+from gpt2.data import dataset as prepare
+from gpt2.data import records
 from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2.errors import UserError
 

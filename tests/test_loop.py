@@ -3,15 +3,16 @@
 import itertools
 import re
 
-from tests.test_train import TINY, run
+from tests.helpers import TINY, run
 
 WATCHED_RUN = """
 import jax
 import numpy as np
 import train
 from gpt2 import cli
+from gpt2.training import program
 
-compile_once, wait = train.compile_once, jax.block_until_ready
+compile_once, wait = program.compile_once, jax.block_until_ready
 
 
 class Watched:  # a metric of a step, on the devices until something asks for it
@@ -54,7 +55,7 @@ def watched_wait(tree):
     return wait(tree)
 
 
-train.compile_once, jax.block_until_ready = watch, watched_wait
+program.compile_once, jax.block_until_ready = watch, watched_wait
 cli.run(train.main, default_config="quickstart")
 """
 

@@ -1,6 +1,5 @@
 """The fast form of every operation equals its plain reference, values and gradients."""
 
-import sys
 from functools import partial
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
+from gpt2.model import layers
 from gpt2.ops import (
     attention,
     cross_entropy,
@@ -153,7 +153,7 @@ def check_attention(implementation, q, k, v, segments, dtype):
 @pytest.mark.parametrize("implementation", ["blocked", "splash"])
 def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_segments):
     """As the pjit backend computes: shards of the batch under vmap, heads split by `tensor`."""
-    monkeypatch.setattr(sys.modules["gpt2.ops.attention"], "resolve", lambda name, *_: name)
+    monkeypatch.setattr(layers, "resolve", lambda name, *_: name)
     mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
     qkv = tuple(normal(i, 4, 1, 128, 2, 8) for i in range(3))
     segments = jnp.sort(jax.random.randint(jax.random.key(3), (4, 1, 128), 0, 4))
@@ -163,7 +163,8 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
             def scalar(scale):
                 segments_or_none = segments if with_segments else None
                 scaled = (scale * x for x in qkv)
-                out = attention(*scaled, implementation=implementation, segments=segments_or_none)
+                options = dict(implementation=implementation, segments=segments_or_none)
+                out = layers.spread_attention(*scaled, **options)
                 return jnp.sin(out).sum()
 
             return jax.value_and_grad(scalar)(scale)
@@ -184,7 +185,7 @@ def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
 
     def sent():
         def values_and_gradients(*qkv):
-            blocked = partial(attention, implementation="blocked")
+            blocked = partial(layers.spread_attention, implementation="blocked")
             out, pull_back = jax.vjp(blocked, *qkv)
             return out, *pull_back(out)
 
@@ -195,8 +196,7 @@ def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
             )
 
     assert not sent()
-    module = sys.modules["gpt2.ops.attention"]
-    monkeypatch.setattr(module, "map_devices", lambda function, *_: function)
+    monkeypatch.setattr(layers, "map_devices", lambda function, *_: function)
     assert sent()  # what XLA makes of that loop by itself
 
 

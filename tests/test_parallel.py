@@ -1,5 +1,6 @@
 """Rules, the mesh, what inspection reads, and plans."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -24,11 +25,10 @@ from gpt2.parallel.inspect import (
     visualize,
 )
 from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
-from gpt2.plan import make_plan
-from gpt2.state import TrainState
-from gpt2.steps import make_train_step
 from gpt2.telemetry.chips import BOARDS, find_chip
-from gpt2.telemetry.compile_watch import compile_once
+from gpt2.training.plan import make_plan
+from gpt2.training.state import TrainState
+from gpt2.training.steps import make_train_step
 from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
 
 SMALL = GPTConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64)
@@ -235,7 +235,7 @@ def test_the_table_of_tensors_says_what_a_device_holds(capsys):
     assert "CPU 0,4" in capsys.readouterr().out
     with pytest.raises(UserError, match="matches no parameter"):
         visualize(state.params, "no_such")
-    with pytest.raises(UserError, match=r"--visualize=\[ is no regular expression"):
+    with pytest.raises(UserError, match=r"--visualize=\[ is not a regular expression"):
         visualize(state.params, "[")
 
 
@@ -293,6 +293,7 @@ def test_collectives_are_read_from_every_form_of_hlo():
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(rules, "traced_for", lambda device: contextlib.nullcontext())
     cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="full")
     backend, _, state = state_of(parallel, cfg=cfg)
     step = make_train_step(GPT(cfg), optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2)
@@ -324,8 +325,8 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
     )
     plan = make_plan(planned)
     run = setup(case)
-    state = run.backend.init_state(run.init_fn, jax.random.key(0))
-    compiled = compile_once(run.backend.compile_train(run.step), state, run.batch(0))
+    state = run.program.init_state()
+    compiled = run.program.compile_train(state, run.batch(0))
     assert sum(plan.memory.values()) == pytest.approx(compiled.memory.peak, rel=0.01)
     held = [shard.data for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
     on_first = sum(x.nbytes for x in held if x.devices() == {jax.devices()[0]})

@@ -115,7 +115,7 @@ def test_a_killed_process_ends_the_other_and_the_pair_continues_exactly(tmp_path
     [
         (("localhost:1234", 2, None), "--process_index is missing beside"),
         ((None, 2, None), "--coordinator, --process_index is missing beside --num_processes"),
-        (("localhost", 2, 0), "no HOST:PORT"),
+        (("localhost", 2, 0), "not HOST:PORT"),
         (("localhost:1234", 2, 2), "Count from 0 to 1"),
     ],
 )

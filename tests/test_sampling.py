@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2 import sampling as sampling_module
+from gpt2 import generate as sampling_module
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
+from gpt2.generate import Sampling, generate, stream
 from gpt2.model import GPT, GPTConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import spread_activations
-from gpt2.sampling import Sampling, generate, stream
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import stack_layers
 

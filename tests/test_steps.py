@@ -12,10 +12,10 @@ import pytest
 
 from gpt2.config import OptimConfig, ParallelConfig
 from gpt2.model import GPT, GPTConfig
-from gpt2.optim import clip_by_global_norm, decay_mask, make_optimizer, make_schedule
 from gpt2.parallel import make_backend
-from gpt2.state import LossScale, TrainState
-from gpt2.steps import make_eval_step, make_train_step
+from gpt2.training.optim import clip_by_global_norm, decay_mask, make_optimizer, make_schedule
+from gpt2.training.state import LossScale, TrainState
+from gpt2.training.steps import make_eval_step, make_train_step
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key, init_key, sample_key
 

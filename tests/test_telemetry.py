@@ -15,6 +15,7 @@ import pytest
 
 from gpt2.errors import UserError
 from gpt2.telemetry import metrics, plots, profiler, progress
+from gpt2.utils import text
 
 
 def lines(workdir) -> list[dict]:
@@ -204,19 +205,19 @@ def test_telemetry_loads_nothing_heavy():
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (progress.format_count(950), "950"),
-        (progress.format_count(9_500), "9,500"),
-        (progress.format_count(12_345), "12.3k"),
-        (progress.format_count(124_439_808), "124.4M"),
-        (progress.format_count(9e9), "9B"),
-        (progress.format_count(1.07789e16), "10.8P"),
-        (progress.format_bytes(512), "512 B"),
-        (progress.format_bytes(3.4 * 2**30), "3.4 GiB"),
-        (progress.format_duration(42.4), "42s"),
-        (progress.format_duration(83), "1m 23s"),
-        (progress.format_duration(7_530), "2h 05m"),
-        (progress.format_duration(3 * 86_400 + 4 * 3_600), "3d 04h"),
-        (progress.format_duration(math.inf), "?"),
+        (text.format_count(950), "950"),
+        (text.format_count(9_500), "9,500"),
+        (text.format_count(12_345), "12.3k"),
+        (text.format_count(124_439_808), "124.4M"),
+        (text.format_count(9e9), "9B"),
+        (text.format_count(1.07789e16), "10.8P"),
+        (text.format_bytes(512), "512 B"),
+        (text.format_bytes(3.4 * 2**30), "3.4 GiB"),
+        (text.format_duration(42.4), "42s"),
+        (text.format_duration(83), "1m 23s"),
+        (text.format_duration(7_530), "2h 05m"),
+        (text.format_duration(3 * 86_400 + 4 * 3_600), "3d 04h"),
+        (text.format_duration(math.inf), "?"),
     ],
 )
 def test_figures_read_well(written, expected):
@@ -224,29 +225,28 @@ def test_figures_read_well(written, expected):
 
 
 def test_plain_progress_prints_a_line_per_update_with_metrics(capsys):
-    with progress.Progress(total=100, start=50) as shown:
-        shown.update(60, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
-        shown.update(61)
-        shown.log("saved [bold] checkpoint")
-        shown.update(100, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
+    shown = progress.Progress(total=100, start=50)
+    shown.write(60, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
+    shown.write(61, {})
+    shown.write(100, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
+    shown.close()
     assert capsys.readouterr().out.splitlines() == [
         "step  60/100 | loss 3.2146 | 12.3k tokens/s | 0s left",
-        "saved [bold] checkpoint",
         "step 100/100 | val loss 3.0000 | perplexity 20.09 | 0s left",
     ]
 
 
-def test_terminal_keeps_validations_and_log_lines_above_the_bar(capsys, monkeypatch):
+def test_terminal_keeps_validations_above_the_bar(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_on_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "100")
     progress.print_summary({"data": {"corpus": "text:[a-z]*"}})
-    with progress.Progress(total=100) as shown:
-        shown.update(50, {"train/loss": 3.5, "perf/mfu": 0.412})
-        shown.update(100, {"eval/loss": 3.0})
-        shown.log("saved [bold] checkpoint")
+    shown = progress.Progress(total=100)
+    shown.write(50, {"train/loss": 3.5, "perf/mfu": 0.412})
+    shown.write(100, {"eval/loss": 3.0})
+    shown.close()
     out = capsys.readouterr().out
     assert "text:[a-z]*" in out
-    assert "step 100/100 | val loss 3.0000 | 0s left\nsaved [bold] checkpoint\n" in out
+    assert "step 100/100 | val loss 3.0000 | 0s left\n" in out
     assert "100/100 loss 3.5000 | val loss 3.0000 | MFU 41.2%" in out
 
 

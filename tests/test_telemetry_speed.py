@@ -56,15 +56,13 @@ def test_compute_parameters_are_those_of_the_model(options, bias):
 def test_untied_head_costs_no_more_flops_than_a_tied_one():
     tied = GPTConfig.from_name("gpt2-124m")
     untied = GPTConfig.from_name("gpt2-124m", tie_embeddings=False)
-    assert throughput.model_flops_per_token(tied, 1024) == throughput.model_flops_per_token(
-        untied, 1024
-    )
+    assert throughput.model_flops_per_token(tied) == throughput.model_flops_per_token(untied)
 
 
 def test_flops_per_token_follow_the_published_formula():
     cfg = GPTConfig.from_name("gpt2-124m")
     expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert throughput.model_flops_per_token(cfg, 1024) == expected
+    assert throughput.model_flops_per_token(cfg) == expected
     # 45 % of an H100 is 521,000 tokens/s.
     peak = throughput.peak_flops(device("NVIDIA H100 80GB HBM3"), jnp.bfloat16)
     assert 0.45 * peak / expected == pytest.approx(521_000, rel=2e-3)
@@ -180,7 +178,6 @@ def test_step_clock_leaves_validation_out_and_charges_each_second_once():
             "other": 1 / total,
         }
     )
-    assert clock.describe_shares().startswith("validation 42%, step 29%, ")
 
 
 def test_unknown_peak_leaves_mfu_out():

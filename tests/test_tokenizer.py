@@ -13,7 +13,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_t
 
 from gpt2.data import tokenizer
 from gpt2.errors import UserError
-from gpt2.hf_tokenizer import save_tokenizer
+from gpt2.hf.tokenizer import save_tokenizer
 
 TEXT = "def f(x):\n    return x + 1\n\n# naïve 測試 🙂  two  spaces, more words here\t\n" * 20
 SPECIAL = "a<|endoftext|>b"

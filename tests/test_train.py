@@ -1,34 +1,16 @@
 """train.py as a person runs it: a process of its own, its files, its mistakes, its restarts."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gpt2.checkpoint import load_params
-from gpt2.utils import allocation
-
-ROOT = Path(__file__).parent.parent
-TINY = [
-    "--config.model.num_layers=1",
-    "--config.model.num_heads=2",
-    "--config.model.embed_dim=32",
-    "--config.model.context_length=16",
-    "--config.data.tokenizer=byte",
-    "--config.data.batch_size=4",
-    "--config.optim.warmup_steps=2",
-    "--config.train.num_steps=8",
-    "--config.train.log_every=1",
-    "--config.train.eval_every=4",
-    "--config.train.checkpoint_every=2",
-]
+from gpt2 import launch
+from tests.helpers import TINY, finish, metrics_of, params_of, run, start, wait_for_step
 
 
 @pytest.fixture(scope="session")
@@ -40,54 +22,6 @@ def corpus(tmp_path_factory):
     for index in range(20):
         (directory / f"{index}.txt").write_text(" ".join(random.choice(words, 400)))
     return [f"--config.data.corpus=text:{directory}/*.txt", "--config.data.val_fraction=0.1"]
-
-
-def start(workdir, *options, script="train.py", cwd=ROOT):
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, ROOT / script, *([f"--workdir={workdir}"] if workdir else []), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=cwd,
-    )
-
-
-def run(workdir, *options, **kwargs):
-    return finish(start(workdir, *options, **kwargs), timeout=240)
-
-
-def finish(process, timeout):
-    """Waits for a process, which is killed if it takes longer, and returns what it leaves."""
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise
-    return process.returncode, stdout, stderr
-
-
-def metrics_of(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_for_step(process, workdir, step):
-    """Waits until metrics.jsonl tells of a step."""
-    while process.poll() is None:
-        path = workdir / "metrics.jsonl"
-        if path.exists() and any(m["step"] >= step for m in metrics_of(workdir)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"ended before step {step}: {process.stderr.read()}")
-
-
-def params_of(workdir, checkpoint="latest"):
-    import jax
-
-    leaves = jax.tree_util.tree_leaves_with_path(load_params(workdir, checkpoint)[1])
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
 @pytest.fixture(scope="module")
@@ -248,11 +182,11 @@ def test_continuing_under_other_options_is_refused(finished, corpus):
     [
         (["--config.model.num_layer=3"], "no option --config.model.num_layer. Did you mean"),
         (["--workdr=x"], "no option --workdr. Did you mean --workdir?"),
-        (["--config=configs/none.py"], "--config=configs/none.py is no file"),
+        (["--config=configs/none.py"], "--config=configs/none.py is not a file"),
         (["--config.optim.learning_rate=fast"], "is not of type float"),
         (["surplus"], "surplus is not a flag"),
         (["--config.data.corpus=text:none/*.txt"], "no file matches"),
-        (["--config.data.corpus=novel"], "no known corpus"),
+        (["--config.data.corpus=novel"], "not a known corpus"),
         (["--config.data.tokenizer=word"], "tokenizer"),
         (["--config.parallel.fsdp=3"], "does not divide 1 device."),
         (["--config.model.attention=cudnn"], "needs an NVIDIA GPU"),
@@ -281,7 +215,7 @@ def test_openwebtext_out_of_reach_names_the_corpus_that_is_not(tmp_path, monkeyp
 
 
 def test_a_cpu_run_starts_again_before_slow_imports_and_says_so(corpus, tmp_path, monkeypatch):
-    if not allocation._has_glibc():
+    if not launch._has_glibc():
         pytest.skip("the settings are glibc's")
     monkeypatch.delenv("GLIBC_TUNABLES")
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # a line on stderr for each import
@@ -289,5 +223,5 @@ def test_a_cpu_run_starts_again_before_slow_imports_and_says_so(corpus, tmp_path
     code, stdout, stderr = run(tmp_path / "run", *corpus, *options)
     imported = [line.rpartition("|")[2].strip() for line in stderr.splitlines()]
     assert code == 0
-    assert imported.count("gpt2.utils.allocation") == 2 and imported.count("jax") == 1
+    assert imported.count("gpt2.launch") == 2 and imported.count("jax") == 1
     assert stdout.count("the program started itself again with GLIBC_TUNABLES") == 1

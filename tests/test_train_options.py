@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.test_train import TINY, metrics_of, run
+from tests.helpers import TINY, metrics_of, run
 
 SHORT = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=2"]
 
@@ -57,7 +57,7 @@ def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()}
     code, output = again()
     assert code == 0 and output.endswith(
-        f"{workdir} is finished at step 2; more --config.train.num_steps continue\n"
+        f"{workdir} is finished at step 2; raise --config.train.num_steps to continue\n"
     )
     assert "compiled" not in output
     assert {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()} == before

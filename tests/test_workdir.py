@@ -11,14 +11,14 @@ import optax
 import pytest
 
 from configs import quickstart
-from gpt2 import workdir as run_files
-from gpt2.checkpoint import Checkpointer, load_params
 from gpt2.config import Config, DataConfig
-from gpt2.data.prepare import prepare
+from gpt2.data.dataset import prepare
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT
-from gpt2.state import TrainState
+from gpt2.training import workdir as run_files
+from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.state import TrainState
 
 
 def make_config(**groups):

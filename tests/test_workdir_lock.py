@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
-from gpt2 import workdir
 from gpt2.errors import UserError
-from tests.test_train import TINY, run, start, wait_for_step
+from gpt2.training import workdir
+from gpt2.utils import files
+from tests.helpers import TINY, run, start, wait_for_step
 
 OPTIONS = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=100000"]
 
@@ -39,7 +40,7 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
     def flock(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(workdir.fcntl, "flock", flock)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
     workdir.lock(tmp_path, start=0)
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     with pytest.raises(UserError, match="another process"):  # which began and ended meanwhile

@@ -6,7 +6,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in a BPE file (GPT-2's encoder.py)."""
+    """Returns the printable characters of a BPE file, each with its byte (GPT-2's encoder.py)."""
     shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     hidden = [b for b in range(256) if b not in shown]
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
@@ -15,8 +15,8 @@ def byte_alphabet() -> dict[str, int]:
 def gpt2_like_ranks(tree: dict[str, Any]) -> tuple[dict[bytes, int], int] | None:
     """Returns (ranks, eot) of a tokenizer.json that tiktoken computes identically, else None.
 
-    That is: byte-level BPE with GPT-2's pattern and nothing around it, whose ids grow in the order
-    of the merges, and which adds the one token `<|endoftext|>` at most as its last.
+    Such a file holds byte-level BPE with GPT-2's pattern and nothing around it. Its ids grow in the
+    order of the merges. `<|endoftext|>` is its only added token.
     """
     model, pattern = tree["model"], tree.get("pre_tokenizer") or {}
     added = [token["content"] for token in tree.get("added_tokens", [])]

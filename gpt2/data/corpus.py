@@ -1,6 +1,6 @@
 """Corpora, by prefix: where documents come from.
 
-`READERS` is the one place that knows them all; a new prefix is one more function there.
+`READERS` lists all of them. A new prefix is one more entry there.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ Document = str | Path
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to be had, in an order that never changes.
+    """A source of documents, in an order that never changes.
 
     Attributes:
-        fingerprint: differs whenever the documents may differ. Needs no network to compute.
+        fingerprint: differs whenever the documents may differ. Computing it needs no network.
         documents: starts an iteration over the documents; raises `UserError` when they cannot be
             read.
-        num_bytes: about how much text there is; 0 where nobody knows beforehand.
+        num_bytes: about how many bytes of text there are; 0: not known in advance.
     """
 
     fingerprint: str
@@ -42,17 +42,17 @@ def open_corpus(spec: str) -> Corpus:
     """Returns the corpus that `data.corpus` names; reads no text yet.
 
     Raises:
-        UserError: the prefix is unknown or nothing is there.
+        UserError: the prefix is unknown, or no file matches.
     """
     prefix, colon, argument = spec.partition(":")
     if prefix not in READERS:
         choices = ", ".join(usage for usage, _ in READERS.values())
         raise UserError(
-            f"data.corpus={spec!r} is no known corpus", f"Choose one of: {choices}, tokens:GLOB"
+            f"data.corpus={spec!r} is not a known corpus", f"Choose one of: {choices}, tokens:GLOB"
         )
     usage, reader = READERS[prefix]
     if (":" in usage) != bool(argument) or (colon and not argument):
-        raise UserError(f"data.corpus={spec!r} is no way to name a corpus", f"Write {usage}")
+        raise UserError(f"data.corpus={spec!r} does not name a corpus", f"Write {usage}")
     return reader(argument)
 
 
@@ -60,21 +60,21 @@ def find_files(pattern: str) -> list[Path]:
     """Returns the files that a glob (`**` included) matches, sorted by name.
 
     Raises:
-        UserError: there is none.
+        UserError: no file matches.
     """
     expanded = str(Path(pattern).expanduser())
     files = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if Path(p).is_file()]
     if not files:
         raise UserError(
             f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
-            "Give a path or a glob of existing files, as in text:books/*.txt",
+            "Give a path or a glob of existing files. For example, use text:books/*.txt",
         )
     return files
 
 
 @contextlib.contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Makes of an error in reading `file` a `UserError` that names it."""
+def reading(file: Path | str) -> Iterator[None]:
+    """Turns an error in reading `file` into a `UserError` that names it."""
     try:
         yield
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
@@ -84,7 +84,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def file_fingerprint(files: list[Path], *more: str) -> str:
-    """Returns a hash over the places, sizes and modification times of files, and over `more`."""
+    """Returns a hash of the paths, sizes and modification times of files, and of `more`."""
     stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(json.dumps([stats, more]).encode()).hexdigest()
 
@@ -103,7 +103,7 @@ def _text(pattern: str) -> Corpus:
 def _pystdlib(_: str) -> Corpus:
     """The modules of the running Python's standard library, one document each.
 
-    Without its tests, which not every system installs and which are as long as all the rest.
+    Its tests are left out: not every system installs them, and they are as long as all the rest.
     """
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -111,7 +111,7 @@ def _pystdlib(_: str) -> Corpus:
     if not files:
         raise UserError(
             f"This Python has no standard library source in {root}",
-            "Choose another corpus, as in --config.data.corpus='text:books/*.txt'",
+            "Choose another corpus. For example, use --config.data.corpus='text:books/*.txt'",
         )
 
     def documents() -> Iterator[str]:
@@ -163,13 +163,13 @@ def _json_field(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is no JSON ({error})", "Each line must be an object") from error
+        raise UserError(f"{where} is not JSON ({error})", "Each line must be an object") from error
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise UserError(
             f"{where} has no text in the field {field!r}", "Name the field: jsonl:GLOB#FIELD"
         )
-    # JSON can spell half a surrogate pair, which is no text.
+    # JSON can spell half a surrogate pair, which UTF-8 cannot.
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
@@ -200,7 +200,7 @@ def _tfds(argument: str) -> Corpus:
     return Corpus(f"tfds-{name}-{feature}", lambda: hub.tensorflow_datasets(name, feature))
 
 
-# Prefix: (how to write it, what opens it). Ready tokens, which are no documents, are in shards.py.
+# Prefix: (how to write it, what opens it). shards.py opens ready tokens: they are not documents.
 READERS: dict[str, tuple[str, Callable[[str], Corpus]]] = {
     "pystdlib": ("pystdlib", _pystdlib),
     "text": ("text:GLOB", _text),

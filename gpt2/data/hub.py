@@ -1,4 +1,4 @@
-"""Documents from libraries and servers. Each says within seconds when it cannot be reached."""
+"""Documents from libraries and servers. A server out of reach is an error within seconds."""
 
 import http.client
 import json
@@ -32,17 +32,20 @@ def parquet_column(file: Path, column: str) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError("Reading Parquet needs pyarrow", "pip install pyarrow") from error
+        raise UserError("Reading Parquet needs pyarrow", "Run pip install pyarrow") from error
     try:
         table = pyarrow.parquet.ParquetFile(file)
         if column not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{file} has no column {column!r}", f"Choose after '#' one of: {names}")
+            raise UserError(
+                f"{file} has no column {column!r}", f"Choose another after '#', one of: {names}"
+            )
         for batch in table.iter_batches(batch_size=1024, columns=[column]):
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
                     raise UserError(
-                        f"The column {column!r} of {file} holds no text", "Choose another after '#'"
+                        f"The column {column!r} of {file} holds no text",
+                        "Choose another column after '#'",
                     )
                 yield text
     except (OSError, pyarrow.ArrowException) as error:
@@ -61,17 +64,17 @@ def hugging_face(name: str, column: str) -> Iterator[str]:
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     listing = f"{endpoint}/api/datasets/{name}/parquet"
     try:
-        subsets = _at_once(lambda: json.load(urllib.request.urlopen(listing)))
+        subsets = _within_seconds(lambda: json.load(urllib.request.urlopen(listing)))
     except urllib.error.HTTPError as error:
         raise UserError(
-            f"hf:{name} cannot be had from {endpoint} (HTTP {error.code})",
+            f"{endpoint} does not give hf:{name} (HTTP {error.code})",
             f"Check the name. {TRAIN_WITHOUT}",
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise UserError(
             f"hf:{name} is neither prepared nor reachable at {endpoint} ({error})", TRAIN_WITHOUT
         ) from error
-    splits = subsets.get("default") or next(iter(subsets.values()), {})
+    splits: dict[str, list[str]] = subsets.get("default") or next(iter(subsets.values()), {})
     if "train" not in splits:
         raise UserError(f"hf:{name} has no training split on the hub", TRAIN_WITHOUT)
     for url in splits["train"]:
@@ -80,16 +83,18 @@ def hugging_face(name: str, column: str) -> Iterator[str]:
                 with urllib.request.urlopen(url, timeout=60) as reply:
                     shutil.copyfileobj(reply, file)
             except (OSError, http.client.HTTPException) as error:
-                raise UserError(f"{url} broke off ({error})", "Run the same again") from error
+                raise UserError(
+                    f"The download of {url} broke off ({error})", "Run the same command again"
+                ) from error
             file.flush()
             yield from parquet_column(Path(file.name), column)
 
 
 def tensorflow_datasets(name: str, feature: str) -> Iterator[str]:
-    """Yields the training split of a TFDS data set, preparing it as ArrayRecord when it is missing.
+    """Yields the training split of a TFDS data set, and prepares it first if it is missing.
 
     Raises:
-        UserError: there is no such data set, feature, or network.
+        UserError: there is no such data set or feature, or the server is out of reach.
     """
     import tensorflow_datasets as tfds
 
@@ -97,17 +102,19 @@ def tensorflow_datasets(name: str, feature: str) -> Iterator[str]:
         builder = tfds.builder(name, file_format="array_record")
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(
-            f"TFDS knows no data set {name!r}", f"Check the name. {TRAIN_WITHOUT}"
+            f"TFDS has no data set {name!r}", f"Check the name. {TRAIN_WITHOUT}"
         ) from error
     if feature not in builder.info.features:
         names = ", ".join(builder.info.features)
         raise UserError(f"tfds:{name} has no feature {feature!r}", f"Choose one of: {names}")
     if not builder.is_prepared():
-        # TFDS itself goes on trying for minutes.
+        # Ask here first, since TFDS itself retries for minutes.
         try:
-            _at_once(lambda: urllib.request.urlopen("https://storage.googleapis.com").close())
+            _within_seconds(
+                lambda: urllib.request.urlopen("https://storage.googleapis.com").close()
+            )
         except urllib.error.HTTPError:
-            pass  # an answer all the same
+            pass  # the server answers, if only with an error
         except OSError as error:
             raise UserError(
                 f"tfds:{name} is neither prepared nor reachable ({error})", TRAIN_WITHOUT
@@ -118,14 +125,14 @@ def tensorflow_datasets(name: str, feature: str) -> Iterator[str]:
         yield value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _at_once(ask: Callable[[], T]) -> T:
-    """Returns what `ask` returns, within seconds.
+def _within_seconds(ask: Callable[[], T]) -> T:
+    """Returns what `ask` returns, if that takes at most `ANSWER_SECONDS`.
 
-    A timeout of urllib's does not do: looking up a name takes as long as the system likes.
+    A timeout of urllib is not enough, since it does not limit the look-up of a host's name.
 
     Raises:
         TimeoutError: there is no answer yet.
-        Whatever `ask` raises.
+        OSError, HTTPException, ValueError: `ask` raised it.
     """
     outcome: list = []
 

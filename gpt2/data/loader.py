@@ -14,8 +14,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from gpt2.data.prepare import Dataset
-from gpt2.errors import UserError, counted
+from gpt2.data.dataset import Dataset
+from gpt2.errors import UserError
+from gpt2.utils.text import counted
 
 IGNORED = -1
 ALL_ROWS = slice(None)
@@ -26,15 +27,15 @@ Batch = dict[str, np.ndarray]
 class TrainLoader:
     """Training batches, shuffled without replacement.
 
-    An epoch visits every window of `context_length` + 1 tokens once, neighbours sharing one token.
-    Where the first window starts is drawn for each epoch, so that later epochs cut the text
-    elsewhere. Any batch is found at once, and reads only the rows asked for.
+    An epoch visits every window of `context_length` + 1 tokens once; neighbours share one token.
+    Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
+    Any batch can be read directly, and only the requested rows are read.
 
     Args:
         dataset: a prepared corpus.
         batch_size: sequences in a batch, over all processes.
         context_length: tokens in a sequence.
-        seed: of the order.
+        seed: determines the order.
         document_mask: adds `segments`.
 
     Raises:
@@ -88,7 +89,7 @@ class ValidationLoader:
         batch_size: sequences in a batch, over all processes. The last batch is filled with rows
             that have nothing to predict.
         context_length: tokens in a sequence.
-        num_batches: the first so many, at most; 0: the whole split.
+        num_batches: at most this many, from the start of the split; 0: the whole split.
         document_mask: adds `segments`.
 
     Attributes:
@@ -141,24 +142,23 @@ def _document_start(dataset: Dataset) -> int:
     eot = dataset.tokenizer.eot
     if eot is None or dataset.splits["train"].num_documents < 2:
         raise UserError(
-            "data.document_mask=True, and the corpus is one document", "Set it to False"
+            "data.document_mask=True needs several documents, and the corpus is one",
+            "Use --config.data.document_mask=False",
         )
     return eot
 
 
 class Prefetcher:
-    """An iterator over device batches that a background thread gets ready.
+    """An iterator over device batches that a background thread prepares.
 
-    A context manager, which ends the thread.
+    It is a context manager, which ends the thread. An error in preparing a batch is raised where
+    the consumer asks for that batch.
 
     Args:
-        get_batch: the host batch of a step.
+        get_batch: returns the host batch of a step.
         steps: the steps, in order.
-        put: takes a host batch to the devices.
-        depth: batches that wait ready, at most.
-
-    Raises:
-        Whatever getting a batch raises, where the consumer asks for that batch.
+        put: moves a host batch to the devices.
+        depth: how many batches are ready and wait, at most.
     """
 
     _END = object()
@@ -196,10 +196,10 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """Ends the thread. Batches not yet taken are dropped."""
+        """Ends the thread and drops the batches that are still waiting."""
         self._closed.set()
         while self._thread.is_alive():
-            # Room in the queue lets a thread that waits to put see that it is over.
+            # A thread that waits to put sees that it should end once the queue has room.
             while not self._ready.empty():
                 self._ready.get_nowait()
             self._thread.join(0.01)

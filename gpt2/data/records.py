@@ -1,13 +1,11 @@
-"""Token streams on disk: written once as a TFDS data set, read at any place.
+"""Token streams on disk: written once as a TFDS data set, read at any position.
 
-A split is one stream of tokens, cut into records of `RECORD_TOKENS`. A record is long against a
-training window, so that most windows touch one record, and short against the cache, so that a
-random read decodes little that it does not need.
+A split is one stream of tokens, cut into records of `RECORD_TOKENS`. A record is longer than most
+training windows, so that most windows touch one record. It is much shorter than the cache, so that
+a random read decodes little that it does not need.
 """
 
 import functools
-import json
-import os
 from pathlib import Path
 from typing import Protocol
 
@@ -109,18 +107,3 @@ class RecordStream:
             out[position - start : position - start + len(piece)] = piece
             position += len(piece)
         return out
-
-
-def sync_directory(directory: Path) -> None:
-    """Brings a directory and its files to the disk itself, before a rename makes them visible."""
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def write_json(path: Path, tree: dict) -> None:
-    """Writes a JSON object, indented for people."""
-    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

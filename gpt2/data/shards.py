@@ -15,7 +15,7 @@ from gpt2.errors import UserError
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 MAGIC, VERSION = 20240520, 1
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
-CHUNK = 2**20  # tokens looked at in one go
+CHUNK = 2**20  # tokens read at a time
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Shards:
     """Where each split's tokens lie: per shard (path, tokens to skip in the file, tokens).
 
     Attributes:
-        by_share: whether `val_fraction` divides them, not their names.
+        by_share: whether `val_fraction` divides them; if not, their names do.
     """
 
     fingerprint: str
@@ -34,11 +34,11 @@ class Shards:
 def open_shards(data: DataConfig) -> Shards:
     """Finds the shards of a `tokens:GLOB` corpus, of GPT-2 tokens.
 
-    Files with the word `val` or `validation` in their name are the validation split; where there
-    are none, or no others, the last `val_fraction` of all tokens is.
+    Files with the word `val` or `validation` in their name are the validation split. If there are
+    no such files, or no others, it is the last `val_fraction` of all tokens.
 
     Raises:
-        UserError: no file, a broken file, or a tokenizer other than GPT-2's.
+        UserError: no file matches, a file is broken, or the tokenizer is not GPT-2's.
     """
     if data.tokenizer != "gpt2":
         raise UserError(
@@ -61,7 +61,10 @@ def open_shards(data: DataConfig) -> Shards:
 def index(shards: Shards, directory: Path) -> dict:
     """Writes the tokenizer and returns what `prepared.json` tells of the shards.
 
-    Reads every token once, to count documents and bytes.
+    It reads every token once, to count documents and bytes.
+
+    Raises:
+        UserError: a token is not one of GPT-2's.
     """
     tokenizer = build("gpt2")
     tokenizer.save(directory / "tokenizer.json")
@@ -76,7 +79,7 @@ def index(shards: Shards, directory: Path) -> dict:
             tokens = stream.read(start, CHUNK)
             if tokens.max() >= tokenizer.vocab_size:
                 raise UserError(
-                    f"The {name} shards hold the token {tokens.max()}, GPT-2 has none such",
+                    f"The {name} shards hold the token {tokens.max()}, which GPT-2 lacks",
                     "Give shards of GPT-2 tokens, uint16, with llm.c's header or none",
                 )
             num_bytes += int(token_bytes[tokens].sum())
@@ -112,7 +115,8 @@ class ShardStream:
     def read(self, start: int, length: int) -> np.ndarray:
         """Returns tokens [start, start + length), int32; fewer where the stream ends."""
         stop = min(start + length, len(self))
-        pieces, position = [np.empty(0, np.int32)], start
+        pieces: list[np.ndarray] = [np.empty(0, np.int32)]
+        position = start
         while position < stop:
             number = int(np.searchsorted(self._ends, position, side="right"))
             left = int(self._ends[number]) - position
@@ -130,13 +134,13 @@ def _tokens_in(file: Path) -> tuple[str, int, int]:
         skip, count = HEADER * 2, int(header[2])
         if header[1] != VERSION or size < 2 * (skip + count):
             raise UserError(
-                f"{file} is cut short, or of llm.c format {header[1]} and not {VERSION}",
-                "Fetch it again",
+                f"{file} is cut short, or has llm.c's format {header[1]} instead of {VERSION}",
+                "Download it again",
             )
     else:
         skip, count = 0, size // 2
     if count == 0 or size % 2:
-        raise UserError(f"{file} is no shard of uint16 tokens", "Leave it out of tokens:GLOB")
+        raise UserError(f"{file} is not a shard of uint16 tokens", "Leave it out of tokens:GLOB")
     return str(file), skip, count
 
 

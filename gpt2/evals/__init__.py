@@ -1,1 +1,1 @@
-"""Scores that others can check: tasks from local files, each stating its convention."""
+"""Scores that others can check: tasks from local files, each with its convention."""

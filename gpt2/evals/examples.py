@@ -96,10 +96,10 @@ def cbt(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 
 
 def after(tokenizer: Tokenizer, context: str, text: str, context_length: int) -> Request:
-    """Asks for the likelihood of `text` after `context`; spaces between the two count as text's.
+    """Returns the request for the likelihood of `text` after `context`.
 
-    The two are tokenised together, so that the text's tokens are those it has in place; the
-    context's end is where its own tokens end.
+    Spaces between the two count as part of `text`. The two are tokenised together, so that the text
+    has the tokens that it has in place. The number of the context's own tokens tells where it ends.
     """
     stripped = context.rstrip()
     text = context[len(stripped) :] + text
@@ -114,7 +114,7 @@ def read_jsonl(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
     """Reads one JSON object a line.
 
     Raises:
-        UserError: a line is no object or lacks one of `fields`.
+        UserError: a line is not an object or lacks one of `fields`.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -143,7 +143,7 @@ def read_cbt(path: Path) -> Iterator[tuple[str, str, str, list[str]]]:
         *sentences, last = (line.partition(" ")[2] for line in block.splitlines() or [""])
         fields = [field for field in last.split("\t") if field]
         if len(fields) != 3 or fields[1] not in fields[2].split("|") or "XXXXX" not in fields[0]:
-            raise UserError(f"{path}: block {number} is no question", "See docs/evaluation.md")
+            raise UserError(f"{path}: block {number} is not a question", "See docs/evaluation.md")
         yield " ".join(sentences), fields[0], fields[1], fields[2].split("|")
 
 

@@ -5,6 +5,11 @@
 is the harness' own command with one more model, `gpt2_jax`. It needs the package lm_eval.
 """
 
+from gpt2 import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
 import sys
 from collections import defaultdict
 from typing import Any
@@ -29,7 +34,7 @@ from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
 
 PROMPTS_PER_BATCH = 8
-TOKENS_PER_CHUNK = 16  # generated between two looks for a stop sequence
+TOKENS_PER_CHUNK = 16  # generated between two checks for a stop sequence
 
 
 @register_model("gpt2_jax")
@@ -55,8 +60,7 @@ class HarnessModel(LM):
         max_batch_size: Any = None,
         device: Any = None,
     ):
-        # The adapter stands with the tasks but is a command: what only commands use is brought in
-        # here, so that gpt2.evals needs none of it.
+        # Imported here, since only commands need these: the rest of gpt2.evals works without them.
         from gpt2.model import GPT
         from gpt2.weights import load_model
 
@@ -81,7 +85,9 @@ class HarnessModel(LM):
         """Scores (context, continuation) pairs: log-likelihood in nats, and whether greedy."""
         T = self._cfg.context_length
         pairs = [request.args for request in requests]
-        scores = self._scorer.score([after(self._tokenizer, *pair, T) for pair in pairs])
+        scores = self._scorer.score(
+            [after(self._tokenizer, context, text, T) for context, text in pairs]
+        )
         results = [(score.log_prob, score.greedy) for score in scores]
         for pair, result in zip(pairs, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", pair, result)
@@ -96,7 +102,8 @@ class HarnessModel(LM):
         for index, request in enumerate(requests):
             tokens = self._tokenizer.encode(request.args[0]).tolist()
             for window in get_rolling_token_windows(tokens, self._tokenizer.eot, T, 1):
-                parts.append(continuation(*make_disjoint_window(window), T))
+                context, scored = make_disjoint_window(window)
+                parts.append(continuation(context, scored, T))
                 owners.append(index)
         results = [0.0] * len(requests)
         for owner, score in zip(owners, self._scorer.score(parts), strict=True):
@@ -123,7 +130,7 @@ class HarnessModel(LM):
         return texts
 
     def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        from gpt2.sampling import Sampling, stream
+        from gpt2.generate import Sampling, stream
 
         options = normalize_gen_kwargs(options)
         max_new_tokens, stops = options["max_gen_toks"], [s for s in options["until"] if s]
@@ -132,7 +139,7 @@ class HarnessModel(LM):
             raise UserError(
                 f"the task generates {max_new_tokens} tokens, and the context has "
                 f"{self._cfg.context_length}",
-                "Give fewer, as --gen_kwargs=max_gen_toks=32",
+                "Give fewer. For example, use --gen_kwargs=max_gen_toks=32",
             )
         sampling = Sampling(
             options["temperature"], options.get("top_k") or 0, options.get("top_p") or 1.0
@@ -160,7 +167,7 @@ class HarnessModel(LM):
 
 
 def _cut(text: str, stops: list[str]) -> str:
-    """The text before the first stop sequence."""
+    """Returns the text before the first stop sequence."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text

@@ -1,15 +1,16 @@
-"""How well a model foretells text: WikiText, enwik8, text8 and a run's own validation split."""
+"""How well a model predicts text: WikiText, enwik8, text8 and a run's own validation split."""
 
 import math
 import re
 from pathlib import Path
 
+from gpt2.data.dataset import Dataset
 from gpt2.data.loader import ValidationLoader
-from gpt2.data.prepare import Dataset
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError, counted
+from gpt2.errors import UserError
 from gpt2.evals.report import Figure, perplexity, ratio
 from gpt2.evals.scoring import Request, Scorer, windows
+from gpt2.utils.text import counted
 
 
 def validation(
@@ -90,13 +91,16 @@ def compression(
 
 
 def _windows(scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int) -> list[Request]:
-    """Begins after an end-of-text token, where there is one, so that every token is scored."""
+    """Returns windows over a text. An end-of-text token, if there is one, comes before it.
+
+    Every token of the text is then scored.
+    """
     tokens = tokenizer.encode(text).tolist()
     tokens = tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]
     if len(tokens) < 2:
         raise UserError(
-            f"a text of {counted(len(text), 'character')} holds no token to foretell",
-            "Give a longer one",
+            f"a text of {counted(len(text), 'character')} holds no token to predict",
+            "Give a longer text",
         )
     return windows(tokens, scorer.context_length, stride)
 

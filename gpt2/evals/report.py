@@ -1,7 +1,6 @@
-"""What an evaluation found: figures that say how they were come by, as a table and as JSON."""
+"""The figures of an evaluation, each with its convention, as a table and as JSON."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt2.evals.scoring import Score
+from gpt2.utils import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Figure:
     """One number.
 
     Attributes:
-        task: that it belongs to.
+        task: the task that it belongs to.
         metric: its name, with the unit where it has one.
         value: the number.
         stderr: its standard error over examples.
@@ -39,11 +39,13 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
     return ratio(values, np.ones(len(values)))
 
 
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float]:
+def ratio(
+    numerators: Sequence[float], denominators: Sequence[float] | np.ndarray
+) -> tuple[float, float]:
     """Returns sum / sum over examples, and its standard error.
 
-    The error is that of a ratio estimator (Cochran 1977, section 2.11): examples are independent,
-    what lies within one is not.
+    The error is that of a ratio estimator (Cochran 1977, section 2.11). It treats examples as
+    independent, and the parts of one example as dependent.
     """
     x, y = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
     n, value = len(x), x.sum() / y.sum()
@@ -54,13 +56,13 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[f
 
 
 def perplexity(
-    scores: Sequence[Score], units: Sequence[float] | None = None
+    scores: Sequence[Score], units: Sequence[float] | np.ndarray | None = None
 ) -> tuple[float, float]:
     """Returns exp(loss per unit) and its standard error, by the slope of exp.
 
     Args:
         scores: one an example.
-        units: that an example counts; its scored tokens if not given.
+        units: how many units an example counts; its scored tokens if not given.
     """
     units = [score.count for score in scores] if units is None else units
     loss, stderr = ratio([-score.log_prob for score in scores], units)
@@ -91,4 +93,4 @@ def write_json(figures: Sequence[Figure], path: Path) -> None:
         for figure in figures
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    files.write_json(path, rows)

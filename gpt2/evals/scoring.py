@@ -1,8 +1,8 @@
 """Log-likelihoods of many texts of mixed lengths, by few compiled programs.
 
-Requests are sorted by length into buckets, padded on the right to their bucket's length, and
-scored a batch of fixed shape at a time; causal attention keeps the padding out of every score. The
-logits, most of the work for a small model, are computed for the scored tokens of a batch only.
+Requests are sorted by length into buckets, padded on the right to their bucket's length, and scored
+a batch of fixed shape at a time. Causal attention keeps the padding out of every score. The logits
+are most of the work for a small model, and are computed for scored tokens only.
 """
 
 import dataclasses
@@ -19,18 +19,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
-from gpt2.errors import UserError, counted
+from gpt2.errors import UserError
 from gpt2.utils.buckets import bucket
+from gpt2.utils.text import counted
 
-# On each device: tokens in a batch, and scored ones whose logits are there at once. More of them
-# feed an accelerator better; on a CPU, less is wasted and logits stay in its cache.
+# On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
+# keep an accelerator busy. Small ones waste less on a CPU and keep logits in its cache.
 TOKENS_PER_BATCH, LOGITS_AT_ONCE = 8192, 1024
 CPU_TOKENS_PER_BATCH, CPU_LOGITS_AT_ONCE = 512, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text, and which of its tokens are to be scored.
+    """A text, and which of its tokens to score.
 
     Attributes:
         tokens: [T] int32, what the model reads.
@@ -45,7 +46,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What the model thinks of a request.
+    """The model's score of a request.
 
     Attributes:
         log_prob: of all scored tokens, in nats.
@@ -59,7 +60,9 @@ class Score:
 
 
 def continuation(context: Sequence[int], tokens: Sequence[int], context_length: int) -> Request:
-    """Asks for the likelihood of `tokens` after `context`, of which the end is kept if need be.
+    """Returns the request for the likelihood of `tokens` after `context`.
+
+    A context that is too long loses its beginning.
 
     Raises:
         UserError: there is no context, or the tokens alone exceed `context_length`.
@@ -77,20 +80,20 @@ def continuation(context: Sequence[int], tokens: Sequence[int], context_length: 
 
 
 def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Request]:
-    """Asks for every token but the first, by windows that move `stride` tokens at a time.
+    """Returns requests for every token but the first, by windows that move by `stride` tokens.
 
-    Each window scores only what the one before has not, so that all but the first tokens have at
-    least `context_length - stride` tokens of context.
+    Each window scores only tokens that earlier ones have not scored. All but the first tokens
+    therefore have at least `context_length - stride` tokens of context.
     """
-    tokens = np.asarray(tokens, np.int32)
+    ids = np.asarray(tokens, np.int32)
     requests, scored = [], 0  # targets scored so far
-    for start in range(0, len(tokens) - 1, stride):
-        text = tokens[start : start + context_length + 1]
+    for start in range(0, len(ids) - 1, stride):
+        text = ids[start : start + context_length + 1]
         targets = text[1:].copy()
         targets[: scored - start] = -1
         requests.append(Request(text[:-1], targets))
         scored = start + len(targets)
-        if scored == len(tokens) - 1:
+        if scored == len(ids) - 1:
             break
     return requests
 
@@ -101,12 +104,12 @@ class Scorer:
     Args:
         model: `gpt2.model.GPT`, whose `hidden` and `logits` are used.
         params: of the model.
-        devices: that share the rows of a batch; all local ones if not given.
-        tokens_per_batch: on each device, padding included, but one row at least; what suits the
-            platform if not given.
+        devices: share the rows of a batch; all local devices if not given.
+        tokens_per_batch: on each device, padding included, but at least one row; if not given, a
+            number that suits the platform.
 
     Attributes:
-        context_length: tokens that the model can read at once.
+        context_length: tokens that the model can read at a time.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class Scorer:
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
         self._num_devices = len(devices)
-        self._score = jax.jit(
+        self._score: Any = jax.jit(  # its own type hides `_cache_size`
             jax.shard_map(
                 partial(_score, model, at_once),
                 mesh=mesh,
@@ -141,8 +144,8 @@ class Scorer:
     def num_programs(self) -> int:
         """How many programs have been compiled.
 
-        One for each bucket that was met, whatever the number of requests; those with segments have
-        their own.
+        There is one for each bucket that was needed, whatever the number of requests. Requests
+        with segments have programs of their own.
         """
         return self._score._cache_size()
 
@@ -189,11 +192,12 @@ def _score(
 ) -> dict[str, jax.Array]:
     """Sums over the scored tokens of each row: [B] each."""
     shape, targets = batch["targets"].shape, batch["targets"].reshape(-1)
-    hidden = model.apply(
+    hidden: Any = model.apply(
         {"params": params}, batch["tokens"], segments=batch.get("segments"), method="hidden"
-    ).reshape(targets.size, -1)
+    )
+    hidden = hidden.reshape(targets.size, -1)
     scored = targets >= 0
-    order = jnp.argsort(~scored)  # scored ones first: only they are gone through
+    order = jnp.argsort(~scored)  # scored tokens first, since the loop visits only them
     at_once = min(at_once, targets.size)
 
     def body(step: jax.Array, results: tuple) -> tuple:

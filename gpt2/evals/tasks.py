@@ -1,5 +1,6 @@
 """The tasks by name, and the file that each reads; docs/evaluation.md gives the formats."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,14 +12,29 @@ from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.report import Figure
 from gpt2.evals.scoring import Scorer
 
-# name: (file in the task directory, function, whether it slides a window and takes its stride)
-TASKS: dict[str, tuple[str, Callable[..., list[Figure]], bool]] = {
-    "wikitext": ("wikitext.txt", wikitext, True),
-    "lambada": ("lambada.jsonl", lambada, False),
-    "hellaswag": ("hellaswag.jsonl", hellaswag, False),
-    "cbt": ("cbt.txt", cbt, False),
-    "enwik8": ("enwik8", partial(compression, "enwik8"), True),
-    "text8": ("text8", partial(compression, "text8"), True),
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A scored task.
+
+    Attributes:
+        file: its name in the task directory.
+        score: `score(scorer, tokenizer, path)` returns the figures of the file at `path`.
+        slides: whether it slides a window over a text; `score` then takes the stride in tokens too.
+    """
+
+    file: str
+    score: Callable[..., list[Figure]]
+    slides: bool = False
+
+
+TASKS = {
+    "wikitext": Task("wikitext.txt", wikitext, slides=True),
+    "lambada": Task("lambada.jsonl", lambada),
+    "hellaswag": Task("hellaswag.jsonl", hellaswag),
+    "cbt": Task("cbt.txt", cbt),
+    "enwik8": Task("enwik8", partial(compression, "enwik8"), slides=True),
+    "text8": Task("text8", partial(compression, "text8"), slides=True),
 }
 
 
@@ -26,14 +42,14 @@ def task_file(name: str, directory: str) -> Path:
     """Returns where a task's file lies.
 
     Raises:
-        UserError: there is no such task, or no such file, or nothing in it.
+        UserError: there is no such task, or its file is missing or empty.
     """
     if name not in TASKS:
-        raise UserError(f"{name} is no task", f"Choose from validation, {', '.join(TASKS)}")
-    path = Path(directory) / TASKS[name][0]
+        raise UserError(f"{name} is not a task", f"Choose from validation, {', '.join(TASKS)}")
+    path = Path(directory) / TASKS[name].file
     if not directory or not path.is_file():
         raise UserError(
-            f"the task {name} reads {path}, which is not there",
+            f"the task {name} reads {path}, which does not exist",
             "Give its directory as --task_dir; docs/evaluation.md says what it holds",
         )
     if not path.stat().st_size:
@@ -45,5 +61,5 @@ def run_task(
     name: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
 ) -> list[Figure]:
     """Scores one task; `stride` (tokens) is for those that slide a window over a text."""
-    _, function, slides = TASKS[name]
-    return function(scorer, tokenizer, path, *([stride] if slides else []))
+    task = TASKS[name]
+    return task.score(scorer, tokenizer, path, *([stride] if task.slides else []))

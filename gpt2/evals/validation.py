@@ -6,9 +6,43 @@ from typing import Any
 
 import jax
 
+from gpt2.errors import DivergedError
+from gpt2.training.feed import Feed
+
+
+class Validator:
+    """Scores a run's validation split, as often as asked.
+
+    Args:
+        eval_step: compiled, `(params, batch) -> {"loss_sum", "count"}`.
+        feed: of the run.
+    """
+
+    def __init__(self, eval_step: Callable, feed: Feed):
+        self._eval_step, self._feed = eval_step, feed
+        # The number of bytes is known only for the whole split.
+        self._targets_per_byte = feed.targets_per_byte if feed.eval_is_whole else None
+
+    def __call__(self, step: int, params: Any, num_batches: int = 0) -> dict[str, float]:
+        """Returns the scores of `validate`.
+
+        Args:
+            step: the newest step of `params`, for messages.
+            params: of the model, placed as they train.
+            num_batches: the split's first batches; 0: all that a validation has.
+
+        Raises:
+            DivergedError: the loss is not finite.
+        """
+        with self._feed.eval_batches(num_batches or self._feed.num_eval_batches) as batches:
+            scores = validate(self._eval_step, params, batches, self._targets_per_byte)
+        if not math.isfinite(scores["eval/loss"]):
+            raise DivergedError(step)
+        return scores
+
 
 def validate(
-    eval_step: Callable, params: Any, batches: Iterable[dict], targets_per_byte: float | None
+    eval_step: Callable, params: Any, batches: Iterable[Any], targets_per_byte: float | None
 ) -> dict[str, float]:
     """Scores every target of `batches`.
 
@@ -16,14 +50,13 @@ def validate(
         eval_step: compiled, `(params, batch) -> {"loss_sum", "count"}`.
         params: of the model.
         batches: on the devices already.
-        targets_per_byte: tokens to predict for each UTF-8 byte of the text scored; None: nobody
-            counted its bytes.
+        targets_per_byte: tokens to predict for each UTF-8 byte of the scored text; None if unknown.
 
     Returns:
-        `eval/loss` (nats per token), `eval/perplexity` (per token) and, where bytes were counted,
-        `eval/bits_per_byte`.
+        `eval/loss` (nats per token), `eval/perplexity` (per token) and, if `targets_per_byte` is
+        given, `eval/bits_per_byte`.
     """
-    # Nothing is fetched before the last batch is under way.
+    # Nothing is fetched before the last batch is dispatched.
     sums = jax.device_get([eval_step(params, batch) for batch in batches])
     loss = math.fsum(s["loss_sum"] for s in sums) / math.fsum(s["count"] for s in sums)
     scores = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}

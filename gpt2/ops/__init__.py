@@ -1,17 +1,20 @@
 """The expensive operations: one function each, several implementations, one plain reference.
 
 Every function here has a form written for speed, with its own backward rule, and beside it a
-`*_reference` form written for reading. Tests hold the two together, values and gradients.
+`*_reference` form written for reading. Tests compare the values and gradients of the two.
 """
 
-from gpt2.ops.activation import gelu_tanh, gelu_tanh_reference
-from gpt2.ops.attention import attention, resolve
+from gpt2.ops.activation import ACTIVATIONS, GATES, gelu_tanh, gelu_tanh_reference
+from gpt2.ops.attention import attention, attention_cached, resolve
 from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from gpt2.ops.linear import linear, linear_reference
 from gpt2.ops.norm import norm, norm_reference
 
 __all__ = [
+    "ACTIVATIONS",
+    "GATES",
     "attention",
+    "attention_cached",
     "cross_entropy",
     "cross_entropy_reference",
     "gelu_tanh",

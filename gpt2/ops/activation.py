@@ -1,15 +1,16 @@
-"""GELU in its tanh form, with its own backward rule.
+"""Activations of the MLP by name, and GELU in its tanh form with its own backward rule.
 
 Hendrycks and Gimpel 2016, section 2: x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3).
-Written as x / (1 + exp(-2 u)), the same function, it is one pass over memory forward and a few
-backward. XLA:CPU computes a product again at each use, even inside the loop that transposes for a
-weight gradient, at a tenth of the speed. A division it stores if it has two uses, and fuses if it
-has one. So the backward rule uses GELU's value too: `linear` computes it for the weight gradient,
-and the derivative is its second use.
+The code computes the same function as a quotient, x / (1 + exp(-2 u)). The backward rule uses the
+quotient a second time, for the derivative, so that XLA:CPU stores it once instead of computing it
+again in each use (docs/performance.md, XLA:CPU note 2).
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -19,12 +20,13 @@ _CUBIC = 0.044715
 
 @jax.custom_vjp
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Returns GELU of `x`, elementwise; any float type, computed in float32."""
+    """Returns GELU of `x`, elementwise, in the type of `x`; any float type, computed in float32."""
     return _fwd(x)[0]
 
 
 def gelu_tanh_reference(x: jax.Array) -> jax.Array:
-    """What `gelu_tanh` computes, with the derivative left to JAX."""
+    """Computes `gelu_tanh` by its formula, with the derivative left to JAX."""
+    chex.assert_type(x, float)
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
@@ -33,7 +35,9 @@ def _exp_minus_2u(x):
 
 
 def _fwd(x):
-    # y lives within the backward pass of `linear`, which calls this. Alone, the rule keeps x and y.
+    chex.assert_type(x, float)
+    # `linear` calls this in its own backward pass, so y lives no longer than that. Outside of
+    # `linear`, the rule keeps both x and y.
     x32 = x.astype(jnp.float32)
     y = x32 / (1.0 + _exp_minus_2u(x32))
     return y.astype(x.dtype), (x, y)
@@ -50,3 +54,16 @@ def _bwd(residuals, dy):
 
 
 gelu_tanh.defvjp(_fwd, _bwd)
+
+# `model.activation` -> the function between the MLP's two linear maps.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu_tanh": gelu_tanh,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021
+    "silu": jax.nn.silu,
+}
+
+# `model.activation` -> the function of a third linear map, which multiplies the first one's result
+# (Shazeer 2020).
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu}

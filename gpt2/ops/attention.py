@@ -6,21 +6,25 @@
     cudnn      cuDNN's flash attention, on NVIDIA GPUs
     splash     Pallas splash attention, on TPUs
 
-All of them keep softmax in float32 and heads a separate axis, so that heads can be spread over
+All of them compute softmax in float32. Heads are a separate axis, so that they can be spread over
 devices. B batch, T time, N heads, H head size, S stored time.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, Literal, cast
 
+import chex
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from gpt2.architecture import ATTENTIONS as IMPLEMENTATIONS
 from gpt2.errors import UserError
 from gpt2.ops.blocked_attention import blocked_attention
-from gpt2.parallel.rules import is_spread, map_devices
 
-SHORT = 128  # positions up to which the reference takes no longer than blocks, on a CPU
+IMPLEMENTATIONS = ("reference", "xla", "blocked", "cudnn", "splash")
+KERNELS = ("blocked", "splash")  # XLA does not split these over devices
+SHORT = 128  # up to so many positions, the reference is as fast as blocks on a CPU
 
 
 def attention(
@@ -28,47 +32,53 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     *,
-    implementation: str = "auto",
+    implementation: str = "reference",
     segments: jax.Array | None = None,
     dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
+    interpret: bool = False,
+    map_kernel: Callable[[Callable], Callable] = lambda kernel: kernel,
 ) -> jax.Array:
     """Lets each position attend to itself and those before it.
 
     Args:
         q, k, v: `[B, T, N, H]`, one type.
-        implementation: see the top of this file; 'auto' asks `resolve`.
-        segments: `[B, T]` int32; positions see only those of the same number, where given.
-        dropout: probability with which a weight is dropped. Weights must exist to be dropped, so
-            anything but 0 takes 'reference'.
-        dropout_key: what the dropped weights are drawn with.
+        implementation: one of `IMPLEMENTATIONS`, as `resolve` names it.
+        segments: `[B, T]` int32 or None; a position sees only positions of the same number.
+        dropout: probability with which a weight is dropped. Only 'reference' has an array of
+            weights to drop from, so any other value than 0 selects it.
+        dropout_key: the key that draws the dropped weights.
+        interpret: run the Pallas kernel of 'splash' in interpret mode, which platforms other than
+            TPU need.
+        map_kernel: turns `kernel((q, k, v), segments)` into a function that runs the kernel on
+            each device's part; used for `KERNELS`.
 
     Returns:
         `[B, T, N, H]` of the type of `q`.
 
     Raises:
-        UserError: the implementation does not exist or cannot run here.
+        ValueError: there is no such implementation.
     """
-    platform = jax.default_backend()
-    name = resolve(implementation, platform, q.dtype, q.shape[1], q.shape[3])
-    if dropout or name == "reference":
+    if dropout or implementation == "reference":
         return attention_reference(
             q, k, v, segments=segments, dropout=dropout, dropout_key=dropout_key
         )
-    if name == "blocked" and not is_spread("heads"):
-        return blocked_attention(q, k, v, segments)
-    if name in ("blocked", "splash"):
-        kernel = {"blocked": _blocked, "splash": partial(_splash, interpret=platform != "tpu")}
-        heads, rows = ("batch", "length", "heads", "head_size"), ("batch", "length")
-        return map_devices(kernel[name], heads, rows)((q, k, v), segments)
+    _check_shapes(q, k, v, segments)
+    if implementation == "blocked":
+        return map_kernel(_blocked)((q, k, v), segments)
+    if implementation == "splash":
+        return map_kernel(partial(_splash, interpret=interpret))((q, k, v), segments)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     mask = None if segments is None else _same_segment(segments)
+    name = cast(Literal["xla", "cudnn"], implementation)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=name)
 
 
 def resolve(
-    implementation: str, platform: str, dtype: jnp.dtype, context_length: int, head_size: int
+    implementation: str, platform: str, dtype: DTypeLike, context_length: int, head_size: int
 ) -> str:
-    """Names the implementation that a run will use.
+    """Returns the name of the implementation that a run will use.
 
     Args:
         implementation: 'auto' or an explicit choice.
@@ -80,10 +90,10 @@ def resolve(
     Raises:
         UserError: the implementation does not exist or cannot run with these.
     """
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in ("auto", *IMPLEMENTATIONS):
         raise UserError(
             f"model.attention={implementation!r} is not an implementation",
-            f"Choose one of {', '.join(IMPLEMENTATIONS)}",
+            f"Choose one of auto, {', '.join(IMPLEMENTATIONS)}",
         )
     obstacles = {
         "cudnn": _cudnn_obstacle(platform, jnp.dtype(dtype), head_size),
@@ -96,13 +106,14 @@ def resolve(
     if obstacle := obstacles.get(implementation):
         raise UserError(
             f"model.attention={implementation!r} {obstacle}",
-            "Use model.attention='auto', which takes what the device offers",
+            "Use model.attention='auto', which selects what the device supports",
         )
     return implementation
 
 
 def attention_reference(q, k, v, *, segments=None, dropout=0.0, dropout_key=None):
-    """What `attention` computes, as the formula stands."""
+    """Computes `attention` by its formula; arguments and result as there."""
+    _check_shapes(q, k, v, segments)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     time = jnp.arange(q.shape[1])
     visible = time[:, None] >= time[None, :]
@@ -121,17 +132,23 @@ def attention_reference(q, k, v, *, segments=None, dropout=0.0, dropout_key=None
 def attention_cached(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, length: jax.Array
 ) -> jax.Array:
-    """Attention of new positions over a cache that already holds their keys and values.
+    """Lets new positions attend to a cache that already holds their keys and values.
 
     Args:
         q: `[B, T, N, H]`, the last T positions; T is 1 when decoding.
-        k_cache, v_cache: `[B, N, S, H]`; entries from `length` on are not looked at.
+        k_cache, v_cache: `[B, N, S, H]`; entries from `length` on are ignored.
         length: int32, scalar or `[B]`: positions held, the new ones included.
 
     Returns:
         `[B, T, N, H]` of the type of `q`.
     """
-    T, S = q.shape[1], k_cache.shape[2]
+    chex.assert_rank([q, k_cache], 4)
+    (B, T, N, H), S = q.shape, k_cache.shape[2]
+    chex.assert_shape([k_cache, v_cache], (B, N, S, H))
+    chex.assert_axis_dimension_gteq(k_cache, 2, T)
+    chex.assert_type([k_cache, v_cache], q.dtype)
+    chex.assert_shape(length, (B,) if jnp.ndim(length) else ())
+    chex.assert_type(length, int)
     scores = jnp.einsum("btnh,bnsh->bnts", q, k_cache, preferred_element_type=jnp.float32)
     first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
     visible = jnp.arange(S) <= first + jnp.arange(T)[:, None]
@@ -139,6 +156,16 @@ def attention_cached(
     weights = jax.nn.softmax(scores).astype(q.dtype)
     out = jnp.einsum("bnts,bnsh->btnh", weights, v_cache, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)
+
+
+def _check_shapes(q, k, v, segments):
+    """Keys of a single head, row or position would broadcast, and segments likewise."""
+    chex.assert_rank(q, 4)
+    chex.assert_equal_shape([q, k, v])
+    chex.assert_type([k, v], q.dtype)
+    if segments is not None:
+        chex.assert_shape(segments, q.shape[:2])
+        chex.assert_type(segments, int)
 
 
 def _blocked(qkv, segments):
@@ -153,18 +180,13 @@ def _splash(qkv, segments, interpret):
     q, k, v = qkv
     T, N, H = q.shape[1:]
     block = max(size for size in (128, 256, 512) if T % size == 0)
-    names = ("block_q", "block_kv", "block_kv_compute")
-    blocks = splash_attention.BlockSizes(
-        **dict.fromkeys(names, block),
-        **dict.fromkeys((f"{name}_dkv" for name in names[:2]), block),
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
+    forward = ("block_q", "block_kv", "block_kv_compute")
+    backward = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys((*forward, *backward), block)
     causal = splash_attention.CausalMask((T, T))
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([causal] * N),
-        block_sizes=blocks,
+        block_sizes=splash_attention.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,

@@ -1,14 +1,15 @@
 """Causal attention for CPUs: a block of queries at a time, with the keys up to its own end.
 
-So XLA gets products that are large enough for all threads, a few heads at a time scores that are
-small enough for the caches, and softmax whole rows. Of what n blocks compute, one part in n + 1
-lies above the diagonal. The backward pass computes the scores again from the saved log of the
-normaliser, as FlashAttention does (Dao et al. 2022, algorithm 4): of T x T nothing is kept, and at
-most T x T / n of each head exists at a time, beside masks of one byte for each pair.
+Each block gives matrix products that are large enough for all threads (docs/performance.md, XLA:CPU
+note 10). A few heads at a time give scores that are small enough for the caches. Softmax sees whole
+rows. Of what n blocks compute, one part in n + 1 lies above the diagonal.
+
+The backward pass computes the scores again from the saved log of the normaliser, as FlashAttention
+does (Dao et al. 2022, algorithm 4). No scores are kept for it. At most T x T / n scores of a head
+exist at a time, beside masks of one byte for each pair.
 
 Below, g is a group of heads of one sequence, and arrays are `[groups, g, T, H]`. They hold 16-bit
-floats as plain bits: XLA:CPU moves those of its own type by way of float32, which would cost as
-much as a third of the products do.
+floats as plain bits, which move faster (docs/performance.md, XLA:CPU note 3).
 """
 
 import jax
@@ -16,16 +17,24 @@ import jax.numpy as jnp
 
 from gpt2.ops.narrow import bits, floats
 
-BLOCK = 256  # queries, where that makes 2 to 8 blocks; measured in docs/performance.md
-SCORES = 2**19  # at a time, where heads are few enough: 2 MB, the second-level caches of two cores
-NEVER = -1e30  # the score of what must not be seen; finite, since -inf minus -inf is no number
+BLOCK = 256  # queries in a block, if that makes 2 to 8 blocks; measured in docs/log.md
+SCORES = 2**19  # at a time, if one head has no more: 2 MB, the second-level caches of two cores
+NEVER = -1e30  # the score of a hidden pair; finite, since -inf minus -inf is NaN
 
 
 @jax.custom_vjp
 def blocked_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None
 ) -> jax.Array:
-    """`attention` in blocks: `[B, T, N, H]` each, `segments` `[B, T]` int32 or none."""
+    """Computes `attention` in blocks.
+
+    Args:
+        q, k, v: `[B, T, N, H]`, one type.
+        segments: `[B, T]` int32 or None; a position sees only positions of the same number.
+
+    Returns:
+        `[B, T, N, H]` of the type of `q`.
+    """
     return _blocked_fwd(q, k, v, segments)[0]
 
 
@@ -33,7 +42,8 @@ def _blocked_fwd(q, k, v, segments):
     groups = tuple(map(_split, (q, k, v)))
     blocks = _blocks(groups[0].shape[2], segments, transposed=False)
     out, log_normaliser = jax.lax.map(
-        lambda args: _forward(*args, blocks, q.dtype), (*groups, _sequence_of(groups[0], q))
+        lambda args: _forward(*args, blocks=blocks, dtype=q.dtype),
+        (*groups, _sequence_numbers(groups[0], q)),
     )
     return _join(out, q), (*groups, segments, out, log_normaliser)
 
@@ -43,7 +53,8 @@ def _blocked_bwd(residuals, dout):
     groups = q, k, jnp.swapaxes(k, -1, -2), v, out, log_normaliser, _split(dout)
     blocks = _blocks(q.shape[2], segments, transposed=True)
     dq, dk, dv = jax.lax.map(
-        lambda args: _backward(*args, blocks, dout.dtype), (*groups, _sequence_of(q, dout))
+        lambda args: _backward(*args, blocks=blocks, dtype=dout.dtype),
+        (*groups, _sequence_numbers(q, dout)),
     )
     return *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)), None
 
@@ -71,18 +82,18 @@ def _join(x, like):
     return floats(jnp.swapaxes(x, 1, 2), like.dtype)
 
 
-def _sequence_of(groups, like):
-    """The number, in the batch, of each group's sequence."""
+def _sequence_numbers(groups, like):
+    """Returns the number, in the batch, of each group's sequence: `[groups]` int32."""
     return jnp.arange(len(groups)) // (len(groups) // len(like))
 
 
-def _forward(q, k, v, sequence, blocks, dtype):
+def _forward(q, k, v, sequence, *, blocks, dtype):
     """Returns the output `[g, T, H]`, as bits, and the log of the normaliser `[g, T, 1]`."""
     q, k, v = (floats(x, dtype) for x in (q, k, v))
     outs, log_normalisers = [], []
     for queries, keys, visible in blocks:
         scores = _dot("gth,gsh->gts", q[:, queries], k[:, keys]) * q.shape[-1] ** -0.5
-        scores = jnp.where(_of(visible, sequence), scores, NEVER)
+        scores = jnp.where(_mask_for(visible, sequence), scores, NEVER)
         highest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         normaliser = weights.sum(axis=-1, keepdims=True)
@@ -92,11 +103,11 @@ def _forward(q, k, v, sequence, blocks, dtype):
     return jnp.concatenate(outs, axis=1), jnp.concatenate(log_normalisers, axis=1)
 
 
-def _backward(q, k, k_transposed, v, out, log_normaliser, dout, sequence, blocks, dtype):
+def _backward(q, k, k_transposed, v, out, log_normaliser, dout, sequence, *, blocks, dtype):
     """Returns the gradients of q `[g, H, T]`, of k and of v `[g, T, H]`, as bits.
 
-    Scores are transposed here, keys by queries, and so is the gradient of the queries: every
-    product takes its operands as they lie in memory.
+    Scores are transposed here, keys by queries, and so is the gradient of the queries. Every matrix
+    product then takes its operands as they lie in memory (docs/performance.md, XLA:CPU note 10).
     """
     q, k, k_transposed, v, out, dout = (
         floats(x, dtype) for x in (q, k, k_transposed, v, out, dout)
@@ -108,7 +119,7 @@ def _backward(q, k, k_transposed, v, out, log_normaliser, dout, sequence, blocks
     for queries, keys, visible in blocks:
         scores = _dot("gsh,gth->gst", k[:, keys], q[:, queries]) * scale
         weights = jnp.exp(scores - log_normaliser[..., queries])
-        weights = jnp.where(_of(visible, sequence), weights, 0.0)
+        weights = jnp.where(_mask_for(visible, sequence), weights, 0.0)
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
         dscores = (weights * (dweights - delta[..., queries]) * scale).astype(dtype)
         dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
@@ -133,9 +144,9 @@ def _blocks(T, segments, transposed):
 
 
 def _visible(T, queries, keys, segments, transposed):
-    """`[queries, keys]` or transposed; with segments `[B, ...]`, for each sequence.
+    """Returns the mask `[queries, keys]`, or transposed; with segments `[B, ...]`.
 
-    Not by transposing an array, which XLA would keep, and read against its layout.
+    It is computed in the orientation that reads it (docs/performance.md, XLA:CPU note 9).
     """
 
     def pairs(x):
@@ -152,7 +163,7 @@ def _visible(T, queries, keys, segments, transposed):
     return visible & (query_segment == key_segment)
 
 
-def _of(visible, sequence):
+def _mask_for(visible, sequence):
     return visible if visible.ndim == 2 else visible[sequence]
 
 

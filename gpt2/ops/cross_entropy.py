@@ -1,17 +1,21 @@
 """The output head and the cross-entropy loss as one operation.
 
 The logits `[B, T, V]` are the largest array of a GPT-2 training step: 412 MB in float32 for 2048
-tokens. Here they live for one chunk of positions at a time, and the gradients with respect to
-hidden states and embedding are formed while they are at hand, so that nothing of that size is
-kept for the backward pass or computed twice.
+tokens. Here they exist for one chunk of positions at a time. The gradients with respect to hidden
+states and embedding are computed from each chunk in the same pass. The backward pass therefore
+neither keeps the logits nor computes them again.
 """
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0, and finite, so that 0 times it is 0
+from gpt2.ops.dot import dot
+
+IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
 
 
 def cross_entropy(
@@ -21,7 +25,7 @@ def cross_entropy(
     *,
     vocab_size: int,
     logit_softcap: float = 0.0,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
     chunk: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the negative log-likelihood of the targets under `softmax(hidden @ embedding^T)`.
@@ -33,13 +37,14 @@ def cross_entropy(
         targets: `[B, T]` int32; -1 leaves a position out of loss and count.
         vocab_size: the number of tokens that exist.
         logit_softcap: c > 0 replaces logits x by c tanh(x / c) (Gemma 2, 2024, section 2).
-        dtype: type of the operands of the products, that of `hidden` if not given; logits,
+        dtype: type of the operands of matrix products, that of `hidden` if not given. Logits,
             softmax and sums are float32.
         chunk: positions (of T) whose logits exist at one time; 0 for all of them.
 
     Returns:
-        The loss summed over targets, in nats, and the number of targets, float32 both.
+        The loss summed over targets, in nats, and the number of targets, both float32.
     """
+    _check_shapes(hidden, embedding, targets, vocab_size)
     dtype = jnp.dtype(dtype or hidden.dtype)
     count = (targets >= 0).sum(dtype=jnp.float32)
     loss = _loss_sum(
@@ -51,7 +56,8 @@ def cross_entropy(
 def cross_entropy_reference(
     hidden, embedding, targets, *, vocab_size, logit_softcap=0.0, dtype=None
 ):
-    """What `cross_entropy` computes, with all logits at once and the derivative left to JAX."""
+    """Computes `cross_entropy` with all logits at once and the derivative left to JAX."""
+    _check_shapes(hidden, embedding, targets, vocab_size)
     dtype = jnp.dtype(dtype or hidden.dtype)
     logits = jnp.einsum(
         "btd,vd->btv",
@@ -65,6 +71,15 @@ def cross_entropy_reference(
     valid = targets >= 0
     picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     return -jnp.where(valid, picked, 0.0).sum(), valid.sum(dtype=jnp.float32)
+
+
+def _check_shapes(hidden, embedding, targets, vocab_size):
+    """Targets of fewer rows or positions would broadcast, and be counted too few."""
+    chex.assert_rank(hidden, 3)
+    chex.assert_shape(targets, hidden.shape[:2])
+    chex.assert_type(targets, int)
+    chex.assert_shape(embedding, (None, hidden.shape[2]))
+    chex.assert_axis_dimension_gteq(embedding, 0, vocab_size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -91,16 +106,16 @@ def _loss_sum_fwd(hidden, embedding, targets, vocab_size, logit_softcap, dtype, 
         exponentials, normaliser, highest = _softmax(logits)
         target = _target_logits(hidden, embedding, targets, logit_softcap)
         loss += _nll_sum(normaliser, highest, target, targets)
-        # A comparison takes the place of a scatter: it joins the same pass over the logits, and
-        # it splits without communication when V is spread over devices.
+        # A comparison replaces a scatter: it joins the same pass over the logits, and it splits
+        # without communication when V is spread over devices.
         is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
         factor = jnp.where(targets[..., None] >= 0, 1.0 / normaliser, 0.0)
         dlogits = exponentials * factor - is_target
         if logit_softcap:
             dlogits *= 1.0 - (logits / logit_softcap) ** 2
         dlogits = dlogits.astype(dtype)
-        dembedding += _dot(dlogits, hidden, (0, 1), (0, 1))
-        return (loss, dembedding), _dot(dlogits, weights, (2,), (0,)).astype(dtype)
+        dembedding += dot(dlogits, hidden, (0, 1), (0, 1))
+        return (loss, dembedding), dot(dlogits, weights, (2,), (0,)).astype(dtype)
 
     sums = jnp.float32(0.0), jnp.zeros(embedding.shape, jnp.float32)
     (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
@@ -122,7 +137,7 @@ _loss_sum.defvjp(_loss_sum_fwd, _loss_sum_bwd)
 def _scan(add_chunk, sums, hidden, targets, chunk):
     """Scans over chunks of positions, and returns the sums and the rows of outputs `[B, T, ...]`.
 
-    A loop, since XLA would keep the terms of all chunks' sums to add them at once.
+    It is a loop, so that sums grow chunk by chunk (docs/performance.md, XLA:CPU note 7).
     """
     B, T, D = hidden.shape
     if not chunk or chunk >= T:
@@ -140,8 +155,8 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
 
 
 def _logits(hidden, embedding, vocab_size, logit_softcap):
-    """`[B, T, V]` float32, padding masked out."""
-    logits = _dot(hidden, embedding, (2,), (1,))
+    """Returns the logits `[B, T, V]`, float32, padding masked out."""
+    logits = dot(hidden, embedding, (2,), (1,))
     if logit_softcap:
         logits = logit_softcap * jnp.tanh(logits / logit_softcap)
     if vocab_size < embedding.shape[0]:
@@ -151,10 +166,10 @@ def _logits(hidden, embedding, vocab_size, logit_softcap):
 
 
 def _softmax(logits):
-    """Exponentials `[B, T, V]`, their sums and the maximum taken from the logits, `[B, T, 1]`.
+    """Returns exponentials `[B, T, V]`, their sums and the logits' maximum `[B, T, 1]`.
 
-    The exponentials are stored once and serve the loss and the gradient: XLA:CPU, left to fuse
-    them into each reduction, computes them again and slowly.
+    The exponentials are stored once, for the sum and the gradient (docs/performance.md, XLA:CPU
+    note 8).
     """
     highest = logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - highest)
@@ -162,20 +177,16 @@ def _softmax(logits):
 
 
 def _nll_sum(normaliser, highest, target_logits, targets):
-    """The loss, summed over positions that have a target."""
+    """Returns the loss, summed over positions that have a target."""
     nll = highest + jnp.log(normaliser) - target_logits
     return jnp.where(targets[..., None] >= 0, nll, 0.0).sum()
 
 
 def _target_logits(hidden, embedding, targets, logit_softcap):
-    """`[B, T, 1]` float32, from the targets' own rows: cheaper than a pass over the logits."""
+    """Returns the targets' logits `[B, T, 1]`, float32.
+
+    They come from the targets' own rows, which costs less than a pass over the logits.
+    """
     rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
     logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
     return logit_softcap * jnp.tanh(logits / logit_softcap) if logit_softcap else logits
-
-
-def _dot(a, b, contract_a, contract_b):
-    """The product of `a` and `b` over the given axes, accumulated and returned in float32."""
-    return jax.lax.dot_general(
-        a, b, ((contract_a, contract_b), ((), ())), preferred_element_type=jnp.float32
-    )

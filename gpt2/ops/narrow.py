@@ -1,7 +1,7 @@
-"""16-bit floats as plain bits, the form in which XLA:CPU moves them at the speed of memory.
+"""16-bit floats as plain bits.
 
-Of its own 16-bit types it gathers, slices and stores by way of float32: the whole table is
-converted for a few rows, and a value kept for the backward pass is kept at twice its size.
+XLA:CPU moves bits as they are, and 16-bit floats by way of float32 (docs/performance.md, XLA:CPU
+note 3).
 """
 
 import jax
@@ -15,5 +15,5 @@ def bits(x: jax.Array) -> jax.Array:
 
 
 def floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The inverse of `bits`, given the type that `x` had."""
+    """Returns the floats of type `dtype` that `bits` turned into `x`: its inverse."""
     return jax.lax.bitcast_convert_type(x, dtype)

@@ -1,14 +1,16 @@
 """Normalisation of the last axis, with its own backward rule.
 
 LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019). The backward pass keeps the input
-in its own type and two numbers a row, and computes the normalised rows again in the pass that needs
-them: reverse mode would keep them, and what led to them, in float32.
+in its own type and two numbers for each row. It computes the normalised rows again, since reverse
+mode would keep them, and their intermediate values, in float32.
 """
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from gpt2.ops.narrow import bits, floats
 
@@ -21,7 +23,7 @@ def norm(
     bias: jax.Array | None = None,
     *,
     center: bool = True,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Divides rows by their root mean square, and multiplies by `scale`.
 
@@ -35,17 +37,25 @@ def norm(
     Returns:
         `[..., D]` in `dtype`.
     """
+    _check_shapes(x, scale, bias)
     return _norm(x, scale, bias, center, x.dtype, jnp.dtype(dtype or x.dtype))
 
 
 def norm_reference(x, scale, bias=None, *, center=True, dtype=None):
-    """What `norm` computes, with the derivative left to JAX."""
+    """Computes `norm` with the derivative left to JAX."""
+    _check_shapes(x, scale, bias)
     y = x.astype(jnp.float32)
     if center:
         y -= y.mean(axis=-1, keepdims=True)
     y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + EPSILON)
     y *= scale
     return (y if bias is None else y + bias).astype(dtype or x.dtype)
+
+
+def _check_shapes(x, scale, bias):
+    """Rows of floats, and vectors as wide: another shape would broadcast."""
+    chex.assert_type(x, float)
+    chex.assert_shape([scale] if bias is None else [scale, bias], x.shape[-1:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -64,7 +74,8 @@ def _norm_fwd(x, scale, bias, center, input_dtype, dtype):
 
 def _norm_bwd(center, input_dtype, dtype, residuals, dy):
     x, scale, bias, mean, inverse = residuals
-    # Without a barrier XLA keeps the forward pass's normalised rows for here.
+    # The barrier makes XLA compute the normalised rows again, not keep the forward pass's
+    # (docs/performance.md, XLA:CPU note 5).
     x, dy = jax.lax.optimization_barrier((x, dy))
     x = floats(x, input_dtype)
     normed = (x.astype(jnp.float32) - mean) * inverse

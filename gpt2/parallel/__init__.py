@@ -1,11 +1,13 @@
-"""Spreading one program over devices: the mesh, the rules, and two backends with one interface.
+"""Spreads one program over devices: the mesh, the rules, and two backends with one interface.
 
-init_state(init_fn, key) -> TrainState      placed, never materialised whole on one device
+init_state(init_fn, key) -> state           placed, never materialised whole on one device
 state_shardings(state)   -> shardings       of a state of arrays or shapes
 local_rows(batch_size)   -> slice           this process's rows of a global batch
 put_batch(host_batch)    -> device arrays   from this process's rows
 compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
 compile_eval(step)       -> (params, batch) -> metrics
+
+A state is any pytree with `params` and `opt_state`, see state.py.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from gpt2.config import ParallelConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
-from gpt2.state import TrainState
+from gpt2.parallel.state import State
 
 Backend = PjitBackend | PmapBackend
 
@@ -44,7 +46,7 @@ def make_backend(
     return PjitBackend(mesh, logical_axes, optimizer)
 
 
-def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], TrainState]) -> TrainState:
+def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], State]) -> State:
     """Returns the shapes, dtypes and shardings of the state that `init_fn(key)` would give."""
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     return jax.tree.map(
@@ -55,6 +57,6 @@ def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], TrainState])
 
 
 def gather(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Returns a tree whole on this process's first device; every process has to call it."""
+    """Returns a tree whole on this process's first device. Every process must call it."""
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)

@@ -20,7 +20,7 @@ class Collective:
         group: the devices that take part together, of the first group if there are several.
         bytes: of the whole array, gathered or not yet scattered, each time it runs.
         times: how often it runs per call of the program.
-        loop_unknown: it sits in a loop whose length the text does not say; `times` counts one turn.
+        loop_unknown: it runs in a loop of unknown length; `times` counts one turn of that loop.
     """
 
     kind: str
@@ -42,9 +42,9 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Returns the collectives of a compiled program, those between a device and itself left out.
+    """Returns the collectives of a compiled program, without those of a device with itself.
 
-    Those inside a loop count once per turn (`times`).
+    A collective inside a loop counts once per turn (`times`).
 
     Args:
         text: optimised HLO, from `CompiledStep.text()`; synchronous or with `-start` and `-done`.
@@ -56,7 +56,7 @@ def collectives(text: str) -> list[Collective]:
     def walk(name: str, times: int, unknown: bool) -> None:
         for line in computations[name]:
             if match := _INSTRUCTION.search(line):
-                collective = _parse(line, *match.groups(), num_devices)
+                collective = _parse(line, *match.groups(), num_devices=num_devices)
                 if len(collective.group) > 1:
                     found.append(dataclasses.replace(collective, times=times, loop_unknown=unknown))
                 continue
@@ -75,7 +75,7 @@ def collectives(text: str) -> list[Collective]:
 
 def summarize(found: Iterable[Collective]) -> dict[str, tuple[int, int, float]]:
     """Returns for each kind, per call: how many run, bytes of whole arrays, bytes sent."""
-    totals = defaultdict(lambda: (0, 0, 0.0))
+    totals: defaultdict[str, tuple[int, int, float]] = defaultdict(lambda: (0, 0, 0.0))
     for c in sorted(found, key=lambda c: KINDS.index(c.kind)):
         count, size, sent = totals[c.kind]
         totals[c.kind] = (count + c.times, size + c.bytes * c.times, sent + c.bytes_sent)
@@ -93,7 +93,8 @@ _CALLED = re.compile(
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     """Returns the lines of every computation by name, and the name of the entry."""
-    computations, entry, current = {}, "", None
+    computations: dict[str, list[str]] = {}
+    entry, current = "", None
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
             current = computations.setdefault(header.group(2), [])
@@ -114,7 +115,7 @@ def _num_devices(text: str) -> int:
     return math.prod(map(int, sizes))
 
 
-def _parse(line: str, result: str, kind: str, start: str | None, num_devices: int) -> Collective:
+def _parse(line: str, result: str, kind: str, start: str | None, *, num_devices: int) -> Collective:
     sizes = [
         _bits(dtype) // 8 * math.prod(int(dim) for dim in dims.split(",") if dim)
         for dtype, dims in _ARRAY.findall(result)
@@ -126,13 +127,13 @@ def _parse(line: str, result: str, kind: str, start: str | None, num_devices: in
     elif kind == "all-gather" and start:
         total = total * len(group) // (len(group) + 1)  # operands are part of the result
     elif kind == "collective-permute" and start:
-        total = sizes[0]  # so are they here, with two words of state
+        total = sizes[0]  # operands are part of this result too, with two words of state
     return Collective(kind, group, total)
 
 
 def _bits(dtype: str) -> int:
     """Returns the width of an HLO type: f32, bf16, u8, f8e4m3fn, pred."""
-    return 8 if dtype == "pred" else int(re.search(r"\d+", dtype).group())
+    return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
 
 
 def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
@@ -150,18 +151,20 @@ def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
     axes, order, used = mesh.groups()
     sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     shape = tuple(sizes.values())
-    devices = (
-        _device_ids(*re.fullmatch(_ORDER, order).groups()) if order else np.arange(num_devices)
-    )
+    devices = np.arange(num_devices)
+    if order:
+        written = re.fullmatch(_ORDER, order)
+        assert written is not None, order
+        devices = _device_ids(*written.groups())
     # An axis may be used in part: 'a':(2)4 is the 4 when a is taken as 2 x 4 x the rest.
     parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)
-    index, ids = [0] * len(shape), devices.reshape(shape)
+    index, ids = [[0]] * len(shape), devices.reshape(shape)
     for axis, before, size in parts:
         number = list(sizes).index(axis)
         stride = sizes[axis] // (int(before) * int(size)) if before else 1
         chosen = range(0, stride * int(size or sizes[axis]), stride)
         index[number] = list(chosen)
-    return tuple(ids[np.ix_(*(np.atleast_1d(i) for i in index))].ravel().tolist())
+    return tuple(ids[np.ix_(*index)].ravel().tolist())
 
 
 _IOTA = r"<=(\[[\d,]+\])(?:T(\([\d,]+\)))?"  # [4,2]<=[2,4]T(1,0)

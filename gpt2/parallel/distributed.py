@@ -1,13 +1,14 @@
 """One run as several processes, on JAX's own distributed runtime.
 
-Every process runs the same command. They meet at the coordinator (process 0), which watches over
-them. A process that dies is noticed by the collective that waits for it, which fails or aborts;
-where the collective hangs instead, the runtime misses the process's heartbeat and aborts.
+Every process runs the same command. They meet at the coordinator (process 0), which watches them.
+If a process dies, the collective that waits for it fails or aborts. If the collective hangs
+instead, the runtime misses the process's heartbeat and aborts.
 """
 
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import importlib.util
 import os
 import re
@@ -15,9 +16,10 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +35,7 @@ LOST_PEER = (
     "Start all of them again to continue from the last checkpoint."
 )
 
-# What collectives and the runtime say, in their own words, when a process is gone.
+# Words in the messages of collectives and of the runtime when a process is gone.
 _LOST_PEER = re.compile("Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I)
 
 
@@ -42,10 +44,10 @@ def initialize(
     num_processes: int | None = None,
     process_index: int | None = None,
 ) -> None:
-    """Joins the run's other processes, if there are any. To be called before JAX has devices.
+    """Joins the run's other processes, if there are any. Call it before JAX has devices.
 
-    With all three arguments, as they say; with none, as Slurm, Open MPI or Cloud TPU say, or else
-    as a single process.
+    All three arguments describe the processes. Without them, Slurm, Open MPI or Cloud TPU does.
+    Without any of these, there is a single process.
 
     Args:
         coordinator: HOST:PORT where process 0 listens.
@@ -53,7 +55,7 @@ def initialize(
         process_index: which one this is, from 0.
 
     Raises:
-        UserError: only some are given, they make no sense, or the port is taken.
+        UserError: only some arguments are given, one is out of range, or the port is taken.
     """
     given = {
         "--coordinator": coordinator,
@@ -66,14 +68,15 @@ def initialize(
             jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
             _explain_aborts()
         return
-    if missing:
+    if coordinator is None or num_processes is None or process_index is None:
         raise UserError(
             f"{', '.join(missing)} is missing beside {', '.join(set(given) - set(missing))}",
             "Several processes need --coordinator, --num_processes and --process_index",
         )
     if not re.fullmatch(r".+:\d+", coordinator):
         raise UserError(
-            f"--coordinator={coordinator} is no HOST:PORT", "Use localhost:1234, for one"
+            f"--coordinator={coordinator} is not HOST:PORT",
+            "For example, use --coordinator=localhost:1234",
         )
     if not 0 <= process_index < num_processes:
         raise UserError(
@@ -82,7 +85,7 @@ def initialize(
         )
     if process_index == 0:
         _check_port(coordinator)
-    # The runtime waits for the others in silence, and ends the process if they do not come.
+    # The runtime waits for the others silently, and ends the process if they do not come.
     print(
         f"process {process_index} of {num_processes} waits for the others at {coordinator}",
         file=sys.stderr,
@@ -99,7 +102,7 @@ def initialize(
 
 
 def _check_port(coordinator: str) -> None:
-    """Refuses a port that is taken: the runtime crashes on one, on some machines."""
+    """Raises a UserError if the port is taken, since the runtime may crash on such a port."""
     try:
         socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
     except (OSError, OverflowError) as error:
@@ -110,10 +113,10 @@ def _check_port(coordinator: str) -> None:
 
 @contextlib.contextmanager
 def ends_together() -> Iterator[None]:
-    """Where there are several processes, ends this one at once if it fails inside.
+    """Ends this process at once if the body fails, where there are several processes.
 
-    Otherwise it would wait for the others to say goodbye or to finish a checkpoint, and they for it
-    to join a collective.
+    Otherwise it would wait for the others to shut down or to finish a checkpoint, while they wait
+    for it to join a collective.
     """
     with contextlib.ExitStack() as stack:
         stack.push(_end_at_once)
@@ -128,7 +131,7 @@ def _end_at_once(
     if isinstance(error, UserError):
         message, code = f"error: {error}", error.exit_code
     elif isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
-        # What was said comes first: a network that is set up wrongly fails in the same way.
+        # The original message comes first, since a wrong network setup fails in the same way.
         said = str(error).strip().split("\n")[0]
         message, code = f"{said}\n{LOST_PEER}", 1
     else:
@@ -140,7 +143,7 @@ def _end_at_once(
 
 
 def _explain_aborts() -> None:
-    """Says what an abort most likely means: the runtime's own words are for its developers.
+    """Makes an abort print what it most likely means: the runtime's words are for its developers.
 
     The handler has to be a C function, since aborts come on threads that Python does not know.
     """
@@ -155,7 +158,7 @@ def _on_abort(_: int) -> None:
 
 
 def _started_by_cluster() -> bool:
-    """Says whether a launcher that JAX knows has started this process, maybe one of many."""
+    """Returns whether a launcher that JAX knows has started this process, maybe one of many."""
     slurm = int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ
     open_mpi = "OMPI_MCA_orte_hnp_uri" in os.environ
     tpu_chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
@@ -163,8 +166,19 @@ def _started_by_cluster() -> bool:
     return slurm or open_mpi or (tpu and "TPU_SKIP_MDS_QUERY" not in os.environ)
 
 
-def from_main(number: int) -> int:
-    """Returns what process 0 gives for `number`, whatever the others read from their disks."""
+def only_first(function: Callable[..., None]) -> Callable[..., None]:
+    """Returns `function`, made to do nothing in any process but the first."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        if jax.process_index() == 0:
+            function(*args, **kwargs)
+
+    return guarded
+
+
+def from_first(number: int) -> int:
+    """Returns process 0's `number` in every process, whatever the others read from their disks."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))

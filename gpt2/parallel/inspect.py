@@ -1,18 +1,18 @@
-"""Seeing how a state is spread over devices: the largest tensors, and what is left unsharded."""
+"""Shows how a state is spread over devices: the largest tensors, and what is left unsharded."""
 
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.errors import UserError
 from gpt2.parallel.collectives import collectives, summarize
-from gpt2.telemetry.progress import format_bytes
+from gpt2.utils.text import format_bytes
 
-# More than this share of parameter bytes whole on every device, and something has no rule.
+# If every device holds more than this share of parameter bytes whole, some axis lacks a rule.
 MAX_UNSHARDED = 0.02
 
 
@@ -46,7 +46,7 @@ def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
     raise UserError(
         f"parallel.{' and parallel.'.join(asked)} leave {share:.1%} of the parameters whole on "
         f"every device, {next(iter(whole))} first",
-        "Give its axes rules in gpt2/parallel/rules.py, or train a model too small to spread with "
+        "Give its axes rules in gpt2/parallel/rules.py. If the model is too small to spread, use "
         "--config.parallel.data=-1 alone",
     )
 
@@ -56,7 +56,8 @@ def describe_sharding(params: Any, num_largest: int = 5) -> dict[str, str]:
 
     Layers that are alike, whether scanned or not, give one row: the largest of them.
     """
-    rows, seen = {}, set()
+    rows: dict[str, str] = {}
+    seen: set[str] = set()
     for name, leaf in _by_size(params).items():
         kind = re.sub(r"h_\d+/", "h_*/", name)
         if kind in seen or len(rows) == num_largest:
@@ -84,7 +85,7 @@ def describe_collectives(text: str) -> dict[str, str]:
 
 
 def describe_spread(params: Any, text: str) -> dict[str, dict[str, str]]:
-    """Returns what a screen says of sharding and network: nothing, on a single device."""
+    """Returns the sections of a screen on sharding and network; empty on a single device."""
     if len(jax.tree.leaves(params)[0].sharding.device_set) == 1:
         return {}
     return {
@@ -101,25 +102,23 @@ def visualize(params: Any, pattern: str) -> None:
         pattern: regular expression for names such as `h_0/mlp/c_fc/kernel`.
 
     Raises:
-        UserError: no parameter matches, or the pattern is none.
+        UserError: no parameter matches, or the pattern is not a regular expression.
     """
     named = _by_size(params)
+    example = f"For example, use --visualize={next(iter(named))}"
     try:
         re.compile(pattern)
     except re.error as error:
         raise UserError(
-            f"--visualize={pattern} is no regular expression ({error})",
-            f"Try {next(iter(named))}, for one",
+            f"--visualize={pattern} is not a regular expression ({error})", example
         ) from None
     matching = [name for name in named if re.search(pattern, name)]
     if not matching:
-        raise UserError(
-            f"--visualize={pattern} matches no parameter", f"Try {next(iter(named))}, for one"
-        )
+        raise UserError(f"--visualize={pattern} matches no parameter", example)
     for name in matching:
         leaf = named[name]
         print(f"{name} {leaf.shape}, {_describe_spec(leaf)}")
-        # Drawings have two dimensions at most, and need no more than a cell for each part.
+        # JAX draws at most two dimensions. A cell for each part is enough.
         spec, shard = leaf.sharding.spec, leaf.sharding.shard_shape(leaf.shape)
         split = [i for i in range(leaf.ndim) if shard[i] < leaf.shape[i]][:2]
         parts = tuple(leaf.shape[i] // shard[i] for i in split) or (1,)
@@ -149,9 +148,10 @@ def _by_size(params: Any) -> dict[str, Any]:
 
 
 def _describe_spec(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """Writes which mesh axes split which dimension, those of one device left out."""
-    mesh, parts = leaf.sharding.mesh, []
-    for dim, axes in enumerate(leaf.sharding.spec):
+    """Returns as text which mesh axes split which dimension, without axes of one device."""
+    sharding, parts = cast(NamedSharding, leaf.sharding), []
+    mesh = sharding.mesh
+    for dim, axes in enumerate(sharding.spec):
         axes = (axes,) if isinstance(axes, str) else axes or ()
         parts += [f"{axis} splits axis {dim}" for axis in axes if mesh.shape[axis] > 1]
     return ", ".join(parts) or "whole"

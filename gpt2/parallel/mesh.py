@@ -6,8 +6,9 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import Config, ModelConfig, ParallelConfig
-from gpt2.errors import UserError, counted
+from gpt2.errors import UserError
 from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, VOCAB_MULTIPLE
+from gpt2.utils.text import counted
 
 
 def make_mesh(parallel: ParallelConfig, devices: list[jax.Device] | None = None) -> Mesh:
@@ -60,7 +61,7 @@ def check_layout(config: Config, model: ModelConfig, num_devices: int) -> None:
     """Checks that the model and the batch divide over the mesh.
 
     Raises:
-        UserError: names the numbers, and the nearest that work.
+        UserError: they do not divide; the message names the nearest sizes that work.
     """
     sizes = mesh_sizes(config.parallel, num_devices, model)
     if misfit := _misfit(model, sizes):
@@ -85,15 +86,15 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
     """Returns the rows of the global batch that this process's devices hold.
 
     Raises:
-        UserError: they do not follow one another.
+        UserError: the rows do not follow one another.
     """
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    parts = sorted({index[0].indices(batch_size)[:2] for index in indices})
+    parts = sorted({index[0].indices(batch_size)[:2] for index in indices if index is not None})
     start, stop = parts[0][0], parts[-1][1]
     held = sum(part_stop - part_start for part_start, part_stop in parts)
     if held != stop - start:
         raise UserError(
-            f"process {jax.process_index()} holds {held} rows of the batch, and they lie among "
+            f"process {jax.process_index()} holds {held} rows of the batch, scattered among "
             f"{stop - start}: {', '.join(f'{first} to {last - 1}' for first, last in parts)}",
             "Give each process a block of devices: try other sizes of --config.parallel.data, "
             "--config.parallel.fsdp and --config.parallel.tensor",
@@ -102,7 +103,7 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
 
 
 def _misfit(model: ModelConfig, sizes: dict[str, int]) -> str | None:
-    """Says which dimension of the model the mesh does not divide, if there is one."""
+    """Returns which dimension of the model the mesh does not divide, as text, or None."""
     tensor, fsdp = sizes["tensor"], sizes["fsdp"]
     for name, dim in (
         ("model.num_heads", model.num_heads),

@@ -1,9 +1,9 @@
 """The GSPMD backend: `jax.jit` with shardings over a mesh of data, fsdp and tensor axes.
 
 Rows of the batch are split over `data` x `fsdp` shards. Each shard's sum of gradients is its own
-slice of a `vmap`, so that micro-batches add up where they are; the one sum over shards after them
-is the only time gradients cross the network. Parameters are gathered over `fsdp` once per step,
-and their gradients scattered back. XLA derives what `tensor` needs from the model's constraints.
+slice of a `vmap`, so that micro-batches add up where they are. Gradients cross the network only in
+the one sum over shards that follows. Parameters are gathered over `fsdp` once per step, and their
+gradients are scattered back. XLA derives what `tensor` needs from the model's constraints.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel import rules
 from gpt2.parallel.mesh import batch_sharding, local_rows
-from gpt2.state import TrainState
+from gpt2.parallel.state import State
 
 
 class PjitBackend:
-    """Runs steps over a mesh. See `gpt2.parallel.make_backend`."""
+    """Runs steps over a mesh. See `gpt2.parallel.make_backend`.
+
+    Args:
+        mesh: with the axes of `rules.MESH_AXES`.
+        logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
+        optimizer: whose state is laid out like the parameters it follows.
+    """
 
     def __init__(self, mesh: Mesh, logical_axes: Any, optimizer: optax.GradientTransformation):
-        """
-        Args:
-            mesh: with the axes of `rules.MESH_AXES`.
-            logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
-            optimizer: whose state is laid out like the parameters it follows.
-        """
         self.mesh = mesh
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._storage = rules.specs(logical_axes, rules.STORAGE)
@@ -37,13 +37,13 @@ class PjitBackend:
         self._optimizer = optimizer
         self._batch_sharding = batch_sharding(mesh)
 
-    def state_shardings(self, state: TrainState) -> TrainState:
+    def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
 
         def like_param(leaf, spec, param):
             if isinstance(leaf, optax.MaskedNode):
                 return leaf
-            # What is kept per parameter but in another shape (factored moments) stays whole.
+            # State of a parameter in another shape (factored moments) stays whole.
             return spec if leaf.shape == param.shape else PartitionSpec()
 
         opt_state = optax.tree.map_params(
@@ -58,7 +58,7 @@ class PjitBackend:
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 
-    def init_state(self, init_fn: Callable[[jax.Array], TrainState], key: jax.Array) -> TrainState:
+    def init_state(self, init_fn: Callable[[jax.Array], State], key: jax.Array) -> State:
         """Returns `init_fn(key)`, each device computing only its own part of it."""
         shardings = self.state_shardings(jax.eval_shape(init_fn, key))
         return jax.jit(init_fn, out_shardings=shardings)(key)
@@ -94,7 +94,7 @@ class PjitBackend:
         return jax.jit(eval_step)
 
     def _map_sum(self, function: Callable) -> Callable:
-        """The `map_sum` of `gpt2.steps`: a vmap over shards of the batch, then one sum."""
+        """The `map_sum` of `gpt2.training.steps`: a vmap over shards of the batch, then one sum."""
 
         def mapped(params, batch):
             if self.num_shards == 1:
@@ -113,10 +113,9 @@ class PjitBackend:
     def _sum_shards(self, sums, grads):
         """Adds up what each shard holds: leaves [shards, ...], split over the batch axes.
 
-        The collectives are written out, since XLA's partitioner would reduce whole gradients and
-        drop what a device does not store, where a reduce-scatter moves half the bytes.
+        The collectives are explicit. XLA's partitioner would reduce whole gradients and drop what a
+        device does not store, although a reduce-scatter moves half the bytes.
         """
-
         # Axes of size 1 are left out, since a collective over one is not always optimised away.
         axes = tuple(axis for axis in rules.BATCH_AXES if self.mesh.shape[axis] > 1)
 

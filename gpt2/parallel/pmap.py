@@ -1,7 +1,7 @@
 """The pmap backend: explicit data parallelism, one replica of the state per device.
 
-Every device runs the step on its own rows; `lax.psum` adds up gradients and counts by name of the
-axis, after all micro-batches. The state has no device axis (`in_axes=(None, 0)`), so state and
+Every device runs the step on its own rows. After all micro-batches, `lax.psum` over a named axis
+adds up gradients and counts. The state has no device axis (`in_axes=(None, 0)`), so state and
 checkpoints are those of the pjit backend.
 """
 
@@ -11,14 +11,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gpt2.parallel import rules
 from gpt2.parallel.mesh import local_rows
-from gpt2.state import TrainState
+from gpt2.parallel.state import State
 
 AXIS = "data"
 
 
 class PmapBackend:
-    """Runs steps on every device alike. See `gpt2.parallel.make_backend`."""
+    """Runs the same step on every device. See `gpt2.parallel.make_backend`."""
 
     def __init__(self, devices: list[jax.Device]):
         self.mesh = Mesh(np.array(devices), (AXIS,))
@@ -26,11 +27,11 @@ class PmapBackend:
         self._devices = devices
         self._batch_sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
 
-    def state_shardings(self, state: TrainState) -> TrainState:
+    def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state: whole on every device."""
         return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), state)
 
-    def init_state(self, init_fn: Callable[[jax.Array], TrainState], key: jax.Array) -> TrainState:
+    def init_state(self, init_fn: Callable[[jax.Array], State], key: jax.Array) -> State:
         """Returns `init_fn(key)`, computed by every device for itself."""
         return jax.jit(init_fn, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(key)
 
@@ -52,7 +53,8 @@ class PmapBackend:
         """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
 
         def train_step(state, batch):
-            return step(state, batch, _map_sum)
+            with rules.traced_for(self._devices[0]):
+                return step(state, batch, _map_sum)
 
         return self._pmap(train_step, donate_argnums=0)
 
@@ -60,7 +62,8 @@ class PmapBackend:
         """Returns the pmapped `(params, batch) -> metrics`."""
 
         def eval_step(params, batch):
-            return step(params, batch, _map_sum)
+            with rules.traced_for(self._devices[0]):
+                return step(params, batch, _map_sum)
 
         return self._pmap(eval_step)
 
@@ -76,7 +79,7 @@ class PmapBackend:
 
 
 def _map_sum(function: Callable) -> Callable:
-    """The `map_sum` of `gpt2.steps`: this device's rows, then one sum over the axis."""
+    """The `map_sum` of `gpt2.training.steps`: this device's rows, then one sum over the axis."""
 
     def mapped(params, batch):
         return jax.lax.psum(function(params, batch, jax.lax.axis_index(AXIS)), AXIS)

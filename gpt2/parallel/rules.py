@@ -1,9 +1,9 @@
-"""From logical axes to mesh axes: the one table that says how everything is spread.
+"""From logical axes to mesh axes: the tables that say how everything is spread.
 
 The model names the axes of its parameters and activations by meaning (`embed`, `mlp`, `heads`,
-`vocab`, ...). Two mappings give those names a place on the mesh: `STORAGE` for parameters and
-optimizer state between steps, `COMPUTE` for parameters and activations inside a step. FSDP is the
-difference between the two: a row that stores over `fsdp` and computes whole.
+`vocab`, ...). Three tables map those names to mesh axes: `STORAGE` for parameters and optimizer
+state between steps, `COMPUTE` for parameters inside a step, and `ACTIVATIONS`. FSDP is the
+difference between the first two: a row that stores over `fsdp` and computes whole.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 # The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
-# divides over devices. Parameters, logits and losses only ever have the true size.
+# divides over devices. Parameters, logits and losses always have the true size.
 VOCAB_MULTIPLE = 128
 
-# Logical axis -> mesh axes that split it. `table` is the width of an embedding table: its rows
-# (50257 of them, or a context length) divide by nothing, so tables are stored by columns.
+# Logical axis -> mesh axes that split it. `table` is the width of an embedding table. Tables are
+# split by columns, since numbers of devices rarely divide their rows (50257, or a context length).
 STORAGE: dict[str, tuple[str, ...]] = {
     "layers": (),
     "vocab": (),
@@ -58,14 +58,16 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "table": ("tensor",),
 }
 
+# Where the traced program will run: a mesh that splits activations, and the kind of its devices.
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 
 
 def spec(names: tuple[str, ...], table: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
     """Returns the mesh axes of an array whose axes are called `names`.
 
     Raises:
-        KeyError: a name that no row of the table knows.
+        KeyError: the table has no row for a name.
     """
     entries = [table[name] for name in names]
     return PartitionSpec(
@@ -102,28 +104,52 @@ def specs(logical_axes: Any, table: Mapping[str, tuple[str, ...]]) -> Any:
 
 @contextlib.contextmanager
 def spread_activations(mesh: Mesh) -> Iterator[None]:
-    """While a model is traced inside, `constrain` spreads activations over `mesh`."""
+    """Makes `constrain` spread activations over `mesh` for what is traced inside."""
     token = _mesh.set(mesh)
     try:
-        yield
+        with traced_for(mesh.devices.flat[0]):
+            yield
     finally:
         _mesh.reset(token)
 
 
+@contextlib.contextmanager
+def traced_for(device: jax.Device) -> Iterator[None]:
+    """Makes `platform` that of `device` for what is traced inside."""
+    token = _platform.set(platform_of(device))
+    try:
+        yield
+    finally:
+        _platform.reset(token)
+
+
+def platform_of(device: jax.Device) -> str:
+    """Returns `cpu`, `gpu` or `tpu`: devices that are compiled for from afar say `cuda`."""
+    return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+
+
+def platform() -> str:
+    """Returns `cpu`, `gpu` or `tpu`: where the traced program will run.
+
+    A backend sets it. Outside of a backend it is where JAX runs by default.
+    """
+    return _platform.get() or jax.default_backend()
+
+
 def is_spread(name: str) -> bool:
-    """Says whether activations' axes of this name are split over devices, where it is traced."""
+    """Returns whether the traced program splits activations' axes of this name over devices."""
     mesh = _mesh.get()
     return mesh is not None and any(mesh.shape[axis] > 1 for axis in ACTIVATIONS[name])
 
 
 def vocab_multiple() -> int:
-    """Returns what the head's vocabulary is padded to a multiple of, where it is computed now.
+    """Returns the number to a multiple of which the traced head pads its vocabulary.
 
-    A CPU that keeps the vocabulary whole needs no padding, and pays for it with passes over the
-    logits.
+    It is 1 on a CPU that keeps the vocabulary whole: padding would only cost passes over the
+    logits there.
     """
     whole = not is_spread("vocab")
-    return 1 if whole and jax.default_backend() == "cpu" else VOCAB_MULTIPLE
+    return 1 if whole and platform() == "cpu" else VOCAB_MULTIPLE
 
 
 def constrain(x: jax.Array, *names: str) -> jax.Array:
@@ -137,12 +163,15 @@ def constrain(x: jax.Array, *names: str) -> jax.Array:
 def map_devices(
     function: Callable, names: tuple[str, ...], constant_names: tuple[str, ...]
 ) -> Callable:
-    """Calls a function with each device's part of activations: for kernels that XLA cannot split.
+    """Returns `function`, made to run on each device's part of its arguments.
+
+    It is for kernels that XLA cannot split. Outside a mesh, `function` is returned as it is.
 
     Args:
-        function: `function(arrays, constants) -> array`. Outside a mesh it is returned as it is.
-        names: of the axes of each of `arrays`, a tuple, and of the result.
-        constant_names: of the axes of `constants`, to which nothing is differentiated, or None.
+        function: `function(arrays, constants) -> array`, where `arrays` is a tuple of activations
+            and `constants` is an array, without a gradient, or None.
+        names: of the axes of each of `arrays`, and of the result.
+        constant_names: of the axes of `constants`.
     """
     mesh = _mesh.get()
     if mesh is None or mesh.size == 1:
@@ -157,9 +186,9 @@ def map_devices(
     def forward(arrays, constants):
         return mapped(arrays, constants), (arrays, constants)
 
-    # JAX's own derivative of a shard_map adds up over mesh axes that its inputs do not name, and
-    # so over those of the batch, which only the backend's vmap gives them. Here every device
-    # differentiates by itself, at the price of computing `function` again.
+    # JAX's own derivative of a shard_map adds up over mesh axes that its inputs do not name. These
+    # would include the axes of the batch, which only the backend's vmap names. Here every device
+    # differentiates its own part instead, and therefore computes `function` again.
     def backward(residuals, gradient):
         def pull_back(arrays, constants, gradient):
             return jax.vjp(lambda arrays: function(arrays, constants), arrays)[1](gradient)[0]

@@ -3,15 +3,16 @@
 import os
 import signal
 from types import FrameType
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 
 class StopSignal:
-    """While inside, SIGTERM and SIGINT ask the loop to end after its step; a second one ends it.
+    """Lets SIGTERM and SIGINT end the loop after its step; a second signal ends the process.
 
-    Where there are several processes, a signal to any of them stops all: JAX's runtime listens for
+    If there are several processes, a signal to any of them stops all. JAX's runtime listens for
     SIGTERM and lets them agree on a step that none has passed yet.
 
     Attributes:
@@ -23,7 +24,7 @@ class StopSignal:
         self._agrees = jax.distributed.is_initialized()
 
     def reached(self, step: int) -> bool:
-        """Says whether to stop after `step`; to be asked after each one."""
+        """Returns whether to stop after `step`. Call it after every step."""
         if not self._agrees:
             return self.requested is not None
         if not multihost_utils.reached_preemption_sync_point(step):
@@ -33,7 +34,9 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         signals = (signal.SIGINT,) if self._agrees else (signal.SIGTERM, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._on_signal) for number in signals}
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, self._on_signal) for number in signals
+        }
         return self
 
     def __exit__(self, *exception: object) -> None:

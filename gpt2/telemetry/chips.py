@@ -26,8 +26,8 @@ class Chip(NamedTuple):
 class Board(NamedTuple):
     """Memory of one JAX device in GB (10^9 bytes), and what it sends in GB/s, one direction.
 
-    `near` among the `domain` devices that share NVLink or a torus; `far` beyond them, None where
-    the table does not say.
+    `near` is the speed among the `domain` devices that share NVLink or a torus. `far` is the speed
+    beyond them, or None if the table does not say.
     """
 
     memory: float
@@ -38,8 +38,8 @@ class Board(NamedTuple):
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
         """Returns bytes/s that each device of a ring sends, or None if the table does not say.
 
-        Where a ring leaves a domain, the adapters of all its devices there share what passes, as
-        in NCCL, so that one crossing does not slow the ring to the speed of one adapter.
+        Where a ring leaves a domain, the adapters of all its devices there share the traffic, as
+        in NCCL. One crossing therefore does not slow the ring to the speed of one adapter.
 
         Args:
             group: numbers of the devices, those of one domain in sequence.
@@ -100,7 +100,7 @@ BOARDS = {
 
 def find_chip(kind: str) -> Chip | None:
     """Returns the row for a `device.device_kind`, or None."""
-    if re.search(r"\b(Laptop|MIG)\b", kind):  # less than the chip of that name
+    if re.search(r"\b(Laptop|MIG)\b", kind):  # slower than the chip of that name
         return None
-    # Whole names only: an RTX A1000 is no A100.
+    # Whole names only: an RTX A1000 is not an A100.
     return next((c for c in _CHIPS if re.search(rf"\b{c.pattern}(?!\d)", kind, re.I)), None)

@@ -19,7 +19,7 @@ class RecompileError(RuntimeError):
 
 @contextlib.contextmanager
 def _count_cache_hits() -> Iterator[Counter[str]]:
-    """Counts, under `_CACHE_HIT`, what the persistent compilation cache has meanwhile had."""
+    """Counts, under `_CACHE_HIT`, the programs that the persistent compilation cache supplies."""
     events: Counter[str] = Counter()
 
     def count(event: str, **_: str | int) -> None:
@@ -34,7 +34,7 @@ def _count_cache_hits() -> Iterator[Counter[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """What a compiled program takes of one device's memory, in bytes, by XLA's own account."""
+    """The memory of one device that a compiled program takes, in bytes, by XLA's own account."""
 
     arguments: int
     outputs: int
@@ -73,13 +73,13 @@ class CompiledStep:
         )
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it.
+        """Runs the compiled function and returns its result.
 
         Raises:
             RecompileError: the arguments differ from those it was compiled for.
         """
-        # The executable compares them anyway and refuses before it runs or takes a donation: what
-        # differs is looked for only then.
+        # The executable compares the arguments itself, and refuses before it runs or takes a
+        # donation. The differences are looked for only then.
         try:
             return self._compiled(*arguments)
         except (TypeError, ValueError) as error:

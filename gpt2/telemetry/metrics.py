@@ -2,7 +2,7 @@
 
 `metrics.jsonl` is the record of the run: one JSON object per logged step, in order, each step
 once, also after a kill and a resume. A value that is not finite is written as `null`, because JSON
-has no word for it (pandas reads it back as NaN); TensorBoard and W&B get the value itself.
+cannot express it (pandas reads it back as NaN). TensorBoard and W&B get the value itself.
 """
 
 import json
@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.errors import UserError
+from gpt2.utils.files import write_bytes, write_text
 
 
 class MetricsWriter:
-    """Writes a run's metrics; the values of one step make one line, however many writes bring them.
+    """Writes a run's metrics. The values of one step make one line, even if several calls add them.
 
     A step's line goes to disk when a later step begins, or at `flush`. Values for the newest step
-    may still come after that (a validation following a checkpoint): its line is then replaced.
+    may still come after that (a validation following a checkpoint). Its line is then replaced.
 
     Args:
         workdir: the run's directory; created if missing.
         config: the resolved config, which W&B shows beside the run.
         tensorboard: also write event files under `workdir/tensorboard`.
         wandb: also log to Weights & Biases; `WANDB_MODE=offline` is honoured.
-        resume_step: the checkpoint from which the run continues, 0 for none: later lines, which the
-            run will produce again, are dropped, and so is a line that a kill tore.
+        resume_step: the step of the checkpoint from which the run continues, 0 for none. Later
+            lines are dropped, since the run produces them again, and so is an incomplete line.
 
     Raises:
         UserError: W&B cannot start.
@@ -78,9 +79,9 @@ class MetricsWriter:
             self._wandb.log(dict(metrics), step=step)
 
     def flush(self, step: int) -> None:
-        """Puts on disk, past the caches of the system, all that was written up to `step`.
+        """Writes all values up to `step` to the disk itself, past the caches of the system.
 
-        Call it before a checkpoint of `step` is committed: then no checkpoint outruns its metrics.
+        Call it before a checkpoint of `step` is complete, so that every checkpoint has its metrics.
         """
         if self._step <= step:
             self._commit()
@@ -116,13 +117,8 @@ class MetricsWriter:
         self._pending, self._on_disk = False, True
 
     def _replace(self, records: list[dict]) -> None:
-        """Rewrites metrics.jsonl at once: a reader or a kill sees the old file or the new one."""
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        with open(temporary, "wb") as file:
-            file.writelines(map(_line, records))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+        """Replaces all of metrics.jsonl."""
+        write_bytes(self._path, map(_line, records))
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -156,10 +152,10 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 class _EventFile:
-    """Scalars in a TensorBoard event file, written at once and in order.
+    """Scalars in a TensorBoard event file, written immediately and in order.
 
-    tensorboardX's SummaryWriter would hand them to a thread over a queue, whose flush does not
-    wait for what is still queued; its EventsWriter is the plain file underneath.
+    tensorboardX's SummaryWriter would hand them to a thread over a queue, and its flush does not
+    wait for the queue. Its EventsWriter is the plain file underneath.
     """
 
     def __init__(self, directory: Path, resume_step: int):
@@ -169,8 +165,8 @@ class _EventFile:
 
         self._event, self._scalar = Event, scalar
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files in the order of their names, which tell the second only; and
-        # a file of the same name would be replaced.
+        # TensorBoard reads files in the order of their names, which count whole seconds. A file of
+        # the same name would be replaced.
         suffix = f".{time.time_ns()}"
         self._file = EventsWriter(str(directory / "events"), filename_suffix=suffix)
         # TensorBoard then forgets what a killed run wrote from this step on.
@@ -192,13 +188,13 @@ class _EventFile:
 
 
 def check_wandb() -> None:
-    """Refuses `logging.wandb` where W&B is not installed."""
+    """Raises a UserError if W&B is not installed."""
     try:
         import wandb  # noqa: F401
     except ImportError:
         raise UserError(
             "logging.wandb=True needs the package wandb",
-            "Run `pip install wandb`, or set --config.logging.wandb=False",
+            "Run `pip install wandb`, or use --config.logging.wandb=False",
         ) from None
 
 
@@ -211,7 +207,7 @@ def _start_wandb(workdir: Path, config: Mapping[str, Any]):
     directory.mkdir(parents=True, exist_ok=True)
     identity = directory / "run_id"
     if not identity.exists():
-        identity.write_text(secrets.token_hex(8))
+        write_text(identity, secrets.token_hex(8))
     try:
         # A resumed run repeats the steps since its checkpoint; W&B keeps the first of two values
         # for a step, which is the same value.

@@ -1,9 +1,10 @@
 """loss.png: the curves of a run, readable at a glance."""
 
 from pathlib import Path
+from typing import Any
 
 from gpt2.telemetry.metrics import read_metrics
-from gpt2.telemetry.progress import format_count
+from gpt2.utils.text import format_count
 
 _TRAIN, _VALIDATION, _MUTED, _GRID = "#3b6fb6", "#d1495b", "#6b7280", "#e5e7eb"
 
@@ -41,7 +42,7 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
         if validation[0]:
             best, newest = min(validation[1]), validation[1][-1]
             label = f"validation {newest:.3f}" + (f" (best {best:.3f})" if best < newest else "")
-            style = dict(linewidth=1.6, marker="o", markersize=4)
+            style: dict[str, Any] = dict(linewidth=1.6, marker="o", markersize=4)
             axes.plot(*validation, color=_VALIDATION, label=label, **style)
         axes.legend(frameon=False, loc="upper right")
         axes.set_title(title, loc="left", fontweight="bold", y=1.1)

@@ -1,5 +1,6 @@
 """A trace of a few steps, for TensorBoard's profiler or Perfetto."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,29 @@ class Profiler:
         self._logdir = str(logdir)
         self._steps = range(start, start + steps)
         self._tracing = False
-        self._annotation: jax.profiler.StepTraceAnnotation | None = None
+        self._annotation = contextlib.ExitStack()  # of the step under way
 
     def step(self, step: int, in_flight: Any) -> None:
-        """Call it before each step is dispatched.
+        """Begins or ends the trace where that is due. Call it before each step is dispatched.
 
         Args:
             step: the step about to run.
-            in_flight: arrays that the steps before produce, such as the state; waited for where the
-                trace begins and ends, so that it holds the named steps, whole, and nothing else.
+            in_flight: arrays that earlier steps produce, such as the state. The trace waits for
+                them where it begins and ends, so that it holds exactly the named steps.
         """
-        if self._tracing:
-            self._annotation.__exit__(None, None, None)
+        self._annotation.close()
         if step in self._steps and not self._tracing:
             jax.block_until_ready(in_flight)
             self._start()
         elif step not in self._steps and self._tracing:
             self._stop(in_flight)
         if self._tracing:
-            self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
-            self._annotation.__enter__()
+            self._annotation.enter_context(jax.profiler.StepTraceAnnotation("train", step_num=step))
 
     def close(self, in_flight: Any = None) -> None:
         """Ends a trace that the run's end cuts short."""
         if self._tracing:
-            self._annotation.__exit__(None, None, None)
+            self._annotation.close()
             self._stop(in_flight)
 
     def __enter__(self) -> "Profiler":

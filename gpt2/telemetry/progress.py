@@ -1,6 +1,6 @@
 """What the person at the terminal sees: a screen before the loop, a bar or lines within it.
 
-On a terminal rich draws them; elsewhere (a file, a pipe, a CI log) they are plain lines.
+On a terminal rich draws them. Elsewhere (a file, a pipe, a CI log) they are plain lines.
 """
 
 import math
@@ -9,40 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-
-
-def format_count(number: float) -> str:
-    """Writes a count for people: 950, 9,500, 12.3k, 124.4M, 9B."""
-    if abs(number) < 1e4:
-        return f"{number:,.0f}"
-    size, unit = next(pair for pair in _UNITS if abs(number) >= pair[0])
-    return f"{number / size:.1f}".removesuffix(".0") + unit
-
-
-def format_bytes(number: float) -> str:
-    """Writes a size in binary units: 512 B, 3.4 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
-
-
-def format_duration(seconds: float) -> str:
-    """Writes a duration in its two leading units: 42s, 1m 23s, 2h 05m, 3d 04h."""
-    if not math.isfinite(seconds):
-        return "?"
-    seconds = round(seconds)
-    for size, unit, below, below_unit in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
-        if seconds >= size:
-            return f"{seconds // size}{unit} {seconds % size // below:02d}{below_unit}"
-    return f"{seconds}s"
-
+from gpt2.utils.text import format_count, format_duration
 
 # How each metric reads in a line, in this order; others appear only in metrics.jsonl.
 _SHOWN = {
@@ -88,11 +55,11 @@ def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
 
 
 class Progress:
-    """Shows how far a run is; a context manager.
+    """Shows how far a run is, from when it is made until `close`.
 
-    On a terminal a bar stays at the bottom with the newest loss, validation loss, tokens/s, MFU
-    and time left, and each validation leaves a line above it. Elsewhere each update that carries
-    metrics prints one line.
+    On a terminal a bar stays at the bottom, with the newest loss, validation loss, tokens/s, MFU
+    and time left. Each validation prints a line above it. Elsewhere each write that carries metrics
+    prints one line.
 
     Args:
         total: the step at which the run ends.
@@ -102,24 +69,14 @@ class Progress:
     def __init__(self, total: int, start: int = 0):
         self._total, self._start = total, start
         self._newest: dict[str, float] = {}
-        self._bar = _make_bar() if _on_terminal() else None
-
-    def __enter__(self) -> "Progress":
         self._began = time.perf_counter()
+        self._bar = _make_bar() if _on_terminal() else None
         if self._bar:
-            self._task = self._bar.add_task(
-                "", total=self._total, completed=self._start, shown="", left=""
-            )
+            self._task = self._bar.add_task("", total=total, completed=start, shown="", left="")
             self._bar.start()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Moves to `step`; metrics, named as in metrics.jsonl, are shown when they come."""
-        metrics = metrics or {}
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Moves to `step` and shows its metrics, which are named as in metrics.jsonl."""
         self._newest.update(metrics)
         left = format_duration(self._seconds_left(step))
         if self._bar:
@@ -128,9 +85,17 @@ class Progress:
         line = format_metrics(metrics)
         if line and (not self._bar or "eval/loss" in metrics):
             width = len(str(self._total))
-            self.log(f"step {step:>{width}}/{self._total} | {line} | {left} left")
+            self._print(f"step {step:>{width}}/{self._total} | {line} | {left} left")
 
-    def log(self, text: str) -> None:
+    def flush(self, step: int) -> None:
+        """Does nothing: what is written is on the screen."""
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar:
+            self._bar.stop()
+
+    def _print(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
         if self._bar:
             self._bar.console.print(text, markup=False, highlight=False)

@@ -21,36 +21,34 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     """
     width, hidden = cfg.embed_dim, cfg.mlp_dim
     norm = width * (2 if cfg.bias and cfg.norm == "layernorm" else 1)
-    into_mlp = 2 if cfg.activation == "swiglu" else 1  # a gated MLP has a second way in
+    into_mlp = 2 if cfg.is_gated else 1  # a gated MLP has a second way in
     kernels = 4 * width * width + (into_mlp + 1) * width * hidden
     biases = 5 * width + into_mlp * hidden if cfg.bias else 0
     layer = kernels + biases + 2 * norm
     return cfg.num_layers * layer + norm + cfg.vocab_size * width
 
 
-def model_flops_per_token(cfg: GPTConfig, context_length: int) -> float:
+def model_flops_per_token(cfg: GPTConfig) -> float:
     """Returns the FLOPs that training must spend on one token, forward and backward.
 
     `6 N + 12 L D T`: every parameter multiplies and adds once forward and twice backward; the
     attention scores and their weighted sum add 4 D T forward and twice that backward in each layer.
-    Half of the T x T scores are above the diagonal and still counted, and recomputation is not:
-    both by convention, so that figures compare (PaLM, Chowdhery et al. 2022, appendix B; nanoGPT's
+    By convention, the half of the T x T scores above the diagonal counts, and recomputation does
+    not, so that figures compare (PaLM, Chowdhery et al. 2022, appendix B; nanoGPT's
     `estimate_mfu`).
 
     Args:
-        cfg: the architecture; N is `count_compute_parameters(cfg)`.
-        context_length: tokens per sequence (T).
+        cfg: the architecture; N is `count_compute_parameters(cfg)`, T its `context_length`.
     """
-    attention = 12 * cfg.num_layers * cfg.embed_dim * context_length
+    attention = 12 * cfg.num_layers * cfg.embed_dim * cfg.context_length
     return float(6 * count_compute_parameters(cfg) + attention)
 
 
 def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
     """Returns the most FLOP/s that `device` spends on a matrix product of `dtype` operands.
 
-    On a CPU the first call measures it (by up to 30 products, of which none begins later than after
-    a second), shared among the simulated devices of the process, so that a sum over devices is the
-    machine's.
+    On a CPU the first call measures it, by up to 30 products in about a second. The simulated
+    devices of the process share the result, so that a sum over devices is the machine's.
 
     Returns:
         FLOP/s, or None for a device that the table does not know.
@@ -64,9 +62,10 @@ def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
 
 
 def total_peak_flops(dtype: jnp.dtype | str) -> float | None:
-    """Returns `peak_flops` of all devices together, or None if that of one is not known."""
+    """Returns `peak_flops` of all devices together, or None if one of them is not known."""
     peaks = [peak_flops(device, dtype) for device in jax.devices()]
-    return None if None in peaks else sum(peaks)
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
 
 
 def forget_measured_peak() -> None:
@@ -93,8 +92,8 @@ def _measure_cpu_flops(dtype: str) -> float:
         # Accumulation in float32, as everywhere in the model.
         product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
         product(a, b).block_until_ready()
-        seconds = []
-        # The least of them is one that nothing disturbed.
+        seconds: list[float] = []
+        # The shortest time is the least disturbed one.
         while len(seconds) < 30 and sum(seconds) < 1.0:
             began = time.perf_counter()
             product(a, b).block_until_ready()
@@ -103,7 +102,7 @@ def _measure_cpu_flops(dtype: str) -> float:
 
 
 class StepClock:
-    """Measures steps, and what share of a run goes where.
+    """Measures steps, and the share of a run's time that each phase takes.
 
     Time is always charged to exactly one phase: the innermost open one, or `other` outside all.
     The training loop runs inside `phase("step")`, with the rest nested in it:
@@ -115,8 +114,8 @@ class StepClock:
                 clock.count_step()
                 with clock.phase("validation"): ...
 
-    Devices work behind the host: what is still running when a phase opens is charged to it. Wait
-    for the last step's result before opening `validation` or `checkpoint`.
+    Devices run behind the host, so work that still runs when a phase opens is charged to that
+    phase. Wait for the last step's result before opening `validation` or `checkpoint`.
 
     Args:
         tokens_per_step: tokens in a global batch.
@@ -124,6 +123,7 @@ class StepClock:
         now: the clock, in seconds.
 
     Attributes:
+        tokens_per_step: as given.
         peak_flops: FLOP/s of all the devices together; None: unknown, and MFU is left out.
     """
 
@@ -134,7 +134,7 @@ class StepClock:
         now: Callable[[], float] = time.perf_counter,
     ):
         self.peak_flops: float | None = None
-        self._tokens, self._flops = tokens_per_step, flops_per_token
+        self.tokens_per_step, self._flops = tokens_per_step, flops_per_token
         self._now = now
         self._phase, self._since = "other", now()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -173,7 +173,7 @@ class StepClock:
         total = self._window[0] - began[0] + wait
         if not steps or total <= 0:
             return {}
-        tokens_per_second = self._tokens * steps / total
+        tokens_per_second = self.tokens_per_step * steps / total
         metrics = {
             "perf/step_seconds": total / steps,
             "perf/tokens_per_second": tokens_per_second,
@@ -189,10 +189,6 @@ class StepClock:
         total = sum(self._seconds.values())
         ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
         return {name: seconds / total for name, seconds in ranked if seconds > 0}
-
-    def describe_shares(self) -> str:
-        """Writes the shares for the end of a run: `step 91 %, validation 6 %, compile 3 %`."""
-        return ", ".join(f"{name} {share:.0%}" for name, share in self.shares().items())
 
     def _switch(self, name: str) -> None:
         now = self._now()

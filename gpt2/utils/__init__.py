@@ -1,1 +1,1 @@
-"""Single ideas of training in JAX, one a file."""
+"""Independent tools of training in JAX, one in each file."""

@@ -14,8 +14,8 @@ def accumulate(
 ) -> Any:
     """Sums `function(micro_batch, index)` over equal slices of the batch's rows.
 
-    Sums, not means: the caller divides once by the number of tokens, so that micro-batches with
-    different numbers of them weigh as they should.
+    It gives sums, not means: the caller divides once by the number of tokens, so that every token
+    has the same weight whatever the size of its micro-batch.
 
     Args:
         function: maps a micro-batch and its index (int32 scalar) to a tree of arrays.

@@ -1,4 +1,4 @@
-"""A few fixed lengths for sequences of many, so that few programs are compiled."""
+"""A few fixed lengths for sequences of any length, so that few programs are compiled."""
 
 SHORTEST = 32
 

@@ -1,4 +1,4 @@
-"""Random keys: each is a fold of what it is for, so that none is stored and none is used twice."""
+"""Random keys, each made from the seed and its purpose: none is stored and none is used twice."""
 
 import jax
 

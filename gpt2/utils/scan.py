@@ -1,12 +1,13 @@
 """Layers scanned or unrolled: one loop body for all layers, and the two parameter layouts.
 
-Unrolled layers keep parameters in siblings `h_0`, `h_1`, ...; scanned ones in a single `h` whose
-leaves have a leading layer axis. Both compute the same; scanning compiles faster, unrolling leaves
-XLA more to fuse.
+Unrolled layers keep parameters in siblings `h_0`, `h_1`, ... Scanned layers keep them in a single
+`h`, whose leaves have a leading layer axis. Both compute the same. Scanning compiles faster, and
+unrolling leaves XLA more to fuse.
 """
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import flax.linen as nn
@@ -16,17 +17,23 @@ import jax.numpy as jnp
 _LAYER = re.compile(r"h_(\d+)")
 
 
-def scan_layers(block: type[nn.Module], num_layers: int) -> type[nn.Module]:
+def scan_layers(
+    block: type[nn.Module], num_layers: int, *, per_layer: Collection[str]
+) -> type[nn.Module]:
     """Returns a module that applies `block` `num_layers` times, carrying its first argument.
 
-    The block is called as `block(x, cache, positions, segments, deterministic) -> (x, cache)`;
-    `cache` has a leading layer axis outside, the arguments after it are the same for every layer.
+    Args:
+        block: called as `block(x, ...) -> (x, y)`; `y` gets a leading layer axis outside.
+        num_layers: how often to apply it.
+        per_layer: names of the arguments that have a leading layer axis outside. The others are
+            the same for every layer.
     """
+    _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
         block,
         variable_axes={"params": 0},
         split_rngs={"params": True, "dropout": True},
-        in_axes=(0, *3 * (nn.broadcast,)),
+        in_axes=tuple(0 if name in per_layer else nn.broadcast for name in others),
         length=num_layers,
     )
 
@@ -66,6 +73,53 @@ def unstack_layers(
         return {k: v for k, v in node.items() if k != "h"} | layers
 
     return _convert(tree, lambda node: "h" in node, convert)
+
+
+def is_scanned(tree: Any) -> bool:
+    """Returns whether the parameters in `tree`, or any state that follows them, are stacked."""
+    return _stacked_leaf(tree) is not None
+
+
+def in_layout(
+    tree: Any,
+    *,
+    scanned: bool,
+    stack: Callable = lambda *leaves: jnp.stack(leaves),
+    take: Callable = lambda leaf, index: leaf[index],
+) -> Any:
+    """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked.
+
+    Args:
+        tree: parameters, or any state that contains dictionaries like them.
+        scanned: the wanted layout.
+        stack, take: as for `stack_layers` and `unstack_layers`.
+    """
+    stacked = _stacked_leaf(tree)
+    if (stacked is not None) == scanned:
+        return tree
+    return stack_layers(tree, stack) if scanned else unstack_layers(tree, stacked.shape[0], take)
+
+
+def find_leaf(params: dict, path: tuple[str, ...]) -> Any:
+    """Returns the leaf at a path of unrolled parameters, such as `("h_3", "ln_1", "scale")`.
+
+    Args:
+        params: of either layout.
+        path: names from the root, as unrolled parameters have them.
+    """
+    layer = _LAYER.fullmatch(path[0])
+    index = int(layer[1]) if layer and path[0] not in params else None
+    node = params[path[0] if index is None else "h"]
+    for name in path[1:]:
+        node = node[name]
+    return node if index is None else node[index]
+
+
+def _stacked_leaf(tree: Any) -> Any:
+    """Returns some leaf with a layer axis, or None."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    stacked = (leaf for path, leaf in leaves if any(getattr(k, "key", None) == "h" for k in path))
+    return next(stacked, None)
 
 
 def _convert(tree: Any, holds_layers: Callable, convert: Callable) -> Any:

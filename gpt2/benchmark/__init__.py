@@ -1,0 +1,1 @@
+"""How fast a step is, alone or beside PyTorch."""

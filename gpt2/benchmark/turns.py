@@ -1,0 +1,78 @@
+"""Programs that take turns: each in a process of its own, kept alive, one at work at a time.
+
+Processes that take short turns run under the same conditions: other load, heat, clocks. A process
+that waits for its turn sleeps on its standard input.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gpt2.errors import UserError
+
+
+def serve(work: Callable[[], Any], info: Callable[[], dict[str, Any]]) -> None:
+    """Does as many steps as each line of standard input asks for, until it closes.
+
+    Args:
+        work: does one step and waits for it.
+        info: returns what there is to report beside times, in answer to a line of 0.
+    """
+    for line in sys.stdin:
+        seconds = []
+        for _ in range(int(line)):
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        print(json.dumps(seconds or info()), flush=True)
+
+
+class Player:
+    """A process that serves turns. It is a context manager, which ends the process.
+
+    Args:
+        name: for messages.
+        command: what to run.
+        environment: its variables.
+    """
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str]):
+        self.name = name
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+        assert process.stdin and process.stdout  # they are pipes
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+
+    def play(self, steps: int) -> list[float]:
+        """Lets the process do `steps` steps, 1 or more, and returns the seconds of each.
+
+        Raises:
+            UserError: it ended early; its own message on standard error says why.
+            SystemExit: it ended by a user's mistake, which it has printed.
+        """
+        return self._ask(steps)
+
+    def info(self) -> dict[str, Any]:
+        """Returns what the process reports beside times."""
+        return self._ask(0)
+
+    def _ask(self, steps: int) -> Any:
+        self._stdin.write(f"{steps}\n")
+        self._stdin.flush()
+        answer = self._stdout.readline()
+        if not answer:
+            if self._process.wait() == UserError.EXIT_CODE:
+                sys.exit(UserError.EXIT_CODE)
+            raise UserError(f"{self.name} ended early", "Its own message above tells the reason")
+        return json.loads(answer)
+
+    def __enter__(self) -> "Player":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stdin.close()
+        self._process.wait()
+        self._stdout.close()

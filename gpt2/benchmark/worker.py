@@ -1,0 +1,220 @@
+"""One case of this project, measured in a process of its own, in turns."""
+
+import itertools
+import json
+import re
+import resource
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.profiler import ProfileData
+
+from gpt2.benchmark.turns import serve
+from gpt2.config import DEFAULTS, Config, DataConfig
+from gpt2.errors import exit_on_user_error
+from gpt2.model import GPT
+from gpt2.ops import resolve
+from gpt2.telemetry.throughput import (
+    forget_measured_peak,
+    model_flops_per_token,
+    peak_flops,
+    peak_source,
+    total_peak_flops,
+)
+from gpt2.training.program import Program
+
+# The named scopes of the model and of the step.
+SCOPES = ("attention", "mlp", "head", "optimizer")
+
+
+class Work:
+    """A compiled program and the state that it works on, for `train` or `eval`.
+
+    Attributes:
+        compile_seconds: what tracing and compiling took.
+    """
+
+    def __init__(self, case: dict[str, Any]):
+        is_training = case["subject"] == "train"
+        devices = jax.devices()
+        program = Program.from_config(make_config(case), devices if is_training else devices[:1])
+        state, self._batch = program.init_state(), program.backend.put_batch(_batch(case))
+        self._state = state if is_training else state.params
+        compile_step = program.compile_train if is_training else program.compile_eval
+        self._compiled = compile_step(self._state, self._batch)
+        self._returns_state = is_training
+        self.compile_seconds = self._compiled.compile_seconds
+
+    def step(self) -> None:
+        """Runs the program once and waits for it."""
+        output = self._compiled(self._state, self._batch)
+        if self._returns_state:
+            self._state, output = output
+        jax.block_until_ready(output)
+
+    def shares(self) -> dict[str, float]:
+        """Returns the share of the time that each of `SCOPES`, and `other`, takes in one step.
+
+        A trace of the step times operations; the compiled program knows each one's scope.
+        """
+        with tempfile.TemporaryDirectory() as directory:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(directory, profiler_options=options)
+            self.step()
+            jax.profiler.stop_trace()
+            trace = ProfileData.from_file(str(next(Path(directory).rglob("*.xplane.pb"))))
+        scopes = _scopes(self._compiled.text())
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for event in (e for plane in trace.planes for line in plane.lines for e in line.events):
+            operation = dict(event.stats).get("hlo_op")
+            if operation in scopes:
+                seconds[scopes[operation]] += event.duration_ns
+        ranked = sorted(seconds.items(), key=lambda item: -item[1])
+        return {scope: time / sum(seconds.values()) for scope, time in ranked}
+
+
+class Generation:
+    """Greedy continuations of prompts that fill half of the context, to its end.
+
+    `compile_seconds` is how much longer the first took than the second.
+    """
+
+    def __init__(self, case: dict[str, Any]):
+        # Imported here, since it brings the code that reads weights, which only this needs.
+        from gpt2.generate import Sampling, generate
+
+        model = GPT(make_config(case).gpt())
+        params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+        prompts = _batch(case)["tokens"][:, : case["context_length"] // 2].tolist()
+        self.step = partial(
+            generate,
+            params,
+            model.config,
+            prompts,
+            max_new_tokens=case["context_length"] // 2,
+            sampling=Sampling(temperature=0.0),
+        )
+        seconds = [_seconds(self.step) for _ in range(2)]
+        self.compile_seconds = max(0.0, seconds[0] - seconds[1])
+
+
+class Reading:
+    """Training batches of a prepared synthetic corpus, shuffled, as the loop reads them."""
+
+    compile_seconds = 0.0
+
+    def __init__(self, case: dict[str, Any]):
+        # Only this needs these. A machine that measures the model may lack their packages.
+        from gpt2.data.dataset import prepare
+        from gpt2.data.loader import TrainLoader
+
+        dataset = prepare(DataConfig(corpus="synthetic", tokenizer="byte"), show_progress=False)
+        shape = dict(batch_size=case["batch_size"], context_length=case["context_length"])
+        self._loader, self._count = TrainLoader(dataset, seed=0, **shape), itertools.count()
+
+    def step(self) -> None:
+        """Reads the next batch."""
+        self._loader.batch(next(self._count))
+
+
+def make_config(case: dict[str, Any]) -> Config:
+    """Returns the run that a case describes; other options have their defaults."""
+    tree = DEFAULTS.to_dict()
+    shape = {name: case[name] for name in tree["model"] if name in case}
+    tree["model"] |= shape
+    tree["data"]["batch_size"] = case["batch_size"]
+    tree["precision"]["compute"] = case["compute"]
+    tree["parallel"] = {name: case[name] for name in tree["parallel"]}
+    tree["memory"] = {name: case[name] for name in tree["memory"]}
+    return Config.from_dict(tree)
+
+
+def hardware(case: dict[str, Any]) -> dict[str, Any]:
+    """Returns the devices that a case runs on, as text, and the FLOP/s that they can reach."""
+    devices, subject = jax.devices(), case["subject"]
+    used = devices if subject == "train" else devices[:1]
+    if subject == "data":
+        peak = None
+    elif subject == "train" or used[0].platform == "cpu":  # simulated devices share the whole CPU
+        peak = total_peak_flops(case["compute"])
+    else:
+        peak = peak_flops(used[0], case["compute"])
+    return {
+        "device": f"{len(used)} x {used[0].device_kind}",
+        "peak_flops": peak,
+        "peak_source": peak_source(used[0]),
+    }
+
+
+@exit_on_user_error
+def main() -> None:
+    """Serves steps of the case that the command line gives."""
+    case = json.loads(sys.argv[1])
+    config = make_config(case).gpt()
+    device, runs_on = jax.devices()[0], hardware(case)
+    subjects: dict[str, type[Any]] = {"generate": Generation, "data": Reading}
+    work = subjects.get(case["subject"], Work)(case)
+    flops = model_flops_per_token(config)
+
+    def info() -> dict[str, Any]:
+        statistics = device.memory_stats() or {}  # None on a CPU
+        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # A CPU's peak is the better of what it reached before and after the turns.
+        forget_measured_peak()
+        before, after = runs_on["peak_flops"], hardware(case)["peak_flops"]
+        return {
+            **runs_on,
+            "peak_flops": before and max(before, after),
+            "compile_seconds": work.compile_seconds,
+            "flops_per_token": flops if case["subject"] == "train" else flops / 3,
+            "peak_bytes": statistics.get("peak_bytes_in_use", on_host),
+            "attention": resolve(
+                config.attention,
+                device.platform,
+                config.compute_dtype,
+                config.context_length,
+                config.head_size,
+            ),
+            "versions": {"jax": jax.__version__},
+            "shares": work.shares() if case["shares"] else {},
+        }
+
+    serve(work.step, info)
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def _batch(case: dict[str, Any]) -> dict[str, np.ndarray]:
+    shape = (2, case["batch_size"], case["context_length"])
+    tokens, targets = np.random.default_rng(0).integers(0, case["vocab_size"], shape, np.int32)
+    return {"tokens": tokens, "targets": targets}
+
+
+def _scopes(program: str) -> dict[str, str]:
+    """Returns the scope of each operation of a compiled program; of loops, those inside."""
+    scopes = {}
+    for line in program.splitlines():
+        name = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
+        if name and not re.search(r" (while|call|conditional)\(", line):
+            path = re.search(r'op_name="([^"]*)"', line)
+            parts = re.split(r"[/()]", path[1]) if path else ()
+            scopes[name[1]] = next((scope for scope in SCOPES if scope in parts), "other")
+    return scopes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Options: a typed, validated view of the ConfigDict that configs/ and the command line give."""
+
+from gpt2.config.architecture import SIZES, GPTConfig, ModelConfig
+from gpt2.config.choices import CHOICES, DEFAULTS
+from gpt2.config.groups import (
+    DataConfig,
+    LoggingConfig,
+    MemoryConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from gpt2.config.run import MAX_SEED, Config, differences, load_config
+
+__all__ = [
+    "CHOICES",
+    "DEFAULTS",
+    "MAX_SEED",
+    "SIZES",
+    "Config",
+    "DataConfig",
+    "GPTConfig",
+    "LoggingConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "TrainConfig",
+    "differences",
+    "load_config",
+]

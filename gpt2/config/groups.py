@@ -1,0 +1,171 @@
+"""The groups of options beside `model.`: their types, and the values that each group refuses.
+
+Defaults, meanings and units are in configs/default.py.
+"""
+
+import dataclasses
+
+from gpt2.config.choices import DEFAULTS, require_choices
+from gpt2.errors import UserError, require_at_least, require_fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """The `precision.` options."""
+
+    params: str = DEFAULTS.precision.params
+    compute: str = DEFAULTS.precision.compute
+
+    def __post_init__(self):
+        require_choices("precision", self)
+        if self.params != "float32":
+            raise UserError(
+                f"precision.params={self.params} cannot hold an optimizer's small updates",
+                "Use --config.precision.params=float32, and --config.precision.compute for speed",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The `data.` options."""
+
+    corpus: str = DEFAULTS.data.corpus
+    tokenizer: str = DEFAULTS.data.tokenizer
+    data_dir: str = DEFAULTS.data.data_dir
+    batch_size: int = DEFAULTS.data.batch_size
+    val_fraction: float = DEFAULTS.data.val_fraction
+    document_mask: bool = DEFAULTS.data.document_mask
+
+    def __post_init__(self):
+        require_at_least("data.batch_size", self.batch_size, 1)
+        if not 0.0 < self.val_fraction < 1.0:
+            raise UserError(
+                f"data.val_fraction={self.val_fraction} leaves no training or no validation text",
+                "Use a share between 0 and 1, such as --config.data.val_fraction=0.005",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """The `optim.` options."""
+
+    name: str = DEFAULTS.optim.name
+    learning_rate: float = DEFAULTS.optim.learning_rate
+    schedule: str = DEFAULTS.optim.schedule
+    warmup_steps: int = DEFAULTS.optim.warmup_steps
+    end_learning_rate: float = DEFAULTS.optim.end_learning_rate
+    beta1: float = DEFAULTS.optim.beta1
+    beta2: float = DEFAULTS.optim.beta2
+    eps: float = DEFAULTS.optim.eps
+    weight_decay: float = DEFAULTS.optim.weight_decay
+    clip_norm: float = DEFAULTS.optim.clip_norm
+
+    def __post_init__(self):
+        require_choices("optim", self)
+        require_fraction("optim.beta1", self.beta1)
+        require_fraction("optim.beta2", self.beta2)
+        for name in ("learning_rate", "warmup_steps", "end_learning_rate", "eps", "weight_decay"):
+            require_at_least(f"optim.{name}", getattr(self, name), 0)
+        require_at_least("optim.clip_norm", self.clip_norm, 0)
+        if self.end_learning_rate > self.learning_rate:
+            raise UserError(
+                f"optim.end_learning_rate={self.end_learning_rate:g} is above "
+                f"optim.learning_rate={self.learning_rate:g}",
+                "Lower --config.optim.end_learning_rate",
+            )
+        if self.schedule == "constant" and self.end_learning_rate != self.learning_rate:
+            raise UserError(
+                f"optim.schedule=constant would ignore "
+                f"optim.end_learning_rate={self.end_learning_rate:g}",
+                f"Set --config.optim.end_learning_rate={self.learning_rate:g}",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The `train.` options."""
+
+    num_steps: int = DEFAULTS.train.num_steps
+    accumulate_steps: int = DEFAULTS.train.accumulate_steps
+    log_every: int = DEFAULTS.train.log_every
+    eval_every: int = DEFAULTS.train.eval_every
+    eval_batches: int = DEFAULTS.train.eval_batches
+    checkpoint_every: int = DEFAULTS.train.checkpoint_every
+    keep_checkpoints: int = DEFAULTS.train.keep_checkpoints
+    init_from: str = DEFAULTS.train.init_from
+
+    def __post_init__(self):
+        for name in ("num_steps", "accumulate_steps", "log_every", "keep_checkpoints"):
+            require_at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("eval_every", "eval_batches", "checkpoint_every"):
+            require_at_least(f"train.{name}", getattr(self, name), 0)
+        prefix = self.init_from.partition(":")[0]
+        if self.init_from and prefix not in ("hf", "run"):
+            raise UserError(
+                f"train.init_from={self.init_from} names no source of weights",
+                "Use hf:DIR, run:DIR or run:DIR@STEP",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """The `parallel.` options."""
+
+    backend: str = DEFAULTS.parallel.backend
+    data: int = DEFAULTS.parallel.data
+    fsdp: int = DEFAULTS.parallel.fsdp
+    tensor: int = DEFAULTS.parallel.tensor
+
+    def __post_init__(self):
+        require_choices("parallel", self)
+        sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
+        for name, size in sizes.items():
+            if size != -1 and size < 1:
+                raise UserError(
+                    f"parallel.{name}={size} is not a number of devices",
+                    f"Use 1 or more, or --config.parallel.{name}=-1 for the rest",
+                )
+        rest = [f"parallel.{name}" for name, size in sizes.items() if size == -1]
+        if len(rest) > 1:
+            raise UserError(
+                f"{' and '.join(rest)} are both -1, and only one axis can take the rest",
+                f"Give one of them a size. For example, use --config.{rest[-1]}=1",
+            )
+        if self.backend == "pmap" and (self.fsdp != 1 or self.tensor != 1):
+            name = "fsdp" if self.fsdp != 1 else "tensor"
+            raise UserError(
+                f"parallel.backend=pmap is data parallel only and would ignore "
+                f"parallel.{name}={sizes[name]}",
+                "Use --config.parallel.backend=pjit",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryConfig:
+    """The `memory.` options."""
+
+    remat: str = DEFAULTS.memory.remat
+    scan_layers: bool = DEFAULTS.memory.scan_layers
+
+    def __post_init__(self):
+        require_choices("memory", self)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    """The `logging.` options."""
+
+    tensorboard: bool = DEFAULTS.logging.tensorboard
+    wandb: bool = DEFAULTS.logging.wandb
+    profile_start: int = DEFAULTS.logging.profile_start
+    profile_steps: int = DEFAULTS.logging.profile_steps
+
+    def __post_init__(self):
+        require_at_least("logging.profile_start", self.profile_start, 0)
+        require_at_least("logging.profile_steps", self.profile_steps, 0)
+        if self.profile_start and not self.profile_steps:
+            raise UserError(
+                f"logging.profile_start={self.profile_start} is ignored while "
+                "logging.profile_steps=0",
+                "For example, use --config.logging.profile_steps=3",
+            )

@@ -1,0 +1,186 @@
+"""All options of a run: a typed, validated view of the ConfigDict.
+
+The ConfigDict is what people write (`configs/`) and override (`--config.a.b=v`). `Config.from_dict`
+turns it into frozen dataclasses with the same names. It refuses options that cannot work and
+options that a run would ignore, so that no run starts with a mistake.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from gpt2.config.architecture import GPTConfig, ModelConfig
+from gpt2.config.groups import (
+    DataConfig,
+    LoggingConfig,
+    MemoryConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from gpt2.errors import UserError, require_at_least, unknown_option
+
+MAX_SEED = 2**32 - 1  # keys hold 32 bits of a seed; larger seeds would repeat
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Every option of a run, validated."""
+
+    seed: int
+    model: ModelConfig
+    precision: PrecisionConfig
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+    parallel: ParallelConfig
+    memory: MemoryConfig
+    logging: LoggingConfig
+
+    def __post_init__(self):
+        require_at_least("seed", self.seed, 0)
+        if self.seed > MAX_SEED:
+            raise UserError(
+                f"seed={self.seed} is above {MAX_SEED}", f"Use --config.seed={MAX_SEED}"
+            )
+        if self.logging.profile_steps and self.logging.profile_start >= self.train.num_steps:
+            raise UserError(
+                f"logging.profile_start={self.logging.profile_start} is after the last of "
+                f"train.num_steps={self.train.num_steps}, which are counted from 0",
+                f"Use at most --config.logging.profile_start={self.train.num_steps - 1}",
+            )
+        batch_size, accumulate_steps = self.data.batch_size, self.train.accumulate_steps
+        if batch_size % accumulate_steps:
+            raise UserError(
+                f"data.batch_size={batch_size} does not split into "
+                f"train.accumulate_steps={accumulate_steps} micro-batches",
+                "Use --config.data.batch_size="
+                f"{max(1, round(batch_size / accumulate_steps)) * accumulate_steps}",
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a global batch."""
+        return self.data.batch_size * self.model.context_length
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences that a forward pass reads, over all devices."""
+        return self.data.batch_size // self.train.accumulate_steps
+
+    @classmethod
+    def from_dict(cls, tree: Mapping | ConfigDict) -> "Config":
+        """Builds the typed view of a ConfigDict or of a config.json.
+
+        Raises:
+            UserError: an option is unknown, missing, of the wrong type, or cannot work.
+        """
+        if isinstance(tree, ConfigDict):
+            tree = tree.to_dict()
+        return _build(cls, tree, prefix="")
+
+    def to_dict(self) -> dict:
+        """Returns nested plain dicts, as config.json holds them."""
+        return dataclasses.asdict(self)
+
+    def with_vocabulary(self, tokens: int) -> "Config":
+        """Returns the config with `model.vocab_size` as large as the tokenizer's, if it was 0.
+
+        Args:
+            tokens: how many the tokenizer has; 0: not known yet.
+
+        Raises:
+            UserError: `model.vocab_size` is less than `tokens`, or neither is known.
+        """
+        wanted = self.model.vocab_size
+        if not (wanted or tokens):
+            raise UserError(
+                f"data.tokenizer={self.data.tokenizer} does not say how many tokens it has",
+                "Give --config.model.vocab_size",
+            )
+        if 0 < wanted < tokens:
+            raise UserError(
+                f"model.vocab_size={wanted} is less than the {tokens} tokens of "
+                f"data.tokenizer={self.data.tokenizer}",
+                "Use --config.model.vocab_size=0",
+            )
+        model = dataclasses.replace(self.model, vocab_size=wanted or tokens)
+        return dataclasses.replace(self, model=model)
+
+    def gpt(self) -> GPTConfig:
+        """Returns the model's configuration; `model.vocab_size` must be resolved (not 0)."""
+        return GPTConfig(
+            **dataclasses.asdict(self.model),
+            param_dtype=self.precision.params,
+            compute_dtype=self.precision.compute,
+            remat=self.memory.remat,
+            scan_layers=self.memory.scan_layers,
+        )
+
+
+def load_config(workdir: Path) -> Config:
+    """Reads a run's config.json.
+
+    Raises:
+        UserError: there is no such file, or it is damaged or not that of a run.
+    """
+    path = Path(workdir) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{workdir} holds no run (no config.json)", "Give a --workdir of train.py")
+    try:
+        tree = json.loads(path.read_text())
+        if "model_type" in tree:
+            raise UserError(f"{workdir} is a Hugging Face model, not a run", "Use --hf")
+        return Config.from_dict(tree)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} is not valid JSON ({error})", "Restore it, or start a new run"
+        ) from None
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Returns the options in which two configs differ: dotted name -> (old, new)."""
+    old_flat, new_flat = _flatten(old.to_dict()), _flatten(new.to_dict())
+    return {k: (old_flat[k], new_flat[k]) for k in new_flat if old_flat[k] != new_flat[k]}
+
+
+def _flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _build(cls, tree: Mapping, prefix: str):
+    fields: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
+    for name in tree:
+        if name not in fields:
+            spellings = {prefix + field: prefix + field for field in fields}
+            raise unknown_option(prefix + name, spellings, "See configs/default.py")
+    values = {}
+    for name, kind in fields.items():
+        if name not in tree:
+            raise UserError(f"the config lacks {prefix}{name}", "Start from configs/default.py")
+        value = tree[name]
+        if dataclasses.is_dataclass(kind):
+            if not isinstance(value, Mapping):
+                raise UserError(f"{prefix}{name} is a group of options", "Set one of its members")
+            values[name] = _build(kind, value, f"{prefix}{name}.")
+            continue
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise UserError(
+                f"{prefix}{name}={value!r} is not of type {kind.__name__}",
+                f"Give a {kind.__name__} as --config.{prefix}{name}",
+            )
+        values[name] = value
+    return cls(**values)

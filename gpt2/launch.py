@@ -1,0 +1,114 @@
+"""Prepares a process before its slow imports: memory settings, and a cache of compiled programs.
+
+Every command calls `prepare_process` first. docs/performance.md, Settings, says what each setting
+saves.
+
+Huge pages: glibc requests pages of 2 MB, since the kernel clears the temporary memory of every
+step page by page (docs/performance.md, XLA:CPU note 13).
+
+Kept memory: freed blocks of up to 256 MB stay with the process. Larger blocks go back to the
+kernel, since fragmentation would otherwise hold twice what a step of 124M needs.
+
+Order: XLA orders programs for little memory (docs/performance.md, XLA:CPU note 12).
+"""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+_KEPT = 2**28  # bytes
+_TUNABLES = {
+    "glibc.malloc.hugetlb": 1,
+    "glibc.malloc.mmap_threshold": _KEPT,
+    "glibc.malloc.trim_threshold": _KEPT,
+}
+_STARTED_AGAIN = "GPT2_STARTED_AGAIN"  # set for the second start
+_ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+
+
+def prepare_process() -> None:
+    """Makes the memory settings of a CPU run, and gives JAX a directory for compiled programs.
+
+    The C library reads its settings when a process starts. If they are missing, the program starts
+    itself again, once, unless it has imported JAX already. The restart loses what the process
+    holds: call this before anything else, slow imports included. Where JAX may find an
+    accelerator, there are no memory settings to make.
+    """
+    if not _may_have_accelerators():
+        missing = _missing_tunables()
+        once = _STARTED_AGAIN not in os.environ  # even where the settings get lost
+        if missing and once and "jax" not in sys.modules:
+            os.environ |= missing | {_STARTED_AGAIN: "1"}
+            os.execv(sys.executable, sys.orig_argv)
+        os.environ |= _missing_order()
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_default_cache())
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+
+def environment_to_measure() -> dict[str, str]:
+    """Returns the environment of a process that is timed: that of a CPU run.
+
+    It names a cache of compiled programs only if the user did.
+    """
+    environment = dict(os.environ) | cpu_environment()
+    if environment.get("JAX_COMPILATION_CACHE_DIR") == str(_default_cache()):
+        del environment["JAX_COMPILATION_CACHE_DIR"]
+    return environment
+
+
+def cpu_environment() -> dict[str, str]:
+    """Returns the variables of a CPU run that this process lacks, for processes that it starts."""
+    return _missing_tunables() | _missing_order()
+
+
+def describe_settings() -> str:
+    """Returns the settings for which this program started again, as text; empty if it did not."""
+    if _STARTED_AGAIN not in os.environ:
+        return ""
+    return "huge pages, freed blocks kept (the program started itself again with GLIBC_TUNABLES)"
+
+
+def release_free_memory() -> None:
+    """Returns freed memory to the kernel: glibc keeps hundreds of megabytes after compilation."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gpt2-jax" / "xla"
+
+
+def _may_have_accelerators() -> bool:
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        return platforms != "cpu"
+    return any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+
+
+def _missing_tunables() -> dict[str, str]:
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    missing = [f"{name}={value}" for name, value in _TUNABLES.items() if name not in tunables]
+    if not (_has_glibc() and missing):
+        return {}
+    return {"GLIBC_TUNABLES": ":".join([tunables, *missing]).lstrip(":")}
+
+
+def _missing_order() -> dict[str, str]:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not _xla_knows_order() or "xla_cpu_scheduler_type" in flags:
+        return {}
+    return {"XLA_FLAGS": f"{flags} {_ORDER}".lstrip()}
+
+
+def _has_glibc() -> bool:
+    """Whether the C library knows the tunables, and takes thresholds of more than 32 MB."""
+    name, release = platform.libc_ver()
+    return name == "glibc" and tuple(map(int, release.split(".")[:2])) >= (2, 35)
+
+
+def _xla_knows_order() -> bool:
+    return version("jaxlib").startswith("0.10.")  # an unknown flag would end the process

@@ -1,0 +1,276 @@
+"""GPT-2 in Flax Linen: `init` and `apply` are pure functions of parameters and tokens.
+
+Dimensions, here and in every comment of the project:
+    B batch   T time   S cache length   D embed   N heads   H head size   F hidden   V vocabulary
+    L layers
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; details after OpenAI's
+code: biases everywhere, tanh GELU, LayerNorm before each branch and after the last, tied head.
+"""
+
+import dataclasses
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from gpt2.config import GPTConfig
+from gpt2.model.layers import Block, Embedding, Norm
+from gpt2.ops import cross_entropy
+from gpt2.parallel.rules import constrain, platform, vocab_multiple
+from gpt2.utils.remat import remat
+from gpt2.utils.scan import scan_layers, stack_layers
+
+__all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
+
+# Bytes of float32 logits that the loss computes at a time: 10,000 tokens with GPT-2's vocabulary.
+# Matrix products of that size keep any device busy. The loss holds no more logits at once.
+LOGITS_BYTES = 2 * 2**30
+CPU_LOGITS_BYTES = 2**27  # a CPU is as fast with far fewer
+
+
+class KVCache(struct.PyTreeNode):
+    """Keys and values of the tokens so far.
+
+    Attributes:
+        layers: a pair of keys and values for each layer, `[B, N, S, H]` in the compute type. Keys
+            and values are separate and heads come first, so that a step writes them in place and
+            multiplies them as they are stored. If layers are scanned, a single pair with a leading
+            axis L.
+        length: `[B]` int32, tokens written per sequence.
+    """
+
+    layers: Any
+    length: jax.Array
+
+    @classmethod
+    def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
+        """Returns an empty cache for sequences of up to `max_length` tokens."""
+        L, shape = config.num_layers, (batch_size, config.num_heads, max_length, config.head_size)
+
+        def pair(*shape: int) -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
+
+        layers = pair(L, *shape) if config.scan_layers else [pair(*shape) for _ in range(L)]
+        return cls(layers, jnp.zeros(batch_size, jnp.int32))
+
+
+class GPT(nn.Module):
+    """The language model.
+
+    `init` gives parameters as plain nested dictionaries. Their numbers do not depend on whether
+    layers are scanned or unrolled. `logical_axes` gives the names of their axes.
+    """
+
+    config: GPTConfig
+
+    def setup(self):
+        """Creates the layers that the methods share."""
+        cfg = self.config
+        self.wte = Embedding(cfg, cfg.vocab_size, ("vocab", "table"), stddev=0.02)
+        if cfg.position == "learned":
+            self.wpe = Embedding(cfg, cfg.context_length, ("position", "table"), stddev=0.01)
+        block = remat(Block, cfg.remat, static=("deterministic",), scanned=cfg.scan_layers)
+        if cfg.scan_layers:
+            self.h: Any = scan_layers(block, cfg.num_layers, per_layer=("cache",))(cfg)
+        else:
+            self.h = [block(cfg) for _ in range(cfg.num_layers)]
+        self.ln_f = Norm(cfg)
+        if not cfg.tie_embeddings:
+            self.lm_head = Embedding(cfg, cfg.vocab_size, ("vocab", "table"), stddev=0.02)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Returns the logits [B, T, V], float32, of the token after each one.
+
+        Args:
+            tokens: [B, T] int32, T up to `context_length`.
+            segments: [B, T] int32; tokens see only those of their own segment.
+            deterministic: False applies dropout, with the key `rngs={"dropout": key}`.
+        """
+        hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
+        return self._logits(hidden, self._head())
+
+    def hidden(self, tokens: jax.Array, *, segments: jax.Array | None = None) -> jax.Array:
+        """Returns the normalised output of the last layer, [B, T, D] in the compute type.
+
+        Args:
+            tokens, segments: as for `__call__`.
+        """
+        return self._hidden(tokens, segments=segments)[0]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Returns the logits [B, T, V], float32, for rows [B, T, D] that `hidden` returned."""
+        return self._logits(hidden, self._head())
+
+    def loss(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the summed cross-entropy in nats, and the number of targets, float32 scalars.
+
+        Args:
+            tokens: [B, T] int32.
+            targets: [B, T] int32; -1 leaves a position out.
+            segments, deterministic: as for `__call__`.
+        """
+        chex.assert_equal_shape([tokens, targets])
+        cfg = self.config
+        hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
+        B, T = tokens.shape
+        with jax.named_scope("head"):
+            head = self._head()
+            return cross_entropy(
+                hidden,
+                head,
+                targets,
+                vocab_size=cfg.vocab_size,
+                logit_softcap=cfg.logit_softcap,
+                dtype=cfg.compute_dtype,
+                chunk=_positions_per_chunk(B, T, head.shape[0]),
+            )
+
+    def extend(
+        self, tokens: jax.Array, num_new: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Appends tokens to cached sequences: many at once for a prompt, one at a time after.
+
+        Args:
+            tokens: [B, T] int32, padded on the right.
+            num_new: [B] int32, how many of the T are real, at least 1.
+            cache: what came before.
+
+        Returns:
+            The logits [B, V] after each sequence's last real token, and the longer cache.
+        """
+        cfg = self.config
+        chex.assert_rank(tokens, 2)
+        B = tokens.shape[0]
+        chex.assert_shape([num_new, cache.length], (B,))
+        chex.assert_type([num_new, cache.length], int)
+        if cfg.scan_layers:
+            chex.assert_tree_shape_prefix(cache.layers, (cfg.num_layers, B, cfg.num_heads))
+        else:
+            chex.assert_equal(len(cache.layers), cfg.num_layers)
+            chex.assert_tree_shape_prefix(cache.layers, (B, cfg.num_heads))
+        hidden, cache = self._hidden(tokens, cache=cache)
+        last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
+        logits = self._logits(last, self._table())  # unpadded: padding would copy it at every token
+        return logits[:, 0], cache.replace(length=cache.length + num_new)
+
+    def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None):
+        """Returns the normalised output of the last layer [B, T, D], and the cache."""
+        cfg = self.config
+        chex.assert_rank(tokens, 2)
+        chex.assert_type(tokens, int)
+        B, T = tokens.shape
+        if segments is not None:
+            chex.assert_shape(segments, (B, T))
+            chex.assert_type(segments, int)
+        if cfg.context_length < T and cfg.position == "learned":
+            raise ValueError(f"{T} tokens are more than context_length={cfg.context_length}")
+        positions = jnp.arange(T)[None]
+        x = self.wte(tokens)
+        if cache is not None:
+            positions = positions + cache.length[:, None]
+        if cfg.position == "learned":
+            x = x + (self.wpe.first(T) if cache is None else self.wpe(positions))
+        x = self.dropout(x, deterministic=deterministic)
+        x = constrain(x, "batch", "length", "embed")
+        layers = None if cache is None else cache.layers
+        if cfg.scan_layers:
+            x, layers = self.h(x, layers, positions, segments, deterministic)
+        else:
+            layers = list(layers or [None] * cfg.num_layers)
+            for index, block in enumerate(self.h):
+                x, layers[index] = block(x, layers[index], positions, segments, deterministic)
+        x = self.ln_f(x)
+        chex.assert_shape(x, (B, T, cfg.embed_dim))
+        return x, None if cache is None else cache.replace(layers=layers)
+
+    def _table(self) -> jax.Array:
+        """Returns the output embedding, [V, D]."""
+        return (self.wte if self.config.tie_embeddings else self.lm_head).embedding
+
+    def _head(self) -> jax.Array:
+        """Returns the output embedding with padded vocabulary, [V padded, D]."""
+        padding = -self.config.vocab_size % vocab_multiple()
+        head = jnp.pad(self._table(), ((0, padding), (0, 0)))
+        # Pad as stored, by columns, and only then split by rows.
+        return constrain(constrain(head, "rows", "table"), "vocab", "embed")
+
+    def _logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
+        cfg = self.config
+        chex.assert_shape(hidden, (None, None, cfg.embed_dim))
+        logits = jnp.einsum(
+            "btd,vd->btv",
+            hidden,
+            head.astype(cfg.compute_dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if cfg.logit_softcap:
+            logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+        return logits[..., : cfg.vocab_size]
+
+    @nn.nowrap
+    def _plain(self) -> "GPT":
+        """Returns the model that draws parameters: unrolled, for tokens of any length."""
+        plain: dict[str, Any] = dict(scan_layers=False, remat="none", attention="reference")
+        return GPT(dataclasses.replace(self.config, **plain))
+
+    @nn.nowrap
+    def _draw(self, rngs: Any, tokens: jax.Array) -> Any:
+        """Returns unrolled parameters, boxed with the names of their axes."""
+        return nn.Module.init_with_output(self._plain(), rngs, tokens)[1]["params"]
+
+    @nn.nowrap
+    def init(  # type: ignore[override]  # narrower than Flax's: tokens alone
+        self, rngs: Any, tokens: jax.Array
+    ) -> dict:
+        """Returns `{"params": ...}` drawn with the key `rngs`; `tokens` only give their shape."""
+        params = nn.unbox(self._draw(rngs, tokens))
+        return {"params": stack_layers(params) if self.config.scan_layers else params}
+
+    @nn.nowrap
+    def init_with_output(  # type: ignore[override]  # as for `init`
+        self, rngs: Any, tokens: jax.Array, **options: Any
+    ) -> tuple[Any, dict]:
+        """Returns `apply(variables, tokens, **options)` and the variables that `init` draws."""
+        variables = self.init(rngs, tokens)
+        return self.apply(variables, tokens, **options), variables
+
+    @nn.nowrap
+    def logical_axes(self) -> Any:
+        """Returns the names of every parameter's axes, a PartitionSpec in place of each leaf."""
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        axes = nn.get_partition_spec(jax.eval_shape(self._draw, jax.random.key(0), tokens))
+        if not self.config.scan_layers:
+            return axes
+        return stack_layers(axes, stack=lambda *layers: PartitionSpec("layers", *layers[0]))
+
+
+def num_params(params: Any) -> int:
+    """Returns the number of parameters in a tree of arrays or shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _positions_per_chunk(batch_size: int, length: int, vocab_size: int) -> int:
+    """Returns how many positions' logits are computed at a time; 0: all `length` of them."""
+    budget = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if platform() == "cpu" else LOGITS_BYTES
+    fitting = max(1, budget // (4 * batch_size * vocab_size))
+    # A power of two fills the tiles of matrix units, and divides the usual lengths.
+    return 0 if length <= fitting else 1 << fitting.bit_length() - 1

@@ -1,0 +1,18 @@
+"""The matrix product that every operation here uses."""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+
+def dot(
+    a: jax.Array, b: jax.Array, contract_a: Iterable[int], contract_b: Iterable[int]
+) -> jax.Array:
+    """Contracts axes of `a` with axes of `b`, accumulated and returned in float32.
+
+    Returns:
+        `[rest of a, rest of b]` float32, whatever the operands' type.
+    """
+    dimensions = ((tuple(contract_a), tuple(contract_b)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)

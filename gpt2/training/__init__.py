@@ -1,0 +1,1 @@
+"""Training: the program of a run, its state, its steps, its checkpoints and its files."""

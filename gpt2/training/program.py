@@ -1,0 +1,147 @@
+"""A run's program, built once from its options and its devices.
+
+train.py, `--plan`, the benchmark and the tests of layouts all take model, optimizer, backend and
+steps from here. Building a `Program` computes and places nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gpt2 import launch
+from gpt2.config import Config
+from gpt2.model import GPT
+from gpt2.ops import resolve
+from gpt2.parallel import Backend, abstract_state, make_backend
+from gpt2.parallel.inspect import check_sharded
+from gpt2.parallel.mesh import check_layout
+from gpt2.parallel.rules import platform_of
+from gpt2.telemetry.compile_watch import CompiledStep, compile_once
+from gpt2.training.optim import make_optimizer, make_schedule
+from gpt2.training.state import TrainState
+from gpt2.training.steps import make_eval_step, make_train_step
+from gpt2.utils.prng import init_key
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What a run computes, and how it is spread over devices.
+
+    Attributes:
+        config: with its vocabulary resolved.
+        model: Linen module.
+        schedule: learning rate by step, counted from 0.
+        optimizer: an optax chain that contains the schedule.
+        backend: see `gpt2.parallel`.
+        train_step: pure, see `gpt2.training.steps.make_train_step`.
+        eval_step: pure, see `gpt2.training.steps.make_eval_step`.
+    """
+
+    config: Config
+    model: GPT
+    schedule: optax.Schedule
+    optimizer: optax.GradientTransformation
+    backend: Backend
+    train_step: Callable
+    eval_step: Callable
+
+    @classmethod
+    def from_config(cls, config: Config, devices: Sequence[jax.Device]) -> "Program":
+        """Returns the program of a config whose vocabulary is resolved, over `devices`.
+
+        Raises:
+            UserError: model, batch and devices do not fit each other.
+        """
+        check_devices(config, devices)
+        model = GPT(config.gpt())
+        schedule = make_schedule(config.optim, config.train.num_steps)
+        optimizer = make_optimizer(config.optim, schedule)
+        backend = make_backend(config.parallel, model.logical_axes(), optimizer, list(devices))
+        train_step = make_train_step(
+            model,
+            optimizer,
+            schedule,
+            seed=config.seed,
+            accumulate_steps=config.train.accumulate_steps,
+        )
+        program = cls(
+            config, model, schedule, optimizer, backend, train_step, make_eval_step(model)
+        )
+        check_sharded(program.state_shapes.params, backend.mesh.shape)
+        return program
+
+    def init(self, key: jax.Array) -> TrainState:
+        """Returns the state before the first step, as a pure function of a key."""
+        params = self.model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return TrainState.create(params, self.optimizer, self.config.precision.compute)
+
+    def init_state(self, params: Any = None) -> TrainState:
+        """Returns the state before the first step. Each device draws its own part.
+
+        Args:
+            params: used in place of drawn parameters, if given. They must be in host memory, or
+                the devices would need room for both.
+        """
+        state = self.backend.init_state(self.init, init_key(self.config.seed))
+        if params is None:
+            return state
+        shardings = self.backend.state_shardings(state).params
+        return state.replace(params=jax.device_put(params, shardings))
+
+    @functools.cached_property
+    def state_shapes(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        return abstract_state(self.backend, self.init)
+
+    @property
+    def attention(self) -> str:
+        """The implementation of attention in use, as text for people."""
+        name = _resolve_attention(self.config, self.backend.mesh.devices.flat[0])
+        dropout = self.config.model.dropout
+        return f"{name} (reference in training, for its dropout)" if dropout else name
+
+    def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
+        """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
+
+        Args:
+            state: placed, or `state_shapes`.
+            batch: from `backend.put_batch`. Several processes under pmap need arrays for both.
+        """
+        return _compile(self.backend.compile_train(self.train_step), state, batch)
+
+    def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
+        """Compiles `(params, batch) -> metrics`; arguments as for `compile_train`."""
+        return _compile(self.backend.compile_eval(self.eval_step), params, batch)
+
+
+def _compile(step: Callable, *arguments: Any) -> CompiledStep:
+    compiled = compile_once(step, *arguments)
+    launch.release_free_memory()  # hundreds of megabytes that the compiler used
+    return compiled
+
+
+def check_devices(config: Config, devices: Sequence[jax.Device]) -> None:
+    """Checks, before any work begins, that a run can work on these devices.
+
+    Raises:
+        UserError: the model or the batch does not divide over the mesh, or the implementation of
+            attention cannot run there.
+    """
+    check_layout(config, config.model, len(devices))
+    _resolve_attention(config, devices[0])
+
+
+def _resolve_attention(config: Config, device: jax.Device) -> str:
+    model = config.model
+    return resolve(
+        model.attention,
+        platform_of(device),
+        config.precision.compute,
+        model.context_length,
+        model.head_size,
+    )

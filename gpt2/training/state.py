@@ -1,0 +1,62 @@
+"""All that a training step reads and writes, as one pure value."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+
+class LossScale(struct.PyTreeNode):
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2).
+
+    Attributes:
+        scale: float32 scalar that multiplies the loss.
+        good_steps: int32 scalar, steps with finite gradients since `scale` last changed.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+    GROWTH_INTERVAL = 2000
+
+    @classmethod
+    def create(cls) -> "LossScale":
+        """Returns the scale at the start of training."""
+        return cls(jnp.float32(2.0**12), jnp.int32(0))
+
+    def update(self, finite: jax.Array) -> "LossScale":
+        """Halves the scale after an overflow, doubles it after `GROWTH_INTERVAL` good steps."""
+        grown = finite & (self.good_steps + 1 >= self.GROWTH_INTERVAL)
+        scale = jnp.where(finite, jnp.where(grown, self.scale * 2, self.scale), self.scale / 2)
+        good_steps = jnp.where(finite & ~grown, self.good_steps + 1, 0)
+        return LossScale(jnp.clip(scale, 1.0, 2.0**24), good_steps)
+
+
+class TrainState(struct.PyTreeNode):
+    """The state of training after `step` optimizer steps.
+
+    Attributes:
+        step: int32 scalar.
+        params: the model's parameters, plain nested dictionaries.
+        opt_state: the optimizer's.
+        loss_scale: for float16, else None.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: optax.OptState
+    loss_scale: LossScale | None
+
+    @classmethod
+    def create(
+        cls, params: Any, optimizer: optax.GradientTransformation, compute_dtype: str
+    ) -> "TrainState":
+        """Returns the state before the first step."""
+        return cls(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=optimizer.init(params),
+            loss_scale=LossScale.create() if compute_dtype == "float16" else None,
+        )

@@ -1,0 +1,212 @@
+"""The files of a run beside its checkpoints, and the checks that let it continue.
+
+config.json      the resolved options
+data.json        what the prepared corpus holds, to tell it from another of the same name
+tokenizer.json   the tokenizer, so that the run can be sampled without its corpus
+.lock            held by the process that trains here, so that no second one does
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2.config import Config, differences, load_config
+from gpt2.data.dataset import Dataset
+from gpt2.data.records import TokenStream
+from gpt2.data.tokenizer import fingerprint, is_path
+from gpt2.errors import UserError, require_writable
+from gpt2.parallel import distributed
+from gpt2.telemetry.metrics import read_metrics
+from gpt2.training.checkpoint import latest_step
+from gpt2.utils import files
+from gpt2.utils.text import counted
+
+# Options that may change when a run continues. They do not decide what the model learns, except
+# `train.num_steps`, which moves the end of the learning-rate schedule.
+_MAY_CHANGE = (
+    "parallel.",
+    "memory.",
+    "logging.",
+    "model.attention",
+    "data.data_dir",
+    "train.num_steps",
+    "train.accumulate_steps",
+    "train.log_every",
+    "train.eval_",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+)
+
+_LOCK = ".lock"
+# Corpora that lie in files, which can be moved.
+_MOVABLE = ("text", "jsonl", "parquet", "tokens")
+
+
+def check_options(workdir: Path, config: Config) -> None:
+    """Checks that a run with these options can start or continue in a directory.
+
+    Raises:
+        UserError: the directory is not writable, holds other files than a run's, or holds a run
+            with other options. The message names the option or the obstacle.
+    """
+    require_writable("workdir", workdir)
+    if not (workdir / "config.json").exists():
+        if workdir.exists() and not all(map(_precedes_config, workdir.iterdir())):
+            raise UserError(
+                f"{workdir} holds files that do not belong to a run", "Give another --workdir"
+            )
+        return
+    latest, saved = latest_step(workdir), load_config(workdir)
+    if latest == 0:
+        raise UserError(
+            f"{workdir} holds imported weights, not a run to continue",
+            f"Start a run with --config.train.init_from=run:{workdir} and another --workdir",
+        )
+    if latest is None and _had_checkpoint(workdir, saved):
+        raise UserError(
+            f"{workdir} holds a run whose checkpoints are gone; a new run would erase its metrics",
+            "Restore a checkpoint; to start anew, remove the workdir or give another --workdir",
+        )
+    if latest is not None and latest > config.train.num_steps:
+        raise UserError(
+            f"{workdir} holds a run of {counted(latest, 'step')}, more than "
+            f"train.num_steps={config.train.num_steps}",
+            f"Give another --workdir, or --config.train.num_steps={latest} or more",
+        )
+    for name, (old, new) in differences(saved, config).items():
+        if name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
+            continue
+        if _is_move(name, old, new) and (workdir / "data.json").exists():  # check_data decides
+            continue
+        raise UserError(
+            f"{workdir} holds a run with {name}={old}, not {new}",
+            "Give another --workdir, or the old value of the option",
+        )
+
+
+def _precedes_config(path: Path) -> bool:
+    """Returns whether a run that ended before it wrote config.json may have left this file."""
+    return path.name == _LOCK or path.suffix == ".tmp"
+
+
+def check_data(workdir: Path, dataset: Dataset) -> None:
+    """Checks that a run would continue on the same text with the same tokens.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not what the run began with.
+    """
+    path = workdir / "data.json"
+    saved, found = json.loads(path.read_text()) if path.exists() else {}, _describe(dataset)
+    differing = {name for name in saved if saved[name] != found.get(name)}
+    if differing:
+        other = "tokenizer_sha256" in differing
+        name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
+        raise UserError(
+            f"{name} names is no longer what {workdir} was trained on",
+            "Restore it, or give another --workdir",
+        )
+
+
+def lock(workdir: Path, start: int) -> None:
+    """Keeps other processes from training in `workdir` until this one ends, however it ends.
+
+    Call it before anything changes in the directory. It has no effect on a file system without
+    locks.
+
+    Args:
+        workdir: created if missing.
+        start: the newest step that the run has saved, 0 for none, as this process has read it.
+
+    Raises:
+        UserError: another process trains there, or has done so since `start` was read.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    alone = files.lock_for_good(workdir / _LOCK)
+    if not alone or (latest_step(workdir) or 0) != start:
+        raise UserError(
+            f"another process is training in {workdir}",
+            "Wait for it or stop it, or give another --workdir",
+        )
+
+
+@distributed.only_first
+def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
+    """Locks the directory and writes the files of a run that is about to start or continue.
+
+    Args:
+        workdir: created if missing.
+        config: the resolved options.
+        dataset: the prepared corpus.
+        start: the newest step that the run has saved, 0 for none.
+
+    Raises:
+        UserError: another process trains there.
+    """
+    lock(workdir, start)
+    write(workdir, config, dataset)
+
+
+def is_finished(workdir: Path, config: Config) -> bool:
+    """Returns whether a run has reached its last step and written its last file, the samples."""
+    return latest_step(workdir) == config.train.num_steps and (workdir / "samples.txt").exists()
+
+
+def write(workdir: Path, config: Config, dataset: Dataset) -> None:
+    """Writes the files of a run that is about to start or continue, config.json first.
+
+    It first removes files that would be mistaken for this run's: metrics that were logged under
+    another config.json (see `_had_checkpoint`), and samples of an earlier end (see `is_finished`).
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "samples.txt").unlink(missing_ok=True)
+    if latest_step(workdir) is None:
+        (workdir / "metrics.jsonl").unlink(missing_ok=True)
+    files.write_json(workdir / "config.json", config.to_dict())
+    if not (workdir / "data.json").exists():
+        files.write_json(workdir / "data.json", _describe(dataset))
+    if not (workdir / "tokenizer.json").exists():
+        dataset.tokenizer.save(workdir / "tokenizer.json")
+
+
+def _had_checkpoint(workdir: Path, saved: Config) -> bool:
+    """Returns whether a run without checkpoints must have had one.
+
+    A run that was killed before its first checkpoint was complete has logged steps too. It has
+    logged none past its second checkpoint, which begins only when the first is complete. Samples
+    are written after the last checkpoint.
+    """
+    logged = read_metrics(workdir / "metrics.jsonl")
+    every = saved.train.checkpoint_every
+    outran = 0 < 2 * every < max((line["step"] for line in logged), default=0)
+    return outran or (workdir / "samples.txt").exists()
+
+
+def _describe(dataset: Dataset) -> dict:
+    """Describes a corpus by what it holds, not by where it lies, so that its files can move."""
+    return {
+        "splits": {name: dataclasses.asdict(split) for name, split in dataset.splits.items()},
+        "zlib_bits_per_byte": dataset.zlib_bits_per_byte,
+        "training_sample_sha256": _hash_sample(dataset.open("train")),
+        "tokenizer": dataset.tokenizer.name,
+        "tokenizer_sha256": fingerprint(dataset.tokenizer),
+    }
+
+
+def _hash_sample(stream: TokenStream) -> str:
+    """Returns a hash of pieces from all over a token stream: counts do not tell its order."""
+    digest = hashlib.sha256()
+    for start in np.linspace(0, len(stream), 64, endpoint=False, dtype=np.int64):
+        digest.update(stream.read(int(start), 256).tobytes())
+    return digest.hexdigest()
+
+
+def _is_move(name: str, old: Any, new: Any) -> bool:
+    """Returns whether both values of an option name files, which may have moved."""
+    if name == "data.corpus":
+        kind = new.partition(":")[0]
+        return kind in _MOVABLE and old.partition(":")[0] == kind
+    return name == "data.tokenizer" and is_path(old) and is_path(new)

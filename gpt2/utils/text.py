@@ -1,0 +1,42 @@
+"""Numbers as text for people."""
+
+import math
+
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def counted(number: int, noun: str) -> str:
+    """Writes a number with its noun: `1 device`, `2,048 devices`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def format_count(number: float) -> str:
+    """Writes a count: 950, 9,500, 12.3k, 124.4M, 9B."""
+    if abs(number) < 1e4:
+        return f"{number:,.0f}"
+    size, unit = next(pair for pair in _UNITS if abs(number) >= pair[0])
+    return f"{number / size:.1f}".removesuffix(".0") + unit
+
+
+def format_bytes(number: float) -> str:
+    """Writes a size in binary units: 512 B, 3.4 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Writes a duration in its two leading units: 42s, 1m 23s, 2h 05m, 3d 04h."""
+    if not math.isfinite(seconds):
+        return "?"
+    seconds = round(seconds)
+    for size, unit, below, below_unit in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
+        if seconds >= size:
+            return f"{seconds // size}{unit} {seconds % size // below:02d}{below_unit}"
+    return f"{seconds}s"

@@ -1,0 +1,370 @@
+"""Shapes and types at every border, at OpenAI's sizes; a wrong one raises. Almost nothing runs."""
+
+import dataclasses
+import functools
+from functools import partial
+from types import SimpleNamespace
+
+import chex
+import flax.errors
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import default
+from gpt2 import ops
+from gpt2.config import SIZES, Config, ParallelConfig
+from gpt2.data import dataset, records
+from gpt2.data.loader import TrainLoader, ValidationLoader
+from gpt2.generate import Sampling, _decode, _prefill
+from gpt2.model import GPT, GPTConfig, KVCache, layers, num_params
+from gpt2.ops.dot import dot
+from gpt2.parallel import make_backend
+from gpt2.training.program import Program
+
+TOTALS = dict(zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True))
+B, T, V = 16, 1024, 50257
+IMPLEMENTATIONS = ("reference", "blocked", "xla", "splash")
+DTYPES = ("float32", "bfloat16", "float16")
+WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
+
+shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+each_size = pytest.mark.parametrize("size", SIZES)
+each_layout = pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+
+
+def array(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+ints, floats, halves = (partial(array, dtype) for dtype in ("int32", "float32", "bfloat16"))
+SCALARS = floats(), floats()
+keys_of = partial(array, jax.random.key(0).dtype)
+
+
+def assert_is(tree, dtype, *shape):
+    """Every leaf has this type and this shape."""
+    leaves = jax.tree.leaves(tree)
+    chex.assert_shape(leaves, shape)
+    chex.assert_type(leaves, jnp.dtype(dtype))
+
+
+def assert_same(actual, expected):
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes(actual), shapes(expected))
+
+
+def mesh_sizes(size):
+    splits_heads = size != "gpt2-1558m"  # which has 25
+    return dict(data=2, fsdp=2, tensor=2) if splits_heads else dict(data=2, fsdp=4, tensor=1)
+
+
+@functools.cache
+def program(size, scanned):
+    (L, N, D), options = SIZES[size], default.get_config()
+    options.model.update(vocab_size=V, num_layers=L, num_heads=N, embed_dim=D)
+    options.data.batch_size, options.precision.compute = B, "bfloat16"
+    options.memory.scan_layers = scanned
+    options.parallel.update(mesh_sizes(size))
+    return Program.from_config(Config.from_dict(options), jax.devices())
+
+
+def gpt(size, scanned):
+    """The model of an OpenAI size, and its variables."""
+    config = GPTConfig.from_name(size, scan_layers=scanned, compute_dtype="bfloat16")
+    return GPT(config), {"params": shapes(program(size, scanned).state_shapes.params)}
+
+
+def method(model, name):
+    return partial(model.apply, method=name)
+
+
+def known_parameters(size, scanned):
+    L, N, D = SIZES[size]
+    (H, F), ln = (D // N, 4 * D), {"scale": floats(D), "bias": floats(D)}
+    qkv = {"kernel": floats(D, 3, N, H), "bias": floats(3, N, H)}
+    out = {"kernel": floats(N, H, D), "bias": floats(D)}
+    widen = {"kernel": floats(D, F), "bias": floats(F)}
+    narrow = {"kernel": floats(F, D), "bias": floats(D)}
+    attn, mlp = {"c_attn": qkv, "c_proj": out}, {"c_fc": widen, "c_proj": narrow}
+    layer = {"ln_1": ln, "attn": attn, "ln_2": ln, "mlp": mlp}
+    rest = {"wte": {"embedding": floats(V, D)}, "wpe": {"embedding": floats(T, D)}, "ln_f": ln}
+    if scanned:
+        return rest | {"h": jax.tree.map(lambda x: floats(L, *x.shape), layer)}
+    return rest | {f"h_{i}": layer for i in range(L)}
+
+
+@each_layout
+@each_size
+def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_named(size, scanned):
+    state = program(size, scanned).state_shapes
+    assert num_params(state.params) == TOTALS[size]
+    assert_same(state.params, known_parameters(size, scanned))
+    for moment in ("mu", "nu"):
+        assert_same(optax.tree.get(state.opt_state, moment), state.params)
+    assert all(len(x.sharding.spec) == x.ndim for x in jax.tree.leaves(state.params))
+    assert_is(state.step, "int32")
+    assert state.loss_scale is None
+
+
+@each_size
+def test_scanned_model_gives_hidden_states_and_logits(size):
+    (model, variables), tokens, D = gpt(size, scanned=True), ints(B, T), SIZES[size][2]
+    assert_is(jax.eval_shape(method(model, "hidden"), variables, tokens), "bfloat16", B, T, D)
+    logits = jax.eval_shape(method(model, "logits"), variables, halves(B, 3, D))
+    assert_is(logits, "float32", B, 3, V)
+    assert_is(jax.eval_shape(model.apply, variables, tokens), "float32", B, T, V)
+
+
+@each_layout
+@each_size
+def test_loss_is_two_scalars_and_a_cache_keeps_its_shape_as_it_is_extended(size, scanned):
+    (model, variables), (L, N, D), S = gpt(size, scanned), SIZES[size], 256
+    loss = jax.eval_shape(method(model, "loss"), variables, ints(B, T), ints(B, T))
+    assert_same(loss, SCALARS)
+    cache = jax.eval_shape(partial(KVCache.create, model.config, B, S))
+    chex.assert_tree_shape_suffix(cache.layers, (B, N, S, D // N))
+    assert_is(cache.layers, "bfloat16", *([L] if scanned else []), B, N, S, D // N)
+    assert len(jax.tree.leaves(cache.layers)) == (2 if scanned else 2 * L)
+    extend = method(model, "extend")
+    logits, longer = jax.eval_shape(extend, variables, ints(B, 4), ints(B), cache)
+    assert_is(logits, "float32", B, V)
+    assert_same(longer, cache)
+
+
+@each_size
+def test_mesh_splits_kernels_heads_and_tables(size):
+    (L, N, D), mesh = SIZES[size], mesh_sizes(size)
+    held = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), program(size, True).state_shapes)
+    fsdp, tensor, h = mesh["fsdp"], mesh["tensor"], held.params["h"]
+    assert held.params["wte"]["embedding"] == (V, D // (fsdp * tensor))
+    assert h["attn"]["c_attn"]["kernel"] == (L, D // fsdp, 3, N // tensor, D // N)
+    assert h["mlp"]["c_proj"]["kernel"] == (L, 4 * D // tensor, D // fsdp)
+    assert optax.tree.get(held.opt_state, "mu") == held.params
+
+
+@pytest.mark.parametrize("name", ["pjit", "pmap"])
+@pytest.mark.parametrize(("size", "scanned"), [*((s, True) for s in SIZES), ("gpt2-124m", False)])
+def test_steps_keep_the_state_and_give_scalars(size, scanned, name):
+    run = program(size, scanned)
+    backend, state, mesh = run.backend, run.state_shapes, mesh_sizes(size)
+    num_shards, batch_shape = mesh["data"] * mesh["fsdp"], (B, T)
+    if name == "pmap":
+        backend = make_backend(ParallelConfig(backend="pmap"), None, run.optimizer)
+        num_shards, batch_shape = 8, (8, B // 8, T)
+        placed = jax.tree.leaves(backend.state_shardings(shapes(state)))
+        assert all(sharding.is_fully_replicated for sharding in placed)
+    assert backend.num_shards == num_shards
+    assert backend.local_rows(B) == slice(0, B)
+    rows = np.zeros((B, T), np.int32)
+    batch = backend.put_batch({"tokens": rows, "targets": rows})
+    assert_is(batch, "int32", *batch_shape)
+    state, batch = inputs = shapes((state, batch))
+    after, metrics = jax.eval_shape(backend.compile_train(run.train_step), *inputs)
+    assert_same(after, state)
+    names = "train/loss", "train/grad_norm", "train/learning_rate"
+    assert_same(metrics, dict.fromkeys(names, floats()))
+    sums = jax.eval_shape(backend.compile_eval(run.eval_step), state.params, batch)
+    assert_same(sums, {"loss_sum": floats(), "count": floats()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operations_give_their_operands_type_and_losses_float32(dtype):
+    x, heads = array(dtype, 2, 8, 32), array(dtype, 2, 8, 3, 4)
+    for op in (ops.linear, ops.linear_reference):
+        assert_same(jax.eval_shape(op, x, floats(32, 3, 4), floats(3, 4)), heads)
+        two = partial(op, num_contract=2, dtype="float16")
+        assert_is(jax.eval_shape(two, heads, floats(3, 4, 5)), "float16", 2, 8, 5)
+    for op in (ops.norm, ops.norm_reference):
+        assert_same(jax.eval_shape(op, x, floats(32), floats(32)), x)
+        assert_is(jax.eval_shape(partial(op, dtype="float16"), x, floats(32)), "float16", 2, 8, 32)
+    elementwise = *ops.ACTIVATIONS.values(), *ops.GATES.values()
+    for op in (ops.gelu_tanh, ops.gelu_tanh_reference, *elementwise):
+        assert_same(jax.eval_shape(op, x), x)
+    chunked = partial(ops.cross_entropy, chunk=3)
+    for op in (ops.cross_entropy, chunked, ops.cross_entropy_reference):
+        loss = jax.eval_shape(partial(op, vocab_size=11), x, floats(12, 32), ints(2, 8))
+        assert_same(loss, SCALARS)
+    product = jax.eval_shape(lambda a, b: dot(a, b, (2,), (0,)), x, array(dtype, 32, 5))
+    assert_is(product, "float32", 2, 8, 5)
+
+
+def attend(name):
+    options = dict(implementation=name, interpret=True)
+    return lambda q, k, v, segments: ops.attention(q, k, v, segments=segments, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_gives_the_shape_and_type_of_its_queries(implementation, dtype):
+    q, cache = array(dtype, 2, 128, 4, 16), array(dtype, 2, 4, 256, 16)
+    for segments in (None, ints(2, 128)):
+        assert_same(jax.eval_shape(attend(implementation), q, q, q, segments), q)
+    for length in (ints(), ints(2)):
+        assert_same(jax.eval_shape(ops.attention_cached, q, cache, cache, length), q)
+    if implementation != "splash":
+        spread = partial(layers.spread_attention, implementation=implementation)
+        assert_same(jax.eval_shape(spread, q, q, q), q)
+
+
+class Variants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
+    def test_operations_give_the_same_shapes_compiled_and_not(self):
+        @self.variant
+        def operations(x, kernel, q, targets):
+            loss = ops.cross_entropy(x, kernel.T, targets, vocab_size=5)
+            y = ops.linear(x, kernel, kernel[0])
+            return loss, y, ops.norm(x, x[0, 0], x[0, 0]), ops.attention(q, q, q)
+
+        x, q, targets = jnp.ones((2, 8, 32)), jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8), jnp.int32)
+        outputs = operations(x, jnp.ones((32, 5)), q, targets)
+        assert_same(outputs, (SCALARS, floats(2, 8, 5), x, q))
+
+
+def small(accumulate_steps=1):
+    """The program of a small model: B 2, T 8 of 16, D 32, N 2, H 16, V 300."""
+    options = default.get_config()
+    options.model.update(vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32)
+    options.data.batch_size, options.train.accumulate_steps = 2, accumulate_steps
+    return Program.from_config(Config.from_dict(options), jax.devices()[:1])
+
+
+MODEL, STATE = small().model, shapes(small().state_shapes)
+CONFIG, PARAMS = MODEL.config, {"params": STATE.params}
+LIMITS = dict(cfg=CONFIG, sampling=Sampling(top_k=5, top_p=0.9), vocab_size=290, end=-1)
+prefill = partial(_prefill, key=jax.random.key(0), cache_length=16, **LIMITS)
+decode = partial(_decode, limit=4, **LIMITS)
+
+
+def cache_of(batch_size, length=16, **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    return jax.eval_shape(partial(KVCache.create, config, batch_size, length))
+
+
+def module(kind, *fields, last=()):
+    made = kind(CONFIG, *fields)
+    return lambda *args: made.init_with_output(jax.random.key(0), *args, *last)[0]
+
+
+def on_batch(step):
+    names = ("tokens", "targets", "segments")
+    return lambda state, *arrays: step(state, dict(zip(names, arrays, strict=True)))
+
+
+def all_of(make, *others):
+    return [make(*shape) for shape in others]
+
+
+X, ROWS, POSITIONS, LENGTHS = floats(2, 8, 32), ints(2, 8), ints(1, 8), ints(2)
+Q, KV, STORED = floats(2, 128, 4, 16), floats(2, 4, 64, 16), floats(2, 2, 16, 16)
+W, WB, VECTOR, TABLE = floats(32, 3, 5), floats(3, 5), floats(32), floats(12, 32)
+# What is wrong in the place of each: first whatever broadcasts.
+NOT_X = all_of(floats, (2, 8, 1), (2, 8, 31))
+NOT_X3 = [*NOT_X, floats(8, 32)]
+NOT_ROWS = [*all_of(ints, (1, 8), (2, 1), (8,), (2, 7), (2, 8, 1)), floats(2, 8)]
+NOT_TOKENS = [ints(8), ints(2, 8, 1), ints(2, 17), floats(2, 8)]
+NOT_POSITIONS = [*all_of(ints, (8,), (1, 7), (3, 8), (1, 8, 1)), floats(1, 8)]
+NOT_LENGTHS = [*all_of(ints, (1,), (3,), (2, 1)), floats(2)]
+NOT_Q = all_of(floats, (1, 128, 4, 16), (2, 1, 4, 16), (2, 128, 1, 16), (2, 128, 4, 1))
+NOT_Q += all_of(floats, (2, 127, 4, 16), (2, 128, 2, 16), (2, 128, 4, 8), (2, 128, 64))
+NOT_Q += [halves(2, 128, 4, 16)]
+NOT_KV = all_of(floats, (1, 4, 64, 16), (2, 1, 64, 16), (2, 4, 1, 16), (2, 4, 64, 1))
+NOT_KV += [floats(2, 64, 4, 16), floats(4, 64, 16), halves(2, 4, 64, 16)]
+OTHERS = [*all_of(floats, (1, 2, 16, 16), (2, 1, 16, 16), (2, 2, 4, 16)), halves(2, 2, 16, 16)]
+NOT_STORED = [*((k, STORED) for k in OTHERS), *((STORED, v) for v in OTHERS)]
+NOT_SEGMENTS = [*all_of(ints, (1, 128), (2, 1), (128,), (2, 127)), floats(2, 128)]
+NOT_CACHE = [cache_of(1), cache_of(3), cache_of(2, 4), cache_of(2).replace(length=ints(1))]
+NOT_CACHE += [cache_of(2, num_layers=1), cache_of(2, num_layers=3), cache_of(2, num_heads=4)]
+NOT_CACHE += [cache_of(2, scan_layers=True), cache_of(2, compute_dtype="bfloat16")]
+NOT_VECTOR = all_of(floats, (), (1,), (1, 32), (8, 32))
+NOT_BIAS = all_of(floats, (), (5,), (1, 5), (8, 3, 5))
+NOT_W, NOT_TABLE = [floats(1, 3, 5), floats(5, 32)], all_of(floats, (10, 32), (12, 1), (32, 12))
+NOT_STEP = [STATE.replace(step=ints(1)), STATE.replace(step=floats())]
+LINEAR = (X, W, WB), [*NOT_X, ints(2, 32)], NOT_W, NOT_BIAS
+NORM = (X, VECTOR, VECTOR), [*NOT_X, ints(2, 32)], NOT_VECTOR, NOT_VECTOR
+CROSS_ENTROPY = (X, TABLE, ROWS), NOT_X3, NOT_TABLE, NOT_ROWS
+UNCACHED = (X, None, POSITIONS, ROWS), NOT_X3, (), NOT_POSITIONS, NOT_ROWS
+CACHED = (X, (STORED, STORED), ROWS, None), (), NOT_STORED, [ints(1, 8), ints(3, 8)]
+LOGITS = (floats(2, 300), keys_of(2)), [floats(300), ints(2, 300)], [keys_of(1), keys_of(3)]
+PAIR, QKV, NOT_QKV = (ROWS, ROWS), (Q, Q, Q), (NOT_Q, NOT_Q, NOT_Q)
+EXTEND = (PARAMS, ROWS, LENGTHS, cache_of(2)), (), NOT_TOKENS, NOT_LENGTHS, NOT_CACHE
+DECODE = (floats(2, 1, 4, 16), KV, KV, LENGTHS), [floats(2, 65, 4, 16)], NOT_KV, NOT_KV, NOT_LENGTHS
+NOT_BATCH = NOT_ROWS, NOT_ROWS, NOT_ROWS
+BORDERS = {
+    "init": (partial(MODEL.init, jax.random.key(0)), (ROWS,), NOT_TOKENS),
+    "apply": (MODEL.apply, (PARAMS, ROWS), (), NOT_TOKENS),
+    "hidden": (method(MODEL, "hidden"), (PARAMS, ROWS), (), NOT_TOKENS),
+    "segments": (lambda *x: MODEL.apply(*x[:2], segments=x[2]), (PARAMS, *PAIR), (), (), NOT_ROWS),
+    "logits": (method(MODEL, "logits"), (PARAMS, X), (), NOT_X3),
+    "loss": (method(MODEL, "loss"), (PARAMS, ROWS, ROWS), (), NOT_ROWS, NOT_ROWS),
+    "extend": (method(MODEL, "extend"), *EXTEND),
+    "Linear": (module(layers.Linear, (32, 5), ("embed", "mlp")), (X,), NOT_X),
+    "Norm": (module(layers.Norm), (X,), NOT_X),
+    "Embedding": (module(layers.Embedding, 9, ("vocab", "table"), 1), (ROWS,), [X]),
+    "MLP": (module(layers.MLP), (X,), NOT_X3),
+    "spread": (partial(layers.spread_attention, implementation="auto"), QKV, *NOT_QKV),
+    "attention_cached": (ops.attention_cached, *DECODE),
+    "dot": (lambda a, b: dot(a, b, (2,), (0,)), (X, W), NOT_X, NOT_W),
+    "train": (on_batch(small().train_step), (STATE, ROWS, ROWS, ROWS), NOT_STEP, *NOT_BATCH),
+    "train 2": (on_batch(small(2).train_step), (STATE, ROWS, ROWS, ROWS), (), *NOT_BATCH),
+    "eval": (on_batch(small().eval_step), (STATE.params, ROWS, ROWS, ROWS), (), *NOT_BATCH),
+    "prefill": (prefill, (STATE.params, ROWS, LENGTHS), (), NOT_TOKENS, NOT_LENGTHS),
+    "Sampling": (Sampling(), *LOGITS),
+    "greedy Sampling": (Sampling(0.0), *LOGITS),
+}
+for kind in (layers.Attention, layers.Block):
+    deterministic = module(kind, last=(True,))
+    BORDERS[kind.__name__] = (deterministic, *UNCACHED)
+    BORDERS[f"cached {kind.__name__}"] = (deterministic, *CACHED)
+for suffix in ("", "_reference"):
+    BORDERS[f"linear{suffix}"] = (getattr(ops, f"linear{suffix}"), *LINEAR)
+    BORDERS[f"norm{suffix}"] = (getattr(ops, f"norm{suffix}"), *NORM)
+    BORDERS[f"gelu_tanh{suffix}"] = (getattr(ops, f"gelu_tanh{suffix}"), (X,), [ROWS])
+    loss = partial(getattr(ops, f"cross_entropy{suffix}"), vocab_size=11)
+    BORDERS[f"cross_entropy{suffix}"] = (loss, *CROSS_ENTROPY)
+for name in IMPLEMENTATIONS:
+    BORDERS[name] = (attend(name), (*QKV, ints(2, 128)), *NOT_QKV, NOT_SEGMENTS)
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_a_wrong_shape_or_type_is_refused_where_the_right_one_passes(name):
+    function, right, *wrong = BORDERS[name]
+    jax.eval_shape(function, *right)
+    for index, others in enumerate(wrong):
+        for other in others:
+            arguments = (*right[:index], other, *right[index + 1 :])
+            with pytest.raises(WRONG):
+                taken = jax.eval_shape(function, *arguments)
+                pytest.fail(f"{name} takes {other} as argument {index} and gives {taken}")
+
+
+def test_sampling_keeps_its_state_while_it_draws():
+    state = jax.eval_shape(prefill, STATE.params, ROWS, ints(2))
+    assert_is(state.tokens, "int32", 2, 16)
+    assert_is(state.ended, "bool", 2)
+    assert_is(state.cache.layers, "float32", 2, 2, 16, 16)
+    chex.assert_shape([state.keys, state.cache.length], (2,))
+    assert_same(jax.eval_shape(decode, STATE.params, state), state)
+    for sampling in (Sampling(), Sampling(0.0), Sampling(0.5, top_k=3, top_p=0.5)):
+        assert_is(jax.eval_shape(sampling, floats(3, 300), keys_of(3)), "int32", 3)
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_batches_are_int32_rows_of_known_tokens(tmp_path, document_mask):
+    writer = records.RecordWriter(tmp_path, vocab_size=100)
+    for split in ("train", "validation"):
+        writer.append(split, np.arange(1000) % 100)
+    writer.close()
+    split = dataset.Split(1000, 0, num_documents=10)
+    splits, tokenizer = {"train": split, "validation": split}, SimpleNamespace(eot=99)
+    corpus = dataset.Dataset(tmp_path, tokenizer, splits, 0.0)
+    options = dict(batch_size=4, context_length=16, document_mask=document_mask)
+    validation = ValidationLoader(corpus, **options)
+    assert len(validation) == -(-999 // (16 * 4))
+    for loader, last in ((TrainLoader(corpus, seed=0, **options), 99), (validation, 15)):
+        for batch, rows in ((loader.batch(last), 4), (loader.batch(0, slice(1, 3)), 2)):
+            assert set(batch) == {"tokens", "targets"} | ({"segments"} if document_mask else set())
+            assert_is(batch, "int32", rows, 16)
+            assert set(np.unique(batch["tokens"])) <= set(range(100))
+            assert set(np.unique(batch["targets"])) <= set(range(-1, 100))

@@ -1,0 +1,190 @@
+"""train.py over several devices and in other precisions, held against one device in float32."""
+
+import importlib.util
+import re
+import select
+import socket
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gpt2.config import load_config
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.program import Program
+from tests.helpers import TINY, metrics_of, run
+
+NUM_STEPS = 6
+# The learning rate does not hang on where a run ends, and `eps` is above the noise of gradients
+# that are zero in theory (tests/layouts.py).
+OPTIONS = [
+    *TINY,
+    "--config.model.num_layers=2",
+    "--config.model.num_heads=4",
+    "--config.model.embed_dim=64",
+    "--config.model.dropout=0.0",
+    "--config.data.corpus=synthetic",
+    "--config.data.batch_size=16",
+    "--config.optim.schedule=constant",
+    "--config.optim.learning_rate=4e-3",
+    "--config.optim.end_learning_rate=4e-3",
+    "--config.optim.eps=1e-6",
+    f"--config.train.num_steps={NUM_STEPS}",
+    "--config.train.eval_every=3",
+    "--config.train.eval_batches=2",
+    "--config.train.checkpoint_every=0",
+]
+HAS_WANDB = importlib.util.find_spec("wandb") is not None
+
+
+def trained(workdir, *options, **kwargs):
+    """Runs train.py to its end and returns what it printed."""
+    code, stdout, stderr = run(workdir, *OPTIONS, *options, **kwargs)
+    assert code == 0, stderr
+    return stdout
+
+
+def column(workdir, name):
+    """Returns a metric of every step that has it."""
+    return np.array([line[name] for line in metrics_of(workdir) if name in line])
+
+
+def compiled_flops(stdout):
+    """Returns the FLOPs of a compiled step on one device, in millions."""
+    return float(re.search(r"([\d.]+)M a device as compiled", stdout)[1])
+
+
+def final_state(workdir):
+    """Returns the newest state of a run, on one device."""
+    config = load_config(workdir)
+    shapes = Program.from_config(config, jax.devices()[:1]).state_shapes
+    with Checkpointer(workdir, read_only=True) as checkpointer:
+        return checkpointer.restore(config.train.num_steps, shapes)
+
+
+def relative_difference(workdir, reference, name):
+    """Returns the largest relative difference of a metric between two runs."""
+    return np.abs(column(workdir, name) / column(reference, name) - 1).max()
+
+
+def assert_has_more_digits_than(dtype, state):
+    """Weights and moments read back as float32 whatever was saved, so their digits are asked."""
+    for leaf in map(np.asarray, jax.tree.leaves((state.params, state.opt_state))):
+        assert not leaf.ndim or np.any(leaf.astype(dtype).astype(np.float32) != leaf)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A run on one device, in float32, every layer by itself and all rows at once."""
+    workdir = tmp_path_factory.mktemp("runs") / "reference"
+    return workdir, trained(workdir)
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """A run that begins under pmap and ends over a mesh, and whether it asked the network."""
+    directory = tmp_path_factory.mktemp("runs")
+    workdir = directory / "spread"
+    logging = ["--config.logging.wandb"] if HAS_WANDB else []
+    with socket.create_server(("localhost", 0)) as network, pytest.MonkeyPatch.context() as patch:
+        address = f"http://localhost:{network.getsockname()[1]}"
+        for name in ("WANDB_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY"):
+            patch.setenv(name, address)
+        for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+            patch.setenv(name, str(directory / "home"))
+        patch.setenv("WANDB_MODE", "offline")
+        began = trained(
+            workdir,
+            *logging,
+            "--config.parallel.backend=pmap",
+            "--config.memory.remat=full",
+            "--config.train.accumulate_steps=2",
+            "--config.train.eval_batches=4",  # of half the rows
+            "--config.train.num_steps=3",
+            "--config.logging.profile_start=1",
+            "--config.logging.profile_steps=1",
+            devices=4,
+        )
+        ended = trained(
+            workdir,
+            *logging,
+            "--config.parallel.data=2",
+            "--config.parallel.fsdp=2",
+            "--config.parallel.tensor=2",
+            "--config.memory.scan_layers",
+            "--config.memory.remat=full",
+            devices=8,
+        )
+        asked_network = bool(select.select([network], [], [], 0)[0])
+    return workdir, began, ended, asked_network
+
+
+@pytest.mark.parametrize(
+    "name", ["train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"]
+)
+def test_a_run_that_changes_its_layout_half_way_equals_one_device(reference, spread, name):
+    workdir, began, ended, _ = spread
+    assert "pjit, data 1 x fsdp 1 x tensor 1" in reference[1]
+    assert "pmap, data 4\n" in began and "256 in 2 micro-batches" in began
+    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended and "2 layers scanned" in ended
+    assert "3 (continued) to 6" in ended
+    assert len(column(workdir, name)) == (2 if name == "eval/loss" else NUM_STEPS)
+    assert relative_difference(workdir, reference[0], name) < 1e-5
+
+
+def test_rematerialised_layers_are_computed_twice(reference, spread):
+    flops = compiled_flops(reference[1])
+    # Each device has a quarter of the rows, and the loop over two micro-batches counts once:
+    # 1.10, for the optimizer runs on each device, and 1.22 with what is computed again.
+    assert 8 * compiled_flops(spread[1]) > 1.15 * flops
+
+
+def test_a_trace_holds_the_step_asked_for(spread):
+    (trace,) = (spread[0] / "profile").rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(trace))
+    events = (event for plane in data.planes for line in plane.lines for event in line.events)
+    assert [dict(event.stats)["step_num"] for event in events if event.name == "train"] == [1]
+
+
+@pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
+def test_wandb_offline_keeps_its_id_when_a_run_continues_and_asks_no_network(spread):
+    workdir, _, _, asked_network = spread
+    run_id = (workdir / "wandb" / "run_id").read_text()
+    files = [path.name for path in workdir.glob("wandb/offline-run-*/run-*.wandb")]
+    assert files == 2 * [f"run-{run_id}.wandb"]
+    assert not asked_network
+
+
+def test_bfloat16_trains_float32_weights_nearly_as_well(reference, tmp_path):
+    workdir = tmp_path / "run"
+    assert "bfloat16 compute, float32 weights" in trained(
+        workdir, "--config.precision.compute=bfloat16"
+    )
+    assert relative_difference(workdir, reference[0], "train/grad_norm") > 1e-4
+    assert relative_difference(workdir, reference[0], "train/loss") < 1e-3
+    state = final_state(workdir)
+    assert state.loss_scale is None
+    assert_has_more_digits_than(ml_dtypes.bfloat16, state)
+
+
+def test_float16_lowers_its_loss_scale_until_gradients_are_finite(reference, tmp_path):
+    workdir = tmp_path / "run"
+    assert "float16 compute, float32 weights" in trained(
+        workdir, "--config.precision.compute=float16"
+    )
+    skipped = sum(norm is None for norm in column(workdir, "train/grad_norm"))
+    assert 0 < skipped < 3 and column(workdir, "train/grad_norm")[skipped] is not None
+    # A step that is skipped moves neither the weights nor the schedule; the data goes on.
+    rates = column(workdir, "train/learning_rate")
+    assert list(rates) == [
+        *skipped * [rates[0]],
+        *column(reference[0], "train/learning_rate")[:-skipped],
+    ]
+    losses, expected = column(workdir, "train/loss"), column(reference[0], "train/loss")
+    assert losses[0] == pytest.approx(expected[0], rel=1e-3)
+    assert losses[-1] == pytest.approx(expected[-1 - skipped], rel=2e-2)
+    state = final_state(workdir)
+    assert state.loss_scale.scale == 2.0 ** (12 - skipped)
+    assert state.loss_scale.good_steps == NUM_STEPS - skipped
+    assert_has_more_digits_than(np.float16, state)
