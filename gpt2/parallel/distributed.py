@@ -119,11 +119,11 @@ def ends_together() -> Iterator[None]:
     for it to join a collective.
     """
     with contextlib.ExitStack() as stack:
-        stack.push(_end_at_once)
+        stack.push(_end_process)
         yield
 
 
-def _end_at_once(
+def _end_process(
     kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
     if error is None or not jax.distributed.is_initialized():
