@@ -4,7 +4,7 @@
     python eval.py --hf=gpt2-directory --tasks=lambada,hellaswag --task_dir=data/tasks
 
 Each figure comes with its convention, its number of examples and its standard error;
-docs/evaluation.md says where the tasks' files come from.
+docs/evaluation.md says what the tasks' files hold.
 """
 
 from gpt2 import launch
@@ -34,7 +34,7 @@ from gpt2.weights import check_source, load_model
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run.")
 HF = flags.DEFINE_string("hf", None, "Directory of a Hugging Face GPT-2, in place of --workdir.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
-TASKS = flags.DEFINE_list("tasks", ["validation"], "Tasks to score.")
+TASKS = flags.DEFINE_list("tasks", ["validation"], f"Any of validation, {', '.join(EVAL_TASKS)}.")
 TASK_DIR = flags.DEFINE_string("task_dir", "", "Directory of the tasks' files.")
 CORPUS = flags.DEFINE_string(
     "corpus", "", "Corpus whose validation split to score, as data.corpus; the run's if empty."

@@ -38,7 +38,7 @@ from gpt2.training.checkpoint import Checkpointer, latest_step
 from gpt2.training.due import due_after
 from gpt2.training.feed import Feed
 from gpt2.training.plan import print_plan
-from gpt2.training.program import Program, check_devices
+from gpt2.training.program import Program, check_program
 from gpt2.training.state import TrainState
 from gpt2.training.summary import describe_results, describe_run
 from gpt2.utils.files import write_text
@@ -67,7 +67,7 @@ def main() -> int:
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
-    check_devices(config, jax.devices())
+    check_program(config, jax.devices())
     if config.logging.wandb:
         check_wandb()
 

@@ -50,7 +50,10 @@ def run(
 
 def define_config() -> flags.FlagHolder:
     """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
-    about = "File of options, see configs/. --config.group.option=value sets one of them."
+    about = (
+        "File of options, see configs/; configs/quickstart.py if empty. "
+        "--config.group.option=value sets one of them."
+    )
     return config_flags.DEFINE_config_file("config", None, about)
 
 

@@ -288,7 +288,8 @@ def test_uniform_logits_lose_log_of_true_vocabulary():
 def test_gelu_equals_reference_and_its_derivative_from_end_to_end(dtype):
     x = jnp.concatenate([jnp.linspace(-12, 12, 999), jnp.array([-6e4, -30.0, 30.0, 6e4])])
     x = x.astype(dtype)
-    assert_close(gelu_tanh(x), gelu_tanh_reference(x), dtype)
+    for near_or_far in (x[:-4], x[-4:]):  # apart: agreement is relative to the largest value
+        assert_close(gelu_tanh(near_or_far), gelu_tanh_reference(near_or_far), dtype)
     slopes = [
         jax.vmap(jax.grad(lambda x, f=f: f(x).astype(jnp.float32)))(x)
         for f in (gelu_tanh, gelu_tanh_reference)

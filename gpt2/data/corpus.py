@@ -46,14 +46,26 @@ def open_corpus(spec: str) -> Corpus:
     """
     prefix, colon, argument = spec.partition(":")
     if prefix not in READERS:
-        choices = ", ".join(usage for usage, _ in READERS.values())
+        choices = ", ".join(reader.usage for reader in READERS.values())
         raise UserError(
             f"data.corpus={spec!r} is not a known corpus", f"Choose one of: {choices}, tokens:GLOB"
         )
-    usage, reader = READERS[prefix]
-    if (":" in usage) != bool(argument) or (colon and not argument):
-        raise UserError(f"data.corpus={spec!r} does not name a corpus", f"Write {usage}")
-    return reader(argument)
+    reader = READERS[prefix]
+    if (":" in reader.usage) != bool(argument) or (colon and not argument):
+        raise UserError(f"data.corpus={spec!r} does not name a corpus", f"Write {reader.usage}")
+    return reader.open(argument)
+
+
+def lies_in_files(spec: str) -> bool:
+    """Returns whether `data.corpus` names files of this machine, which can move."""
+    prefix = spec.partition(":")[0]
+    return prefix == "tokens" or (prefix in READERS and "GLOB" in READERS[prefix].usage)
+
+
+def _split_argument(argument: str) -> tuple[str, str]:
+    """Returns the place and the field of `PLACE#FIELD`; the field is `text` if left out."""
+    place, _, field = argument.partition("#")
+    return place, field or "text"
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -144,8 +156,7 @@ def _synthetic(_: str) -> Corpus:
 
 def _jsonl(argument: str) -> Corpus:
     """Each line of *.jsonl or *.jsonl.gz is an object whose FIELD is a document."""
-    pattern, _, field = argument.partition("#")
-    field = field or "text"
+    pattern, field = _split_argument(argument)
     files = find_files(pattern)
 
     def documents() -> Iterator[str]:
@@ -175,8 +186,7 @@ def _json_field(line: bytes, field: str, where: str) -> str:
 
 def _parquet(argument: str) -> Corpus:
     """Each row's COLUMN is a document."""
-    pattern, _, column = argument.partition("#")
-    column = column or "text"
+    pattern, column = _split_argument(argument)
     files = find_files(pattern)
 
     def documents() -> Iterator[str]:
@@ -188,25 +198,37 @@ def _parquet(argument: str) -> Corpus:
 
 def _hugging_face(argument: str) -> Corpus:
     """A data set of the Hugging Face hub."""
-    name, _, column = argument.partition("#")
-    column = column or "text"
+    name, column = _split_argument(argument)
     return Corpus(f"hf-{name}-{column}", lambda: hub.hugging_face(name, column))
 
 
 def _tfds(argument: str) -> Corpus:
     """The training split of a data set of the TensorFlow Datasets catalogue."""
-    name, _, feature = argument.partition("#")
-    feature = feature or "text"
+    name, feature = _split_argument(argument)
     return Corpus(f"tfds-{name}-{feature}", lambda: hub.tensorflow_datasets(name, feature))
 
 
-# Prefix: (how to write it, what opens it). shards.py opens ready tokens: they are not documents.
-READERS: dict[str, tuple[str, Callable[[str], Corpus]]] = {
-    "pystdlib": ("pystdlib", _pystdlib),
-    "text": ("text:GLOB", _text),
-    "jsonl": ("jsonl:GLOB#FIELD", _jsonl),
-    "parquet": ("parquet:GLOB#COLUMN", _parquet),
-    "tfds": ("tfds:NAME#FEATURE", _tfds),
-    "hf": ("hf:OWNER/NAME#COLUMN", _hugging_face),
-    "synthetic": ("synthetic", _synthetic),
+@dataclass(frozen=True)
+class Reader:
+    """What opens the corpora of a prefix.
+
+    Attributes:
+        usage: how to write `data.corpus`. One that reads files of this machine says GLOB: a run may
+            continue after they have moved.
+        open: returns the corpus, given what follows the colon.
+    """
+
+    usage: str
+    open: Callable[[str], Corpus]
+
+
+# By prefix. shards.py opens ready tokens: they are not documents.
+READERS = {
+    "pystdlib": Reader("pystdlib", _pystdlib),
+    "text": Reader("text:GLOB", _text),
+    "jsonl": Reader("jsonl:GLOB#FIELD", _jsonl),
+    "parquet": Reader("parquet:GLOB#COLUMN", _parquet),
+    "tfds": Reader("tfds:NAME#FEATURE", _tfds),
+    "hf": Reader("hf:OWNER/NAME#COLUMN", _hugging_face),
+    "synthetic": Reader("synthetic", _synthetic),
 }

@@ -17,7 +17,8 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     """Returns the learning rate as a function of the step, counted from 0.
 
     A linear warm-up reaches `learning_rate` after `warmup_steps` and never gives 0 (nanoGPT's
-    form). The schedule after it ends at `end_learning_rate` on step `num_steps`.
+    form). The schedule that `optim.schedule` names follows. All but `constant` end at
+    `end_learning_rate` on step `num_steps`, where the run is longer than its warm-up.
     """
     peak, warmup = optim.learning_rate, optim.warmup_steps
     after = SCHEDULES[optim.schedule](optim, max(num_steps - warmup, 1), num_steps)
@@ -59,7 +60,8 @@ def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 # `optim.schedule` -> what follows the warm-up: a function of the options, the steps after the
-# warm-up and all steps. It counts from the warm-up's end.
+# warm-up and all steps. The schedule counts from the warm-up's end; it is asked for counts below 0
+# too, whose answers are dropped. What it cannot work with, it refuses with a UserError.
 SCHEDULES = {"cosine": _cosine, "linear": _linear, "constant": _constant, "wsd": _wsd}
 
 

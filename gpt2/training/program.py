@@ -57,7 +57,7 @@ class Program:
         Raises:
             UserError: model, batch and devices do not fit each other.
         """
-        check_devices(config, devices)
+        check_program(config, devices)
         model = GPT(config.gpt())
         schedule = make_schedule(config.optim, config.train.num_steps)
         optimizer = make_optimizer(config.optim, schedule)
@@ -125,15 +125,16 @@ def _compile(step: Callable, *arguments: Any) -> CompiledStep:
     return compiled
 
 
-def check_devices(config: Config, devices: Sequence[jax.Device]) -> None:
-    """Checks, before any work begins, that a run can work on these devices.
+def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
+    """Refuses, before anything is spent, a config that makes no program on these devices.
 
     Raises:
-        UserError: the model or the batch does not divide over the mesh, or the implementation of
-            attention cannot run there.
+        UserError: the model or the batch does not divide over the mesh, the implementation of
+            attention cannot run there, or the optimizer cannot work with its options.
     """
     check_layout(config, config.model, len(devices))
     _resolve_attention(config, devices[0])
+    make_optimizer(config.optim, make_schedule(config.optim, config.train.num_steps))
 
 
 def _resolve_attention(config: Config, device: jax.Device) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gpt2.config import Config, differences, load_config
+from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset
 from gpt2.data.records import TokenStream
 from gpt2.data.tokenizer import fingerprint, is_path
@@ -42,8 +43,6 @@ _MAY_CHANGE = (
 )
 
 _LOCK = ".lock"
-# Corpora that lie in files, which can be moved.
-_MOVABLE = ("text", "jsonl", "parquet", "tokens")
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -207,6 +206,6 @@ def _hash_sample(stream: TokenStream) -> str:
 def _is_move(name: str, old: Any, new: Any) -> bool:
     """Returns whether both values of an option name files, which may have moved."""
     if name == "data.corpus":
-        kind = new.partition(":")[0]
-        return kind in _MOVABLE and old.partition(":")[0] == kind
+        same_kind = old.partition(":")[0] == new.partition(":")[0]
+        return same_kind and lies_in_files(new)
     return name == "data.tokenizer" and is_path(old) and is_path(new)
