@@ -31,7 +31,7 @@ from gpt2.telemetry.metrics import MetricsWriter, check_wandb
 from gpt2.telemetry.plots import plot_losses
 from gpt2.telemetry.profiler import Profiler
 from gpt2.telemetry.progress import Progress, print_summary
-from gpt2.telemetry.reporter import Reporter, writers_of_first_process
+from gpt2.telemetry.reporter import Reporter, Writer
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
 from gpt2.training import workdir as run_files
 from gpt2.training.checkpoint import Checkpointer, latest_step
@@ -151,7 +151,8 @@ def train(
     summary = describe_run(program, feed.dataset, train_step, workdir, start)
     distributed.only_first(print_summary)(summary)
     validate = Validator(eval_step, feed)
-    reporter = open_reporter(config, workdir, clock, start)
+    writers = make_writers(config, workdir, start) or []  # in the first process alone
+    reporter = Reporter(writers, clock, log_every=config.train.log_every, num_steps=num_steps)
     profiler = Profiler(
         workdir / "profile", config.logging.profile_start, config.logging.profile_steps
     )
@@ -184,34 +185,31 @@ def train(
                         checkpointer.save(state, step, scores if due.validation else None)
                 if due.end:
                     break
-            if step == num_steps and not scores:  # the run was killed after its last checkpoint
-                scores = validate(step, state.params)
         with clock.phase("checkpoint"):
             checkpointer.wait()
 
     if stop.requested and step < num_steps:
         print(f"stopped by {stop.requested.name} at step {step}; the same command continues")
         return 128 + stop.requested
-    params = gather(state.params, program.backend.mesh)
-    leave_results(workdir, config, feed.dataset, params, describe_results(scores, feed, clock))
+    if not scores:  # the run was killed after its last checkpoint
+        with ends_if_diverged(workdir, checkpointer), clock.phase("validation"):
+            scores = validate(step, state.params)
+    show_results(workdir, scores, feed, clock)
+    write_samples(workdir, config, feed.dataset, gather(state.params, program.backend.mesh))
     return 0
 
 
-def open_reporter(config: Config, workdir: Path, clock: StepClock, start: int) -> Reporter:
-    """Returns the reporter of steps' metrics: the first process sends them to files and screen."""
-    writers = writers_of_first_process(
-        lambda: MetricsWriter(
-            workdir,
-            config.to_dict(),
-            tensorboard=config.logging.tensorboard,
-            wandb=config.logging.wandb,
-            resume_step=start,
-        ),
-        lambda: Progress(config.train.num_steps, start),
+@distributed.only_first
+def make_writers(config: Config, workdir: Path, start: int) -> list[Writer]:
+    """Returns what takes the metrics of steps: files, and the screen."""
+    files = MetricsWriter(
+        workdir,
+        config.to_dict(),
+        tensorboard=config.logging.tensorboard,
+        wandb=config.logging.wandb,
+        resume_step=start,
     )
-    return Reporter(
-        writers, clock, log_every=config.train.log_every, num_steps=config.train.num_steps
-    )
+    return [files, Progress(config.train.num_steps, start)]
 
 
 @contextlib.contextmanager
@@ -232,12 +230,15 @@ def ends_if_diverged(workdir: Path, checkpointer: Checkpointer) -> Iterator[None
 
 
 @distributed.only_first
-def leave_results(
-    workdir: Path, config: Config, dataset: Dataset, params: Any, results: str
-) -> None:
-    """Writes what a person looks at: the loss curve, results on the screen, and samples."""
+def show_results(workdir: Path, scores: dict[str, float], feed: Feed, clock: StepClock) -> None:
+    """Draws the loss curve, and prints where the time went and how good the model is."""
     plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
-    print(results)
+    print(describe_results(scores, feed, clock))
+
+
+@distributed.only_first
+def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) -> None:
+    """Writes a few texts of the model into samples.txt."""
     texts = sample_texts(params, config.gpt(), dataset.tokenizer, number=3, seed=config.seed)
     rule = "\n" + "-" * 80 + "\n"
     write_text(workdir / "samples.txt", rule.join(texts) + "\n")

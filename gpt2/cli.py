@@ -1,6 +1,5 @@
 """Flags, as every command parses them. A mistake in a flag prints one line."""
 
-import itertools
 import re
 import runpy
 import sys
@@ -84,16 +83,16 @@ def _parse_flags(argv: list[str]) -> list[str]:
     if "config" in flags.FLAGS:
         options, otherwise = _config_options(), "See configs/default.py and --help"
     spellings = _spellings(options)
-    for name, value in _given(argv):
-        if name == "config" and "config" in flags.FLAGS:
-            _check_config_file(value)
-        elif name.startswith("config.") and options:
-            if name.removeprefix("config.") not in options:
-                raise unknown_option(f"--{name}", spellings, otherwise)
-            _check_type(name, value, type(options[name.removeprefix("config.")]).__name__)
-        elif name in flags.FLAGS:
-            _check_type(name, value, flags.FLAGS[name].parser.flag_type())
     try:
+        for name, value in _given(flags.FLAGS.read_flags_from_files(argv[1:]), options):
+            if name == "config" and options:
+                _check_config_file(value)
+            elif name.startswith("config.") and options:
+                if name.removeprefix("config.") not in options:
+                    raise unknown_option(f"--{name}", spellings, otherwise)
+                _check_type(name, value, _kind(name, options))
+            elif name in flags.FLAGS:
+                _check_type(name, value, _kind(name, options))
         return flags.FLAGS(argv)
     except SystemExit as end:
         sys.exit(0 if end.code == 1 else end.code)  # absl ends --help with 1, as if it had failed
@@ -104,37 +103,51 @@ def _parse_flags(argv: list[str]) -> list[str]:
         raise UserError(str(error).replace("\n", " "), otherwise) from None
 
 
-def _given(argv: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields the name and the value of every flag, an empty value where it has none."""
-    for arg, following in itertools.pairwise([*argv[1:], ""]):
-        if not (match := re.fullmatch(r"--?([\w.]+)(=(.*))?", arg, re.DOTALL)):
+def _given(arguments: list[str], options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the name and the value of every flag; `True` or `False` for `--flag` and `--noflag`.
+
+    As absl reads them: a flag that is not boolean takes the next argument, whatever that is.
+    """
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            return
+        if not (match := re.fullmatch(r"--?([\w.]+)(=(.*))?", argument, re.DOTALL)):
             continue
         name, has_value, value = match.groups()
+        kind = _kind(name, options)
         if has_value:
             yield name, value
-        elif name.startswith("no") and not _is_option(name):
+        elif kind == "bool":
+            yield name, "True"
+        elif not kind and name.startswith("no"):
             yield name.removeprefix("no"), "False"
+        elif kind:
+            yield name, next(rest, "")
         else:
-            yield name, "" if following.startswith("-") else following
+            yield name, ""
 
 
-def _is_option(name: str) -> bool:
-    return name.startswith("config.") or name in flags.FLAGS
+def _kind(name: str, options: dict[str, Any]) -> str:
+    """Returns the type of a flag's value, empty if there is no such flag."""
+    if (option := name.removeprefix("config.")) != name and option in options:
+        return type(options[option]).__name__
+    return flags.FLAGS[name].parser.flag_type() if name in flags.FLAGS else ""
 
 
-# How a value of each type is read, and an example of one.
+# How absl reads a value of each type, and an example of one.
 _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
-    "int": (int, "Give a whole number, such as 1000"),
-    "float": (float, "Give a number, such as 0.1 or 6e-4"),
+    "int": (flags.IntegerParser().convert, "Give a whole number, such as 1000"),
+    "float": (flags.FloatParser().convert, "Give a number, such as 0.1 or 6e-4"),
     "bool": (flags.BooleanParser().parse, "Give True or False"),
 }
 
 
 def _check_type(name: str, value: str, kind: str) -> None:
-    """Raises unless a flag's value can be read as its type; a bool may have no value."""
+    """Raises unless a flag's value can be read as its type."""
     read, example = _TYPES.get(kind, (str, ""))
     try:
-        read(value if value or kind != "bool" else "True")
+        read(value)
     except (TypeError, ValueError):
         raise UserError(f"--{name}={value} is not of type {kind}", example) from None
 

@@ -27,6 +27,11 @@ _TUNABLES = {
     "glibc.malloc.trim_threshold": _KEPT,
 }
 _STARTED_AGAIN = "GPT2_STARTED_AGAIN"  # set for the second start
+_CACHE, _LEAST_SECONDS = (
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
+_chosen: dict[str, str] = {}  # variables of JAX's cache that this process set
 _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 
@@ -45,20 +50,18 @@ def prepare_process() -> None:
             os.environ |= missing | {_STARTED_AGAIN: "1"}
             os.execv(sys.executable, sys.orig_argv)
         os.environ |= _missing_order()
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_default_cache())
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    if _CACHE not in os.environ:
+        place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        chosen = {_CACHE: str(place / "gpt2-jax" / "xla"), _LEAST_SECONDS: "0.5"}
+        _chosen.update({name: chosen[name] for name in chosen if name not in os.environ})
+        os.environ |= _chosen
 
 
 def environment_to_measure() -> dict[str, str]:
-    """Returns the environment of a process that is timed: that of a CPU run.
-
-    It names a cache of compiled programs only if the user did.
-    """
-    environment = dict(os.environ) | cpu_environment()
-    if environment.get("JAX_COMPILATION_CACHE_DIR") == str(_default_cache()):
-        del environment["JAX_COMPILATION_CACHE_DIR"]
-    return environment
+    """Returns the variables of a process that is timed: a CPU run's, without this one's choices."""
+    ours = {*_chosen, _STARTED_AGAIN}
+    rest = {name: value for name, value in os.environ.items() if name not in ours}
+    return rest | cpu_environment()
 
 
 def cpu_environment() -> dict[str, str]:
@@ -77,10 +80,6 @@ def release_free_memory() -> None:
     """Returns freed memory to the kernel: glibc keeps hundreds of megabytes after compilation."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gpt2-jax" / "xla"
 
 
 def _may_have_accelerators() -> bool:

@@ -13,7 +13,7 @@ from gpt2.errors import UserError
 from gpt2.hf.names import read_config
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
 from gpt2.training.checkpoint import load_params
-from gpt2.utils.scan import in_layout
+from gpt2.utils.scan import in_layout, is_scanned
 
 
 def check_source(workdir: str | Path | None, hf_directory: str | Path | None) -> None:
@@ -88,6 +88,8 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}
     params = jax.tree.map(lambda x: x.astype(cfg.param_dtype), params)
+    if is_scanned(params) == cfg.scan_layers:
+        return params
     return jax.jit(partial(in_layout, scanned=cfg.scan_layers))(params)
 
 

@@ -1,5 +1,6 @@
 """Mistakes in flags and in config files are one line that names them."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from absl import flags
 import gpt2.cli as cli
 from gpt2.errors import UserError
 from gpt2.utils.text import counted
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -39,12 +42,33 @@ def test_the_record_of_a_run_is_no_config(parse, tmp_path):
         parse(f"--config={record}")
 
 
-def test_help_is_no_failure():
-    root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "gpt2.data.prepare", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("gpt2.data.prepare", "--config: File of options, see configs/"),
+        ("gpt2.benchmark", "--peers: Any of"),
+        ("gpt2.hf", "--workdir: "),
+    ],
+)
+def test_help_succeeds_and_lists_the_flags_of_the_command(command, flag):
+    done = subprocess.run(
+        [sys.executable, "-m", command, "--help"], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0
-    assert "--config: File of options, see configs/" in " ".join(done.stdout.split())
+    assert flag in " ".join(done.stdout.split())
+
+
+def test_commands_prepare_their_process_before_they_import_jax():
+    """What `python -m` imports before a command's first line must not bring JAX."""
+    packages = "gpt2.benchmark, gpt2.data, gpt2.evals, gpt2.hf"
+    program = f"import sys, {packages}, gpt2.launch; print('jax' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+    modules = ("benchmark/__main__", "data/prepare", "evals/harness", "generate", "hf/__main__")
+    commands = ["train.py", "eval.py", *(f"gpt2/{module}.py" for module in modules)]
+    for path in commands:
+        _docstring, first, second, *_ = ast.parse((ROOT / path).read_text()).body
+        assert ast.unparse(first) == "from gpt2 import launch", path
+        assert ast.unparse(second).endswith("launch.prepare_process()"), path
 
 
 def test_a_config_that_ends_the_program_is_no_help(parse, tmp_path):
@@ -98,6 +122,46 @@ def test_options_are_overridden_and_unknown_ones_refused(parse):
 def test_short_names_and_wrong_types_are_told_in_our_words(parse, given, told):
     with pytest.raises(UserError, match=re.escape(told)):
         parse("--config", cli.configs.default.__file__, given)
+
+
+@pytest.mark.parametrize("form", [["--config.parallel.data=-1"], ["--config.parallel.data", "-1"]])
+def test_a_value_may_be_negative_in_both_forms(parse, form):
+    parse("--config", cli.configs.default.__file__, *form)
+    assert flags.FLAGS.config.parallel.data == -1
+
+
+def test_numbers_are_read_as_absl_reads_them(parse):
+    parse("--config", cli.configs.default.__file__, "--config.seed=0x10")
+    assert flags.FLAGS.config.seed == 16
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--steps", "-x"], "--steps=-x is not of type int. Give a whole number, such as 1000."),
+        (["--flagfile={file}"], "--steps=many is not of type int."),
+        (["--now=maybe"], "--now=maybe is not of type bool."),
+    ],
+)
+def test_wrong_types_of_flags_are_told_however_they_are_given(monkeypatch, tmp_path, given, told):
+    (tmp_path / "flags").write_text("--steps=many\n")
+    define_flags_of_a_command(monkeypatch)
+    with pytest.raises(UserError, match=re.escape(told)):
+        cli._parse_flags(["command", *(arg.format(file=tmp_path / "flags") for arg in given)])
+
+
+def test_a_boolean_flag_leaves_the_argument_after_it_alone(monkeypatch):
+    define_flags_of_a_command(monkeypatch)
+    assert cli._parse_flags(["command", "--now", "train", "--steps", "-5"]) == ["command", "train"]
+    assert (flags.FLAGS.now, flags.FLAGS.steps) == (True, -5)
+    assert cli._parse_flags(["command", "--nonow"]) == ["command"]
+    assert flags.FLAGS.now is False
+
+
+def define_flags_of_a_command(monkeypatch):
+    monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
+    flags.DEFINE_integer("steps", 1, "", flag_values=flags.FLAGS)
+    flags.DEFINE_bool("now", False, "", flag_values=flags.FLAGS)
 
 
 def test_commands_without_a_config_do_not_offer_its_options(monkeypatch):

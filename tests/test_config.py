@@ -1,5 +1,6 @@
 """Options: every config builds, and every mistake is told in one line."""
 
+import dataclasses
 import importlib
 from pathlib import Path
 
@@ -37,8 +38,15 @@ def test_every_config_is_valid_and_survives_json(name):
 
 def test_a_group_by_itself_has_the_defaults_of_the_default_config():
     config = Config.from_dict(DEFAULTS)
-    for group in (config.data, config.optim, config.train, config.parallel, config.memory):
+    groups = [getattr(config, field.name) for field in dataclasses.fields(Config)]
+    for group in filter(dataclasses.is_dataclass, groups):
         assert type(group)() == group
+    assert dataclasses.replace(GPTConfig(), vocab_size=9) == config.with_vocabulary(9).gpt()
+
+
+def test_defaults_cannot_be_changed_in_passing():
+    with pytest.raises(AttributeError, match="immutable"):
+        DEFAULTS.train.num_steps = 7
 
 
 def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice():

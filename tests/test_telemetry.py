@@ -225,11 +225,10 @@ def test_figures_read_well(written, expected):
 
 
 def test_plain_progress_prints_a_line_per_update_with_metrics(capsys):
-    shown = progress.Progress(total=100, start=50)
-    shown.write(60, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
-    shown.write(61, {})
-    shown.write(100, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
-    shown.close()
+    with progress.Progress(total=100, start=50) as shown:
+        shown.write(60, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
+        shown.write(61, {})
+        shown.write(100, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
     assert capsys.readouterr().out.splitlines() == [
         "step  60/100 | loss 3.2146 | 12.3k tokens/s | 0s left",
         "step 100/100 | val loss 3.0000 | perplexity 20.09 | 0s left",
@@ -240,10 +239,9 @@ def test_terminal_keeps_validations_above_the_bar(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_on_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "100")
     progress.print_summary({"data": {"corpus": "text:[a-z]*"}})
-    shown = progress.Progress(total=100)
-    shown.write(50, {"train/loss": 3.5, "perf/mfu": 0.412})
-    shown.write(100, {"eval/loss": 3.0})
-    shown.close()
+    with progress.Progress(total=100) as shown:
+        shown.write(50, {"train/loss": 3.5, "perf/mfu": 0.412})
+        shown.write(100, {"eval/loss": 3.0})
     out = capsys.readouterr().out
     assert "text:[a-z]*" in out
     assert "step 100/100 | val loss 3.0000 | 0s left\n" in out

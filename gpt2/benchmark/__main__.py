@@ -30,6 +30,7 @@ import json
 from absl import flags
 
 from gpt2 import cli
+from gpt2.benchmark import case
 from gpt2.benchmark.case import PEERS, check_peers, define_flags, make_case
 from gpt2.benchmark.measure import measure, table
 
@@ -37,15 +38,16 @@ from gpt2.benchmark.measure import measure, table
 def main(subject: str) -> None:
     """Measures `subject` and prints a table, or JSON."""
     options = flags.FLAGS
-    case = make_case(subject)
-    check_peers(options.peers, case)
-    results = measure(case, options.peers, options.rounds, options.seconds)
+    measured = make_case(subject)
+    check_peers(options.peers, measured)
+    results = measure(measured, options.peers, options.rounds, options.seconds)
     if options.json:
-        print(json.dumps({"case": case, "results": results}, indent=2))
+        print(json.dumps({"case": measured, "results": results}, indent=2))
     else:
-        print(table(case, results))
+        print(table(measured, results))
 
 
 if __name__ == "__main__":
     define_flags()
+    flags.adopt_module_key_flags(case)  # for --help
     cli.run(main, commands=tuple(PEERS))

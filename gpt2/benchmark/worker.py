@@ -22,7 +22,6 @@ from gpt2.benchmark.turns import serve
 from gpt2.config import DEFAULTS, Config, DataConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
-from gpt2.ops import resolve
 from gpt2.telemetry.throughput import (
     forget_measured_peak,
     model_flops_per_token,
@@ -30,7 +29,7 @@ from gpt2.telemetry.throughput import (
     peak_source,
     total_peak_flops,
 )
-from gpt2.training.program import Program
+from gpt2.training.program import Program, resolve_attention
 
 # The named scopes of the model and of the step.
 SCOPES = ("attention", "mlp", "head", "optimizer")
@@ -47,8 +46,8 @@ class Work:
         is_training = case["subject"] == "train"
         devices = jax.devices()
         program = Program.from_config(make_config(case), devices if is_training else devices[:1])
-        state, self._batch = program.init_state(), program.backend.put_batch(_batch(case))
-        self._state = state if is_training else state.params
+        self._batch = program.backend.put_batch(_batch(case))
+        self._state = program.init_state() if is_training else program.init_params()
         compile_step = program.compile_train if is_training else program.compile_eval
         self._compiled = compile_step(self._state, self._batch)
         self._returns_state = is_training
@@ -160,11 +159,11 @@ def hardware(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Serves steps of the case that the command line gives."""
     case = json.loads(sys.argv[1])
-    config = make_config(case).gpt()
+    config = make_config(case)
     device, runs_on = jax.devices()[0], hardware(case)
     subjects: dict[str, type[Any]] = {"generate": Generation, "data": Reading}
     work = subjects.get(case["subject"], Work)(case)
-    flops = model_flops_per_token(config)
+    flops = model_flops_per_token(config.gpt())
 
     def info() -> dict[str, Any]:
         statistics = device.memory_stats() or {}  # None on a CPU
@@ -178,13 +177,7 @@ def main() -> None:
             "compile_seconds": work.compile_seconds,
             "flops_per_token": flops if case["subject"] == "train" else flops / 3,
             "peak_bytes": statistics.get("peak_bytes_in_use", on_host),
-            "attention": resolve(
-                config.attention,
-                device.platform,
-                config.compute_dtype,
-                config.context_length,
-                config.head_size,
-            ),
+            "attention": resolve_attention(config, device),
             "versions": {"jax": jax.__version__},
             "shares": work.shares() if case["shares"] else {},
         }

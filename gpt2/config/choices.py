@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from ml_collections import FrozenConfigDict
+
 from configs import default
 from gpt2.errors import require_choice
 
-DEFAULTS = default.get_config()
+DEFAULTS = FrozenConfigDict(default.get_config())
 CHOICES = default.CHOICES
 
 

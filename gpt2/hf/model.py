@@ -21,7 +21,6 @@ from gpt2.hf.names import hf_shape, read_config, tensors, to_hf_config
 from gpt2.hf.tensor_files import StoredTensor, read_safetensors, read_torch, write_safetensors
 from gpt2.hf.tokenizer import count_tokens, save_tokenizer
 from gpt2.utils import files
-from gpt2.utils.scan import find_leaf
 from gpt2.utils.text import counted
 
 __all__ = ["load", "require_new", "save"]
@@ -117,6 +116,8 @@ def save(
 
 def _write_tensors(path: Path, cfg: GPTConfig, params: Any) -> None:
     """Writes model.safetensors, fetching one tensor at a time to the host."""
+    from gpt2.utils.scan import find_leaf  # brings JAX, which nothing else here needs
+
     places, shapes = {}, {}
     for name, place, shape in tensors(cfg):
         full_name = name if name.startswith("lm_head") else f"transformer.{name}"

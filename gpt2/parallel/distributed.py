@@ -19,13 +19,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from gpt2.errors import UserError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # How long a process may be silent before it counts as dead.
 HEARTBEAT_SECONDS = 20
@@ -166,13 +169,12 @@ def _started_by_cluster() -> bool:
     return slurm or open_mpi or (tpu and "TPU_SKIP_MDS_QUERY" not in os.environ)
 
 
-def only_first(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns `function`, made to do nothing in any process but the first."""
+def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Returns a function that runs in the first process; in the others it returns None at once."""
 
     @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        if jax.process_index() == 0:
-            function(*args, **kwargs)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if jax.process_index() == 0 else None
 
     return guarded
 

@@ -55,7 +55,7 @@ def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
 
 
 class Progress:
-    """Shows how far a run is, from when it is made until `close`.
+    """Shows how far a run is; a context manager.
 
     On a terminal a bar stays at the bottom, with the newest loss, validation loss, tokens/s, MFU
     and time left. Each validation prints a line above it. Elsewhere each write that carries metrics
@@ -69,11 +69,20 @@ class Progress:
     def __init__(self, total: int, start: int = 0):
         self._total, self._start = total, start
         self._newest: dict[str, float] = {}
-        self._began = time.perf_counter()
         self._bar = _make_bar() if _on_terminal() else None
+
+    def __enter__(self) -> "Progress":
+        self._began = time.perf_counter()
         if self._bar:
-            self._task = self._bar.add_task("", total=total, completed=start, shown="", left="")
+            self._task = self._bar.add_task(
+                "", total=self._total, completed=self._start, shown="", left=""
+            )
             self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Moves to `step` and shows its metrics, which are named as in metrics.jsonl."""
@@ -89,11 +98,6 @@ class Progress:
 
     def flush(self, step: int) -> None:
         """Does nothing: what is written is on the screen."""
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self._bar:
-            self._bar.stop()
 
     def _print(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""

@@ -1,8 +1,9 @@
 """Reports the metrics of training steps, one step late, to files and to the screen."""
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 
@@ -11,7 +12,10 @@ from gpt2.telemetry.throughput import StepClock
 
 
 class Writer(Protocol):
-    """Takes the metrics of a step, such as `gpt2.telemetry.metrics.MetricsWriter`."""
+    """Takes the metrics of a step, such as `gpt2.telemetry.metrics.MetricsWriter`.
+
+    A context manager, which ends with what is left written.
+    """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a step, by name."""
@@ -19,17 +23,18 @@ class Writer(Protocol):
     def flush(self, step: int) -> None:
         """Puts all metrics up to `step` on disk."""
 
-    def close(self) -> None:
-        """Writes what is left and releases files or the screen."""
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
 
 
 class Reporter:
     """Fetches the metrics of each step while the next one runs, so that no device waits for them.
 
-    It is a context manager, which closes its writers.
+    It is a context manager, which enters and leaves its writers.
 
     Args:
-        writers: where metrics go; an empty list in a process that reports nothing.
+        writers: where metrics go; none in a process that reports nothing.
         clock: of the run.
         log_every: steps from one line to the next.
         num_steps: of the run; the last one gets a line too.
@@ -37,7 +42,7 @@ class Reporter:
 
     def __init__(
         self,
-        writers: list[Writer],
+        writers: Sequence[Writer],
         clock: StepClock,
         *,
         log_every: int,
@@ -84,13 +89,11 @@ class Reporter:
             writer.flush(step)
 
     def __enter__(self) -> "Reporter":
+        with contextlib.ExitStack() as stack:
+            for writer in self._writers:
+                stack.enter_context(writer)
+            self._open = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        for writer in reversed(self._writers):
-            writer.close()
-
-
-def writers_of_first_process(*make_writers: Callable[[], Writer]) -> list[Writer]:
-    """Returns the writers in the first process, and no writers in the others."""
-    return [make() for make in make_writers] if jax.process_index() == 0 else []
+    def __exit__(self, *exception: Any) -> None:
+        self._open.__exit__(*exception)

@@ -93,6 +93,12 @@ class Program:
         shardings = self.backend.state_shardings(state).params
         return state.replace(params=jax.device_put(params, shardings))
 
+    def init_params(self) -> Any:
+        """Draws the parameters of `init_state` alone, placed as there."""
+        shardings = self.backend.state_shardings(self.state_shapes).params
+        draw = jax.jit(lambda key: self.init(key).params, out_shardings=shardings)
+        return draw(init_key(self.config.seed))
+
     @functools.cached_property
     def state_shapes(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
@@ -101,7 +107,7 @@ class Program:
     @property
     def attention(self) -> str:
         """The implementation of attention in use, as text for people."""
-        name = _resolve_attention(self.config, self.backend.mesh.devices.flat[0])
+        name = resolve_attention(self.config, self.backend.mesh.devices.flat[0])
         dropout = self.config.model.dropout
         return f"{name} (reference in training, for its dropout)" if dropout else name
 
@@ -133,11 +139,16 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
             attention cannot run there, or the optimizer cannot work with its options.
     """
     check_layout(config, config.model, len(devices))
-    _resolve_attention(config, devices[0])
+    resolve_attention(config, devices[0])
     make_optimizer(config.optim, make_schedule(config.optim, config.train.num_steps))
 
 
-def _resolve_attention(config: Config, device: jax.Device) -> str:
+def resolve_attention(config: Config, device: jax.Device) -> str:
+    """Returns the implementation of attention that a config takes on a device.
+
+    Raises:
+        UserError: it cannot run there.
+    """
     model = config.model
     return resolve(
         model.attention,

@@ -14,8 +14,14 @@ from typing import Any
 def write_bytes(path: Path, pieces: Iterable[bytes]) -> None:
     """Replaces a file completely: a reader sees the old file or the new one, even after a kill.
 
-    The new file is on the disk itself before it takes the old one's name.
+    The new file is on the disk itself before it takes the old one's name. Links are followed, and
+    what is not a regular file, such as /dev/stdout, is written to.
     """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        with open(path, "wb") as stream:
+            stream.writelines(pieces)
+        return
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "wb") as file:
         file.writelines(pieces)
