@@ -22,7 +22,7 @@ from gpt2.config import DataConfig
 from gpt2.data import dataset as prepare
 from gpt2.data import records, splits
 from gpt2.data.corpus import open_corpus
-from gpt2.data.tokenizer import build
+from gpt2.data.tokenizer_names import build
 from gpt2.errors import UserError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "naïve", "測試"]

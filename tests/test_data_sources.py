@@ -14,7 +14,7 @@ from gpt2.config import DataConfig
 from gpt2.data import dataset as prepare
 from gpt2.data import hub
 from gpt2.data.shards import open_shards
-from gpt2.data.tokenizer import build
+from gpt2.data.tokenizer_names import build
 from gpt2.errors import UserError
 
 TEXTS = [f"{number}: some words, then {number**3} naïve 測試 cats\n" for number in range(80)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpt2.data import tokenizer
+from gpt2.data.tokenizer_names import build
 from gpt2.errors import UserError
 from gpt2.hf.tokenizer import save_tokenizer
 
@@ -27,12 +28,12 @@ def _hugging_face_gpt2():
 
 @pytest.fixture(scope="module")
 def gpt2():
-    return tokenizer.build("gpt2")
+    return build("gpt2")
 
 
 @pytest.fixture(scope="module")
 def bpe():
-    return tokenizer.build("bpe:300", [TEXT])
+    return build("bpe:300", [TEXT])
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,13 @@ def foreign(tmp_path_factory):
     backend.train_from_iterator([TEXT], trainer)
     path = tmp_path_factory.mktemp("foreign") / "tokenizer.json"
     backend.save(str(path))
-    return tokenizer.build(str(path))
+    return build(str(path))
 
 
 @pytest.fixture(params=["gpt2", "byte", "bpe", "foreign"])
 def any_tokenizer(request):
     if request.param == "byte":
-        return tokenizer.build("byte")
+        return build("byte")
     return request.getfixturevalue(request.param)
 
 
@@ -82,7 +83,7 @@ _CACHE = {}
 
 def _cached(name):
     if name not in _CACHE:
-        _CACHE[name] = _hugging_face_gpt2() if name == "hugging face" else tokenizer.build(name)
+        _CACHE[name] = _hugging_face_gpt2() if name == "hugging face" else build(name)
     return _CACHE[name]
 
 
@@ -121,7 +122,7 @@ def test_a_saved_tokenizer_loads_as_the_same(any_tokenizer, tmp_path):
 @given(st.text(alphabet="def fx():+1 \n#naïve測aaa", max_size=60))
 def test_trained_bpe_equals_the_library_that_trained_it(text):
     if "bpe" not in _CACHE:
-        _CACHE["bpe"] = tokenizer.build("bpe:300", [TEXT])
+        _CACHE["bpe"] = build("bpe:300", [TEXT])
         _CACHE["bpe library"] = Tokenizer.from_str(json.dumps(_CACHE["bpe"]._saved))
     assert _CACHE["bpe"].encode(text).tolist() == _CACHE["bpe library"].encode(text).ids
 
@@ -133,14 +134,14 @@ def test_trained_bpe_has_the_size_asked_for_and_end_of_text_last(bpe):
 
 
 def test_bpe_training_is_deterministic(bpe):
-    again = tokenizer.build("bpe:300", [TEXT])
+    again = build("bpe:300", [TEXT])
     assert again._saved == bpe._saved
 
 
 def test_bpe_training_reads_a_bounded_sample(monkeypatch):
     monkeypatch.setattr(tokenizer, "TRAINING_SAMPLE", 1000)
     endless = iter(lambda: "some words, again and again. ", None)
-    assert tokenizer.build("bpe:260", endless).vocab_size == 260
+    assert build("bpe:260", endless).vocab_size == 260
 
 
 def test_gpt2_tokenizer_json_is_read_as_gpt2_kind(gpt2, tmp_path):
@@ -159,19 +160,19 @@ def test_another_pattern_is_not_mistaken_for_gpt2_kind(foreign):
 
 
 def test_char_vocabulary_is_the_sorted_characters():
-    single = tokenizer.build("char", ["hello", " wörld"], many_documents=False)
+    single = build("char", ["hello", " wörld"], many_documents=False)
     assert single.vocab_size == len(set("hello wörld"))
     assert single.eot is None
     assert single.encode(" ").tolist() == [0]
     assert single.decode(single.encode("low wö")) == "low wö"
-    several = tokenizer.build("char", ["hello", " wörld"], many_documents=True)
+    several = build("char", ["hello", " wörld"], many_documents=True)
     assert several.vocab_size == single.vocab_size + 1
     assert several.eot == single.vocab_size
 
 
 def test_char_vocabulary_is_made_of_a_text_at_a_time():
     tracemalloc.start()
-    made = tokenizer.build("char", ("a" * 100_000 + str(i) for i in range(20)))
+    made = build("char", ("a" * 100_000 + str(i) for i in range(20)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert made.vocab_size == len("a0123456789") + 1
@@ -179,7 +180,7 @@ def test_char_vocabulary_is_made_of_a_text_at_a_time():
 
 
 def test_char_tokenizer_is_saved_with_its_vocabulary(tmp_path):
-    char = tokenizer.build("char", ["abc\u2028'\""], many_documents=True)
+    char = build("char", ["abc\u2028'\""], many_documents=True)
     char.save(tmp_path / "tokenizer.json")
     loaded = tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.encode("cab").tolist() == char.encode("cab").tolist()
@@ -187,7 +188,7 @@ def test_char_tokenizer_is_saved_with_its_vocabulary(tmp_path):
 
 
 def test_unseen_character_is_named():
-    char = tokenizer.build("char", ["abc"], many_documents=False)
+    char = build("char", ["abc"], many_documents=False)
     with pytest.raises(UserError, match="does not know 'xz'"):
         char.encode("azxz")
 
@@ -197,7 +198,7 @@ def test_unseen_character_is_named():
 )
 def test_unknown_tokenizers_are_refused(spec):
     with pytest.raises(UserError, match=r"data\.tokenizer="):
-        tokenizer.build(spec)
+        build(spec)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", "\udcff"])
@@ -222,7 +223,7 @@ def test_fingerprints_tell_what_ids_stand_for_and_not_where_it_was_read(any_toke
     assert [p.name for p in tmp_path.iterdir()] == ["saved.json"]
     known = tokenizer.fingerprint(any_tokenizer)
     assert known == tokenizer.fingerprint(tokenizer.load(tmp_path / "saved.json"))
-    assert known != tokenizer.fingerprint(tokenizer.build("bpe:300", ["other text"] * 99))
+    assert known != tokenizer.fingerprint(build("bpe:300", ["other text"] * 99))
 
 
 def test_gpt2_from_hugging_faces_files_has_the_fingerprint_of_gpt2(gpt2, tmp_path):

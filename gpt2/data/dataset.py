@@ -18,6 +18,7 @@ from gpt2.data import records, shards
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.splits import SPLITS, write_splits
+from gpt2.data.tokenizer_names import check_spec
 from gpt2.errors import UserError
 from gpt2.utils import files
 
@@ -84,7 +85,7 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     """
     ready_tokens = data.corpus.startswith("tokens:")
     corpus = shards.open_shards(data) if ready_tokens else open_corpus(data.corpus)
-    tokenizer_identity = tokenizers.check_spec(data.tokenizer)
+    tokenizer_identity = check_spec(data.tokenizer)
     layout = [FORMAT, records.RECORD_TOKENS]
     parts = [*layout, corpus.fingerprint, tokenizer_identity, data.val_fraction]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data.corpus import file_fingerprint, find_files, reading
-from gpt2.data.tokenizer import build
+from gpt2.data.tokenizer_names import build
 from gpt2.errors import UserError
 
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py

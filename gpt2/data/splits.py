@@ -21,7 +21,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
 from gpt2.data.records import RecordWriter
-from gpt2.data.tokenizer import Tokenizer, build
+from gpt2.data.tokenizer import Tokenizer
+from gpt2.data.tokenizer_names import build
 from gpt2.errors import UserError
 
 SPLITS = ("train", "validation")

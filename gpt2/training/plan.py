@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from gpt2.config import Config
-from gpt2.data.tokenizer import tokens_by_name
+from gpt2.data.tokenizer_names import tokens_by_name
 from gpt2.model import num_params
 from gpt2.parallel import rules
 from gpt2.parallel.collectives import Collective, collectives

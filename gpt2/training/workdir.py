@@ -18,7 +18,8 @@ from gpt2.config import Config, differences, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset
 from gpt2.data.records import TokenStream
-from gpt2.data.tokenizer import fingerprint, is_path
+from gpt2.data.tokenizer import fingerprint
+from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable
 from gpt2.parallel import distributed
 from gpt2.telemetry.metrics import read_metrics
