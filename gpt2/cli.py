@@ -47,13 +47,17 @@ def run(
     app.run(guarded, flags_parser=exit_on_user_error(parse))
 
 
+@exit_on_user_error
 def define_config() -> flags.FlagHolder:
     """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
     about = (
         "File of options, see configs/; configs/quickstart.py if empty. "
         "--config.group.option=value sets one of them."
     )
-    return config_flags.DEFINE_config_file("config", None, about)
+    try:
+        return config_flags.DEFINE_config_file("config", None, about)
+    except flags.Error as error:  # it reads --flagfile ahead of the others
+        raise UserError(str(error).removeprefix("ERROR:: "), "Check --flagfile") from None
 
 
 def parse_config(holder: flags.FlagHolder) -> Config:

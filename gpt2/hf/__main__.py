@@ -14,18 +14,23 @@ from pathlib import Path
 from absl import flags
 
 from gpt2 import cli
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_writable
 from gpt2.hf.runs import export_run, import_run
 
 
 def _import() -> None:
+    for name in ("to", "checkpoint"):
+        cli.refuse_ignored(name, "import reads --from and writes --workdir")
     workdir = _directory("workdir")
+    require_writable("workdir", workdir.parent)
     cfg = import_run(_directory("from"), workdir)
     print(f"{workdir}: {cfg.num_layers} layers of width {cfg.embed_dim}")
 
 
 def _export() -> None:
+    cli.refuse_ignored("from", "export reads --workdir and writes --to")
     workdir, destination = _directory("workdir"), _directory("to")
+    require_writable("to", destination.parent)
     export_run(workdir, destination, flags.FLAGS.checkpoint)
     print(f"{destination}: ready for transformers' from_pretrained")
 
