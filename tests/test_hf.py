@@ -354,3 +354,19 @@ def test_the_library_brings_no_command_line_and_the_command_has_a_usage():
     assert "gpt2.hf import --from=DIR" in usage.stdout and not usage.stderr
     unknown = subprocess.run([*command, "exprot"], cwd=root, capture_output=True, text=True)
     assert unknown.returncode == 2 and "not a command" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("export --workdir=run --to=README.md/out", "nothing can be written in"),
+        ("import --from=DIR --workdir=README.md/out", "nothing can be written in"),
+        ("export --workdir=run --to=out --from=DIR", "--from would be ignored"),
+        ("import --from=DIR --workdir=out --checkpoint=5", "--checkpoint would be ignored"),
+    ],
+)
+def test_the_command_refuses_flags_and_places_before_it_reads_weights(arguments, told):
+    command = [sys.executable, "-m", "gpt2.hf", *arguments.split()]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and told in done.stderr
