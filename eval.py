@@ -1,7 +1,7 @@
-"""Scores a run of train.py, or a Hugging Face GPT-2.
+"""Scores a run of train.py, or a Hugging Face model.
 
     python eval.py --workdir=runs/quickstart
-    python eval.py --hf=gpt2-directory --tasks=lambada,hellaswag --task_dir=data/tasks
+    python eval.py --hf=DIR --tasks=lambada,hellaswag --task_dir=data/tasks
 
 Each figure comes with its convention, its number of examples and its standard error;
 docs/evaluation.md says what the tasks' files hold.
@@ -32,7 +32,7 @@ from gpt2.model import GPT
 from gpt2.weights import check_source, load_model
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run.")
-HF = flags.DEFINE_string("hf", None, "Directory of a Hugging Face GPT-2, in place of --workdir.")
+HF = flags.DEFINE_string("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
 TASKS = flags.DEFINE_list("tasks", ["validation"], f"Any of validation, {', '.join(EVAL_TASKS)}.")
 TASK_DIR = flags.DEFINE_string("task_dir", "", "Directory of the tasks' files.")

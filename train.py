@@ -174,13 +174,13 @@ def train(
                     reporter.catch_up()
                 if due.validation:
                     with clock.phase("validation"):
-                        scores = validate(step, state.params)
+                        scores = validate(step, state.eval_params)
                     reporter.write(step, scores)
                 improves = due.validation and checkpointer.improves(scores["eval/loss"])
                 if due.checkpoint or improves:
                     with clock.phase("checkpoint"):
                         if not due.validation:  # a diverged state is never saved
-                            validate(step, state.params, num_batches=1)
+                            validate(step, state.eval_params, num_batches=1)
                         reporter.flush(step)
                         checkpointer.save(state, step, scores if due.validation else None)
                 if due.end:
@@ -193,9 +193,9 @@ def train(
         return 128 + stop.requested
     if not scores:  # the run was killed after its last checkpoint
         with ends_if_diverged(workdir, checkpointer), clock.phase("validation"):
-            scores = validate(step, state.params)
+            scores = validate(step, state.eval_params)
     show_results(workdir, scores, feed, clock)
-    write_samples(workdir, config, feed.dataset, gather(state.params, program.backend.mesh))
+    write_samples(workdir, config, feed.dataset, gather(state.eval_params, program.backend.mesh))
     return 0
 
 

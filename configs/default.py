@@ -8,13 +8,19 @@ from ml_collections import ConfigDict
 
 # The names to choose from, for options that have a fixed set of them.
 CHOICES = {
-    "model.activation": ("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "swiglu"),
+    "model.activation": ("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "swiglu", "geglu"),
     "model.norm": ("layernorm", "rmsnorm"),
-    "model.position": ("learned", "rope", "none"),
+    "model.norm_position": ("pre", "post", "sandwich"),
+    "model.position": ("learned", "rope", "sinusoidal", "alibi", "none"),
+    "model.init": ("normal", "xavier", "fan_in"),
     "model.attention": ("auto", "reference", "xla", "blocked", "cudnn", "splash"),
     "precision.compute": ("float32", "bfloat16", "float16"),
-    "optim.name": ("adamw",),
-    "optim.schedule": ("cosine", "linear", "constant", "wsd"),
+    "optim.name": (
+        *("adamw", "adam", "sgd", "lion", "adafactor", "ademamix"),
+        *("schedule_free", "muon", "normuon", "soap"),
+    ),
+    "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"),
+    "optim.cautious": ("none", "updates", "decay", "both"),
     "parallel.backend": ("pjit", "pmap"),
     "memory.remat": ("none", "full", "dots", "dots_no_batch"),
 }
@@ -31,16 +37,39 @@ def get_config() -> ConfigDict:
             context_length=1024,  # tokens
             num_layers=12,
             num_heads=12,
+            num_kv_heads=0,  # of keys and values; 0: num_heads; 1: multi-query (Shazeer 2019);
+            # between: grouped queries (Ainslie et al. 2023, arXiv 2305.13245)
             embed_dim=768,
             mlp_ratio=4,  # MLP width over embed_dim
+            mlp_dim=0,  # MLP width; 0: mlp_ratio * embed_dim
             dropout=0.0,  # probability, on embeddings, attention weights and residual branches
             bias=True,  # in linear layers and norms
             tie_embeddings=True,  # the output head is the token embedding
-            activation="gelu_tanh",  # gelu is the exact form; swiglu gates with a third linear map
-            norm="layernorm",
-            position="learned",
-            qk_norm=False,  # normalise queries and keys per head (RMS, no scale)
-            logit_softcap=0.0,  # c * tanh(logits / c) before the loss; 0: off
+            activation="gelu_tanh",  # gelu is the exact form; swiglu and geglu gate with a third
+            # linear map (Shazeer 2020, arXiv 2002.05202); relu_squared: So et al. 2021
+            norm="layernorm",  # rmsnorm: Zhang and Sennrich 2019, arXiv 1910.07467
+            norm_eps=1e-5,  # added to the mean square
+            norm_position="pre",  # of each branch; post: after the sum (Vaswani et al. 2017);
+            # sandwich: before and after the branch (Gemma 2, arXiv 2408.00118)
+            position="learned",  # rope: Su et al. 2021, arXiv 2104.09864; sinusoidal: Vaswani et
+            # al. 2017, section 3.5; alibi: Press et al. 2022, arXiv 2108.12409
+            rope_base=10000.0,  # longest wavelength of rope over 2 pi, in tokens
+            qk_norm=False,  # RMSNorm of queries and keys per head (Dehghani et al. 2023, Qwen 3)
+            window=0,  # tokens that a position sees, itself included; 0: all
+            window_pattern="S",  # layers in turn: S sees the window, L all (Gemma 2, Mistral)
+            attention_softcap=0.0,  # c * tanh(scores / c) before softmax (Gemma 2); 0: off
+            logit_softcap=0.0,  # c * tanh(logits / c) before the loss (Gemma 2); 0: off
+            value_embeddings=False,  # a table per layer, mixed into values (modded-nanogpt)
+            value_residual=False,  # mixes the first layer's values into others' (Zhou et al. 2024,
+            # arXiv 2410.17897)
+            embedding_skip=False,  # learned mix of the first embedding into every block
+            # (modded-nanogpt)
+            parallel_block=False,  # attention and MLP read the same input (GPT-J, GPT-NeoX)
+            init="normal",  # of kernels; xavier: Glorot and Bengio 2010; fan_in: LeCun et al. 1998
+            init_std=0.02,  # of tables, and of kernels under init=normal
+            zero_init_projections=False,  # of each branch's last kernel (Zhang et al. 2019, Fixup)
+            mup_base_width=0,  # embed_dim at which rates were tuned; 0: off (Yang et al. 2022,
+            # Tensor Programs V, arXiv 2203.03466)
             attention="auto",  # blocked is for CPUs, cudnn for GPUs, splash for TPUs
         )
     )
@@ -60,17 +89,37 @@ def get_config() -> ConfigDict:
             document_mask=False,  # attend only within a document
         )
     )
+    config.loss = ConfigDict(
+        dict(  # of training, and in train/loss; validation is plain cross-entropy
+            z_loss=0.0,  # weight of log(normaliser)^2 (PaLM, arXiv 2204.02311, section 5)
+            label_smoothing=0.0,  # share given to all tokens alike (Szegedy et al. 2016)
+        )
+    )
     config.optim = ConfigDict(
         dict(
-            name="adamw",
+            name="adamw",  # docs/optimizers.md says which options each one reads
             learning_rate=6e-4,  # peak, after the warm-up
-            schedule="cosine",  # wsd: warm-up, stable, decay over the last fifth
+            adam_learning_rate=0.0,  # of what muon, normuon and soap leave to Adam; 0: as above
+            layer_rates="",  # REGEX=FACTOR,...: times the rate of parameters whose name matches
+            schedule="cosine",  # wsd: warm-up, stable, decay; piecewise:STEP=SHARE,...: shares of
+            # the peak from a step on
             warmup_steps=2000,
+            warmup_percent=0.0,  # of train.num_steps, in place of warmup_steps
+            decay_steps=0,  # of wsd
+            decay_percent=0.0,  # of train.num_steps, in place of decay_steps; both 0: 20
             end_learning_rate=6e-5,
             beta1=0.9,
             beta2=0.95,
+            beta3=0.9999,  # of ademamix's slow average
+            alpha=5.0,  # weight of ademamix's slow average
+            momentum=0.95,  # of sgd, muon, normuon
+            nesterov=True,  # of sgd, muon, normuon
+            precondition_every=10,  # steps between soap's new bases
             eps=1e-8,
             weight_decay=0.1,  # on kernels and embeddings, not on biases and norms
+            cautious="none",  # what is masked where update and gradient (updates), or update and
+            # weight (decay), disagree in sign (Liang et al. 2024, arXiv 2411.16085)
+            ema=0.0,  # decay per step of the average that is validated and exported; 0: off
             clip_norm=1.0,  # global gradient norm; 0: off
         )
     )

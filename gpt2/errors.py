@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 import os
 import signal
 import sys
@@ -77,7 +78,7 @@ def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> U
 def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:
     """Raises a UserError unless `value` is one of `choices`; `flag`: `name` is a config option."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.0)[0]
         option = f"--config.{name}={near}" if flag else near
         raise UserError(
             f"{name}={value} is not one of {', '.join(choices)}", f"For example, use {option}"
@@ -88,6 +89,19 @@ def require_at_least(name: str, value: float, minimum: float) -> None:
     """Raises a UserError unless the config option `name` is at least `minimum`."""
     if not value >= minimum:
         raise UserError(f"{name}={value} is below {minimum}", f"Use --config.{name}={minimum}")
+
+
+def require_finite(name: str, value: float, minimum: float = -math.inf) -> None:
+    """Raises a UserError unless the config option `name` is a number of at least `minimum`."""
+    if not math.isfinite(value):
+        raise UserError(f"{name}={value} is not a number", f"Give --config.{name} a number")
+    require_at_least(name, value, minimum)
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raises a UserError unless the config option `name` is a number above 0."""
+    if not 0.0 < value < math.inf:
+        raise UserError(f"{name}={value} is not above 0", f"Give a positive --config.{name}")
 
 
 def require_fraction(name: str, value: float) -> None:

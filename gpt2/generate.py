@@ -319,7 +319,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Directory of a run.")
-    flags.DEFINE_string("hf", None, "Directory of a Hugging Face GPT-2, in place of --workdir.")
+    flags.DEFINE_string("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
     flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
     flags.DEFINE_string("prompt", "", "Text to continue.")
     flags.DEFINE_integer(

@@ -10,7 +10,8 @@ from gpt2 import hf
 from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
-from gpt2.hf.names import read_config
+from gpt2.hf.config import read_config
+from gpt2.hf.families import canonical
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
 from gpt2.training.checkpoint import load_params
 from gpt2.utils.scan import in_layout, is_scanned
@@ -49,7 +50,7 @@ def load_model(
 
 # Options in which two models may differ and still use the same parameters.
 _FREE = (
-    *("context_length", "dropout", "attention"),
+    *("context_length", "dropout", "attention", "init", "init_std", "zero_init_projections"),
     *("param_dtype", "compute_dtype", "remat", "scan_layers"),
 )
 
@@ -104,12 +105,13 @@ def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
 
 def _check_same_model(source: str, found: GPTConfig, cfg: GPTConfig) -> None:
     """Raises, naming every option that differs, unless `cfg` can take the weights of `found`."""
+    found, cfg = canonical(found), canonical(cfg)
     pairs = {
         field.name: (getattr(found, field.name), getattr(cfg, field.name))
         for field in dataclasses.fields(GPTConfig)
         if field.name not in _FREE
     }
-    if found.context_length < cfg.context_length:
+    if found.context_length < cfg.context_length and cfg.position == "learned":
         pairs["context_length"] = found.context_length, cfg.context_length
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if differing:

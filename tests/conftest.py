@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from gpt2.launch import cpu_environment
 
 # Before JAX is imported by anything.
@@ -17,3 +19,13 @@ _CACHE = Path(tempfile.gettempdir()) / f"gpt2-tests-{os.getuid()}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("GPT2_DATA_DIR", str(_CACHE / "data"))
+
+
+@pytest.fixture(scope="module")
+def compiles_fast():
+    """For modules whose time is XLA's, spent on programs that run a few times."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

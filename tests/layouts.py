@@ -28,6 +28,7 @@ from gpt2.config import (
     Config,
     DataConfig,
     LoggingConfig,
+    LossConfig,
     MemoryConfig,
     ModelConfig,
     OptimConfig,
@@ -57,6 +58,8 @@ LAYOUTS = {
     "data 2 x tensor 4": ParallelConfig(data=2, tensor=4),
     "data 2 x fsdp 2 x tensor 2": ParallelConfig(data=2, fsdp=2, tensor=2),
 }
+# Of tests/test_optim_layouts.py alone.
+FOR_OPTIMIZERS = {"fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2)}
 ON_TWO_PROCESSES = ("pmap x 8", "data 8", "fsdp 8", "data 2 x fsdp 2 x tensor 2")
 
 
@@ -68,6 +71,8 @@ class Case:
     accumulate: int = 1
     remat: str = "none"
     scanned: bool = False
+    optim: OptimConfig = dataclasses.field(default=OPTIM, repr=False)
+    model: ModelConfig = dataclasses.field(default=MODEL, repr=False)
 
 
 REFERENCE = Case()
@@ -77,12 +82,13 @@ def make_config(case: Case) -> Config:
     """Returns the options of a case."""
     return Config(
         seed=0,
-        model=MODEL,
+        model=case.model,
         precision=PrecisionConfig(),
         data=DataConfig(batch_size=BATCH_SIZE),
-        optim=OPTIM,
+        loss=LossConfig(),
+        optim=case.optim,
         train=TrainConfig(num_steps=NUM_STEPS, accumulate_steps=case.accumulate),
-        parallel=LAYOUTS[case.layout],
+        parallel=(LAYOUTS | FOR_OPTIMIZERS)[case.layout],
         memory=MemoryConfig(remat=case.remat, scan_layers=case.scanned),
         logging=LoggingConfig(),
     )
@@ -90,7 +96,10 @@ def make_config(case: Case) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Losses of the steps, and the final parameters by name with layers unrolled, as numpy."""
+    """Losses of the steps, and the final parameters by name with layers unrolled, as numpy.
+
+    The parameters are those that a run validates.
+    """
 
     losses: np.ndarray
     params: dict[str, np.ndarray]
@@ -136,7 +145,7 @@ class Setup:
             losses.append(float(metrics["train/loss"]))
             if save:
                 save(state, step + 1)
-        params = jax.device_get(gather(state.params, self.backend.mesh))
+        params = jax.device_get(gather(state.eval_params, self.backend.mesh))
         named = jax.tree_util.tree_leaves_with_path(in_layout(params, scanned=False))
         return Result(
             np.array(losses),

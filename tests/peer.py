@@ -1,4 +1,4 @@
-"""PyTorch's answers for GPT-2s whose weights are drawn by numpy.
+"""PyTorch's answers for models whose weights are drawn by numpy, and this project's.
 
     python tests/peer.py
 
@@ -10,12 +10,20 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gpt2 import hf
 from gpt2.data.tokenizer import CharTokenizer
-from gpt2.hf.names import hf_shape, read_config, tensors
+from gpt2.generate import Sampling, generate
+from gpt2.hf.config import read_config
+from gpt2.hf.families import family_for
+from gpt2.hf.layout import tensors
 from gpt2.hf.tensor_files import write_safetensors
+from gpt2.model import GPT
+from gpt2.utils.scan import find_leaf
 
 needs_peers = pytest.mark.skipif(
     not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
@@ -25,7 +33,9 @@ needs_peers = pytest.mark.skipif(
 GOLDEN = Path(__file__).parent / "golden"
 NUM_NEW = 64
 
-# Three shapes: OpenAI's options; a head of its own with another MLP; and the real 124M.
+# GPT-2 in four shapes: OpenAI's options; a head of its own with another MLP; another epsilon and a
+# width that is no multiple; and the real 124M. The other families: options of rope as transformers
+# 4 and 5 write them, several bases, two epsilons.
 CONFIGS = {
     "tied": dict(n_layer=2, n_head=4, n_embd=32, n_positions=96, vocab_size=131),
     "untied": dict(
@@ -38,25 +48,106 @@ CONFIGS = {
         activation_function="gelu",
         tie_word_embeddings=False,
     ),
+    "epsilon": dict(
+        n_layer=2,
+        n_head=2,
+        n_embd=24,
+        n_positions=80,
+        vocab_size=67,
+        n_inner=50,
+        layer_norm_epsilon=1e-3,
+        activation_function="relu",
+    ),
     "124m": dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024, vocab_size=50257),
+    "llama": dict(
+        model_type="llama",
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=32,
+        intermediate_size=88,
+        max_position_embeddings=96,
+        vocab_size=131,
+        rope_theta=500000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    ),
+    "llama_multi_head": dict(
+        model_type="llama",
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        hidden_size=24,
+        intermediate_size=48,
+        max_position_embeddings=80,
+        vocab_size=67,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+    ),
+    "qwen3": dict(
+        model_type="qwen3",
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        hidden_size=48,
+        intermediate_size=80,
+        max_position_embeddings=96,
+        vocab_size=131,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+    ),
+    "gpt_neox": dict(
+        model_type="gpt_neox",
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_size=32,
+        intermediate_size=128,
+        max_position_embeddings=96,
+        vocab_size=131,
+        rotary_pct=1.0,
+        rotary_emb_base=25000,
+        layer_norm_eps=1e-5,
+        hidden_act="gelu",
+        tie_word_embeddings=False,
+    ),
+}
+FAMILIES = ("llama", "llama_multi_head", "qwen3", "gpt_neox")
+SMALL = ("tied", "untied", "epsilon", *FAMILIES)
+
+# Standard deviations of weights, by the end of the parameter's path. Small embeddings, queries and
+# keys have a mean square near the norms' epsilon, so that another epsilon gives other answers.
+_STDS = {
+    "llama": {"": 0.2, "wte/embedding": 0.003},
+    "llama_multi_head": {"": 0.2, "wte/embedding": 0.02},
+    "qwen3": {
+        "": 0.2,
+        "wte/embedding": 0.02,
+        "c_q/kernel": 0.0005,
+        "c_kv/kernel": 0.0005,
+    },
+    "gpt_neox": {"": 0.2, "wte/embedding": 0.003},
 }
 
 
 def write_model(directory: Path, name: str) -> Path:
     """Writes a Hugging Face directory with the weights that a seed gives."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = dict(model_type="gpt2", bos_token_id=None, eos_token_id=None, **CONFIGS[name])
+    config = dict(model_type="gpt2", bos_token_id=None, eos_token_id=None) | CONFIGS[name]
     (directory / "config.json").write_text(json.dumps(config))
-    shapes = {
-        tensor if tensor.startswith("lm_head") else f"transformer.{tensor}": hf_shape(tensor, shape)
-        for tensor, _, shape in tensors(read_config(directory))
-    }
+    expected = {tensor.name: tensor for tensor in tensors(read_config(directory))}
     rng = np.random.default_rng(0)
+    stds = _STDS.get(name, {"": 0.05})
 
     def draw(tensor: str) -> np.ndarray:
-        mean = 1.0 if ".ln_" in tensor and tensor.endswith("weight") else 0.0
-        return (mean + 0.05 * rng.standard_normal(shapes[tensor])).astype(np.float32)
+        path = "/".join(expected[tensor].path)
+        mean = 1.0 if path.endswith("scale") else 0.0
+        std = [value for end, value in stds.items() if path.endswith(end)][-1]
+        return (mean + std * rng.standard_normal(expected[tensor].shape)).astype(np.float32)
 
+    shapes = {name: tensor.shape for name, tensor in expected.items()}
     write_safetensors(directory / "model.safetensors", shapes, draw)
     return directory
 
@@ -80,9 +171,10 @@ def probe(array: np.ndarray) -> list[float]:
 def torch_answers(directory: Path, name: str) -> dict:
     """Returns PyTorch's logits [2, T, V], gradients of the mean loss, and greedy tokens."""
     import torch
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM
 
-    model = GPT2LMHeadModel.from_pretrained(directory).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    family = family_for(read_config(directory))
     ids = torch.tensor(tokens(name))
     output = model(ids, labels=ids)
     output.loss.backward()
@@ -97,18 +189,47 @@ def torch_answers(directory: Path, name: str) -> dict:
     return {
         "loss": output.loss.item(),
         "logits": output.logits.detach().numpy(),
-        "gradients": {k: v.grad.numpy() for k, v in model.named_parameters()},
+        "gradients": {
+            family.full_name(name): parameter.grad.numpy()
+            for name, parameter in model.named_parameters()
+        },
         "generated": generated[0, 8:].tolist(),
     }
 
 
+def our_answers(directory: Path, name: str) -> dict:
+    """Returns what `torch_answers` gives, by this project."""
+    cfg, params = hf.load(directory)
+    ids = tokens(name)
+
+    def loss(params):
+        total, count = GPT(cfg).apply(
+            {"params": params}, ids[:, :-1], jnp.asarray(ids[:, 1:], jnp.int32), method="loss"
+        )
+        return total / count
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    (generated,) = generate(
+        params, cfg, ids[:1, :8].tolist(), max_new_tokens=NUM_NEW, sampling=Sampling(0.0)
+    )
+    return {
+        "loss": float(value),
+        "logits": np.asarray(jax.jit(GPT(cfg).apply)({"params": params}, ids)),
+        "gradients": {
+            tensor.name: tensor.to_stored(find_leaf(gradients, tensor.path))
+            for tensor in tensors(cfg)
+        },
+        "generated": generated,
+    }
+
+
 def write_golden() -> None:
-    """Writes the answers for the small shapes, and a state dict in PyTorch's two file formats."""
+    """Writes the answers for the small models, and a state dict in PyTorch's two file formats."""
     import tempfile
 
     import torch
 
-    for name in ("tied", "untied"):
+    for name in SMALL:
         with tempfile.TemporaryDirectory() as scratch:
             answers = torch_answers(write_model(Path(scratch), name), name)
         answers["logits"] = [np.round(row, 6).tolist() for row in answers["logits"][0, ::12]]

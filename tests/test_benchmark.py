@@ -66,6 +66,33 @@ def test_the_first_step_of_a_turn_does_not_count(monkeypatch):
     assert results[measure.OURS]["turns"] == [0.5] * 3
 
 
+def test_options_to_vary_are_read_with_their_types():
+    text = "model.position=rope,model.num_kv_heads=4,model.bias=False,optim.eps=1"
+    assert benchmark.read_options(text) == {
+        **{"model.position": "rope", "model.num_kv_heads": 4},
+        **{"model.bias": False, "optim.eps": 1.0},
+    }
+    for wrong in ("position=rope", "model.positron=rope", "model.position", "model", ""):
+        with pytest.raises(UserError, match="does not set"):
+            benchmark.read_options(wrong)
+    for wrong in ("model.num_heads=four", "model.bias=yes"):
+        with pytest.raises(UserError, match="is of type"):
+            benchmark.read_options(wrong)
+    with pytest.raises(UserError, match=r"would ignore model\.rope_base"):
+        benchmark.make_config(tiny(vary=benchmark.read_options("model.rope_base=9.0")))
+
+
+def test_a_variation_runs_in_turn_with_flops_of_its_own():
+    name = "model.activation=swiglu"
+    variations = {name: benchmark.read_options(name)}
+    case = tiny(batch_size=8)  # one for each device
+    results = measure.measure(case, [], rounds=1, seconds=0.0, variations=variations)
+    assert list(results) == [measure.OURS, name]
+    flops = [result["flops_per_token"] for result in results.values()]
+    assert flops[1] - flops[0] == 6 * 2 * (32 * 128 + 128)  # a third map in two layers
+    assert f"\n{name} " in measure.table(case, results)
+
+
 def test_flags_override_what_the_model_brings():
     found = make_case("train", "--model=shakespeare-char", "--batch_size=3")
     assert (found["num_layers"], found["context_length"], found["batch_size"]) == (6, 256, 3)

@@ -7,15 +7,17 @@ from functools import partial
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from configs import quickstart
-from gpt2.config import Config, MemoryConfig, ModelConfig, ParallelConfig
+from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.weights import load_initial_params, load_model
 
@@ -111,3 +113,44 @@ def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path
         checkpointer.save(TrainState.create(params, optax.sgd(1.0), "float32"), step=5)
         assert checkpointer.best() is None
     assert steps_in(load_model(tmp_path, None, "best")[1]) == {50}
+
+
+def averaging(workdir, **optim):
+    """The program of a small run whose optimizer keeps an average."""
+    model = ModelConfig(vocab_size=257, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
+    config = dataclasses.replace(
+        Config.from_dict(quickstart.get_config()), model=model, optim=OptimConfig(**optim)
+    )
+    (workdir / "config.json").write_text(json.dumps(config.to_dict()))
+    return Program.from_config(config, jax.devices()[:1])
+
+
+CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=0)
+
+
+@pytest.mark.parametrize(
+    "optim", [dict(ema=0.9), dict(name="schedule_free", **CONSTANT)], ids=["ema", "schedule_free"]
+)
+def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(tmp_path, optim):
+    program = averaging(tmp_path, **optim)
+    state = program.init_state()
+    batch = {name: np.ones((8, 8), np.int32) for name in ("tokens", "targets")}
+    step = jax.jit(program.train_step)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, step=3)
+        checkpointer.wait()
+        again = checkpointer.restore(3, program.state_shapes)
+    chex.assert_trees_all_equal(again, state)
+    _, loaded = load_params(tmp_path)
+    chex.assert_trees_all_close(loaded, state.eval_params, rtol=1e-6)
+    table, trained = loaded["wte"]["embedding"], state.params["wte"]["embedding"]
+    assert jnp.abs(table - trained).max() > 1e-6
+
+
+def test_an_average_begins_with_the_weights_that_a_run_starts_from(tmp_path):
+    program = averaging(tmp_path, ema=0.9)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7.0, np.float32), program.init_params())
+    state = program.init_state(params)
+    assert steps_in(state.params) == steps_in(state.eval_params) == {7.0}

@@ -2,16 +2,17 @@
 
 import dataclasses
 import importlib
+import json
 from pathlib import Path
 
 import pytest
 
 import configs.default
-from gpt2.config import CHOICES, DEFAULTS, Config, GPTConfig, differences
+from gpt2.config import CHOICES, DEFAULTS, Config, GPTConfig, differences, load_config
 from gpt2.errors import UserError
 from gpt2.ops.activation import ACTIVATIONS, GATES
 from gpt2.ops.attention import IMPLEMENTATIONS
-from gpt2.training.optim import OPTIMIZERS, SCHEDULES
+from gpt2.optim import OPTIMIZERS, SCHEDULES
 from gpt2.utils.remat import POLICIES
 
 CONFIGS = sorted(
@@ -59,9 +60,10 @@ def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice
     }
     for name, names in implemented.items():
         assert set(CHOICES[name]) == set(names), name
-    # The rest are told apart where they act: each of them trains in tests/test_model.py or
-    # tests/test_train_layouts.py.
-    others = {"model.norm", "model.position", "precision.compute", "parallel.backend"}
+    # The rest are told apart where they act: tests/test_switches.py, tests/test_optim.py and
+    # tests/test_train_layouts.py train each of them.
+    others = {"precision.compute", "parallel.backend", "optim.cautious"}
+    others |= {f"model.{name}" for name in ("norm", "norm_position", "position", "init")}
     assert set(CHOICES) == implemented.keys() | others
 
 
@@ -148,6 +150,20 @@ def test_the_vocabulary_is_the_tokenizers_or_larger():
         build().with_vocabulary(0)
 
 
+def test_a_run_of_an_older_version_has_the_defaults_of_newer_options(tmp_path):
+    tree = build(model__bias=False).to_dict()
+    del tree["loss"], tree["optim"]["momentum"], tree["model"]["norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    assert load_config(tmp_path) == build(model__bias=False)
+    tree["model"]["qk_norm"] = True
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"when model\.qk_norm had no learnt scale"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="the config lacks seed"):
+        load_config(tmp_path)
+
+
 def test_unknown_option_names_the_nearest():
     tree = configs.default.get_config().to_dict()
     tree["model"]["num_layer"] = tree["model"].pop("num_layers")
@@ -174,6 +190,29 @@ def test_wrong_type_names_the_type():
             {"model__position": "rope", "model__embed_dim": 36},
             "rope needs an even head size, not 3",
         ),
+        ({"model__num_kv_heads": 5}, r"multiple of model\.num_kv_heads=5.*num_kv_heads=4"),
+        ({"model__rope_base": 5e5}, r"position=learned would ignore model\.rope_base=500000"),
+        ({"model__rope_base": 0.0, "model__position": "rope"}, r"rope_base=0\.0 is not above 0"),
+        ({"model__norm_eps": float("nan")}, r"model\.norm_eps=nan is not above 0"),
+        ({"model__attention_softcap": float("inf")}, r"attention_softcap=inf is not a number"),
+        ({"model__mlp_dim": 9, "model__mlp_ratio": 2}, r"would ignore model\.mlp_ratio=2.*=1536"),
+        ({"model__window_pattern": "SL"}, r"window_pattern=SL is ignored while model\.window=0"),
+        ({"model__window": 4, "model__window_pattern": "SX"}, "is not made of S"),
+        ({"model__window": 4, "model__window_pattern": "L"}, "gives no layer the window"),
+        ({"model__window": 4, "model__window_pattern": "S" * 13}, "more letters.*=SSSSSSSSSSSS"),
+        ({"model__window": 1024}, r"window=1024 hides nothing of model\.context_length=1024"),
+        (
+            {"model__parallel_block": True, "model__norm_position": "post"},
+            r"parallel_block has a single sum",
+        ),
+        ({"model__value_residual": True, "model__num_layers": 1}, "a model of one layer"),
+        ({"model__mup_base_width": 256, "model__init": "xavier"}, r"ignore model\.init=xavier"),
+        (
+            {"model__position": "sinusoidal", "model__embed_dim": 9, "model__num_heads": 3},
+            r"needs an even model\.embed_dim, not 9",
+        ),
+        ({"loss__z_loss": -1.0}, r"loss\.z_loss=-1\.0 is below 0"),
+        ({"loss__label_smoothing": 1.0}, r"label_smoothing=1\.0 is not in \[0, 1\)"),
         ({"precision__compute": "float8"}, r"precision\.compute=float8 is not one of"),
         (
             {"precision__params": "bfloat16", "precision__compute": "bfloat16"},
@@ -185,6 +224,10 @@ def test_wrong_type_names_the_type():
         ({"optim__schedule": "constant"}, r"would ignore optim\.end_learning_rate"),
         ({"optim__end_learning_rate": 1.0}, r"is above optim\.learning_rate"),
         ({"train__init_from": "somewhere"}, "names no source of weights"),
+        (
+            {"train__init_from": "run:runs/first", "model__init_std": 0.1},
+            r"draws no weights, and would ignore model\.init_std=0\.1",
+        ),
         ({"parallel__data": 0}, "not a number of devices"),
         ({"parallel__fsdp": -1}, "only one axis can take the rest"),
         ({"parallel__backend": "pmap", "parallel__tensor": 2}, r"ignore parallel\.tensor=2"),

@@ -12,7 +12,7 @@ import eval as eval_command
 from gpt2.config import Config, load_config
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
-from gpt2.hf.names import read_config
+from gpt2.hf.config import read_config
 
 
 @pytest.fixture

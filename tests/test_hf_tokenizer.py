@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import peer
 import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
 
 from gpt2 import hf
 from gpt2.config import GPTConfig
@@ -15,7 +17,7 @@ from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, tr
 from gpt2.errors import UserError
 from gpt2.hf.runs import import_run
 from gpt2.hf.tensor_files import read_safetensors
-from gpt2.hf.tokenizer import load_tokenizer, save_tokenizer
+from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer
 from gpt2.model import GPT
 from gpt2.weights import load_initial_params, load_model
 
@@ -111,3 +113,57 @@ def test_padding_of_a_directory_is_left_out_of_every_import(rows, tmp_path, monk
         chex.assert_trees_all_equal(params, expected)
         start = load_initial_params(f"hf:{source}", cfg, tokenizer)
         chex.assert_trees_all_equal(start, expected)
+
+
+def test_rows_for_tokens_to_come_are_few(tmp_path):
+    save_tokenizer(tmp_path, peer.characters(13000), 96)
+    for rows, is_padding in ((13056, True), (13120, True), (13184, False), (13100, False)):
+        cfg = GPTConfig(vocab_size=rows)
+        assert count_tokens(tmp_path, cfg) == (13000 if is_padding else rows)
+        if is_padding:
+            assert load_tokenizer(tmp_path, cfg).vocab_size == 13000
+        else:
+            with pytest.raises(UserError, match=f"has 13000 tokens, and the model has {rows}"):
+                load_tokenizer(tmp_path, cfg)
+
+
+def llama3_tokenizer(path):
+    """Writes a tokenizer.json as Llama 3 has it: a pattern of its own, and a token at the start."""
+    backend = Backend(models.BPE(ignore_merges=True))
+    pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([TEXT * 20], trainer)
+    backend.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    first = ("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[first]
+    )
+    backend.save(str(path))
+    return backend
+
+
+def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path):
+    backend = llama3_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path, GPTConfig(vocab_size=backend.get_vocab_size()))
+    expected = backend.encode(TEXT, add_special_tokens=False).ids
+    assert tokenizer.encode(TEXT).tolist() == expected
+    assert tokenizer.decode(expected) == TEXT
+    assert tokenizer.eot == backend.token_to_id("<|end_of_text|>")
+    (tmp_path / "out").mkdir()
+    save_tokenizer(tmp_path / "out", tokenizer, 64)
+    again = Backend.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert again.encode(TEXT).ids == backend.encode(TEXT).ids
+
+
+def test_a_directory_with_a_sentencepiece_file_alone_holds_no_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(UserError, match=r"holds no tokenizer\. Add the tokenizer\.json"):
+        load_tokenizer(tmp_path, GPTConfig(vocab_size=32000))

@@ -12,8 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
-from gpt2.model import layers
+from gpt2.model import attention as model_attention
 from gpt2.ops import (
+    ACTIVATIONS,
+    Scoring,
+    alibi_slopes,
     attention,
     cross_entropy,
     cross_entropy_reference,
@@ -23,6 +26,9 @@ from gpt2.ops import (
     linear_reference,
     norm,
     norm_reference,
+    rotate,
+    rotate_reference,
+    rotation,
 )
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
 from gpt2.parallel.collectives import collectives
@@ -138,22 +144,79 @@ def check_blocked_attention(batch_size, length, heads, dtype, mask):
     check_attention("blocked", q, k, v, segments if mask else None, dtype)
 
 
-def check_attention(implementation, q, k, v, segments, dtype):
-    fast = jax.jit(
-        lambda q, k, v: attention(q, k, v, implementation=implementation, segments=segments)
-    )
-    plain = jax.jit(lambda q, k, v: attention_reference(q, k, v, segments=segments))
+def check_attention(implementation, q, k, v, segments, dtype, **options):
+    how = dict(implementation=implementation, interpret=implementation == "splash")
+    fast = jax.jit(lambda *qkv: attention(*qkv, segments=segments, **how, **options))
+    plain = jax.jit(lambda *qkv: attention_reference(*qkv, segments=segments, **options))
     assert_close(fast(q, k, v), plain(q, k, v), dtype)
     gradient_fast = jax.jit(jax.grad(weighted(fast, *q.shape), (0, 1, 2)))
     gradient_plain = jax.jit(jax.grad(weighted(plain, *q.shape), (0, 1, 2)))
     assert_close(gradient_fast(q, k, v), gradient_plain(q, k, v), dtype)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "length", "options"),
+    [
+        # Blocks of 256: windows that end in the block, in the one before, and at its first key.
+        ("blocked", 600, dict(scoring=Scoring(window=7, softcap=0.4, scale=0.7))),
+        ("blocked", 600, dict(scoring=Scoring(window=256), slopes=alibi_slopes(4))),
+        ("blocked", 600, dict(scoring=Scoring(window=301, softcap=2.0), slopes=alibi_slopes(4))),
+        ("xla", 40, dict(scoring=Scoring(window=7, scale=0.7))),
+        ("xla", 40, dict(slopes=alibi_slopes(4))),
+        ("splash", 128, dict(scoring=Scoring(window=7, softcap=0.4, scale=0.7))),
+    ],
+)
+def test_attention_of_every_scoring_and_grouped_heads_equals_reference(
+    implementation, length, options
+):
+    q, k, v = normal(0, 2, length, 4, 8), normal(1, 2, length, 2, 8), normal(2, 2, length, 2, 8)
+    segments = jnp.sort(jax.random.randint(jax.random.key(3), (2, length), 0, 3))
+    check_attention(implementation, q, k, v, segments, "float32", **options)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_positions_attend_to_a_cache_as_the_reference_does(dtype, kv_heads, new):
+    q = normal(0, 2, 9, 4, 8).astype(dtype)
+    k, v = (normal(i, 2, 9, kv_heads, 8).astype(dtype) for i in (1, 2))
+    caches = [jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, 5), (0, 0))) for x in (k, v)]
+    scoring = Scoring(window=4, softcap=2.0)
+    cached = jax.jit(partial(attention_cached, scoring=scoring, slopes=alibi_slopes(4)))
+    whole = attention_reference(q, k, v, scoring=scoring, slopes=alibi_slopes(4))
+    assert_close(cached(q[:, -new:], *caches, jnp.array([9, 9])), whole[:, -new:], dtype)
+
+
+@pytest.mark.parametrize(
+    ("form", "on_gpu", "on_tpu"),
+    [
+        (dict(scoring=Scoring(window=128)), "cudnn", "splash"),
+        (dict(scoring=Scoring(softcap=1.0)), "reference", "splash"),
+        (dict(alibi=True), "cudnn", "xla"),
+    ],
+)
+def test_auto_takes_what_has_a_form_for_the_scores(form, on_gpu, on_tpu):
+    sizes = jnp.bfloat16, 1024, 64
+    assert resolve("auto", "gpu", *sizes, **form) == on_gpu
+    assert resolve("auto", "tpu", *sizes, **form) == on_tpu
+    assert resolve("auto", "cpu", *sizes, **form) == "blocked"
+
+
+def test_an_implementation_without_a_form_for_the_scores_is_refused():
+    sizes = jnp.bfloat16, 1024, 64
+    with pytest.raises(UserError, match=r"'cudnn' has no form for model\.attention_softcap"):
+        resolve("cudnn", "gpu", *sizes, scoring=Scoring(softcap=1.0))
+    with pytest.raises(UserError, match=r"'splash' has no form for model\.position=alibi"):
+        resolve("splash", "tpu", *sizes, alibi=True)
+    with pytest.raises(ValueError, match="'xla' has no form"):
+        attention(*3 * [normal(0, 1, 8, 4, 8)], implementation="xla", scoring=Scoring(softcap=1.0))
+
+
 @pytest.mark.parametrize("with_segments", [False, True])
 @pytest.mark.parametrize("implementation", ["blocked", "splash"])
 def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_segments):
     """As the pjit backend computes: shards of the batch under vmap, heads split by `tensor`."""
-    monkeypatch.setattr(layers, "resolve", lambda name, *_: name)
+    monkeypatch.setattr(model_attention, "resolve", lambda name, *_, **__: name)
     mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
     qkv = tuple(normal(i, 4, 1, 128, 2, 8) for i in range(3))
     segments = jnp.sort(jax.random.randint(jax.random.key(3), (4, 1, 128), 0, 4))
@@ -164,7 +227,7 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
                 segments_or_none = segments if with_segments else None
                 scaled = (scale * x for x in qkv)
                 options = dict(implementation=implementation, segments=segments_or_none)
-                out = layers.spread_attention(*scaled, **options)
+                out = model_attention.spread_attention(*scaled, **options)
                 return jnp.sin(out).sum()
 
             return jax.value_and_grad(scalar)(scale)
@@ -185,7 +248,7 @@ def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
 
     def sent():
         def values_and_gradients(*qkv):
-            blocked = partial(layers.spread_attention, implementation="blocked")
+            blocked = partial(model_attention.spread_attention, implementation="blocked")
             out, pull_back = jax.vjp(blocked, *qkv)
             return out, *pull_back(out)
 
@@ -196,7 +259,7 @@ def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
             )
 
     assert not sent()
-    monkeypatch.setattr(layers, "map_devices", lambda function, *_: function)
+    monkeypatch.setattr(model_attention, "map_devices", lambda function, *_: function)
     assert sent()  # what XLA makes of that loop by itself
 
 
@@ -255,12 +318,13 @@ def test_impossible_attention_is_a_user_error(name):
     padding=st.integers(0, 5),
     dtype=dtypes,
     softcap=st.sampled_from([0.0, 3.0]),
+    extra=st.sampled_from([{}, dict(z_loss=0.3), dict(z_loss=0.1, label_smoothing=0.2)]),
 )
-def test_cross_entropy_equals_reference(length, chunk, padding, dtype, softcap):
+def test_cross_entropy_equals_reference(length, chunk, padding, dtype, softcap, extra):
     vocab_size = 11
     hidden, embedding = normal(0, 2, length, 8), normal(1, vocab_size + padding, 8)
     targets = jax.random.randint(jax.random.key(2), (2, length), -1, vocab_size)
-    options = dict(vocab_size=vocab_size, logit_softcap=softcap, dtype=dtype)
+    options = dict(vocab_size=vocab_size, logit_softcap=softcap, dtype=dtype, **extra)
 
     def fast(hidden, embedding):
         return cross_entropy(hidden, embedding, targets, chunk=chunk, **options)
@@ -303,3 +367,28 @@ def test_gelu_has_a_slope_as_far_out_as_its_cube_overflows(dtype):
     x = jnp.array([-1e18, -1e13, 1.3e13, 1e18], dtype)
     slopes = jax.vmap(jax.grad(lambda x: gelu_tanh(x).astype(jnp.float32)))(x)
     assert slopes.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name.startswith("relu")])
+def test_activations_with_their_own_rule_have_the_derivative_of_their_formula(name):
+    x = jnp.array([-2.0, -0.5, 0.0, 0.25, 3.0])
+    formula = {
+        "relu": lambda x: jnp.where(x > 0, x, 0.0),
+        "relu_squared": lambda x: jnp.where(x > 0, x, 0.0) ** 2,
+    }[name]
+    np.testing.assert_allclose(ACTIVATIONS[name](x), formula(x))
+    slopes = [jax.vmap(jax.grad(f))(x) for f in (ACTIVATIONS[name], formula)]
+    np.testing.assert_allclose(*slopes)
+
+
+@few
+@given(heads=st.integers(1, 3), half=st.integers(1, 5), dtype=dtypes)
+def test_rotate_equals_reference_and_its_derivative(heads, half, dtype):
+    x = normal(0, 2, 7, heads, 2 * half).astype(dtype)
+    angles = rotation(jnp.arange(7)[None], 2 * half, 100.0)
+    assert_close(rotate(x, *angles), rotate_reference(x, *angles), dtype)
+    fast, plain = (
+        jax.grad(weighted(lambda x, op=op: op(x, *angles), *x.shape))(x)
+        for op in (rotate, rotate_reference)
+    )
+    assert_close(fast, plain, dtype)

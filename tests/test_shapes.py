@@ -19,7 +19,8 @@ from gpt2.config import SIZES, Config, ParallelConfig
 from gpt2.data import dataset, records
 from gpt2.data.loader import TrainLoader, ValidationLoader
 from gpt2.generate import Sampling, _decode, _prefill
-from gpt2.model import GPT, GPTConfig, KVCache, layers, num_params
+from gpt2.model import GPT, GPTConfig, KVCache, block, layers, num_params
+from gpt2.model import attention as model_attention
 from gpt2.ops.dot import dot
 from gpt2.parallel import make_backend
 from gpt2.training.program import Program
@@ -151,7 +152,7 @@ def test_steps_keep_the_state_and_give_scalars(size, scanned, name):
     backend, state, mesh = run.backend, run.state_shapes, mesh_sizes(size)
     num_shards, batch_shape = mesh["data"] * mesh["fsdp"], (B, T)
     if name == "pmap":
-        backend = make_backend(ParallelConfig(backend="pmap"), None, run.optimizer)
+        backend = make_backend(ParallelConfig(backend="pmap"), None)
         num_shards, batch_shape = 8, (8, B // 8, T)
         placed = jax.tree.leaves(backend.state_shardings(shapes(state)))
         assert all(sharding.is_fully_replicated for sharding in placed)
@@ -204,7 +205,7 @@ def test_attention_gives_the_shape_and_type_of_its_queries(implementation, dtype
     for length in (ints(), ints(2)):
         assert_same(jax.eval_shape(ops.attention_cached, q, cache, cache, length), q)
     if implementation != "splash":
-        spread = partial(layers.spread_attention, implementation=implementation)
+        spread = partial(model_attention.spread_attention, implementation=implementation)
         assert_same(jax.eval_shape(spread, q, q, q), q)
 
 
@@ -245,6 +246,16 @@ def cache_of(batch_size, length=16, **changes):
 def module(kind, *fields, last=()):
     made = kind(CONFIG, *fields)
     return lambda *args: made.init_with_output(jax.random.key(0), *args, *last)[0]
+
+
+def layer(kind):
+    def call(x, cache, positions, segments):
+        inputs = model_attention.LayerInputs(positions, segments, tokens=None)
+        if kind is block.Block:
+            return module(kind, 0, last=(True,))((x, None), cache, None, inputs)
+        return module(kind, 0, last=(None, True))(x, cache, None, inputs)
+
+    return call
 
 
 def on_batch(step):
@@ -303,7 +314,7 @@ BORDERS = {
     "Norm": (module(layers.Norm), (X,), NOT_X),
     "Embedding": (module(layers.Embedding, 9, ("vocab", "table"), 1), (ROWS,), [X]),
     "MLP": (module(layers.MLP), (X,), NOT_X3),
-    "spread": (partial(layers.spread_attention, implementation="auto"), QKV, *NOT_QKV),
+    "spread": (partial(model_attention.spread_attention, implementation="auto"), QKV, *NOT_QKV),
     "attention_cached": (ops.attention_cached, *DECODE),
     "dot": (lambda a, b: dot(a, b, (2,), (0,)), (X, W), NOT_X, NOT_W),
     "train": (on_batch(small().train_step), (STATE, ROWS, ROWS, ROWS), NOT_STEP, *NOT_BATCH),
@@ -313,10 +324,9 @@ BORDERS = {
     "Sampling": (Sampling(), *LOGITS),
     "greedy Sampling": (Sampling(0.0), *LOGITS),
 }
-for kind in (layers.Attention, layers.Block):
-    deterministic = module(kind, last=(True,))
-    BORDERS[kind.__name__] = (deterministic, *UNCACHED)
-    BORDERS[f"cached {kind.__name__}"] = (deterministic, *CACHED)
+for kind in (model_attention.Attention, block.Block):
+    BORDERS[kind.__name__] = (layer(kind), *UNCACHED)
+    BORDERS[f"cached {kind.__name__}"] = (layer(kind), *CACHED)
 for suffix in ("", "_reference"):
     BORDERS[f"linear{suffix}"] = (getattr(ops, f"linear{suffix}"), *LINEAR)
     BORDERS[f"norm{suffix}"] = (getattr(ops, f"norm{suffix}"), *NORM)

@@ -7,6 +7,10 @@ A step of `train` is a training step. A step of `eval` is the loss of a batch. A
 continues a batch of prompts greedily: the prompts fill half of the context, and the continuations
 the other half. A step of `data` reads a batch of text for training.
 
+    python -m gpt2.benchmark train --model=quickstart --vary=model.position=rope
+
+times the same model with an option changed, in turn with the model as it is.
+
 Each contestant runs in a process of its own. They take turns, A B A B, so that a ratio compares
 what ran seconds apart. Warm-up, the first step of a turn, compilation and data loading are outside
 the times. Clipping and AdamW are inside. All use the device's default precision for the compute
@@ -31,7 +35,14 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.benchmark import case
-from gpt2.benchmark.case import PEERS, check_peers, define_flags, make_case
+from gpt2.benchmark.case import (
+    PEERS,
+    check_peers,
+    define_flags,
+    make_case,
+    make_config,
+    read_options,
+)
 from gpt2.benchmark.measure import measure, table
 
 
@@ -40,7 +51,10 @@ def main(subject: str) -> None:
     options = flags.FLAGS
     measured = make_case(subject)
     check_peers(options.peers, measured)
-    results = measure(measured, options.peers, options.rounds, options.seconds)
+    variations = {text: read_options(text) for text in options.vary}
+    for changed in variations.values():
+        make_config(measured | {"vary": changed})  # refuses what cannot work
+    results = measure(measured, options.peers, options.rounds, options.seconds, variations)
     if options.json:
         print(json.dumps({"case": measured, "results": results}, indent=2))
     else:

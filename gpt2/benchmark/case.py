@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from gpt2.config import CHOICES, SIZES
+from gpt2.config import CHOICES, DEFAULTS, SIZES, Config
 from gpt2.errors import UserError, require_choice
 
 # What can be measured, and the peers that can do it too.
@@ -23,11 +23,12 @@ IGNORED = {
     "train": (),
     "eval": (*LAYOUT, "remat"),
     "generate": (*LAYOUT, "remat", "attention"),
-    "data": (*LAYOUT, "remat", "attention", "scan_layers", "compute"),
+    "data": (*LAYOUT, "remat", "attention", "scan_layers", "compute", "vary"),
 }
 
 # Beside OpenAI's sizes: (num_layers, num_heads, embed_dim), context, batch, vocabulary.
 SMALL = {
+    "quickstart": ((4, 4, 128), 128, 16, 4096),
     "shakespeare-char-cpu": ((4, 4, 128), 64, 12, 65),
     "shakespeare-char": ((6, 6, 384), 256, 64, 65),
 }
@@ -53,6 +54,13 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     for axis, size in (("data", -1), ("fsdp", 1), ("tensor", 1)):
         number(axis, size, "Devices along this axis; -1: the rest.")
     flags.DEFINE_list("peers", [], f"Any of {', '.join(PEERS['train'])}.", flag_values=values)
+    flags.DEFINE_multi_string(
+        "vary",
+        [],
+        "OPTION=VALUE,...: this project with other options, such as model.position=rope. A flag "
+        "for each contestant.",
+        flag_values=values,
+    )
     number("rounds", 5, "Turns of each contestant.")
     flags.DEFINE_float(
         "seconds", 2.0, "Least length of a turn after its first step.", flag_values=values
@@ -88,7 +96,53 @@ def make_case(subject: str, values: flags.FlagValues = flags.FLAGS) -> dict[str,
     case["context_length"] = values.context_length or context_length
     case["batch_size"] = values.batch_size or batch_size
     case["vocab_size"] = vocab_size
+    case["vary"] = {}
     return case
+
+
+def make_config(case: dict[str, Any]) -> Config:
+    """Returns the run that a case describes; other options have their defaults.
+
+    Raises:
+        UserError: the options cannot work.
+    """
+    tree = DEFAULTS.to_dict()
+    shape = {name: case[name] for name in tree["model"] if name in case}
+    tree["model"] |= shape
+    tree["data"]["batch_size"] = case["batch_size"]
+    tree["precision"]["compute"] = case["compute"]
+    tree["parallel"] = {name: case[name] for name in tree["parallel"]}
+    tree["memory"] = {name: case[name] for name in tree["memory"]}
+    for option, value in case["vary"].items():
+        group, _, member = option.partition(".")
+        tree[group][member] = value
+    return Config.from_dict(tree)
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """Returns the options of `OPTION=VALUE,...` by their dotted names, with their types.
+
+    Raises:
+        UserError: there is no such option, or its value is not of its type.
+    """
+    options: dict[str, Any] = {}
+    for setting in text.split(","):
+        name, _, value = setting.partition("=")
+        group, _, member = name.partition(".")
+        known = DEFAULTS.to_dict().get(group)
+        if not isinstance(known, dict) or member not in known or not value:
+            raise UserError(
+                f"--vary={text} does not set an option by {setting!r}",
+                "For example, use --vary=model.position=rope,model.num_kv_heads=4",
+            )
+        kind = type(known[member])
+        try:
+            options[name] = {"True": True, "False": False}[value] if kind is bool else kind(value)
+        except (ValueError, KeyError):
+            raise UserError(
+                f"--vary={text}: {name} is of type {kind.__name__}", "Give it such a value"
+            ) from None
+    return options
 
 
 def check_peers(peers: list[str], case: dict[str, Any]) -> None:

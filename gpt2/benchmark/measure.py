@@ -6,6 +6,8 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from gpt2 import launch
@@ -15,13 +17,18 @@ OURS = "jax"
 
 
 def measure(
-    case: dict[str, Any], peers: list[str], rounds: int, seconds: float
+    case: dict[str, Any],
+    peers: list[str],
+    rounds: int,
+    seconds: float,
+    variations: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
     """Runs the case here and by the peers in turn, and returns the results by name.
 
     Args:
         case: from `make_case`.
         peers: of `PEERS[case["subject"]]`.
+        variations: more contestants: this project with other options, by name.
         rounds: how many turns each has after its warm-up.
         seconds: the least length of a turn, without its first step, which does not count.
     """
@@ -29,6 +36,8 @@ def measure(
     argument = json.dumps(case)
     commands = {OURS: ["gpt2.benchmark.worker", argument]}
     commands |= {peer: ["gpt2.benchmark.peers", peer, argument] for peer in peers}
+    for name, options in variations.items():
+        commands[name] = ["gpt2.benchmark.worker", json.dumps(case | {"vary": options})]
     players, steps = {}, {}
     with contextlib.ExitStack() as stack:
         for name, command in commands.items():
@@ -43,8 +52,13 @@ def measure(
                 _, *times = player.play(1 + steps[name])
                 medians[name].append(statistics.median(times))
         infos = {name: player.info() for name, player in players.items()}
-    ours = medians[OURS], infos[OURS]
-    return {name: infos[name] | summarise(case, medians[name], *ours) for name in players}
+    results = {}
+    for name in players:
+        # Peers compute what we do; a variation has FLOPs of its own.
+        flops = infos[name if name in variations else OURS]["flops_per_token"]
+        info = infos[OURS] | {"flops_per_token": flops}
+        results[name] = infos[name] | summarise(case, medians[name], medians[OURS], info)
+    return results
 
 
 def summarise(
@@ -76,6 +90,7 @@ def table(case: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in by_name.items())
     peak = ours["peak_flops"]
     peak_text = f"{peak / 1e9:,.0f} GFLOP/s, {ours['peak_source']}" if peak else "-"
+    width = max(14, *(len(name) + 1 for name in results))
     lines = [
         f"{case['subject']} {case['model']}, {case['batch_size']} x {case['context_length']} "
         f"tokens, {case['compute']}, attention {ours['attention']}, remat {case['remat']}, "
@@ -83,7 +98,7 @@ def table(case: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
         f"{ours['device']}, {os.cpu_count()} CPU cores, {versions}; peak: {peak_text}",
         f"compiled in {ours['compile_seconds']:.1f} s",
         "",
-        f"{'':14s}{'step ms':>10s}{'(least':>9s}{'most)':>9s}{'tokens/s':>12s}{'MFU':>6s}"
+        " " * width + f"{'step ms':>10s}{'(least':>9s}{'most)':>9s}{'tokens/s':>12s}{'MFU':>6s}"
         f"{'memory GB':>11s}" + ("  jax is faster by" if len(results) > 1 else ""),
     ]
     for name, result in results.items():
@@ -91,8 +106,9 @@ def table(case: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
         median, least, most = result["speedup"]
         speedup = "" if name == OURS else f"  {median:.2f} ({least:.2f} to {most:.2f})"
         lines.append(
-            f"{name:14s}{1e3 * result['step_seconds']:10,.1f}{1e3 * min(result['turns']):9,.1f}"
-            f"{1e3 * max(result['turns']):9,.1f}{result['tokens_per_second']:12,.0f}{mfu:>6s}"
+            f"{name:{width}s}{1e3 * result['step_seconds']:10,.1f}"
+            f"{1e3 * min(result['turns']):9,.1f}{1e3 * max(result['turns']):9,.1f}"
+            f"{result['tokens_per_second']:12,.0f}{mfu:>6s}"
             f"{result['peak_bytes'] / 1e9:11.2f}{speedup}"
         )
     if ours["shares"]:

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import ProfileData
 
+from gpt2.benchmark.case import make_config
 from gpt2.benchmark.turns import serve
-from gpt2.config import DEFAULTS, Config, DataConfig
+from gpt2.config import DataConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
 from gpt2.telemetry.throughput import (
@@ -124,18 +125,6 @@ class Reading:
     def step(self) -> None:
         """Reads the next batch."""
         self._loader.batch(next(self._count))
-
-
-def make_config(case: dict[str, Any]) -> Config:
-    """Returns the run that a case describes; other options have their defaults."""
-    tree = DEFAULTS.to_dict()
-    shape = {name: case[name] for name in tree["model"] if name in case}
-    tree["model"] |= shape
-    tree["data"]["batch_size"] = case["batch_size"]
-    tree["precision"]["compute"] = case["compute"]
-    tree["parallel"] = {name: case[name] for name in tree["parallel"]}
-    tree["memory"] = {name: case[name] for name in tree["memory"]}
-    return Config.from_dict(tree)
 
 
 def hardware(case: dict[str, Any]) -> dict[str, Any]:

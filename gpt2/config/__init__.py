@@ -5,12 +5,13 @@ from gpt2.config.choices import CHOICES, DEFAULTS
 from gpt2.config.groups import (
     DataConfig,
     LoggingConfig,
+    LossConfig,
     MemoryConfig,
-    OptimConfig,
     ParallelConfig,
     PrecisionConfig,
     TrainConfig,
 )
+from gpt2.config.optim import OptimConfig
 from gpt2.config.run import MAX_SEED, Config, differences, load_config
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DataConfig",
     "GPTConfig",
     "LoggingConfig",
+    "LossConfig",
     "MemoryConfig",
     "ModelConfig",
     "OptimConfig",

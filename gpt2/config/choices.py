@@ -5,7 +5,7 @@ from typing import Any
 from ml_collections import FrozenConfigDict
 
 from configs import default
-from gpt2.errors import require_choice
+from gpt2.errors import UserError, require_choice
 
 DEFAULTS = FrozenConfigDict(default.get_config())
 CHOICES = default.CHOICES
@@ -24,3 +24,25 @@ def require_choices(group: str, options: Any) -> None:
     for name, choices in CHOICES.items():
         if name.startswith(f"{group}."):
             require_choice(name, getattr(options, name.removeprefix(f"{group}.")), choices)
+
+
+def refuse_ignored(option: str, value: Any, needed: str, by: str, chosen: str) -> None:
+    """Refuses an option that was set although what is chosen does not read it.
+
+    Args:
+        option: such as `model.rope_base`.
+        value: its value.
+        needed: the choice that reads it.
+        by: the option that chooses, such as `model.position`.
+        chosen: its value.
+
+    Raises:
+        UserError: `value` is not the default, and `chosen` is not `needed`.
+    """
+    group, _, name = option.partition(".")
+    default_value = DEFAULTS[group][name]
+    if chosen != needed and value != default_value:
+        raise UserError(
+            f"{by}={chosen} would ignore {option}={value}",
+            f"Use --config.{by}={needed}, or --config.{option}={default_value}",
+        )

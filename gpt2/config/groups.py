@@ -1,4 +1,4 @@
-"""The groups of options beside `model.`: their types, and the values that each group refuses.
+"""The small groups of options: their types, and the values that each group refuses.
 
 Defaults, meanings and units are in configs/default.py.
 """
@@ -6,7 +6,7 @@ Defaults, meanings and units are in configs/default.py.
 import dataclasses
 
 from gpt2.config.choices import DEFAULTS, require_choices
-from gpt2.errors import UserError, require_at_least, require_fraction
+from gpt2.errors import UserError, require_at_least, require_finite, require_fraction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,39 +46,15 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimConfig:
-    """The `optim.` options."""
+class LossConfig:
+    """The `loss.` options."""
 
-    name: str = DEFAULTS.optim.name
-    learning_rate: float = DEFAULTS.optim.learning_rate
-    schedule: str = DEFAULTS.optim.schedule
-    warmup_steps: int = DEFAULTS.optim.warmup_steps
-    end_learning_rate: float = DEFAULTS.optim.end_learning_rate
-    beta1: float = DEFAULTS.optim.beta1
-    beta2: float = DEFAULTS.optim.beta2
-    eps: float = DEFAULTS.optim.eps
-    weight_decay: float = DEFAULTS.optim.weight_decay
-    clip_norm: float = DEFAULTS.optim.clip_norm
+    z_loss: float = DEFAULTS.loss.z_loss
+    label_smoothing: float = DEFAULTS.loss.label_smoothing
 
     def __post_init__(self):
-        require_choices("optim", self)
-        require_fraction("optim.beta1", self.beta1)
-        require_fraction("optim.beta2", self.beta2)
-        for name in ("learning_rate", "warmup_steps", "end_learning_rate", "eps", "weight_decay"):
-            require_at_least(f"optim.{name}", getattr(self, name), 0)
-        require_at_least("optim.clip_norm", self.clip_norm, 0)
-        if self.end_learning_rate > self.learning_rate:
-            raise UserError(
-                f"optim.end_learning_rate={self.end_learning_rate:g} is above "
-                f"optim.learning_rate={self.learning_rate:g}",
-                "Lower --config.optim.end_learning_rate",
-            )
-        if self.schedule == "constant" and self.end_learning_rate != self.learning_rate:
-            raise UserError(
-                f"optim.schedule=constant would ignore "
-                f"optim.end_learning_rate={self.end_learning_rate:g}",
-                f"Set --config.optim.end_learning_rate={self.learning_rate:g}",
-            )
+        require_finite("loss.z_loss", self.z_loss, minimum=0.0)
+        require_fraction("loss.label_smoothing", self.label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,15 +14,17 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from gpt2.config.architecture import GPTConfig, ModelConfig
+from gpt2.config.choices import DEFAULTS
 from gpt2.config.groups import (
     DataConfig,
     LoggingConfig,
+    LossConfig,
     MemoryConfig,
-    OptimConfig,
     ParallelConfig,
     PrecisionConfig,
     TrainConfig,
 )
+from gpt2.config.optim import OptimConfig
 from gpt2.errors import UserError, require_at_least, unknown_option
 
 MAX_SEED = 2**32 - 1  # keys hold 32 bits of a seed; larger seeds would repeat
@@ -36,6 +38,7 @@ class Config:
     model: ModelConfig
     precision: PrecisionConfig
     data: DataConfig
+    loss: LossConfig
     optim: OptimConfig
     train: TrainConfig
     parallel: ParallelConfig
@@ -54,6 +57,15 @@ class Config:
                 f"train.num_steps={self.train.num_steps}, which are counted from 0",
                 f"Use at most --config.logging.profile_start={self.train.num_steps - 1}",
             )
+        if self.train.init_from:
+            for name in ("init", "init_std", "zero_init_projections"):
+                value, unset = getattr(self.model, name), DEFAULTS.model[name]
+                if value != unset:
+                    raise UserError(
+                        f"train.init_from={self.train.init_from} draws no weights, and would "
+                        f"ignore model.{name}={value}",
+                        f"Use --config.model.{name}={unset}",
+                    )
         batch_size, accumulate_steps = self.data.batch_size, self.train.accumulate_steps
         if batch_size % accumulate_steps:
             raise UserError(
@@ -126,6 +138,8 @@ class Config:
 def load_config(workdir: Path) -> Config:
     """Reads a run's config.json.
 
+    An option that is newer than the run has its default, which is what the run did.
+
     Raises:
         UserError: there is no such file, or it is damaged or not that of a run.
     """
@@ -136,11 +150,26 @@ def load_config(workdir: Path) -> Config:
         tree = json.loads(path.read_text())
         if "model_type" in tree:
             raise UserError(f"{workdir} is a Hugging Face model, not a run", "Use --hf")
+        if tree.get("model", {}).get("qk_norm") and "norm_eps" not in tree["model"]:
+            raise UserError(
+                f"{workdir} was trained when model.qk_norm had no learnt scale",
+                "Use the version that trained it, or train again",
+            )
+        if "seed" in tree:  # else it is no run's, and told so
+            tree = _with_defaults(tree, DEFAULTS.to_dict())
         return Config.from_dict(tree)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not valid JSON ({error})", "Restore it, or start a new run"
         ) from None
+
+
+def _with_defaults(tree: Any, defaults: Any) -> Any:
+    """Adds the options that `tree` lacks; what is no tree of options is left for its reader."""
+    if not (isinstance(tree, Mapping) and isinstance(defaults, Mapping)):
+        return tree
+    known = {name: _with_defaults(tree.get(name, value), value) for name, value in defaults.items()}
+    return {**tree, **known}
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

@@ -43,7 +43,7 @@ class HarnessModel(LM):
 
     Args:
         workdir: of a run.
-        hf: directory of a Hugging Face GPT-2, in place of `workdir`.
+        hf: directory of a Hugging Face model, in place of `workdir`.
         checkpoint: of the run: `best`, `latest` or a step.
         seed: of sampled, not greedy, generation.
         batch_size, max_batch_size, device: accepted as the harness passes them; batches are sized

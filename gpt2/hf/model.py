@@ -1,12 +1,13 @@
-"""A Hugging Face directory of GPT-2, read and written.
+"""A Hugging Face directory, read and written.
 
 A directory holds config.json, the weights (model.safetensors or pytorch_model.bin, whole or in
-shards) and the tokenizer. OpenAI's Conv1D weights are stored [in, out], as Flax kernels are: only
-the heads, which are an axis of their own here, need reshaping. Rows of the vocabulary beyond the
-tokenizer's are padding, which is neither read nor written.
+shards) and the tokenizer. gpt2/hf/families.py knows the tensors of each family of models, and how
+they are stored. Rows of the vocabulary beyond the tokenizer's are padding, which is neither read
+nor written.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 from pathlib import Path
@@ -17,7 +18,9 @@ import numpy as np
 from gpt2.config import GPTConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
-from gpt2.hf.names import hf_shape, read_config, tensors, to_hf_config
+from gpt2.hf.config import read_config, to_hf_config
+from gpt2.hf.families import Family, family_for
+from gpt2.hf.layout import Tensor, tensors
 from gpt2.hf.tensor_files import StoredTensor, read_safetensors, read_torch, write_safetensors
 from gpt2.hf.tokenizer import count_tokens, save_tokenizer
 from gpt2.utils import files
@@ -28,12 +31,9 @@ __all__ = ["load", "require_new", "save"]
 # Readers of weights, in order of preference.
 _FILES = {"model.safetensors": read_safetensors, "pytorch_model.bin": read_torch}
 
-# Tensors of older files that are not parameters: the causal mask, and its fill value.
-_BUFFERS = ("attn.bias", "attn.masked_bias")
-
 
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
-    """Reads a Hugging Face GPT-2, tensor by tensor.
+    """Reads the weights of a Hugging Face directory, tensor by tensor.
 
     Dropout is 0: it is a choice of training, not a part of the weights. Rows that pad the
     vocabulary of the directory's tokenizer are left out.
@@ -45,28 +45,27 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
         The configuration, and the parameters as float32 arrays in host memory, layers unrolled.
 
     Raises:
-        UserError: a file is missing or damaged, or config and tensors contradict each other.
+        UserError: a file is missing or damaged, config and tensors contradict each other, or the
+            model is of no family that `gpt2.hf.families` has.
     """
     directory = Path(directory)
     cfg = read_config(directory)
-    stored = _stored_tensors(directory)
-    prefix = "transformer." if "transformer.wte.weight" in stored else ""
-    stored = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
-    expected = {name: (path, shape) for name, path, shape in tensors(cfg)}
-    _check(directory, cfg, stored, {name: shape for name, (_, shape) in expected.items()})
+    family, expected = family_for(cfg), list(tensors(cfg))
+    stored = {family.full_name(k): tensor for k, tensor in _stored_tensors(directory).items()}
+    _check(directory, cfg, family, stored, {tensor.name: tensor for tensor in expected})
     params: dict = {}
-    for name, (path, shape) in expected.items():
+    for path, parts in itertools.groupby(expected, key=lambda tensor: tensor.path):
         *parents, leaf = path
         node = params
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = stored[name].read().astype(np.float32, copy=False).reshape(shape)
-    if cfg.tie_embeddings and "lm_head.weight" in stored:
-        head = stored["lm_head.weight"].read()
+        node[leaf] = _parameter(list(parts), stored)
+    if cfg.tie_embeddings and family.head in stored:
+        head = stored[family.head].read()
         if not np.array_equal(head.astype(np.float32), params["wte"]["embedding"]):
             raise UserError(
-                f"{directory}: lm_head.weight is not wte.weight, and config.json says that the "
-                "two are tied",
+                f"{directory}: {family.head} is not {family.first[0].name}, and config.json says "
+                "that the two are tied",
                 'Set "tie_word_embeddings": false there',
             )
     num_tokens = count_tokens(directory, cfg)
@@ -76,24 +75,34 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
     return dataclasses.replace(cfg, vocab_size=num_tokens), params
 
 
+def _parameter(parts: list[Tensor], stored: dict[str, StoredTensor]) -> np.ndarray:
+    """Returns a parameter, float32, from the tensors that are its parts, or that is all of it."""
+    first = parts[0]
+    if first.part is None:
+        return np.ascontiguousarray(first.from_stored(stored[first.name].read()))
+    arrays = [tensor.from_stored(stored[tensor.name].read()) for tensor in parts]
+    return np.stack(arrays, axis=first.part_axis)
+
+
 def save(
     directory: str | os.PathLike,
     cfg: GPTConfig,
     params: Any,
     tokenizer: tokenizers.Tokenizer | None = None,
 ) -> None:
-    """Writes a directory that `transformers.GPT2LMHeadModel.from_pretrained` loads.
+    """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
         directory: must not exist yet, or be empty.
-        cfg: the architecture. Missing biases are written as zeros, which is the same function.
+        cfg: the architecture, whose switches choose the family. Where that has biases and `cfg`
+            none, zeros are written, which is the same function.
         params: layers unrolled or scanned, as `cfg.scan_layers` says.
         tokenizer: written beside the weights, if given. Rows of the vocabulary beyond its tokens
             are left out.
 
     Raises:
-        UserError: Hugging Face's GPT-2 has no option for one of `cfg`, the tokenizer has more
-            tokens than the model, or the directory is not empty.
+        UserError: no family has the switches of `cfg`, the tokenizer has more tokens than the
+            model, or the directory is not empty.
     """
     directory = Path(directory)
     if tokenizer is not None:
@@ -118,20 +127,17 @@ def _write_tensors(path: Path, cfg: GPTConfig, params: Any) -> None:
     """Writes model.safetensors, fetching one tensor at a time to the host."""
     from gpt2.utils.scan import find_leaf  # brings JAX, which nothing else here needs
 
-    places, shapes = {}, {}
-    for name, place, shape in tensors(cfg):
-        full_name = name if name.startswith("lm_head") else f"transformer.{name}"
-        places[full_name], shapes[full_name] = place, hf_shape(name, shape)
+    places = {tensor.name: tensor for tensor in tensors(cfg)}
 
     def get(name: str) -> np.ndarray:
-        place = places[name]
-        if place[-1] == "bias" and not cfg.bias:
-            return np.zeros(shapes[name], np.float32)
-        leaf = find_leaf(params, place)
-        is_vocabulary = place[0] in ("wte", "lm_head")
-        return np.asarray(leaf[: cfg.vocab_size] if is_vocabulary else leaf, np.float32)
+        tensor = places[name]
+        if tensor.path[-1] == "bias" and not cfg.bias:
+            return np.zeros(tensor.shape, np.float32)
+        leaf = find_leaf(params, tensor.path)
+        is_vocabulary = tensor.path[0] in ("wte", "lm_head")
+        return tensor.to_stored(leaf[: cfg.vocab_size] if is_vocabulary else leaf)
 
-    write_safetensors(path, shapes, get)
+    write_safetensors(path, {name: tensor.shape for name, tensor in places.items()}, get)
 
 
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -159,23 +165,24 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 def _check(
     directory: Path,
     cfg: GPTConfig,
+    family: Family,
     stored: dict[str, StoredTensor],
-    shapes: dict[str, tuple[int, ...]],
+    expected: dict[str, Tensor],
 ) -> None:
     """Raises unless the stored tensors are those that the config asks for."""
     how = "config.json and weights must be of one model: download both again"
-    if missing := [name for name in shapes if name not in stored]:
+    if missing := [name for name in expected if name not in stored]:
         count = counted(len(missing), "tensor")
         raise UserError(f"{directory}: {missing[0]} is missing ({count} in all)", how)
     for name, tensor in stored.items():
-        if name.endswith(_BUFFERS) or (name == "lm_head.weight" and cfg.tie_embeddings):
+        if name.endswith(family.buffers) or (name == family.head and cfg.tie_embeddings):
             continue
-        if name not in shapes:
+        if name not in expected:
             raise UserError(f"{directory}: config.json describes no tensor {name}", how)
-        if tensor.shape != hf_shape(name, shapes[name]):
+        if tensor.shape != expected[name].shape:
             raise UserError(
                 f"{directory}: {name} has shape {list(tensor.shape)}, and config.json asks for "
-                f"{list(hf_shape(name, shapes[name]))}",
+                f"{list(expected[name].shape)}",
                 how,
             )
 

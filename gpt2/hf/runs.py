@@ -6,10 +6,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from gpt2.config import DEFAULTS, Config, DataConfig, GPTConfig, ModelConfig
+from gpt2.config import DEFAULTS, Config, DataConfig, GPTConfig, ModelConfig, load_config
 from gpt2.data import tokenizer as tokenizers
+from gpt2.hf.config import read_config
+from gpt2.hf.families import family_for
 from gpt2.hf.model import load, require_new, save
-from gpt2.hf.names import read_config
 from gpt2.hf.tokenizer import load_tokenizer
 from gpt2.training.checkpoint import Checkpointer, load_params
 from gpt2.training.state import TrainState
@@ -27,7 +28,7 @@ def import_run(source: Path, workdir: Path) -> GPTConfig:
         The configuration of the model.
 
     Raises:
-        UserError: the directory has no model or tokenizer of GPT-2's kind, or `workdir` is not
+        UserError: the directory has no model or tokenizer that can be read, or `workdir` is not
             empty.
     """
     tokenizer = load_tokenizer(source, read_config(source))
@@ -70,5 +71,6 @@ def export_run(workdir: Path, directory: Path, checkpoint: str | int = "best") -
     Raises:
         UserError: there is no such run or checkpoint, or `save` refuses.
     """
+    family_for(load_config(workdir).gpt())  # refuses before weights are read
     config, params = load_params(workdir, checkpoint)
     save(directory, config.gpt(), params, tokenizers.load(workdir / "tokenizer.json"))

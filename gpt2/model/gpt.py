@@ -2,7 +2,7 @@
 
 Dimensions, here and in every comment of the project:
     B batch   T time   S cache length   D embed   N heads   H head size   F hidden   V vocabulary
-    L layers
+    L layers   K heads of keys and values
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; details after OpenAI's
 code: biases everywhere, tanh GELU, LayerNorm before each branch and after the last, tied head.
@@ -19,8 +19,10 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from gpt2.config import GPTConfig
-from gpt2.model.layers import Block, Embedding, Norm
-from gpt2.ops import cross_entropy
+from gpt2.model.attention import LayerInputs
+from gpt2.model.block import Block
+from gpt2.model.layers import Embedding, Norm
+from gpt2.ops import cross_entropy, rotation
 from gpt2.parallel.rules import constrain, platform, vocab_multiple
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import scan_layers, stack_layers
@@ -37,7 +39,7 @@ class KVCache(struct.PyTreeNode):
     """Keys and values of the tokens so far.
 
     Attributes:
-        layers: a pair of keys and values for each layer, `[B, N, S, H]` in the compute type. Keys
+        layers: a pair of keys and values for each layer, `[B, K, S, H]` in the compute type. Keys
             and values are separate and heads come first, so that a step writes them in place and
             multiplies them as they are stored. If layers are scanned, a single pair with a leading
             axis L.
@@ -50,7 +52,7 @@ class KVCache(struct.PyTreeNode):
     @classmethod
     def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
         """Returns an empty cache for sequences of up to `max_length` tokens."""
-        L, shape = config.num_layers, (batch_size, config.num_heads, max_length, config.head_size)
+        L, shape = config.num_layers, (batch_size, config.kv_heads, max_length, config.head_size)
 
         def pair(*shape: int) -> tuple[jax.Array, jax.Array]:
             return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
@@ -71,17 +73,21 @@ class GPT(nn.Module):
     def setup(self):
         """Creates the layers that the methods share."""
         cfg = self.config
-        self.wte = Embedding(cfg, cfg.vocab_size, ("vocab", "table"), stddev=0.02)
+        self.wte = Embedding(cfg, cfg.vocab_size, ("vocab", "table"), stddev=cfg.init_std)
         if cfg.position == "learned":
-            self.wpe = Embedding(cfg, cfg.context_length, ("position", "table"), stddev=0.01)
+            axes = ("position", "table")
+            self.wpe = Embedding(cfg, cfg.context_length, axes, stddev=cfg.init_std / 2)
         block = remat(Block, cfg.remat, static=("deterministic",), scanned=cfg.scan_layers)
         if cfg.scan_layers:
-            self.h: Any = scan_layers(block, cfg.num_layers, per_layer=("cache",))(cfg)
+            scanned = scan_layers(block, cfg.num_layers, per_layer=("cache", "index"))
+            self.h: Any = scanned(cfg, layer=None)
         else:
-            self.h = [block(cfg) for _ in range(cfg.num_layers)]
-        self.ln_f = Norm(cfg)
+            self.h = [block(cfg, layer) for layer in range(cfg.num_layers)]
+        if cfg.norm_position != "post":
+            self.ln_f = Norm(cfg)
         if not cfg.tie_embeddings:
-            self.lm_head = Embedding(cfg, cfg.vocab_size, ("vocab", "table"), stddev=0.02)
+            axes = ("vocab", "table")
+            self.lm_head = Embedding(cfg, cfg.vocab_size, axes, stddev=cfg.init_std)
         self.dropout = nn.Dropout(cfg.dropout)
 
     def __call__(
@@ -120,6 +126,8 @@ class GPT(nn.Module):
         *,
         segments: jax.Array | None = None,
         deterministic: bool = True,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the summed cross-entropy in nats, and the number of targets, float32 scalars.
 
@@ -127,6 +135,7 @@ class GPT(nn.Module):
             tokens: [B, T] int32.
             targets: [B, T] int32; -1 leaves a position out.
             segments, deterministic: as for `__call__`.
+            z_loss, label_smoothing: as for `gpt2.ops.cross_entropy`.
         """
         chex.assert_equal_shape([tokens, targets])
         cfg = self.config
@@ -140,6 +149,8 @@ class GPT(nn.Module):
                 targets,
                 vocab_size=cfg.vocab_size,
                 logit_softcap=cfg.logit_softcap,
+                z_loss=z_loss,
+                label_smoothing=label_smoothing,
                 dtype=cfg.compute_dtype,
                 chunk=_positions_per_chunk(B, T, head.shape[0]),
             )
@@ -163,10 +174,10 @@ class GPT(nn.Module):
         chex.assert_shape([num_new, cache.length], (B,))
         chex.assert_type([num_new, cache.length], int)
         if cfg.scan_layers:
-            chex.assert_tree_shape_prefix(cache.layers, (cfg.num_layers, B, cfg.num_heads))
+            chex.assert_tree_shape_prefix(cache.layers, (cfg.num_layers, B, cfg.kv_heads))
         else:
             chex.assert_equal(len(cache.layers), cfg.num_layers)
-            chex.assert_tree_shape_prefix(cache.layers, (B, cfg.num_heads))
+            chex.assert_tree_shape_prefix(cache.layers, (B, cfg.kv_heads))
         hidden, cache = self._hidden(tokens, cache=cache)
         last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
         logits = self._logits(last, self._table())  # unpadded: padding would copy it at every token
@@ -189,18 +200,47 @@ class GPT(nn.Module):
             positions = positions + cache.length[:, None]
         if cfg.position == "learned":
             x = x + (self.wpe.first(T) if cache is None else self.wpe(positions))
+        elif cfg.position == "sinusoidal":
+            # The embedding is scaled too (Vaswani et al. 2017, section 3.4), under muP as at its
+            # base width.
+            waves = sinusoids(positions, cfg.embed_dim)
+            scale = (cfg.embed_dim / cfg.width_ratio) ** 0.5
+            x = (x * scale + waves).astype(cfg.compute_dtype)
         x = self.dropout(x, deterministic=deterministic)
         x = constrain(x, "batch", "length", "embed")
+        x, layers = self._layers(x, cache, positions, segments, tokens, deterministic)
+        x = x if cfg.norm_position == "post" else self.ln_f(x)
+        chex.assert_shape(x, (B, T, cfg.embed_dim))
+        x = x / cfg.width_ratio if cfg.mup_base_width else x  # the head's multiplier
+        return x, None if cache is None else cache.replace(layers=layers)
+
+    def _layers(self, x, cache, positions, segments, tokens, deterministic):
+        """Returns the stream `[B, T, D]` after all layers, and their caches."""
+        cfg = self.config
+        inputs = LayerInputs(
+            positions,
+            segments,
+            tokens,
+            embedded=x if cfg.embedding_skip else None,
+            rotation=rotation(positions, cfg.head_size, cfg.rope_base)
+            if cfg.position == "rope"
+            else None,
+        )
         layers = None if cache is None else cache.layers
         if cfg.scan_layers:
-            x, layers = self.h(x, layers, positions, segments, deterministic)
-        else:
-            layers = list(layers or [None] * cfg.num_layers)
-            for index, block in enumerate(self.h):
-                x, layers[index] = block(x, layers[index], positions, segments, deterministic)
-        x = self.ln_f(x)
-        chex.assert_shape(x, (B, T, cfg.embed_dim))
-        return x, None if cache is None else cache.replace(layers=layers)
+            values = None
+            if cfg.value_residual:  # the first layer fills it
+                shape = (*x.shape[:2], cfg.kv_heads, cfg.head_size)
+                values = constrain(
+                    jnp.zeros(shape, x.dtype), "batch", "length", "heads", "head_size"
+                )
+            index = jnp.arange(cfg.num_layers)
+            (x, _), layers = self.h((x, values), layers, index, inputs, deterministic)
+            return x, layers
+        stream, layers = (x, None), list(layers or [None] * cfg.num_layers)
+        for number, block in enumerate(self.h):
+            stream, layers[number] = block(stream, layers[number], None, inputs, deterministic)
+        return stream[0], layers
 
     def _table(self) -> jax.Array:
         """Returns the output embedding, [V, D]."""
@@ -261,6 +301,21 @@ class GPT(nn.Module):
         if not self.config.scan_layers:
             return axes
         return stack_layers(axes, stack=lambda *layers: PartitionSpec("layers", *layers[0]))
+
+
+def sinusoids(positions: jax.Array, width: int) -> jax.Array:
+    """Returns the position encoding of Vaswani et al. 2017, section 3.5.
+
+    Args:
+        positions: `[B or 1, T]` int32.
+        width: D, even.
+
+    Returns:
+        `[B or 1, T, D]` float32: sines in even columns, cosines in odd ones.
+    """
+    angles = positions[..., None] * 10000.0 ** (-jnp.arange(0, width, 2) / width)
+    waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return waves.reshape(*positions.shape, width)
 
 
 def num_params(params: Any) -> int:

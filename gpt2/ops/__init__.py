@@ -9,10 +9,14 @@ from gpt2.ops.attention import attention, attention_cached, resolve
 from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference
 from gpt2.ops.linear import linear, linear_reference
 from gpt2.ops.norm import norm, norm_reference
+from gpt2.ops.rope import rotate, rotate_reference, rotation
+from gpt2.ops.scores import Scoring, alibi_slopes
 
 __all__ = [
     "ACTIVATIONS",
     "GATES",
+    "Scoring",
+    "alibi_slopes",
     "attention",
     "attention_cached",
     "cross_entropy",
@@ -24,4 +28,7 @@ __all__ = [
     "norm",
     "norm_reference",
     "resolve",
+    "rotate",
+    "rotate_reference",
+    "rotation",
 ]

@@ -55,15 +55,54 @@ def _bwd(residuals, dy):
 
 gelu_tanh.defvjp(_fwd, _bwd)
 
+
+@jax.custom_vjp
+def relu(x: jax.Array) -> jax.Array:
+    """Returns the positive part of `x`, elementwise, in the type of `x`."""
+    return jnp.maximum(x, 0)
+
+
+def _relu_fwd(x):
+    # XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
+    # next kernel reads (docs/performance.md, XLA:CPU note 14).
+    return jax.lax.optimization_barrier(relu(x)), x
+
+
+def _relu_bwd(x, dy):
+    return (jnp.where(x > 0, dy, 0),)
+
+
+relu.defvjp(_relu_fwd, _relu_bwd)
+
+
+@jax.custom_vjp
+def relu_squared(x: jax.Array) -> jax.Array:
+    """Returns the square of the positive part of `x` (So et al. 2021), in the type of `x`."""
+    return jnp.square(jnp.maximum(x, 0))
+
+
+def _relu_squared_fwd(x):
+    return jax.lax.optimization_barrier(relu_squared(x)), x  # as for `relu`
+
+
+def _relu_squared_bwd(x, dy):
+    return (2 * jnp.maximum(x, 0) * dy,)
+
+
+relu_squared.defvjp(_relu_squared_fwd, _relu_squared_bwd)
+
 # `model.activation` -> the function between the MLP's two linear maps.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": gelu_tanh,
     "gelu": partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021
+    "relu": relu,
+    "relu_squared": relu_squared,
     "silu": jax.nn.silu,
 }
 
 # `model.activation` -> the function of a third linear map, which multiplies the first one's result
 # (Shazeer 2020).
-GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu}
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu": gelu_tanh,
+}

@@ -7,7 +7,8 @@
     splash     Pallas splash attention, on TPUs
 
 All of them compute softmax in float32. Heads are a separate axis, so that they can be spread over
-devices. B batch, T time, N heads, H head size, S stored time.
+devices. B batch, T time, N heads, K heads of keys and values, H head size, S stored time. Query
+head n reads the keys of head n // (N / K).
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from jax.typing import DTypeLike
 
 from gpt2.errors import UserError
 from gpt2.ops.blocked_attention import blocked_attention
+from gpt2.ops.scores import Scoring
 
 IMPLEMENTATIONS = ("reference", "xla", "blocked", "cudnn", "splash")
 KERNELS = ("blocked", "splash")  # XLA does not split these over devices
@@ -33,6 +35,8 @@ def attention(
     v: jax.Array,
     *,
     implementation: str = "reference",
+    scoring: Scoring = Scoring(),
+    slopes: jax.Array | None = None,
     segments: jax.Array | None = None,
     dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -42,41 +46,77 @@ def attention(
     """Lets each position attend to itself and those before it.
 
     Args:
-        q, k, v: `[B, T, N, H]`, one type.
+        q: `[B, T, N, H]`.
+        k, v: `[B, T, K, H]` of the type of `q`; K divides N.
         implementation: one of `IMPLEMENTATIONS`, as `resolve` names it.
+        scoring: how products of queries and keys become scores.
+        slopes: `[N]` float32 or None; of ALiBi, see `alibi_slopes`.
         segments: `[B, T]` int32 or None; a position sees only positions of the same number.
         dropout: probability with which a weight is dropped. Only 'reference' has an array of
             weights to drop from, so any other value than 0 selects it.
         dropout_key: the key that draws the dropped weights.
         interpret: run the Pallas kernel of 'splash' in interpret mode, which platforms other than
             TPU need.
-        map_kernel: turns `kernel((q, k, v), segments)` into a function that runs the kernel on
-            each device's part; used for `KERNELS`.
+        map_kernel: turns `kernel((q, k, v), (segments, slopes))` into a function that runs the
+            kernel on each device's part; used for `KERNELS`.
 
     Returns:
         `[B, T, N, H]` of the type of `q`.
 
     Raises:
-        ValueError: there is no such implementation.
+        ValueError: there is no such implementation, or it cannot compute such scores.
     """
-    if dropout or implementation == "reference":
-        return attention_reference(
-            q, k, v, segments=segments, dropout=dropout, dropout_key=dropout_key
-        )
-    _check_shapes(q, k, v, segments)
-    if implementation == "blocked":
-        return map_kernel(_blocked)((q, k, v), segments)
-    if implementation == "splash":
-        return map_kernel(partial(_splash, interpret=interpret))((q, k, v), segments)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if dropout or implementation == "reference":
+        return attention_reference(
+            q,
+            k,
+            v,
+            scoring=scoring,
+            slopes=slopes,
+            segments=segments,
+            dropout=dropout,
+            dropout_key=dropout_key,
+        )
+    _check_shapes(q, k, v, segments, slopes)
+    if obstacle := _form_obstacle(implementation, scoring, slopes is not None):
+        raise ValueError(f"{implementation!r} {obstacle}")
+    if implementation in KERNELS:
+        kernels = {
+            "blocked": partial(_blocked, scoring=scoring),
+            "splash": partial(_splash, scoring=scoring, interpret=interpret),
+        }
+        return map_kernel(kernels[implementation])((q, *_repeat_heads(q, k, v)), (segments, slopes))
     mask = None if segments is None else _same_segment(segments)
-    name = cast(Literal["xla", "cudnn"], implementation)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=name)
+    bias = None
+    if slopes is not None:
+        time = jnp.arange(q.shape[1])
+        bias = _biased(jnp.zeros((1, 1, 1, 1)), slopes, time[:, None], time)
+        if implementation == "cudnn":
+            bias = bias.astype(q.dtype)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias=bias,
+        mask=mask,
+        scale=scoring.scale or None,
+        is_causal=True,
+        local_window_size=(scoring.window - 1, 0) if scoring.window else None,
+        implementation=cast(Literal["xla", "cudnn"], implementation),
+    )
 
 
 def resolve(
-    implementation: str, platform: str, dtype: DTypeLike, context_length: int, head_size: int
+    implementation: str,
+    platform: str,
+    dtype: DTypeLike,
+    context_length: int,
+    head_size: int,
+    *,
+    scoring: Scoring = Scoring(),
+    alibi: bool = False,
 ) -> str:
     """Returns the name of the implementation that a run will use.
 
@@ -86,6 +126,8 @@ def resolve(
         dtype: compute type.
         context_length: T.
         head_size: H.
+        scoring: how products of queries and keys become scores.
+        alibi: whether there are slopes.
 
     Raises:
         UserError: the implementation does not exist or cannot run with these.
@@ -95,32 +137,41 @@ def resolve(
             f"model.attention={implementation!r} is not an implementation",
             f"Choose one of auto, {', '.join(IMPLEMENTATIONS)}",
         )
-    obstacles = {
-        "cudnn": _cudnn_obstacle(platform, jnp.dtype(dtype), head_size),
-        "splash": _splash_obstacle(platform, context_length),
-    }
+
+    def obstacle(name: str) -> str | None:
+        of_device = {
+            "cudnn": lambda: _cudnn_obstacle(platform, jnp.dtype(dtype), head_size),
+            "splash": lambda: _splash_obstacle(platform, context_length),
+        }
+        found = of_device[name]() if name in of_device else None
+        return found or _form_obstacle(name, scoring, alibi)
+
     if implementation == "auto":
         on_cpu = "blocked" if context_length > SHORT else "reference"
         preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
-        return "xla" if obstacles.get(preferred) else preferred
-    if obstacle := obstacles.get(implementation):
+        # Blocks suit the caches of a CPU. Accelerators are faster with all scores at once.
+        return next(name for name in (preferred, "xla", "reference") if not obstacle(name))
+    if found := obstacle(implementation):
         raise UserError(
-            f"model.attention={implementation!r} {obstacle}",
-            "Use model.attention='auto', which selects what the device supports",
+            f"model.attention={implementation!r} {found}",
+            "Use --config.model.attention=auto, which selects what the device supports",
         )
     return implementation
 
 
-def attention_reference(q, k, v, *, segments=None, dropout=0.0, dropout_key=None):
+def attention_reference(
+    q, k, v, *, scoring=Scoring(), slopes=None, segments=None, dropout=0.0, dropout_key=None
+):
     """Computes `attention` by its formula; arguments and result as there."""
-    _check_shapes(q, k, v, segments)
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    _check_shapes(q, k, v, segments, slopes)
+    k, v = _repeat_heads(q, k, v)
     time = jnp.arange(q.shape[1])
-    visible = time[:, None] >= time[None, :]
+    visible = scoring.visible(time[:, None], time)
     if segments is not None:
-        visible &= _same_segment(segments)
-    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(q.dtype)
+        visible = visible & _same_segment(segments)
+    products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    scores = _biased(scoring.scores(products, q.shape[-1]), slopes, time[:, None], time)
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)).astype(q.dtype)
     if dropout:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
         weights = jnp.where(kept, weights / (1.0 - dropout), 0.0)
@@ -130,75 +181,117 @@ def attention_reference(q, k, v, *, segments=None, dropout=0.0, dropout_key=None
 
 
 def attention_cached(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, length: jax.Array
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    length: jax.Array,
+    *,
+    scoring: Scoring = Scoring(),
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
     """Lets new positions attend to a cache that already holds their keys and values.
 
     Args:
         q: `[B, T, N, H]`, the last T positions; T is 1 when decoding.
-        k_cache, v_cache: `[B, N, S, H]`; entries from `length` on are ignored.
+        k_cache, v_cache: `[B, K, S, H]`; entries from `length` on are ignored.
         length: int32, scalar or `[B]`: positions held, the new ones included.
+        scoring, slopes: as for `attention`.
 
     Returns:
         `[B, T, N, H]` of the type of `q`.
     """
     chex.assert_rank([q, k_cache], 4)
-    (B, T, N, H), S = q.shape, k_cache.shape[2]
-    chex.assert_shape([k_cache, v_cache], (B, N, S, H))
+    (B, T, N, H), (K, S) = q.shape, k_cache.shape[1:3]
+    chex.assert_shape([k_cache, v_cache], (B, K, S, H))
+    chex.assert_is_divisible(N, K)
     chex.assert_axis_dimension_gteq(k_cache, 2, T)
     chex.assert_type([k_cache, v_cache], q.dtype)
     chex.assert_shape(length, (B,) if jnp.ndim(length) else ())
     chex.assert_type(length, int)
-    scores = jnp.einsum("btnh,bnsh->bnts", q, k_cache, preferred_element_type=jnp.float32)
     first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
-    visible = jnp.arange(S) <= first + jnp.arange(T)[:, None]
-    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(q.dtype)
-    out = jnp.einsum("bnts,bnsh->btnh", weights, v_cache, preferred_element_type=jnp.float32)
-    return out.astype(q.dtype)
+    query, key = first + jnp.arange(T)[:, None], jnp.arange(S)
+    # The queries of a group are rows of one product. An axis for groups would be a form of product
+    # that XLA:CPU does not have for 16-bit operands.
+    rows = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
+    products = jnp.einsum("bkrh,bksh->bkrs", rows, k_cache, preferred_element_type=jnp.float32)
+    scores = _biased(scoring.scores(products.reshape(B, N, T, S), H), slopes, query, key)
+    weights = jax.nn.softmax(jnp.where(scoring.visible(query, key), scores, -jnp.inf))
+    weights = weights.astype(q.dtype).reshape(B, K, -1, S)
+    out = jnp.einsum("bkrs,bksh->bkrh", weights, v_cache, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(out.reshape(B, N, T, H), 1, 2).astype(q.dtype)
 
 
-def _check_shapes(q, k, v, segments):
-    """Keys of a single head, row or position would broadcast, and segments likewise."""
+def _biased(scores, slopes, query, key):
+    """Adds ALiBi's bias to scores `[B, N, T, S]`; `query` and `key` are positions."""
+    return scores if slopes is None else scores + slopes[:, None, None] * (key - query)
+
+
+def _repeat_heads(q, k, v):
+    """Gives each of the N heads of q its own heads of k and v."""
+    times = q.shape[2] // k.shape[2]
+    return (k, v) if times == 1 else tuple(jnp.repeat(x, times, axis=2) for x in (k, v))
+
+
+def _check_shapes(q, k, v, segments, slopes):
+    """Keys of a single row or position would broadcast, and segments likewise."""
     chex.assert_rank(q, 4)
-    chex.assert_equal_shape([q, k, v])
+    B, T, N, H = q.shape
+    chex.assert_shape([k, v], (B, T, None, H))
+    chex.assert_equal_shape([k, v])
+    chex.assert_is_divisible(N, k.shape[2])
     chex.assert_type([k, v], q.dtype)
     if segments is not None:
-        chex.assert_shape(segments, q.shape[:2])
+        chex.assert_shape(segments, (B, T))
         chex.assert_type(segments, int)
+    if slopes is not None:
+        chex.assert_shape(slopes, (N,))
 
 
-def _blocked(qkv, segments):
-    return blocked_attention(*qkv, segments)
+def _blocked(qkv, constants, scoring):
+    return blocked_attention(*qkv, *constants, scoring)
 
 
-def _splash(qkv, segments, interpret):
+def _splash(qkv, constants, scoring, interpret):
     """Splash attention takes one example, heads first, and leaves the scale to its caller."""
     # Only TPUs need it, and it takes a while to import.
     from jax.experimental.pallas.ops.tpu import splash_attention
 
-    q, k, v = qkv
+    (q, k, v), (segments, _) = qkv, constants
     T, N, H = q.shape[1:]
     block = max(size for size in (128, 256, 512) if T % size == 0)
     forward = ("block_q", "block_kv", "block_kv_compute")
     backward = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
     sizes: dict[str, Any] = dict.fromkeys((*forward, *backward), block)
-    causal = splash_attention.CausalMask((T, T))
+    mask: Any = splash_attention.CausalMask((T, T))
+    if scoring.window:
+        mask = splash_attention.LocalMask((T, T), (scoring.window - 1, 0), offset=0)
     kernel = splash_attention.make_splash_mha(
-        splash_attention.MultiHeadMask([causal] * N),
+        splash_attention.MultiHeadMask([mask] * N),
         block_sizes=splash_attention.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=scoring.softcap or None,
         interpret=interpret,
     )
     ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * H**-0.5, k, v))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * scoring.factor(H), k, v))
     return jnp.swapaxes(jax.vmap(kernel)(q, k, v, ids), 1, 2)
 
 
 def _same_segment(segments):
     """`[B, 1, T, T]`, true where both positions lie in one segment."""
     return segments[:, None, :, None] == segments[:, None, None, :]
+
+
+def _form_obstacle(implementation, scoring, alibi):
+    """Says which scores an implementation has no form of, or None."""
+    if implementation in ("reference", "blocked"):
+        return None
+    if alibi and implementation == "splash":
+        return "has no form for model.position=alibi"
+    if scoring.softcap and implementation != "splash":
+        return "has no form for model.attention_softcap"
+    return None
 
 
 def _cudnn_obstacle(platform, dtype, head_size):

@@ -12,51 +12,60 @@ Below, g is a group of heads of one sequence, and arrays are `[groups, g, T, H]`
 floats as plain bits, which move faster (docs/performance.md, XLA:CPU note 3).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from gpt2.ops.narrow import bits, floats
+from gpt2.ops.scores import Scoring
 
 BLOCK = 256  # queries in a block, if that makes 2 to 8 blocks; measured in docs/log.md
 SCORES = 2**19  # at a time, if one head has no more: 2 MB, the second-level caches of two cores
 NEVER = -1e30  # the score of a hidden pair; finite, since -inf minus -inf is NaN
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def blocked_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    slopes: jax.Array | None = None,
+    scoring: Scoring = Scoring(),
 ) -> jax.Array:
     """Computes `attention` in blocks.
 
     Args:
         q, k, v: `[B, T, N, H]`, one type.
         segments: `[B, T]` int32 or None; a position sees only positions of the same number.
+        slopes: `[N]` float32 or None, of ALiBi; no gradient reaches them.
+        scoring: how products of queries and keys become scores.
 
     Returns:
         `[B, T, N, H]` of the type of `q`.
     """
-    return _blocked_fwd(q, k, v, segments)[0]
+    return _blocked_fwd(q, k, v, segments, slopes, scoring)[0]
 
 
-def _blocked_fwd(q, k, v, segments):
+def _blocked_fwd(q, k, v, segments, slopes, scoring):
     groups = tuple(map(_split, (q, k, v)))
-    blocks = _blocks(groups[0].shape[2], segments, transposed=False)
-    out, log_normaliser = jax.lax.map(
-        lambda args: _forward(*args, blocks=blocks, dtype=q.dtype),
-        (*groups, _sequence_numbers(groups[0], q)),
-    )
-    return _join(out, q), (*groups, segments, out, log_normaliser)
+    blocks = _blocks(groups[0].shape[2], segments, scoring, transposed=False)
+    run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
+    rows = _sequence_numbers(groups[0], q), _group_slopes(groups[0], slopes)
+    out, log_normaliser = jax.lax.map(lambda args: run(*args), (*groups, *rows))
+    return _join(out, q), (*groups, segments, slopes, out, log_normaliser)
 
 
-def _blocked_bwd(residuals, dout):
-    q, k, v, segments, out, log_normaliser = residuals
+def _blocked_bwd(scoring, residuals, dout):
+    q, k, v, segments, slopes, out, log_normaliser = residuals
     groups = q, k, jnp.swapaxes(k, -1, -2), v, out, log_normaliser, _split(dout)
-    blocks = _blocks(q.shape[2], segments, transposed=True)
-    dq, dk, dv = jax.lax.map(
-        lambda args: _backward(*args, blocks=blocks, dtype=dout.dtype),
-        (*groups, _sequence_numbers(q, dout)),
-    )
-    return *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)), None
+    blocks = _blocks(q.shape[2], segments, scoring, transposed=True)
+    run = partial(_backward, blocks=blocks, scoring=scoring, dtype=dout.dtype)
+    rows = _sequence_numbers(q, dout), _group_slopes(q, slopes)
+    dq, dk, dv = jax.lax.map(lambda args: run(*args), (*groups, *rows))
+    grads = (_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv))
+    return *grads, None, None
 
 
 blocked_attention.defvjp(_blocked_fwd, _blocked_bwd)
@@ -87,12 +96,23 @@ def _sequence_numbers(groups, like):
     return jnp.arange(len(groups)) // (len(groups) // len(like))
 
 
-def _forward(q, k, v, sequence, *, blocks, dtype):
+def _group_slopes(groups, slopes):
+    """Returns ALiBi's slopes by group, `[groups, g]`, or None."""
+    if slopes is None:
+        return None
+    by_group = slopes.reshape(-1, groups.shape[1])
+    return jnp.tile(by_group, (len(groups) // len(by_group), 1))
+
+
+def _forward(q, k, v, sequence, slopes, *, blocks, scoring, dtype):
     """Returns the output `[g, T, H]`, as bits, and the log of the normaliser `[g, T, 1]`."""
     q, k, v = (floats(x, dtype) for x in (q, k, v))
     outs, log_normalisers = [], []
     for queries, keys, visible in blocks:
-        scores = _dot("gth,gsh->gts", q[:, queries], k[:, keys]) * q.shape[-1] ** -0.5
+        products = _dot("gth,gsh->gts", q[:, queries], k[:, keys])
+        scores = scoring.scores(products, q.shape[-1])
+        if slopes is not None:
+            scores += slopes[:, None, None] * _distance(queries, keys)
         scores = jnp.where(_mask_for(visible, sequence), scores, NEVER)
         highest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
@@ -103,7 +123,9 @@ def _forward(q, k, v, sequence, *, blocks, dtype):
     return jnp.concatenate(outs, axis=1), jnp.concatenate(log_normalisers, axis=1)
 
 
-def _backward(q, k, k_transposed, v, out, log_normaliser, dout, sequence, *, blocks, dtype):
+def _backward(
+    q, k, k_transposed, v, out, log_normaliser, dout, sequence, slopes, *, blocks, scoring, dtype
+):
     """Returns the gradients of q `[g, H, T]`, of k and of v `[g, T, H]`, as bits.
 
     Scores are transposed here, keys by queries, and so is the gradient of the queries. Every matrix
@@ -112,24 +134,37 @@ def _backward(q, k, k_transposed, v, out, log_normaliser, dout, sequence, *, blo
     q, k, k_transposed, v, out, dout = (
         floats(x, dtype) for x in (q, k, k_transposed, v, out, dout)
     )
-    scale = q.shape[-1] ** -0.5
+    factor = scoring.factor(q.shape[-1])
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
     delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]
     dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for queries, keys, visible in blocks:
-        scores = _dot("gsh,gth->gst", k[:, keys], q[:, queries]) * scale
+        products = _dot("gsh,gth->gst", k[:, keys], q[:, queries])
+        capped = scoring.scores(products, q.shape[-1])
+        scores = capped
+        if slopes is not None:
+            scores += slopes[:, None, None] * _distance(queries, keys).T
         weights = jnp.exp(scores - log_normaliser[..., queries])
         weights = jnp.where(_mask_for(visible, sequence), weights, 0.0)
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
-        dscores = (weights * (dweights - delta[..., queries]) * scale).astype(dtype)
+        dscores = weights * (dweights - delta[..., queries]) * factor
+        if scoring.softcap:
+            dscores *= 1.0 - (capped / scoring.softcap) ** 2
+        dscores = dscores.astype(dtype)
         dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
         dk = dk.at[:, keys].add(_dot("gst,gth->gsh", dscores, q[:, queries]))
         dv = dv.at[:, keys].add(_dot("gst,gth->gsh", weights.astype(dtype), dout[:, queries]))
     return tuple(bits(x.astype(dtype)) for x in (jnp.concatenate(dqs, axis=-1), dk, dv))
 
 
-def _blocks(T, segments, transposed):
-    """Lists each block's queries, its keys, and the mask of the pairs that see each other.
+def _distance(queries, keys):
+    """Returns the position of each key less that of each query, `[queries, keys]` float32."""
+    query, key = (jnp.arange(x.start, x.stop, dtype=jnp.float32) for x in (queries, keys))
+    return key - query[:, None]
+
+
+def _blocks(T, segments, scoring, transposed):
+    """Lists each block's queries, the keys that it sees, and the mask of the pairs that do.
 
     Masks are computed here, before any loop over heads.
     """
@@ -138,12 +173,13 @@ def _blocks(T, segments, transposed):
         segments = jnp.pad(segments, ((0, 0), (0, T - segments.shape[1])))
     blocks = []
     for end in range(block, T + 1, block):
-        queries, keys = slice(end - block, end), slice(end)
-        blocks.append((queries, keys, _visible(T, queries, keys, segments, transposed)))
+        start = max(0, end - block - scoring.window + 1) if scoring.window else 0
+        queries, keys = slice(end - block, end), slice(start, end)
+        blocks.append((queries, keys, _visible(T, queries, keys, segments, scoring, transposed)))
     return blocks
 
 
-def _visible(T, queries, keys, segments, transposed):
+def _visible(T, queries, keys, segments, scoring, transposed):
     """Returns the mask `[queries, keys]`, or transposed; with segments `[B, ...]`.
 
     It is computed in the orientation that reads it (docs/performance.md, XLA:CPU note 9).
@@ -155,8 +191,7 @@ def _visible(T, queries, keys, segments, transposed):
             return query[..., None, :], key[..., :, None]
         return query[..., :, None], key[..., None, :]
 
-    query_time, key_time = pairs(jnp.arange(T))
-    visible = query_time >= key_time
+    visible = scoring.visible(*pairs(jnp.arange(T)))
     if segments is None:
         return visible
     query_segment, key_segment = pairs(segments)

@@ -6,6 +6,7 @@ states and embedding are computed from each chunk in the same pass. The backward
 neither keeps the logits nor computes them again.
 """
 
+import dataclasses
 from functools import partial
 
 import chex
@@ -25,6 +26,8 @@ def cross_entropy(
     *,
     vocab_size: int,
     logit_softcap: float = 0.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     dtype: DTypeLike | None = None,
     chunk: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
@@ -37,6 +40,10 @@ def cross_entropy(
         targets: `[B, T]` int32; -1 leaves a position out of loss and count.
         vocab_size: the number of tokens that exist.
         logit_softcap: c > 0 replaces logits x by c tanh(x / c) (Gemma 2, 2024, section 2).
+        z_loss: weight of the square of the normaliser's log, which keeps it near 0 (PaLM, Chowdhery
+            et al. 2022, section 5).
+        label_smoothing: the share of each target that goes to all tokens alike (Szegedy et al.
+            2016, section 7).
         dtype: type of the operands of matrix products, that of `hidden` if not given. Logits,
             softmax and sums are float32.
         chunk: positions (of T) whose logits exist at one time; 0 for all of them.
@@ -47,14 +54,20 @@ def cross_entropy(
     _check_shapes(hidden, embedding, targets, vocab_size)
     dtype = jnp.dtype(dtype or hidden.dtype)
     count = (targets >= 0).sum(dtype=jnp.float32)
-    loss = _loss_sum(
-        hidden.astype(dtype), embedding, targets, vocab_size, logit_softcap, dtype, chunk
-    )
-    return loss, count
+    form = _Form(vocab_size, logit_softcap, z_loss, label_smoothing)
+    return _loss_sum(hidden.astype(dtype), embedding, targets, form, dtype, chunk), count
 
 
 def cross_entropy_reference(
-    hidden, embedding, targets, *, vocab_size, logit_softcap=0.0, dtype=None
+    hidden,
+    embedding,
+    targets,
+    *,
+    vocab_size,
+    logit_softcap=0.0,
+    z_loss=0.0,
+    label_smoothing=0.0,
+    dtype=None,
 ):
     """Computes `cross_entropy` with all logits at once and the derivative left to JAX."""
     _check_shapes(hidden, embedding, targets, vocab_size)
@@ -70,7 +83,9 @@ def cross_entropy_reference(
     log_probs = jax.nn.log_softmax(logits)
     valid = targets >= 0
     picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    return -jnp.where(valid, picked, 0.0).sum(), valid.sum(dtype=jnp.float32)
+    wanted = (1.0 - label_smoothing) * picked + label_smoothing * log_probs.mean(axis=-1)
+    losses = z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2 - wanted
+    return jnp.where(valid, losses, 0.0).sum(), valid.sum(dtype=jnp.float32)
 
 
 def _check_shapes(hidden, embedding, targets, vocab_size):
@@ -82,38 +97,41 @@ def _check_shapes(hidden, embedding, targets, vocab_size):
     chex.assert_axis_dimension_gteq(embedding, 0, vocab_size)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _loss_sum(hidden, embedding, targets, vocab_size, logit_softcap, dtype, chunk):
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is lost, as `cross_entropy` names it."""
+
+    vocab_size: int
+    logit_softcap: float
+    z_loss: float
+    label_smoothing: float
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _loss_sum(hidden, embedding, targets, form, dtype, chunk):
     weights = embedding.astype(dtype)
 
     def add_chunk(loss, rows):
         hidden, targets = rows
-        logits = _logits(hidden, weights, vocab_size, logit_softcap)
+        logits = _logits(hidden, weights, form)
         _, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden, embedding, targets, logit_softcap)
-        return loss + _nll_sum(normaliser, highest, target, targets), None
+        target = _target_logits(hidden, embedding, targets, form)
+        return loss + _losses(form, logits, normaliser, highest, target, targets), None
 
     return _scan(add_chunk, jnp.float32(0.0), hidden, targets, chunk)[0]
 
 
-def _loss_sum_fwd(hidden, embedding, targets, vocab_size, logit_softcap, dtype, chunk):
+def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk):
     weights = embedding.astype(dtype)
 
     def add_chunk(sums, rows):
         loss, dembedding = sums
         hidden, targets = rows
-        logits = _logits(hidden, weights, vocab_size, logit_softcap)
+        logits = _logits(hidden, weights, form)
         exponentials, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden, embedding, targets, logit_softcap)
-        loss += _nll_sum(normaliser, highest, target, targets)
-        # A comparison replaces a scatter: it joins the same pass over the logits, and it splits
-        # without communication when V is spread over devices.
-        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-        factor = jnp.where(targets[..., None] >= 0, 1.0 / normaliser, 0.0)
-        dlogits = exponentials * factor - is_target
-        if logit_softcap:
-            dlogits *= 1.0 - (logits / logit_softcap) ** 2
-        dlogits = dlogits.astype(dtype)
+        target = _target_logits(hidden, embedding, targets, form)
+        loss += _losses(form, logits, normaliser, highest, target, targets)
+        dlogits = _dlogits(form, logits, exponentials, normaliser, highest, targets).astype(dtype)
         dembedding += dot(dlogits, hidden, (0, 1), (0, 1))
         return (loss, dembedding), dot(dlogits, weights, (2,), (0,)).astype(dtype)
 
@@ -122,7 +140,7 @@ def _loss_sum_fwd(hidden, embedding, targets, vocab_size, logit_softcap, dtype, 
     return loss, (dhidden, dembedding.astype(embedding.dtype))
 
 
-def _loss_sum_bwd(vocab_size, logit_softcap, dtype, chunk, residuals, dloss):
+def _loss_sum_bwd(form, dtype, chunk, residuals, dloss):
     dhidden, dembedding = residuals
     return (
         (dhidden * dloss).astype(dhidden.dtype),
@@ -154,15 +172,20 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
     return sums, outputs
 
 
-def _logits(hidden, embedding, vocab_size, logit_softcap):
+def _logits(hidden, embedding, form):
     """Returns the logits `[B, T, V]`, float32, padding masked out."""
     logits = dot(hidden, embedding, (2,), (1,))
-    if logit_softcap:
-        logits = logit_softcap * jnp.tanh(logits / logit_softcap)
-    if vocab_size < embedding.shape[0]:
-        column = jax.lax.broadcasted_iota(jnp.int32, (1, 1, embedding.shape[0]), 2)
-        logits = jnp.where(column < vocab_size, logits, IMPOSSIBLE)
+    if form.logit_softcap:
+        logits = form.logit_softcap * jnp.tanh(logits / form.logit_softcap)
+    if form.vocab_size < embedding.shape[0]:
+        logits = jnp.where(_exists(logits, form), logits, IMPOSSIBLE)
     return logits
+
+
+def _exists(logits, form):
+    """Returns which tokens exist, `[1, 1, V]`; the others are padding."""
+    shape = (1, 1, logits.shape[-1])
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 2) < form.vocab_size
 
 
 def _softmax(logits):
@@ -176,17 +199,45 @@ def _softmax(logits):
     return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
 
 
-def _nll_sum(normaliser, highest, target_logits, targets):
+def _losses(form, logits, normaliser, highest, target_logits, targets):
     """Returns the loss, summed over positions that have a target."""
-    nll = highest + jnp.log(normaliser) - target_logits
-    return jnp.where(targets[..., None] >= 0, nll, 0.0).sum()
+    log_normaliser = highest + jnp.log(normaliser)
+    losses = log_normaliser - target_logits
+    if form.label_smoothing:
+        mean = jnp.where(_exists(logits, form), logits, 0.0).sum(axis=-1, keepdims=True)
+        losses += form.label_smoothing * (target_logits - mean / form.vocab_size)
+    if form.z_loss:
+        losses += form.z_loss * log_normaliser**2
+    return jnp.where(targets[..., None] >= 0, losses, 0.0).sum()
 
 
-def _target_logits(hidden, embedding, targets, logit_softcap):
+def _dlogits(form, logits, exponentials, normaliser, highest, targets):
+    """Returns the derivative of `_losses` by the logits before their soft cap, `[B, T, V]`."""
+    valid = targets[..., None] >= 0
+    # A comparison replaces a scatter: it joins the same pass over the logits, and it splits
+    # without communication when V is spread over devices.
+    is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+    factor = 1.0 / normaliser
+    if form.z_loss:
+        factor *= 1.0 + 2.0 * form.z_loss * (highest + jnp.log(normaliser))
+    factor = jnp.where(valid, factor, 0.0)
+    if form.label_smoothing:
+        wanted = (1.0 - form.label_smoothing) * is_target
+        share = jnp.where(valid, form.label_smoothing / form.vocab_size, 0.0)
+        dlogits = exponentials * factor - wanted - share * _exists(logits, form)
+    else:
+        dlogits = exponentials * factor - is_target
+    if form.logit_softcap:
+        dlogits *= 1.0 - (logits / form.logit_softcap) ** 2
+    return dlogits
+
+
+def _target_logits(hidden, embedding, targets, form):
     """Returns the targets' logits `[B, T, 1]`, float32.
 
     They come from the targets' own rows, which costs less than a pass over the logits.
     """
     rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
     logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
-    return logit_softcap * jnp.tanh(logits / logit_softcap) if logit_softcap else logits
+    cap = form.logit_softcap
+    return cap * jnp.tanh(logits / cap) if cap else logits

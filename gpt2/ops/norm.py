@@ -14,8 +14,6 @@ from jax.typing import DTypeLike
 
 from gpt2.ops.narrow import bits, floats
 
-EPSILON = 1e-5
-
 
 def norm(
     x: jax.Array,
@@ -23,6 +21,7 @@ def norm(
     bias: jax.Array | None = None,
     *,
     center: bool = True,
+    eps: float = 1e-5,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Divides rows by their root mean square, and multiplies by `scale`.
@@ -32,22 +31,23 @@ def norm(
         scale: `[D]`.
         bias: `[D]`, added at the end.
         center: subtract the mean first, which makes it LayerNorm.
+        eps: added to the mean square.
         dtype: of the result; that of `x` if not given.
 
     Returns:
         `[..., D]` in `dtype`.
     """
     _check_shapes(x, scale, bias)
-    return _norm(x, scale, bias, center, x.dtype, jnp.dtype(dtype or x.dtype))
+    return _norm(x, scale, bias, center, eps, x.dtype, jnp.dtype(dtype or x.dtype))
 
 
-def norm_reference(x, scale, bias=None, *, center=True, dtype=None):
+def norm_reference(x, scale, bias=None, *, center=True, eps=1e-5, dtype=None):
     """Computes `norm` with the derivative left to JAX."""
     _check_shapes(x, scale, bias)
     y = x.astype(jnp.float32)
     if center:
         y -= y.mean(axis=-1, keepdims=True)
-    y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + EPSILON)
+    y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + eps)
     y *= scale
     return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
@@ -58,21 +58,21 @@ def _check_shapes(x, scale, bias):
     chex.assert_shape([scale] if bias is None else [scale, bias], x.shape[-1:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _norm(x, scale, bias, center, input_dtype, dtype):
-    return _norm_fwd(x, scale, bias, center, input_dtype, dtype)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _norm(x, scale, bias, center, eps, input_dtype, dtype):
+    return _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype)[0]
 
 
-def _norm_fwd(x, scale, bias, center, input_dtype, dtype):
+def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
     x32 = x.astype(jnp.float32)
     mean = x32.mean(axis=-1, keepdims=True) if center else 0.0
-    inverse = jax.lax.rsqrt(jnp.square(x32 - mean).mean(axis=-1, keepdims=True) + EPSILON)
+    inverse = jax.lax.rsqrt(jnp.square(x32 - mean).mean(axis=-1, keepdims=True) + eps)
     y = (x32 - mean) * inverse * scale
     y = (y if bias is None else y + bias).astype(dtype)
     return y, (bits(x), scale, bias, mean, inverse)
 
 
-def _norm_bwd(center, input_dtype, dtype, residuals, dy):
+def _norm_bwd(center, eps, input_dtype, dtype, residuals, dy):
     x, scale, bias, mean, inverse = residuals
     # The barrier makes XLA compute the normalised rows again, not keep the forward pass's
     # (docs/performance.md, XLA:CPU note 5).

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig
@@ -29,7 +28,6 @@ Backend = PjitBackend | PmapBackend
 def make_backend(
     parallel: ParallelConfig,
     logical_axes: Any,
-    optimizer: optax.GradientTransformation,
     devices: list[jax.Device] | None = None,
 ) -> Backend:
     """Returns the backend that `parallel.backend` names, over all devices unless some are given.
@@ -37,13 +35,12 @@ def make_backend(
     Args:
         parallel: the `parallel.` options.
         logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
-        optimizer: whose state is laid out like the parameters it follows.
         devices: all of the cluster's, if not given.
     """
     mesh = make_mesh(parallel, devices)
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
-    return PjitBackend(mesh, logical_axes, optimizer)
+    return PjitBackend(mesh, logical_axes)
 
 
 def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], State]) -> State:

@@ -107,14 +107,18 @@ def _misfit(model: ModelConfig, sizes: dict[str, int]) -> str | None:
     tensor, fsdp = sizes["tensor"], sizes["fsdp"]
     for name, dim in (
         ("model.num_heads", model.num_heads),
-        ("model.mlp_ratio x model.embed_dim", model.mlp_dim),
+        ("model.num_kv_heads", model.kv_heads),
+        ("the MLP's width", model.hidden_dim),
         ("the multiple that the vocabulary is padded to", VOCAB_MULTIPLE),
     ):
         if dim % tensor:
             return f"{name}={dim} does not split over parallel.tensor={tensor}"
+    over = f"parallel.fsdp={fsdp}" + (f" x parallel.tensor={tensor}" if tensor > 1 else "")
     if model.embed_dim % (tensor * fsdp):  # as embedding tables are stored
-        over = f"parallel.fsdp={fsdp}" + (f" x parallel.tensor={tensor}" if tensor > 1 else "")
         return f"model.embed_dim={model.embed_dim} does not split over {over}"
+    width = model.kv_heads * model.head_size
+    if model.value_embeddings and width % (tensor * fsdp):
+        return f"the value embeddings' width={width} does not split over {over}"
     return None
 
 

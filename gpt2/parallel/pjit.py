@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.parallel import rules
+from gpt2.parallel import following, rules
 from gpt2.parallel.mesh import batch_sharding, local_rows
 from gpt2.parallel.state import State
 
@@ -26,35 +25,18 @@ class PjitBackend:
     Args:
         mesh: with the axes of `rules.MESH_AXES`.
         logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
-        optimizer: whose state is laid out like the parameters it follows.
     """
 
-    def __init__(self, mesh: Mesh, logical_axes: Any, optimizer: optax.GradientTransformation):
+    def __init__(self, mesh: Mesh, logical_axes: Any):
         self.mesh = mesh
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._storage = rules.specs(logical_axes, rules.STORAGE)
         self._compute = rules.specs(logical_axes, rules.COMPUTE)
-        self._optimizer = optimizer
         self._batch_sharding = batch_sharding(mesh)
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
-
-        def like_param(leaf, spec, param):
-            if isinstance(leaf, optax.MaskedNode):
-                return leaf
-            # State of a parameter in another shape (factored moments) stays whole.
-            return spec if leaf.shape == param.shape else PartitionSpec()
-
-        opt_state = optax.tree.map_params(
-            self._optimizer,
-            like_param,
-            state.opt_state,
-            self._storage,
-            state.params,
-            transform_non_params=lambda _: PartitionSpec(),
-            is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-        )
+        opt_state = following.specs(state.opt_state, state.params, self._storage, self.mesh)
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 

@@ -16,16 +16,21 @@ from gpt2.telemetry.chips import find_chip
 def count_compute_parameters(cfg: GPTConfig) -> int:
     """Counts the parameters that take part in a matrix product, or sit beside one.
 
-    These are all but the position table and, if the head is untied, the token table: rows that are
-    only looked up cost no FLOPs. The vocabulary counts unpadded.
+    These are all but tables whose rows are only looked up, which cost no FLOPs: of positions, of
+    values, and of tokens if the head is untied. The vocabulary counts unpadded.
     """
-    width, hidden = cfg.embed_dim, cfg.mlp_dim
-    norm = width * (2 if cfg.bias and cfg.norm == "layernorm" else 1)
+    width, hidden, H = cfg.embed_dim, cfg.hidden_dim, cfg.head_size
+    centered = cfg.bias and cfg.norm == "layernorm"
+    norm = width * (2 if centered else 1)
+    num_norms = {"pre": 2, "post": 2, "sandwich": 4}[cfg.norm_position]
     into_mlp = 2 if cfg.is_gated else 1  # a gated MLP has a second way in
-    kernels = 4 * width * width + (into_mlp + 1) * width * hidden
-    biases = 5 * width + into_mlp * hidden if cfg.bias else 0
-    layer = kernels + biases + 2 * norm
-    return cfg.num_layers * layer + norm + cfg.vocab_size * width
+    into_attention = width + 2 * cfg.kv_heads * H
+    kernels = width * into_attention + width * width + (into_mlp + 1) * width * hidden
+    biases = into_attention + 2 * width + into_mlp * hidden if cfg.bias else 0
+    mixes = 2 * (cfg.value_embeddings + cfg.value_residual + cfg.embedding_skip)
+    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes
+    last_norm = norm if cfg.norm_position != "post" else 0
+    return cfg.num_layers * layer + last_norm + cfg.vocab_size * width
 
 
 def model_flops_per_token(cfg: GPTConfig) -> float:
@@ -35,13 +40,13 @@ def model_flops_per_token(cfg: GPTConfig) -> float:
     attention scores and their weighted sum add 4 D T forward and twice that backward in each layer.
     By convention, the half of the T x T scores above the diagonal counts, and recomputation does
     not, so that figures compare (PaLM, Chowdhery et al. 2022, appendix B; nanoGPT's
-    `estimate_mfu`).
+    `estimate_mfu`). In a layer with a window, T is the window.
 
     Args:
         cfg: the architecture; N is `count_compute_parameters(cfg)`, T its `context_length`.
     """
-    attention = 12 * cfg.num_layers * cfg.embed_dim * cfg.context_length
-    return float(6 * count_compute_parameters(cfg) + attention)
+    seen = sum(window or cfg.context_length for window in cfg.windows)
+    return float(6 * count_compute_parameters(cfg) + 12 * cfg.embed_dim * seen)
 
 
 def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:

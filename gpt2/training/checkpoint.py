@@ -21,6 +21,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 from gpt2.config import Config, ParallelConfig, load_config
 from gpt2.errors import UserError
 from gpt2.model import GPT
+from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout, is_scanned
 
@@ -186,8 +187,8 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         which: `best` by validation loss (the latest if none was validated), `latest`, or a step.
 
     Returns:
-        The run's config and its parameters. The options that suited the devices of training
-        (`model.attention`, `parallel.`, `memory.remat`) have their defaults.
+        The run's config and its parameters, averaged if it averages. The options that suited the
+        devices of training (`model.attention`, `parallel.`, `memory.remat`) have their defaults.
 
     Raises:
         UserError: there is no such run or checkpoint.
@@ -195,15 +196,22 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     config = _for_any_device(load_config(Path(workdir)))
     if not (Path(workdir) / "checkpoints").is_dir():
         raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
-    gpt = config.gpt()
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    shapes = jax.eval_shape(GPT(gpt).init, jax.random.key(0), tokens)["params"]
-    sharding = SingleDeviceSharding(jax.local_devices()[0])
-    target = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
-    )
+    device = jax.local_devices()[0]
+    sharding = SingleDeviceSharding(device)
+
+    def placed(shapes: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+        )
+
     with Checkpointer(workdir, read_only=True) as checkpointer:
-        return config, checkpointer.restore_params(_find_step(checkpointer, workdir, which), target)
+        step = _find_step(checkpointer, workdir, which)
+        if config.optim.keeps_average:  # in the optimizer's state, which is read whole
+            state = Program.from_config(config, [device]).state_shapes
+            return config, checkpointer.restore(step, placed(state)).eval_params
+        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        shapes = jax.eval_shape(GPT(config.gpt()).init, jax.random.key(0), token)["params"]
+        return config, checkpointer.restore_params(step, placed(shapes))
 
 
 def _for_any_device(config: Config) -> Config:

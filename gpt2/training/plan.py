@@ -119,7 +119,9 @@ def print_plan(config: Config, num_devices: int = 0) -> None:
                 "tokens per step": f"{plan.tokens:,}",
                 "FLOPs per step": format_count(plan.flops),
             },
-            "memory of a device": {name: format_bytes(size) for name, size in memory.items()},
+            "memory of a device": {
+                name: f"{format_bytes(size)} ({size:,} bytes)" for name, size in memory.items()
+            },
         }
         | describe_spread(plan.state.params, plan.text)
         | {f"at {ATTAINABLE:.0%} of peak": {name: _describe_time(plan, name) for name in BOARDS}}

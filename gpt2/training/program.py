@@ -7,6 +7,7 @@ steps from here. Building a `Program` computes and places nothing.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,13 +17,13 @@ import optax
 from gpt2 import launch
 from gpt2.config import Config
 from gpt2.model import GPT
-from gpt2.ops import resolve
+from gpt2.ops import Scoring, resolve
+from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.inspect import check_sharded
 from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.rules import platform_of
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
-from gpt2.training.optim import make_optimizer, make_schedule
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_eval_step, make_train_step
 from gpt2.utils.prng import init_key
@@ -59,15 +60,15 @@ class Program:
         """
         check_program(config, devices)
         model = GPT(config.gpt())
-        schedule = make_schedule(config.optim, config.train.num_steps)
-        optimizer = make_optimizer(config.optim, schedule)
-        backend = make_backend(config.parallel, model.logical_axes(), optimizer, list(devices))
+        schedule, optimizer = _make_optimizer(config)
+        backend = make_backend(config.parallel, model.logical_axes(), list(devices))
         train_step = make_train_step(
             model,
             optimizer,
             schedule,
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
+            loss=config.loss,
         )
         program = cls(
             config, model, schedule, optimizer, backend, train_step, make_eval_step(model)
@@ -77,7 +78,9 @@ class Program:
 
     def init(self, key: jax.Array) -> TrainState:
         """Returns the state before the first step, as a pure function of a key."""
-        params = self.model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return self._first_state(_draw(self.model, key))
+
+    def _first_state(self, params: Any) -> TrainState:
         return TrainState.create(params, self.optimizer, self.config.precision.compute)
 
     def init_state(self, params: Any = None) -> TrainState:
@@ -87,11 +90,10 @@ class Program:
             params: used in place of drawn parameters, if given. They must be in host memory, or
                 the devices would need room for both.
         """
-        state = self.backend.init_state(self.init, init_key(self.config.seed))
         if params is None:
-            return state
-        shardings = self.backend.state_shardings(state).params
-        return state.replace(params=jax.device_put(params, shardings))
+            return self.backend.init_state(self.init, init_key(self.config.seed))
+        shardings = self.backend.state_shardings(self.state_shapes).params
+        return self.backend.init_state(self._first_state, jax.device_put(params, shardings))
 
     def init_params(self) -> Any:
         """Draws the parameters of `init_state` alone, placed as there."""
@@ -131,6 +133,19 @@ def _compile(step: Callable, *arguments: Any) -> CompiledStep:
     return compiled
 
 
+def _draw(model: GPT, key: jax.Array) -> Any:
+    return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def _make_optimizer(config: Config) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    num_steps = config.train.num_steps
+    schedule = make_schedule(config.optim, num_steps)
+    width_ratio = config.model.width_ratio
+    return schedule, make_optimizer(
+        config.optim, schedule, num_steps=num_steps, width_ratio=width_ratio
+    )
+
+
 def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
     """Refuses, before anything is spent, a config that makes no program on these devices.
 
@@ -140,7 +155,10 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
     """
     check_layout(config, config.model, len(devices))
     resolve_attention(config, devices[0])
-    make_optimizer(config.optim, make_schedule(config.optim, config.train.num_steps))
+    _make_optimizer(config)
+    if config.optim.layer_rates:
+        model = GPT(config.with_vocabulary(1).gpt())  # names do not depend on its size
+        check_layer_rates(config.optim, jax.eval_shape(partial(_draw, model), jax.random.key(0)))
 
 
 def resolve_attention(config: Config, device: jax.Device) -> str:
@@ -156,4 +174,6 @@ def resolve_attention(config: Config, device: jax.Device) -> str:
         config.precision.compute,
         model.context_length,
         model.head_size,
+        scoring=Scoring(window=model.window, softcap=model.attention_softcap),
+        alibi=model.position == "alibi",
     )

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from gpt2.optim import averaged_params
+
 
 class LossScale(struct.PyTreeNode):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2).
@@ -60,3 +62,11 @@ class TrainState(struct.PyTreeNode):
             opt_state=optimizer.init(params),
             loss_scale=LossScale.create() if compute_dtype == "float16" else None,
         )
+
+    @property
+    def eval_params(self) -> Any:
+        """The parameters that are validated, sampled from and exported.
+
+        They are `params`, or the average that the optimizer keeps of them.
+        """
+        return averaged_params(self.opt_state, self.params)

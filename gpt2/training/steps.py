@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gpt2.config import LossConfig
 from gpt2.model import GPT
-from gpt2.training.optim import num_updates
+from gpt2.optim import num_updates
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
@@ -39,6 +40,7 @@ def make_train_step(
     *,
     seed: int,
     accumulate_steps: int = 1,
+    loss: LossConfig = LossConfig(),
 ) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
     """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
@@ -47,8 +49,8 @@ def make_train_step(
     mean over the global batch, whatever the layout. Under float16, a step whose gradients are not
     finite changes only the loss scale and the step count; the schedule does not advance.
 
-    Metrics, float32 scalars: `train/loss` (nats per token), `train/grad_norm` (before clipping)
-    and `train/learning_rate` (as this step applied it).
+    Metrics, float32 scalars: `train/loss` (nats per token, with what `loss` adds),
+    `train/grad_norm` (before clipping) and `train/learning_rate` (as this step applied it).
     """
     dropout = model.config.dropout > 0
 
@@ -62,13 +64,13 @@ def make_train_step(
         def sum_gradients(params, rows, device):
             def loss_and_count(params, micro_batch, index):
                 keys = {"dropout": dropout_key(seed, state.step, index, device)} if dropout else {}
-                loss, count = _loss(model, params, micro_batch, not dropout, keys)
-                return loss * scale, count
+                total, count = _loss(model, params, micro_batch, not dropout, keys, loss)
+                return total * scale, count
 
             gradients = partial(jax.value_and_grad(loss_and_count, has_aux=True), params)
             return accumulate(gradients, rows, accumulate_steps)
 
-        (loss, count), grads = map_sum(sum_gradients)(state.params, batch)
+        (total, count), grads = map_sum(sum_gradients)(state.params, batch)
         with jax.named_scope("optimizer"):
             divisor = scale * jnp.maximum(count, 1.0)
             inverse = 1.0 / divisor  # a product is not stored: docs/performance.md, XLA:CPU note 1
@@ -82,7 +84,7 @@ def make_train_step(
             new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
             new_state = new_state.replace(loss_scale=state.loss_scale.update(finite))
         metrics = {
-            "train/loss": loss / divisor,
+            "train/loss": total / divisor,
             "train/grad_norm": grad_norm,
             "train/learning_rate": jnp.float32(schedule(num_updates(state.opt_state))),
         }
@@ -99,15 +101,15 @@ def make_eval_step(model: GPT) -> Callable[[Any, Batch, MapSum], Metrics]:
 
     def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Metrics:
         def sum_loss(params, rows, device):
-            loss, count = _loss(model, params, rows, deterministic=True, keys={})
-            return {"loss_sum": loss, "count": count}, None
+            total, count = _loss(model, params, rows, deterministic=True, keys={})
+            return {"loss_sum": total, "count": count}, None
 
         return map_sum(sum_loss)(params, batch)[0]
 
     return eval_step
 
 
-def _loss(model, params, batch, deterministic, keys):
+def _loss(model, params, batch, deterministic, keys, loss=LossConfig()):
     chex.assert_rank(batch["tokens"], 2)
     chex.assert_equal_shape(list(batch.values()))
     chex.assert_type(list(batch.values()), int)
@@ -117,6 +119,8 @@ def _loss(model, params, batch, deterministic, keys):
         batch["targets"],
         segments=batch.get("segments"),
         deterministic=deterministic,
+        z_loss=loss.z_loss,
+        label_smoothing=loss.label_smoothing,
         rngs=keys,
         method="loss",
     )

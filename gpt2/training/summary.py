@@ -33,7 +33,7 @@ def describe_run(
     layers = "scanned" if config.memory.scan_layers else "unrolled"
     remat = f", remat {config.memory.remat}" if config.memory.remat != "none" else ""
     axes = " x ".join(f"{axis} {size}" for axis, size in program.backend.mesh.shape.items())
-    tokens = config.tokens_per_step
+    tokens, warmup = config.tokens_per_step, config.optim.warmup(train.num_steps)
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
     flops = tokens * model_flops_per_token(program.model.config)
     compiled = f"{format_count(train_step.flops)} a device" if train_step.flops else "unknown"
@@ -70,8 +70,8 @@ def describe_run(
         },
         "run": {
             "steps": (f"{start} (continued) to " if start else "") + str(train.num_steps),
-            "warm-up": counted(config.optim.warmup_steps, "step")
-            + (", more than the run has" if config.optim.warmup_steps > train.num_steps else ""),
+            "warm-up": counted(warmup, "step")
+            + (", more than the run has" if warmup > train.num_steps else ""),
             "workdir": str(workdir),
         },
     } | describe_spread(params, train_step.text())

@@ -1,0 +1,237 @@
+"""Causal self-attention: projections, positions, windows, caches; spread over devices.
+
+gpt2/model/gpt.py explains the letters of dimensions.
+"""
+
+from collections.abc import Callable
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from gpt2.config import GPTConfig
+from gpt2.model.layers import Embedding, Linear, Mix, Norm
+from gpt2.ops import Scoring, alibi_slopes, attention, attention_cached, resolve, rotate
+from gpt2.parallel.rules import constrain, is_spread, map_devices, platform
+
+
+class LayerInputs(struct.PyTreeNode):
+    """What every layer reads beside its own input.
+
+    Attributes:
+        positions: `[B or 1, T]` int32.
+        segments: `[B, T]` int32 or None; positions see only those of their own segment.
+        tokens: `[B, T]` int32, for `model.value_embeddings`.
+        embedded: `[B, T, D]` in the compute type, the first layer's input, for
+            `model.embedding_skip`; else None.
+        rotation: cosines and sines for `model.position=rope`, see `gpt2.ops.rotation`; else None.
+    """
+
+    positions: jax.Array
+    segments: jax.Array | None
+    tokens: jax.Array
+    embedded: jax.Array | None = None
+    rotation: tuple[jax.Array, jax.Array] | None = None
+
+
+class Attention(nn.Module):
+    """Causal self-attention over all heads.
+
+    Attributes:
+        config: of the model.
+        layer: number of the layer; None in a scan, where `index` tells it.
+    """
+
+    config: GPTConfig
+    layer: int | None
+
+    @nn.compact
+    def __call__(self, x, cache, index, inputs, first_values, deterministic):
+        """Lets each position attend to itself and those before it.
+
+        Args:
+            x: `[B, T, D]` in the compute type.
+            cache: None, or keys and values `[B, K, S, H]` of the positions so far.
+            index: int32 scalar, number of the layer in a scan; else None.
+            inputs: `LayerInputs`.
+            first_values: `[B, T, K, H]`, the first layer's values; None without
+                `model.value_residual`, and in the first layer if `layer` tells it.
+            deterministic: False applies dropout.
+
+        Returns:
+            `[B, T, D]` in the compute type, the cache with the new keys and values, and the first
+            layer's values.
+        """
+        cfg = self.config
+        D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_size
+        positions = inputs.positions
+        chex.assert_shape(x, (None, None, D))
+        chex.assert_shape(positions, ({1, x.shape[0]}, x.shape[1]))
+        chex.assert_type(positions, int)
+        q, k, v = self._project(x)
+        v, first_values = self._mix_values(v, first_values, index, inputs.tokens)
+        if cfg.qk_norm:
+            q = Norm(cfg, "head_size", "rmsnorm", name="q_norm")(q)
+            k = Norm(cfg, "head_size", "rmsnorm", name="k_norm")(k)
+        if inputs.rotation is not None:
+            q, k = (rotate(heads, *inputs.rotation) for heads in (q, k))
+        slopes = alibi_slopes(N) if cfg.position == "alibi" else None
+        if cache is None:
+            dropout = 0.0 if deterministic else cfg.dropout
+            key = self.make_rng("dropout") if dropout else None
+
+            def attend(scoring: Scoring) -> jax.Array:
+                return spread_attention(
+                    q,
+                    k,
+                    v,
+                    implementation=cfg.attention,
+                    scoring=scoring,
+                    slopes=slopes,
+                    segments=inputs.segments,
+                    dropout=dropout,
+                    dropout_key=key,
+                )
+
+        else:
+            start, end = positions[:, 0], positions[:, -1] + 1
+            cache = jax.tree.map(lambda old, new: _write(old, new, start), cache, (k, v))
+            k_cache, v_cache = cache
+
+            def attend(scoring: Scoring) -> jax.Array:
+                return attention_cached(q, k_cache, v_cache, end, scoring=scoring, slopes=slopes)
+
+        y = self._with_scoring(attend, index)
+        y = constrain(y, "batch", "length", "heads", "head_size")
+        c_proj = Linear(
+            cfg,
+            (N, H, D),
+            ("heads", "head_size", "embed"),
+            num_contract=2,
+            is_projection=True,
+            name="c_proj",
+        )
+        return c_proj(y), cache, first_values
+
+    def _project(self, x):
+        """Returns queries `[B, T, N, H]`, keys and values `[B, T, K, H]`."""
+        cfg = self.config
+        D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.kv_heads, cfg.head_size
+
+        def project(name, *shape):
+            axes = ("qkv", "heads", "head_size")[-len(shape) :]
+            y = Linear(cfg, (D, *shape), ("embed", *axes), name=name)(x)
+            return constrain(y, "batch", "length", *axes)
+
+        if K == N:
+            qkv = project("c_attn", 3, N, H)
+            return tuple(x.squeeze(2) for x in jnp.split(qkv, 3, axis=2))
+        kv = project("c_kv", 2, K, H)
+        return project("c_q", N, H), *(x.squeeze(2) for x in jnp.split(kv, 2, axis=2))
+
+    def _mix_values(self, v, first_values, index, tokens):
+        """Mixes other values into this layer's; returns them and the first layer's.
+
+        The first layer mixes its values with themselves, so that all layers are alike in a scan.
+        """
+        cfg = self.config
+        if cfg.value_residual:
+            first = v
+            if first_values is not None:
+                first = first_values if index is None else jnp.where(index == 0, v, first_values)
+            v, first_values = Mix(cfg, (0.5, 0.5), name="value_residual")(v, first), first
+        if cfg.value_embeddings:
+            axes, width = ("vocab", "table"), cfg.kv_heads * cfg.head_size
+            table = Embedding(
+                cfg, cfg.vocab_size, axes, cfg.init_std, width, name="value_embedding"
+            )
+            embedded = table(tokens).reshape(v.shape)
+            embedded = constrain(embedded, "batch", "length", "heads", "head_size")
+            v = Mix(cfg, (0.5, 0.5), name="value_mix")(v, embedded)
+        return v, first_values
+
+    def _with_scoring(self, attend, index):
+        """Calls `attend` with the scoring of this layer, whose window may hang on its number."""
+        cfg = self.config
+
+        def scoring(window):
+            # 1 / H in place of 1 / sqrt(H), and equal to it at GPT-2's own head size of 64 (Yang et
+            # al. 2022, section 4; microsoft/mup takes 8 / H too).
+            scale = 8.0 / cfg.head_size if cfg.mup_base_width else 0.0
+            return Scoring(window=window, softcap=cfg.attention_softcap, scale=scale)
+
+        if self.layer is not None:
+            return attend(scoring(cfg.windows[self.layer]))
+        if len(set(cfg.windows)) == 1:
+            return attend(scoring(cfg.windows[0]))
+        has_window = jnp.array(cfg.windows)[index] > 0
+        return jax.lax.cond(
+            has_window, lambda: attend(scoring(cfg.window)), lambda: attend(scoring(0))
+        )
+
+
+def spread_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    implementation: str,
+    scoring: Scoring = Scoring(),
+    slopes: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Calls `gpt2.ops.attention` on the devices of the current trace, each with its part.
+
+    Args:
+        q, k, v, scoring, slopes, segments, dropout, dropout_key: as for `gpt2.ops.attention`.
+        implementation: one of `model.attention`; 'auto' selects what suits the platform.
+
+    Returns:
+        `[B, T, N, H]` of the type of `q`.
+
+    Raises:
+        UserError: the implementation cannot run on the platform.
+    """
+    chex.assert_rank(q, 4)
+    name = resolve(
+        implementation,
+        platform(),
+        q.dtype,
+        q.shape[1],
+        q.shape[3],
+        scoring=scoring,
+        alibi=slopes is not None,
+    )
+    heads, constants = ("batch", "length", "heads", "head_size"), (("batch", "length"), ("heads",))
+
+    def map_kernel(kernel: Callable) -> Callable:
+        if name == "blocked" and not is_spread("heads"):
+            # XLA can split the batch of this one. `map_devices` would compute it again in the
+            # backward pass.
+            return kernel
+        return map_devices(kernel, heads, constants)
+
+    return attention(
+        q,
+        k,
+        v,
+        implementation=name,
+        scoring=scoring,
+        slopes=slopes,
+        segments=segments,
+        dropout=dropout,
+        dropout_key=dropout_key,
+        interpret=platform() != "tpu",
+        map_kernel=map_kernel,
+    )
+
+
+def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """Writes `new` [B, T, K, H] into `cache` [B, K, S, H] from each row's `start` [B]."""
+    return jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice_in_dim(c, n, s, axis=1))(
+        cache, jnp.swapaxes(new, 1, 2), start
+    )

@@ -1,0 +1,57 @@
+"""Rotary position embedding (Su et al. 2021), with its own backward rule.
+
+A head's vector is split into halves a and b, as GPT-NeoX does: dimension i of either turns by the
+angle `position / base^(2 i / H)`.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines of the angles, each `[B or 1, T, 1, H / 2]` float32.
+
+    Args:
+        positions: `[B or 1, T]` int32.
+        head_size: H, even.
+        base: the longest wavelength over 2 pi, in tokens, for large H.
+    """
+    half = head_size // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[:, :, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+@jax.custom_vjp
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the vectors of `x` `[B, T, N, H]`, computed in float32.
+
+    Args:
+        x: queries or keys.
+        cos, sin: from `rotation`; no gradient reaches them.
+
+    Returns:
+        `[B, T, N, H]` in the type of `x`.
+    """
+    return rotate_reference(x, cos, sin)
+
+
+def rotate_reference(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Computes `rotate` with the derivative left to JAX."""
+    B, T, _, H = x.shape
+    chex.assert_shape([cos, sin], ({1, B}, T, 1, H // 2))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def _fwd(x, cos, sin):
+    return rotate_reference(x, cos, sin), (cos, sin)
+
+
+def _bwd(angles, dy):
+    cos, sin = angles
+    return rotate_reference(dy, cos, -sin), None, None  # the inverse turn
+
+
+rotate.defvjp(_fwd, _bwd)

@@ -1,0 +1,56 @@
+"""From products of queries and keys to scores, and which keys a query sees.
+
+Every implementation of attention takes these from here.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What happens to `q k^T` before softmax, beside biases and segments.
+
+    Attributes:
+        window: positions that one sees, itself included; 0: all before it (Mistral's and Gemma 2's
+            count).
+        softcap: c > 0 replaces scores x by c tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2).
+        scale: factor of the products; 0: 1 / sqrt(H).
+    """
+
+    window: int = 0
+    softcap: float = 0.0
+    scale: float = 0.0
+
+    def factor(self, head_size: int) -> float:
+        """Returns the factor of the products."""
+        return self.scale or head_size**-0.5
+
+    def scores(self, products: jax.Array, head_size: int) -> jax.Array:
+        """Returns scores for products of queries and keys, float32."""
+        scores = products * self.factor(head_size)
+        return self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
+
+    def visible(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns whether positions `query` see positions `key`, which broadcast together."""
+        seen = query >= key
+        return seen & (query - key < self.window) if self.window else seen
+
+
+def alibi_slopes(num_heads: int) -> jax.Array:
+    """Returns the slope of each head, `[N]` float32 (Press et al. 2022, section 3).
+
+    The score of a key is less by the slope times its distance. Slopes are a geometric series from
+    2^(-8/n) with that ratio. If N is no power of two, every second slope of the next larger power
+    follows those of the next smaller one, as in the paper's code.
+    """
+
+    def series(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
+
+    smaller = 2 ** math.floor(math.log2(num_heads))
+    slopes = series(smaller) + series(2 * smaller)[::2][: num_heads - smaller]
+    return jnp.array(slopes, jnp.float32)

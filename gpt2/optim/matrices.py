@@ -1,0 +1,172 @@
+"""Kernels as stacks of matrices, for optimizers that work on whole matrices.
+
+A kernel is one matrix or several: queries, keys and values are three. Matrices are `[k, rows,
+columns]` here. Rows are those of the model's width, so a kernel that maps to the width (`c_proj`)
+is transposed. All layers' matrices then fall into few shapes, which are stored alike and make long
+stacks: 124M has `[48, 768, 768]` and `[24, 768, 3072]`.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gpt2.errors import UserError
+from gpt2.parallel.rules import map_matrices
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Which axes of a kernel are those of its matrices. The other axes count matrices.
+
+    Attributes:
+        inputs: axes that are contracted, counted from the last.
+        outputs: new axes, which follow them.
+        to_width: whether the outputs are the model's width, and not the inputs.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    to_width: bool = False
+
+
+_PLAIN = Axes((-2,), (-1,))
+_HEADS = Axes((-3,), (-2, -1))
+_SEVERAL = Axes((-4,), (-2, -1))  # axis -3 counts queries, keys and values
+
+# A kernel's module, with the module around it. Scanned layers add a leading axis, which counts.
+AXES = {
+    "attn/c_attn": _SEVERAL,
+    "attn/c_q": _HEADS,
+    "attn/c_kv": _SEVERAL,
+    "attn/c_proj": Axes((-3, -2), (-1,), to_width=True),
+    "mlp/c_fc": _PLAIN,
+    "mlp/c_gate": _PLAIN,
+    "mlp/c_proj": Axes((-2,), (-1,), to_width=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The matrices of one kernel.
+
+    Attributes:
+        shape: of the kernel.
+        axes: see `Axes`.
+    """
+
+    shape: tuple[int, ...]
+    axes: Axes
+
+    @classmethod
+    def at(cls, path: tuple, leaf: Any) -> "Kernel":
+        """Returns the description of a parameter, or of anything in its shape.
+
+        Args:
+            path: of a tree of parameters, as `jax.tree_util` gives it.
+            leaf: with a shape.
+
+        Raises:
+            UserError: `AXES` does not name it.
+        """
+        name = "/".join(key.key for key in path)
+        axes = AXES.get("/".join(key.key for key in path[-3:-1]))
+        if axes is None:
+            raise UserError(
+                f"muon, normuon and soap do not know which axes of {name} are a matrix's",
+                "Name them in AXES, in gpt2/optim/matrices.py",
+            )
+        return cls(leaf.shape, axes)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The shape of the axes that count matrices: the layer's first, where it is scanned."""
+        return tuple(self.shape[axis] for axis in self._order[: -self._num_sides])
+
+    @property
+    def fan_in(self) -> int:
+        """The number of inputs of each matrix."""
+        return math.prod(self.shape[axis] for axis in self.axes.inputs)
+
+    @property
+    def fan_out(self) -> int:
+        """The number of outputs of each matrix."""
+        return math.prod(self.shape[axis] for axis in self.axes.outputs)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of each matrix."""
+        sides = self.fan_in, self.fan_out
+        return sides[::-1] if self.axes.to_width else sides
+
+    def to_matrices(self, x: jax.Array) -> jax.Array:
+        """Returns the kernel `x` as matrices `[k, rows, columns]`."""
+        return x.transpose(self._order).reshape(-1, *self.sides)
+
+    def from_matrices(self, matrices: jax.Array) -> jax.Array:
+        """Returns matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
+        ordered = matrices.reshape([self.shape[axis] for axis in self._order])
+        return ordered.transpose([self._order.index(axis) for axis in range(len(self.shape))])
+
+    @property
+    def _num_sides(self) -> int:
+        return len(self.axes.inputs) + len(self.axes.outputs)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        """The kernel's axes: those that count, those of rows, those of columns."""
+        inputs = tuple(axis % len(self.shape) for axis in self.axes.inputs)
+        outputs = tuple(axis % len(self.shape) for axis in self.axes.outputs)
+        counts = tuple(axis for axis in range(len(self.shape)) if axis not in inputs + outputs)
+        return counts + (outputs + inputs if self.axes.to_width else inputs + outputs)
+
+
+def kernels(tree: Any) -> Any:
+    """Returns the `Kernel` of every leaf of a tree of hidden kernels.
+
+    Raises:
+        UserError: a leaf is none that `AXES` names.
+    """
+    return jax.tree_util.tree_map_with_path(Kernel.at, tree)
+
+
+def to_matrices(tree: Any) -> Any:
+    """Returns every kernel of a tree as matrices `[k, rows, columns]`."""
+    return jax.tree.map(lambda kernel, x: kernel.to_matrices(x), kernels(tree), tree)
+
+
+def map_stacks(function: Callable, trees: tuple[Any, ...], *scalars: jax.Array) -> tuple[Any, ...]:
+    """Maps a function over all matrices, those of equal shapes in one call.
+
+    Under the pjit backend the matrices of a call are dealt out over the devices
+    (`gpt2.parallel.rules.map_matrices`).
+
+    Args:
+        function: `function(stacks, *scalars) -> tuple of stacks`, with an array `[S, ?, ?]` of each
+            of `trees`, and matrices that know nothing of each other.
+        trees: of arrays `[k, ?, ?]`, with the same paths. Leaves of one path have the same k.
+        scalars: arrays `[]`.
+
+    Returns:
+        For each of the function's results, a tree with the same paths.
+    """
+    structure = jax.tree.structure(trees[0])
+    columns = [jax.tree.leaves(tree) for tree in trees]
+    members = defaultdict(list)
+    for index, leaves in enumerate(zip(*columns, strict=True)):
+        members[tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)].append(index)
+    results: dict[int, list[jax.Array]] = {}
+    for indices in members.values():
+        stacks = tuple(jnp.concatenate([column[i] for i in indices]) for column in columns)
+        mapped = map_matrices(function, stacks, *scalars)
+        start = 0
+        for i in indices:
+            end = start + columns[0][i].shape[0]
+            results[i] = [stack[start:end] for stack in mapped]
+            start = end
+    by_result = zip(*(results[i] for i in range(len(results))), strict=True)
+    return tuple(jax.tree.unflatten(structure, leaves) for leaves in by_result)

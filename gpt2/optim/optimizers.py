@@ -1,0 +1,240 @@
+"""Optimizers: a direction that `optim.name` names, in a chain that is the same for all.
+
+A direction is an optax transformation from gradients to updates that are neither negated nor
+multiplied by the learning rate, such as `optax.scale_by_adam`.
+"""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gpt2.config import OptimConfig
+from gpt2.errors import UserError
+from gpt2.optim.adafactor import scale_by_adafactor
+from gpt2.optim.averages import average_parameters, schedule_free
+from gpt2.optim.muon import scale_by_muon
+from gpt2.optim.parameters import decay_mask, is_hidden_kernel, map_parameters, unrolled_names
+from gpt2.optim.soap import scale_by_soap
+from gpt2.optim.transforms import (
+    add_cautious_decay,
+    cautious,
+    clip_by_global_norm,
+    scale_parameters,
+)
+
+
+def make_optimizer(
+    optim: OptimConfig, schedule: optax.Schedule, *, num_steps: int, width_ratio: float = 1.0
+) -> optax.GradientTransformation:
+    """Returns the optimizer as one chain.
+
+    Gradients are clipped by their global norm. The direction follows, with weight decay before it
+    (adam, sgd) or after it (all others). Each parameter's factor, the learning rate and the sign
+    come last, and an average of the new parameters if there is one.
+
+    Args:
+        optim: the `optim.` options.
+        schedule: learning rate by step, counted from 0.
+        num_steps: of the run.
+        width_ratio: the model's width over that for which its rates were tuned. Hidden kernels
+            take steps smaller by this factor. As in microsoft/mup's MuAdam and MuAdamW, learning
+            rate times `weight_decay` stays as it is: adam's decay grows by the factor first.
+
+    Raises:
+        UserError: the optimizer has no rule for a `width_ratio` other than 1.
+    """
+    direction = OPTIMIZERS[optim.name](optim, num_steps)
+    if optim.masks_updates:
+        direction = cautious(direction)
+    width_factors = _width_factors(optim, width_ratio)
+    if optim.couples_decay:
+        wider = optax.add_decayed_weights(optim.weight_decay * (width_ratio - 1), _hidden_mask)
+        parts = [_decay(optim), *[wider] * len(width_factors), direction, *width_factors]
+    else:
+        parts = [direction, *width_factors, _decay(optim)]
+    optimizer = optax.chain(*parts, *_rate_factors(optim), optax.scale_by_learning_rate(schedule))
+    if optim.name == "schedule_free":
+        optimizer = schedule_free(optimizer, schedule, optim.beta1)
+    if optim.ema:
+        optimizer = optax.chain(optimizer, average_parameters(optim.ema))
+    if not optim.clip_norm:
+        return optimizer
+    return optax.chain(clip_by_global_norm(optim.clip_norm), optimizer)
+
+
+def num_updates(opt_state: optax.OptState) -> jax.Array:
+    """Returns the number of updates that an optimizer has counted, an int32 scalar.
+
+    Its schedule is a function of this number. The number is less than the number of steps if
+    float16 skipped some. All parts of a chain count alike.
+    """
+    return optax.tree.get_all_with_path(opt_state, "count")[0][1]
+
+
+def check_layer_rates(optim: OptimConfig, params: Any) -> None:
+    """Checks that each pattern of `optim.layer_rates` is the first to match some parameter.
+
+    Args:
+        optim: the `optim.` options.
+        params: arrays, or their shapes.
+
+    Raises:
+        UserError: a pattern would be ignored.
+    """
+    names = jax.tree.leaves(map_parameters(unrolled_names, params))
+    patterns = [pattern for pattern, _ in optim.rates]
+    matched = {_first_match(optim, name) for name in names}
+    unused = [p for i, p in enumerate(patterns) if p not in matched or p in patterns[:i]]
+    if unused:
+        raise UserError(
+            f"optim.layer_rates has {unused[0]!r}, which matches no parameter, or none that a "
+            "pattern before it leaves",
+            f"Patterns are for names such as {names[0]}",
+        )
+
+
+def _first_match(optim: OptimConfig, name: str) -> str | None:
+    return next((pattern for pattern, _ in optim.rates if re.search(pattern, name)), None)
+
+
+def _decay(optim: OptimConfig) -> optax.GradientTransformation:
+    if optim.masks_decay:
+        return add_cautious_decay(optim.weight_decay)
+    return optax.add_decayed_weights(optim.weight_decay, decay_mask)
+
+
+def _hidden_mask(params: Any) -> Any:
+    return map_parameters(lambda path, _: is_hidden_kernel(path), params)
+
+
+def _width_factors(optim: OptimConfig, width_ratio: float) -> list[optax.GradientTransformation]:
+    if width_ratio == 1:
+        return []
+    if optim.name not in _FOLLOWS_WIDTH:
+        raise UserError(
+            f"optim.name={optim.name} has no rule for model.mup_base_width: it transfers rates for "
+            f"{', '.join(_FOLLOWS_WIDTH)}",
+            "Use --config.model.mup_base_width=0, or --config.optim.name=adamw",
+        )
+    return [scale_parameters(lambda name: 1 / width_ratio if _is_hidden(name) else 1.0)]
+
+
+def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
+    factors = []
+    if optim.adam_learning_rate not in (0.0, optim.learning_rate):
+        ratio = optim.adam_learning_rate / optim.learning_rate
+        factors.append(scale_parameters(lambda name: 1.0 if _is_hidden(name) else ratio))
+    if optim.rates:
+        rates = {None: 1.0} | dict(reversed(optim.rates))
+        factors.append(scale_parameters(lambda name: rates[_first_match(optim, name)]))
+    return factors
+
+
+def _is_hidden(name: str) -> bool:
+    return is_hidden_kernel(tuple(name.split("/")))
+
+
+def _adam(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    """Adam (Kingma and Ba 2015)."""
+    return optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
+
+
+def _sgd(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    """Momentum as a sum of gradients (Sutskever et al. 2013), in torch.optim.SGD's form."""
+    if not optim.momentum:
+        return optax.identity()
+    return optax.trace(optim.momentum, nesterov=optim.nesterov)
+
+
+def _lion(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023)."""
+    return optax.scale_by_lion(b1=optim.beta1, b2=optim.beta2)
+
+
+def _adafactor(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    return scale_by_adafactor()
+
+
+def _ademamix(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    """AdEMAMix (Pagliardini et al. 2024), its slow average warming up over the whole run.
+
+    Section 3.1: `alpha` rises linearly, `beta3` so that its half-life does, from that of `beta1`.
+    """
+
+    def progress(count: jax.Array) -> jax.Array:
+        return jnp.minimum((count + 1) / num_steps, 1.0)  # the paper's steps count from 1
+
+    def alpha(count: jax.Array) -> jax.Array:
+        return optim.alpha * progress(count)
+
+    def beta3(count: jax.Array) -> jax.Array:
+        start, end = math.log(optim.beta1), math.log(optim.beta3)
+        share = progress(count)
+        rising = jnp.exp(start * end / ((1 - share) * end + share * start))
+        return jnp.minimum(rising, optim.beta3)
+
+    return optax.contrib.scale_by_ademamix(
+        b1=optim.beta1, b2=optim.beta2, b3=beta3, alpha=alpha, eps=optim.eps
+    )
+
+
+def _schedule_free(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    """Adam without its first moment, for which `schedule_free` averages."""
+    return optax.scale_by_rms(
+        decay=optim.beta2, eps=optim.eps, eps_in_sqrt=False, bias_correction=True
+    )
+
+
+def _muon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    return _with_adam(optim, _scale_by_muon(optim, neurons=False))
+
+
+def _normuon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    return _with_adam(optim, _scale_by_muon(optim, neurons=True))
+
+
+def _scale_by_muon(optim: OptimConfig, neurons: bool) -> optax.GradientTransformation:
+    return scale_by_muon(
+        momentum=optim.momentum, nesterov=optim.nesterov, neurons=neurons, beta2=optim.beta2
+    )
+
+
+def _soap(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    soap = scale_by_soap(
+        beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, every=optim.precondition_every
+    )
+    return _with_adam(optim, soap)
+
+
+def _with_adam(
+    optim: OptimConfig, hidden: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Gives hidden kernels to a direction for matrices, and everything else to Adam."""
+
+    def kinds(params: Any) -> Any:
+        return map_parameters(
+            lambda path, _: "hidden" if is_hidden_kernel(path) else "adam", params
+        )
+
+    return optax.partition({"adam": _adam(optim, 0), "hidden": hidden}, kinds)
+
+
+# `optim.name` -> its direction: a function of the options and the steps of the run.
+OPTIMIZERS = {
+    "adamw": _adam,
+    "adam": _adam,
+    "sgd": _sgd,
+    "lion": _lion,
+    "adafactor": _adafactor,
+    "ademamix": _ademamix,
+    "schedule_free": _schedule_free,
+    "muon": _muon,
+    "normuon": _normuon,
+    "soap": _soap,
+}
+# Those whose steps have the size of their rate, whatever the gradient's (Yang et al. 2022, B.3).
+_FOLLOWS_WIDTH = ("adamw", "adam", "ademamix", "lion", "schedule_free")

@@ -1,0 +1,71 @@
+"""Which parameter is which: names, kinds, and layers that are stacked.
+
+An optimizer sees parameters in either layout of `gpt2.utils.scan` and must treat both alike. A
+parameter of stacked layers has `h` in its path and a leading layer axis: whatever is counted per
+tensor is counted per layer there.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Path = tuple[str, ...]
+
+# Weight decay applies to parameters of these names. It does not go by the number of dimensions,
+# since heads and scanned layers give biases and norm scales more than one.
+_DECAYED = ("kernel", "embedding")
+_LAYER = re.compile(r"h(_\d+)?")
+
+
+def map_parameters(function: Callable, tree: Any, *others: Any) -> Any:
+    """Maps `function(path, leaf, *other leaves)` over parameters and trees like them."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: function(tuple(entry.key for entry in path), *leaves), tree, *others
+    )
+
+
+def decay_mask(params: Any) -> Any:
+    """Returns, for every parameter, whether weight decay applies: kernels and embeddings."""
+    return map_parameters(lambda path, _: is_matrix(path), params)
+
+
+def is_matrix(path: Path) -> bool:
+    """Returns whether a parameter maps vectors to vectors: a kernel, or a table."""
+    return path[-1] in _DECAYED
+
+
+def is_hidden_kernel(path: Path) -> bool:
+    """Returns whether a parameter is a kernel inside a block."""
+    return path[-1] == "kernel" and any(_LAYER.fullmatch(name) for name in path)
+
+
+def is_stacked(path: Path) -> bool:
+    """Returns whether a parameter has a leading layer axis."""
+    return "h" in path
+
+
+def tensor_axes(path: Path, leaf: jax.Array) -> tuple[int, ...]:
+    """Returns the axes of a single layer's tensor."""
+    return tuple(range(int(is_stacked(path)), leaf.ndim))
+
+
+def input_axes(path: Path, leaf: jax.Array) -> tuple[int, ...]:
+    """Returns the axes that a matrix contracts: rows of its view as [in, out].
+
+    All but the last of a branch's last kernel, such as [N, H, D]; the first of any other, such as
+    [D, 3, N, H].
+    """
+    axes = tensor_axes(path, leaf)
+    return axes[:-1] if "c_proj" in path else axes[:1]
+
+
+def unrolled_names(path: Path, leaf: jax.Array) -> list[str]:
+    """Returns a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
+    if not is_stacked(path):
+        return ["/".join(path)]
+    return [
+        "/".join(f"h_{index}" if name == "h" else name for name in path)
+        for index in range(leaf.shape[0])
+    ]

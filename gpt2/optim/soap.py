@@ -1,0 +1,166 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gpt2.optim.matrices import kernels, map_stacks, to_matrices
+
+
+class SoapState(NamedTuple):
+    """The state of `scale_by_soap`. Trees have the parameters' paths.
+
+    The matrices' axes are explained in `gpt2.optim.matrices`. Bases hold a vector in each column.
+
+    Attributes:
+        count: steps done, int32.
+        mu: running means of gradients, in the parameters' shapes.
+        nu: running means of squared gradients in the eigenbasis, in the parameters' shapes.
+        row_gram: running means of `G G^T`, `[..., rows, rows]` behind the axes that count matrices.
+        column_gram: running means of `G^T G`, `[..., columns, columns]`.
+        row_basis: eigenvectors of `row_gram`, as of the last refresh.
+        column_basis: eigenvectors of `column_gram`, as of the last refresh.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
+    mu: Any
+    nu: Any
+    row_gram: Any
+    column_gram: Any
+    row_basis: Any
+    column_basis: Any
+
+
+def scale_by_soap(
+    *, beta1: float, beta2: float, eps: float, every: int
+) -> optax.GradientTransformation:
+    """Returns the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3).
+
+    The direction is to be multiplied by a negative learning rate. The trees hold hidden kernels
+    only (`gpt2.optim.matrices.AXES`); other parameters are `optax.MaskedNode()`.
+
+    As in the authors' code, the first step only finds the bases, and its direction is 0: no
+    gradient is judged in a basis that it shaped. Products are in float32 on every platform. The
+    state takes 2 + 2 (rows^2 + columns^2) / (rows * columns) times the memory of a kernel.
+
+    Layouts that round differently part sooner than with other optimizers: where the first gradient
+    is nearly singular, rounding chooses between bases, and Adam's steps depend on the basis.
+
+    Args:
+        beta1: decay of the running mean of gradients.
+        beta2: decay of the running means of squares and of the Gram matrices.
+        eps: added to the root mean square, before the correction of its bias.
+        every: steps between refreshes of the bases, each one step of power iteration and a QR
+            decomposition (algorithm 4).
+    """
+    step = partial(_step, beta1=beta1, beta2=beta2, eps=eps, every=every)
+
+    def init(params: Any) -> SoapState:
+        def squares(side: int) -> Any:
+            return jax.tree.map(
+                lambda kernel, x: jnp.zeros((*kernel.counts, *2 * (kernel.sides[side],)), x.dtype),
+                kernels(params),
+                params,
+            )
+
+        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return SoapState(jnp.int32(0), mu, nu, squares(0), squares(1), squares(0), squares(1))
+
+    def update(updates: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
+        del params
+        shapes = kernels(updates)
+        in_shape = [to_matrices(tree) for tree in (updates, state.mu, state.nu)]
+        beside = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), state[3:])
+        direction, mu, nu, *beside = map_stacks(step, (*in_shape, *beside), state.count)
+        direction, mu, nu = (
+            jax.tree.map(lambda kernel, x: kernel.from_matrices(x), shapes, tree)
+            for tree in (direction, mu, nu)
+        )
+        beside = jax.tree.map(lambda x, old: x.reshape(old.shape), tuple(beside), state[3:])
+        return direction, SoapState(optax.safe_increment(state.count), mu, nu, *beside)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _step(stacks: tuple[jax.Array, ...], count: jax.Array, **options: Any) -> tuple:
+    """Maps gradients and state, as in `SoapState`, to directions and the next state."""
+    with jax.default_matmul_precision("highest"):
+        return jax.lax.cond(
+            count == 0, partial(_start, **options), partial(_advance, **options), count, *stacks
+        )
+
+
+def _start(count, grads, mu, nu, row_gram, column_gram, row_basis, column_basis, **options):
+    row_gram, column_gram = _grams(grads, row_gram, column_gram, options["beta2"])
+    rank = min(grads.shape[1:])
+    bases = _eigenvectors(row_gram, rank), _eigenvectors(column_gram, rank)
+    return jnp.zeros_like(grads), mu, nu, row_gram, column_gram, *bases
+
+
+def _advance(
+    count,
+    grads,
+    mu,
+    nu,
+    row_gram,
+    column_gram,
+    row_basis,
+    column_basis,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    every: int,
+):
+    def project(x):
+        return row_basis.mT @ x @ column_basis
+
+    mu = beta1 * mu + (1 - beta1) * grads
+    nu = beta2 * nu + (1 - beta2) * jnp.square(project(grads))
+    adam = project(mu) / (jnp.sqrt(nu) + eps)
+    correction = jnp.sqrt(1 - beta2**count) / (1 - beta1**count)
+    direction = correction * (row_basis @ adam @ column_basis.mT)
+    row_gram, column_gram = _grams(grads, row_gram, column_gram, beta2)
+
+    def refresh(row_basis, column_basis, nu):
+        row_basis, rows = _power_iteration(row_gram, row_basis)
+        column_basis, columns = _power_iteration(column_gram, column_basis)
+        nu = jnp.take_along_axis(nu, rows[:, :, None], axis=1)
+        return row_basis, column_basis, jnp.take_along_axis(nu, columns[:, None, :], axis=2)
+
+    row_basis, column_basis, nu = jax.lax.cond(
+        count % every == 0, refresh, lambda *same: same, row_basis, column_basis, nu
+    )
+    return direction, mu, nu, row_gram, column_gram, row_basis, column_basis
+
+
+def _grams(grads, row_gram, column_gram, beta2):
+    rows = beta2 * row_gram + (1 - beta2) * (grads @ grads.mT)
+    columns = beta2 * column_gram + (1 - beta2) * (grads.mT @ grads)
+    return rows, columns
+
+
+def _eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
+    """Returns the eigenvectors of one gradient's Gram matrix, those of large eigenvalues first.
+
+    A gradient has no more than `rank` of them. Its null space has any number of bases, between
+    which rounding would choose; a QR decomposition completes the basis in one way everywhere.
+    """
+    vectors = jnp.linalg.eigh(gram)[1][..., ::-1]
+    if rank == gram.shape[-1]:
+        return vectors
+    return jnp.linalg.qr(vectors[..., :rank], mode="complete")[0]
+
+
+def _power_iteration(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a basis nearer to the eigenvectors, and which vectors of the old one it follows.
+
+    The order is that of the eigenvalues as the old basis has them, largest first.
+    """
+    product = gram @ basis
+    order = jnp.argsort(-jnp.sum(basis * product, axis=1), axis=1)
+    ordered = jnp.take_along_axis(product, order[:, None, :], axis=2)
+    return jnp.linalg.qr(ordered)[0], order

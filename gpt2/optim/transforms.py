@@ -1,0 +1,79 @@
+"""What the framework puts around an optimizer's direction: clipping, masks, decay, rates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gpt2.optim.parameters import decay_mask, map_parameters, tensor_axes, unrolled_names
+
+# The least share of a tensor that a cautious update is scaled up from (the authors' code).
+_MIN_SHARE = 1e-3
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Returns `optax.clip_by_global_norm`, computed as a product.
+
+    XLA:CPU would store Optax's quotients: a copy of all gradients (docs/performance.md, XLA:CPU
+    note 1).
+    """
+
+    def clip(grads: Any, _: Any) -> Any:
+        factor = jnp.minimum(1.0, max_norm / optax.tree.norm(grads))
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+
+    return optax.stateless(clip)
+
+
+def cautious(direction: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Drops what a direction does against the gradient (Liang et al. 2024, algorithm 1).
+
+    What is left of a tensor is divided by the share that is left. Entries without a gradient, such
+    as rows of a table that no token of the batch looks up, count neither way.
+    """
+
+    def mask(path: tuple[str, ...], update: jax.Array, grad: jax.Array) -> jax.Array:
+        agrees = (update * grad > 0).astype(update.dtype)
+        axes = tensor_axes(path, update)
+        asked = jnp.sum(grad != 0, axes, keepdims=True, dtype=update.dtype)
+        share = agrees.sum(axes, keepdims=True) / jnp.maximum(asked, 1)
+        return update * (agrees / jnp.maximum(share, _MIN_SHARE))
+
+    def update_fn(grads, state, params=None):
+        updates, state = direction.update(grads, state, params)
+        return map_parameters(mask, updates, grads), state
+
+    return optax.GradientTransformation(direction.init, update_fn)
+
+
+def add_cautious_decay(weight_decay: float) -> optax.GradientTransformation:
+    """Adds decay where it does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
+
+    def add(update: jax.Array, param: jax.Array, decayed: bool) -> jax.Array:
+        if not decayed:
+            return update
+        return update + weight_decay * param * (update * param >= 0)
+
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(add, updates, params, decay_mask(params))
+    )
+
+
+def scale_parameters(factor: Callable[[str], float]) -> optax.GradientTransformation:
+    """Multiplies each parameter's update.
+
+    Args:
+        factor: function of the name that the parameter has in unrolled layers.
+    """
+
+    def scale(path: tuple[str, ...], update: jax.Array) -> jax.Array:
+        factors = [factor(name) for name in unrolled_names(path, update)]
+        if len(set(factors)) == 1:
+            return update if factors[0] == 1 else update * factors[0]
+        column = np.array(factors, update.dtype).reshape(-1, *[1] * (update.ndim - 1))
+        return update * column
+
+    return optax.stateless(lambda updates, _: map_parameters(scale, updates))

@@ -1,0 +1,108 @@
+"""The coordinate check of muP: how far activations move in a few steps, width by width.
+
+    python -m tests.coordinates
+
+writes docs/coordinates.png: Yang et al. 2022 (arXiv 2203.03466), figure 5 and appendix D.1. Under
+muP the movement hangs on the width no more; under the usual parametrisation it grows.
+"""
+
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from configs import default
+from gpt2.config import Config
+from gpt2.model import GPT
+from gpt2.training.program import Program
+
+BASE, WIDTHS, STEPS = 32, (32, 64, 128, 256), 4
+VOCAB, LENGTH, ROWS, HEAD_SIZE = 64, 32, 8, 16
+
+
+def config_of(width: int, is_mup: bool) -> Config:
+    """Returns the options of a model of one width; heads keep their size."""
+    options = default.get_config()
+    options.model.update(
+        vocab_size=VOCAB,
+        context_length=LENGTH,
+        num_layers=2,
+        num_heads=width // HEAD_SIZE,
+        embed_dim=width,
+        mup_base_width=BASE if is_mup else 0,
+    )
+    options.data.batch_size = ROWS
+    options.optim.update(schedule="constant", warmup_steps=0, weight_decay=0.0)
+    options.optim.update(learning_rate=1e-2, end_learning_rate=1e-2)
+    options.train.num_steps = STEPS
+    return Config.from_dict(options)
+
+
+def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Array]:
+    """Returns what each branch of each layer adds, and the logits."""
+    logits, captured = model.apply(
+        {"params": params},
+        tokens,
+        capture_intermediates=lambda module, _: module.name in ("attn", "mlp"),
+    )
+    found = {"logits": logits}
+    for layer, modules in captured["intermediates"].items():
+        for branch, outputs in modules.items():
+            out = outputs["__call__"][0]
+            found[f"{layer}/{branch}"] = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def movement(width: int, is_mup: bool) -> dict[str, float]:
+    """Returns the mean absolute change of every activation after `STEPS` steps."""
+    program = Program.from_config(config_of(width, is_mup), jax.devices()[:1])
+    state = program.init_state()
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+    batch = program.backend.put_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    look = jax.jit(lambda params: activations(program.model, params, batch["tokens"]))
+    before = jax.device_get(look(state.params))
+    step = program.compile_train(state, batch)
+    for _ in range(STEPS):
+        state, _ = step(state, batch)
+    after = jax.device_get(look(state.params))
+    return {name: float(np.abs(after[name] - before[name]).mean()) for name in before}
+
+
+def growth(sizes: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Returns, for each activation, the power of the width with which its movement grows."""
+    names = next(iter(sizes.values()))
+    log_widths = [math.log(width) for width in sizes]
+    return {
+        name: float(np.polyfit(log_widths, [math.log(s[name]) for s in sizes.values()], 1)[0])
+        for name in names
+    }
+
+
+def main() -> None:
+    """Draws both parametrisations, and prints the growth of each activation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axis, is_mup in zip(axes, (False, True), strict=True):
+        sizes = {width: movement(width, is_mup) for width in WIDTHS}
+        title = f"model.mup_base_width={BASE}" if is_mup else "usual parametrisation"
+        axis.set(xscale="log", yscale="log", xlabel="width", title=title)
+        axis.set_xticks(WIDTHS, [str(width) for width in WIDTHS], minor=False)
+        axis.set_xticks([], minor=True)
+        for name, power in growth(sizes).items():
+            axis.plot(WIDTHS, [sizes[w][name] for w in WIDTHS], marker="o", label=name)
+            print(f"{title}: {name} grows as width^{power:.2f}")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"mean change after {STEPS} steps")
+    axes[1].legend(fontsize=8)
+    path = Path(__file__).parents[1] / "docs" / "coordinates.png"
+    figure.savefig(path, dpi=120)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The model with all of its switches in plain numpy and float64, after the papers.
+
+It shares no code with the project: one position, head and layer after another.
+"""
+
+import math
+
+import numpy as np
+
+
+def logits(cfg, params, tokens):
+    """Returns the logits [T, V] of one sequence.
+
+    Args:
+        cfg: a `GPTConfig`, read for its options alone.
+        params: layers unrolled, numpy arrays.
+        tokens: [T] integers.
+    """
+    T, D = len(tokens), cfg.embed_dim
+    x = params["wte"]["embedding"][tokens]
+    if cfg.position == "learned":
+        x = x + params["wpe"]["embedding"][:T]
+    if cfg.position == "sinusoidal":  # Vaswani et al. 2017, sections 3.4 and 3.5
+        x = x * math.sqrt(cfg.mup_base_width or D)
+        for pos in range(T):
+            for i in range(D // 2):
+                x[pos, 2 * i] += math.sin(pos / 10000 ** (2 * i / D))
+                x[pos, 2 * i + 1] += math.cos(pos / 10000 ** (2 * i / D))
+    embedded, first_values = x, None
+    for layer in range(cfg.num_layers):
+        block = params[f"h_{layer}"]
+        if cfg.embedding_skip:
+            own, skip = block["embedding_skip"]["weights"]
+            x = own * x + skip * embedded
+        before = x
+        if cfg.norm_position == "post":
+            y, first_values = attention(cfg, block["attn"], x, tokens, layer, first_values)
+            x = norm(cfg, block["ln_1"], x + y)
+            x = norm(cfg, block["ln_2"], x + mlp(cfg, block["mlp"], x))
+            continue
+        y = norm(cfg, block["ln_1"], x)
+        y, first_values = attention(cfg, block["attn"], y, tokens, layer, first_values)
+        if cfg.norm_position == "sandwich":
+            y = norm(cfg, block["ln_1_post"], y)
+        x = x + y
+        y = mlp(cfg, block["mlp"], norm(cfg, block["ln_2"], before if cfg.parallel_block else x))
+        if cfg.norm_position == "sandwich":
+            y = norm(cfg, block["ln_2_post"], y)
+        x = x + y
+    if cfg.norm_position != "post":
+        x = norm(cfg, params["ln_f"], x)
+    head = params["wte" if cfg.tie_embeddings else "lm_head"]["embedding"]
+    if cfg.mup_base_width:  # Yang et al. 2022, table 8
+        x = x * cfg.mup_base_width / D
+    return cap(x @ head.T, cfg.logit_softcap)
+
+
+def norm(cfg, params, x, kind=None):
+    """LayerNorm or RMSNorm of the last axis."""
+    kind = kind or cfg.norm
+    if kind == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.norm_eps) * params["scale"]
+    return x + params["bias"] if "bias" in params else x
+
+
+def linear(params, x, num_contract=1):
+    y = np.tensordot(x, params["kernel"], num_contract)
+    return y + params["bias"] if "bias" in params else y
+
+
+def attention(cfg, params, x, tokens, layer, first_values):
+    T, N, H = len(x), cfg.num_heads, cfg.embed_dim // cfg.num_heads
+    if "c_attn" in params:
+        q, k, v = np.moveaxis(linear(params["c_attn"], x), 1, 0)
+    else:
+        q, (k, v) = linear(params["c_q"], x), np.moveaxis(linear(params["c_kv"], x), 1, 0)
+    if cfg.value_residual:
+        first_values = v if first_values is None else first_values
+        own, first = params["value_residual"]["weights"]
+        v = own * v + first * first_values
+    if cfg.value_embeddings:
+        own, other = params["value_mix"]["weights"]
+        v = own * v + other * params["value_embedding"]["embedding"][tokens].reshape(v.shape)
+    if cfg.qk_norm:
+        q = norm(cfg, params["q_norm"], q, "rmsnorm")
+        k = norm(cfg, params["k_norm"], k, "rmsnorm")
+    if cfg.position == "rope":
+        q, k = rotate(cfg, q), rotate(cfg, k)
+    letters = cfg.window_pattern * cfg.num_layers
+    window = cfg.window if cfg.window and letters[layer] == "S" else T
+    out = np.zeros((T, N, H))
+    for n in range(N):
+        kv = n * k.shape[1] // N  # which head of keys and values
+        for t in range(T):
+            first = max(0, t - window + 1)
+            scale = 8 / H if cfg.mup_base_width else 1 / math.sqrt(H)
+            scores = cap(k[first : t + 1, kv] @ q[t, n] * scale, cfg.attention_softcap)
+            if cfg.position == "alibi":
+                scores = scores + ALIBI[N][n] * (np.arange(first, t + 1) - t)
+            weights = np.exp(scores - scores.max())
+            out[t, n] = weights / weights.sum() @ v[first : t + 1, kv]
+    return linear(params["c_proj"], out, num_contract=2), first_values
+
+
+# Press et al. 2022, section 3: for 8 heads 1/2^1, 1/2^2, ..., 1/2^8.
+ALIBI = {
+    4: [2**-2, 2**-4, 2**-6, 2**-8],
+    8: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8],
+    # The paper's code, for a number that is no power of two: those of 4, then every second of 8.
+    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+}
+
+
+def rotate(cfg, x):
+    """Su et al. 2021, equation 34, with dimensions paired as halves (GPT-NeoX)."""
+    T, _, H = x.shape
+    y = x.copy()
+    for t in range(T):
+        for i in range(H // 2):
+            angle = t * cfg.rope_base ** (-2 * i / H)
+            a, b = x[t, :, i], x[t, :, i + H // 2]
+            y[t, :, i] = a * math.cos(angle) - b * math.sin(angle)
+            y[t, :, i + H // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return y
+
+
+def mlp(cfg, params, x):
+    value = linear(params["c_fc"], x)
+    if "c_gate" in params:  # Shazeer 2020, equation 6
+        gate = linear(params["c_gate"], x)
+        return linear(params["c_proj"], ACTIVATIONS[cfg.activation](gate) * value)
+    return linear(params["c_proj"], ACTIVATIONS[cfg.activation](value))
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {
+    "gelu_tanh": gelu_tanh,
+    "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+    "relu": lambda x: np.where(x > 0, x, 0),
+    "relu_squared": lambda x: np.where(x > 0, x, 0) ** 2,
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "swiglu": lambda x: x / (1 + np.exp(-x)),
+    "geglu": gelu_tanh,
+}
+
+
+def cap(x, limit):
+    return limit * np.tanh(x / limit) if limit else x
+
+
+def loss(logits, target, z_loss=0.0, label_smoothing=0.0):
+    """Returns the loss of one position: cross-entropy with a smoothed target, and z-loss."""
+    log_normaliser = math.log(np.exp(logits - logits.max()).sum()) + logits.max()
+    wanted = np.full(len(logits), label_smoothing / len(logits))
+    wanted[target] += 1 - label_smoothing
+    return wanted @ (log_normaliser - logits) + z_loss * log_normaliser**2

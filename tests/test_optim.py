@@ -1,0 +1,554 @@
+"""Optimizers and schedules: each equals its paper's formulas, whatever the layout of the layers."""
+
+import dataclasses
+import re
+from functools import cache, partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import gpt2_1558m
+from gpt2.config import Config, OptimConfig
+from gpt2.errors import UserError
+from gpt2.model import GPT, GPTConfig
+from gpt2.optim import averaged_params, check_layer_rates, make_optimizer, make_schedule
+from gpt2.optim.parameters import decay_mask
+from gpt2.optim.transforms import clip_by_global_norm
+from gpt2.parallel.inspect import bytes_per_device
+from gpt2.training.program import Program, check_program
+from gpt2.training.state import LossScale, TrainState
+from gpt2.training.steps import make_train_step
+from gpt2.utils.scan import in_layout
+from tests.peer import needs_peers
+
+pytestmark = pytest.mark.usefixtures("compiles_fast")
+
+SMALL = GPTConfig(vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
+NUM_STEPS = 10
+TOLERANCE = 1e-5  # of the largest entry
+RATES = dict(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
+CONSTANT = dict(learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=2, schedule="constant")
+OPTIMS = {
+    "adamw": OptimConfig(**RATES),
+    "adam": OptimConfig(name="adam", **RATES),
+    "sgd": OptimConfig(name="sgd", momentum=0.9, **RATES),
+    "sgd, plain momentum": OptimConfig(name="sgd", momentum=0.9, nesterov=False, **RATES),
+    "sgd, no momentum": OptimConfig(name="sgd", momentum=0.0, nesterov=False, **RATES),
+    "lion": OptimConfig(name="lion", **RATES),
+    "adafactor": OptimConfig(name="adafactor", **RATES),
+    "ademamix": OptimConfig(name="ademamix", **RATES),
+    "schedule_free": OptimConfig(name="schedule_free", **CONSTANT),
+    "cautious updates": OptimConfig(cautious="updates", **RATES),
+    "cautious decay": OptimConfig(cautious="decay", **RATES),
+    "cautious lion": OptimConfig(name="lion", cautious="both", **RATES),
+    "ema": OptimConfig(ema=0.9, **RATES),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMS)
+each_layout = pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+
+
+@cache
+def initial_params(scanned=False):
+    """A model's parameters with noise on all of them, so that no bias is zero."""
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    params = jax.jit(GPT(SMALL).init)(jax.random.key(0), tokens)["params"]
+    rng = np.random.default_rng(0)
+    noise = lambda x: np.float32(x + 0.02 * rng.standard_normal(x.shape))  # noqa: E731
+    return in_layout(jax.tree.map(noise, params), scanned=scanned)
+
+
+@cache
+def gradients(scanned=False):
+    """A gradient for each step, of norms around 1: some are clipped, and others are not."""
+    rng, params = np.random.default_rng(1), initial_params()
+    draw = lambda x: np.float32(rng.standard_normal(x.shape) * rng.uniform(0.001, 0.02))  # noqa: E731
+    return [in_layout(jax.tree.map(draw, params), scanned=scanned) for _ in range(NUM_STEPS)]
+
+
+def by_name(tree):
+    """Leaves by name, with layers unrolled, as float64."""
+    leaves = jax.tree_util.tree_leaves_with_path(in_layout(tree, scanned=False))
+    name = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {name(path): np.float64(leaf) for path, leaf in leaves}
+
+
+def train(optim, scanned=False, **options):
+    """Returns parameters, and those that are validated, after ten steps."""
+    schedule = make_schedule(optim, NUM_STEPS)
+    optimizer = make_optimizer(optim, schedule, num_steps=NUM_STEPS, **options)
+    params = jax.tree.map(jnp.asarray, initial_params(scanned))
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for grads in gradients(scanned):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return by_name(params), by_name(averaged_params(state, params))
+
+
+def assert_close(actual, expected, tolerance=TOLERANCE):
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        difference = np.abs(actual[name] - wanted).max() / np.abs(wanted).max()
+        assert difference < tolerance, f"{name}: {difference:.1e}"
+
+
+# The papers' formulas in numpy. A direction is called once a step for each parameter, with its
+# gradient, its value and the step, which counts from 1.
+
+
+def moving(state, key, new, decay):
+    state[key] = decay * state.get(key, 0.0) + (1 - decay) * new
+    return state[key]
+
+
+def adam(optim, state, name, grad, param, step):
+    mean = moving(state, (name, "m"), grad, optim.beta1) / (1 - optim.beta1**step)
+    square = moving(state, (name, "v"), grad**2, optim.beta2) / (1 - optim.beta2**step)
+    return mean / (np.sqrt(square) + optim.eps)
+
+
+def sgd(optim, state, name, grad, param, step):
+    state[name] = buffer = optim.momentum * state.get(name, 0.0) + grad
+    return grad + optim.momentum * buffer if optim.nesterov else buffer
+
+
+def lion(optim, state, name, grad, param, step):
+    sign = np.sign(optim.beta1 * state.get(name, 0.0) + (1 - optim.beta1) * grad)
+    moving(state, name, grad, optim.beta2)
+    return sign
+
+
+def matrix(name, x):
+    """Views a kernel as [in, out]."""
+    return x.reshape((-1, x.shape[-1]) if "c_proj" in name else (x.shape[0], -1))
+
+
+def rms(x):
+    return np.sqrt((x**2).mean())
+
+
+def adafactor(optim, state, name, grad, param, step):
+    decay = 1 - step**-0.8
+    if name.endswith(("kernel", "embedding")):
+        square = matrix(name, grad) ** 2
+        row = moving(state, (name, "row"), square.mean(1), decay)
+        column = moving(state, (name, "column"), square.mean(0), decay)
+        second = (np.outer(row, column) / row.mean()).reshape(grad.shape)
+    else:
+        second = moving(state, name, grad**2, decay)
+    update = grad / np.sqrt(second)
+    return max(1e-3, rms(param)) * update / max(1.0, rms(update))
+
+
+def ademamix(optim, state, name, grad, param, step):
+    share = step / NUM_STEPS
+    start, end = np.log(optim.beta1), np.log(optim.beta3)
+    beta3 = min(np.exp(start * end / ((1 - share) * end + share * start)), optim.beta3)
+    mean = moving(state, (name, "m1"), grad, optim.beta1) / (1 - optim.beta1**step)
+    slow = moving(state, (name, "m2"), grad, beta3)
+    square = moving(state, (name, "v"), grad**2, optim.beta2) / (1 - optim.beta2**step)
+    return (mean + optim.alpha * share * slow) / (np.sqrt(square) + optim.eps)
+
+
+def schedule_free(optim, state, name, grad, param, step):
+    square = moving(state, (name, "v"), grad**2, optim.beta2) / (1 - optim.beta2**step)
+    return grad / (np.sqrt(square) + optim.eps)
+
+
+DIRECTIONS = dict(adamw=adam, adam=adam, sgd=sgd, lion=lion, adafactor=adafactor)
+DIRECTIONS |= dict(ademamix=ademamix, schedule_free=schedule_free)
+
+
+def is_decayed(name):
+    return name.endswith(("kernel", "embedding"))
+
+
+def by_formula(optim):
+    """Returns what `train` should return."""
+    direction = partial(DIRECTIONS[optim.name], optim, {})
+    params = by_name(initial_params())
+    average, z, weights = dict(params), dict(params), 0.0
+    for step, tree in enumerate(gradients(), 1):
+        grads, rate = by_name(tree), float(make_schedule(optim, NUM_STEPS)(step - 1))
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        weights += rate**2
+        for name, param in params.items():
+            grad = grads[name] * min(1.0, optim.clip_norm / norm)
+            decay = optim.weight_decay * param * is_decayed(name)
+            if optim.name in ("adam", "sgd"):
+                grad, decay = grad + decay, 0.0
+            update = direction(name, grad, param, step)
+            if optim.cautious in ("updates", "both"):
+                mask = update * grad > 0
+                update = update * mask / max(mask.mean(), 1e-3)
+            if optim.cautious in ("decay", "both"):
+                decay = decay * (update * param >= 0)
+            moved = -rate * (update + decay)
+            if optim.name == "schedule_free":
+                z[name] = z[name] + moved
+                average[name] = average[name] + rate**2 / weights * (z[name] - average[name])
+                params[name] = (1 - optim.beta1) * z[name] + optim.beta1 * average[name]
+            else:
+                params[name] = param + moved
+                average[name] = optim.ema * average[name] + (1 - optim.ema) * params[name]
+    return params, average
+
+
+@each_layout
+@each_optimizer
+def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
+    results, formulas = train(OPTIMS[name], scanned), by_formula(OPTIMS[name])
+    for actual, expected in zip(results, formulas, strict=True):
+        assert_close(actual, expected)
+
+
+def test_some_of_the_gradients_are_clipped():
+    norms = [float(optax.tree.norm(grads)) for grads in gradients()]
+    assert min(norms) < 1.0 < max(norms)
+
+
+def by_torch(optim):
+    """Returns the parameters after ten steps of torch.optim, in float64, with layers unrolled."""
+    import torch
+
+    params, start = {}, by_name(initial_params())
+    for name, value in start.items():
+        view = matrix(name, value) if is_decayed(name) else value.ravel()
+        params[name] = torch.nn.Parameter(torch.tensor(view.copy()))
+    groups = [
+        {
+            "params": [p for name, p in params.items() if is_decayed(name) == decayed],
+            "weight_decay": optim.weight_decay * decayed,
+        }
+        for decayed in (True, False)
+    ]
+    betas = dict(betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    momentum = dict(momentum=optim.momentum, nesterov=optim.nesterov)
+    optimizer = {
+        "adamw": lambda: torch.optim.AdamW(groups, **betas),
+        "adam": lambda: torch.optim.Adam(groups, **betas),
+        "sgd": lambda: torch.optim.SGD(groups, **momentum),
+        "adafactor": lambda: torch.optim.Adafactor(groups, eps=(1e-30, 1e-3)),
+    }[optim.name]()
+    schedule = make_schedule(optim, NUM_STEPS)
+    for step, tree in enumerate(gradients()):
+        for name, grad in by_name(tree).items():
+            params[name].grad = torch.tensor(grad.reshape(params[name].shape))
+        torch.nn.utils.clip_grad_norm_(params.values(), optim.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = float(schedule(step))
+        optimizer.step()
+    return {n: p.detach().numpy().reshape(start[n].shape) for n, p in params.items()}
+
+
+@needs_peers
+@pytest.mark.parametrize(
+    "name", ["adamw", "adam", "sgd", "sgd, plain momentum", "sgd, no momentum", "adafactor"]
+)
+def test_the_formulas_are_those_of_torch(name):
+    # PyTorch adds 1e-6 to the norm that it clips by.
+    assert_close(by_formula(OPTIMS[name])[0], by_torch(OPTIMS[name]), tolerance=2e-6)
+    assert_close(train(OPTIMS[name])[0], by_torch(OPTIMS[name]))
+
+
+# The chain around a direction
+
+
+@pytest.mark.parametrize("size", [0.0, 0.1, 10.0, np.inf, np.nan])
+def test_clipping_is_that_of_optax(size):
+    grads = {"a": size * jnp.arange(-2.0, 3.0), "b": size * jnp.ones((2, 3))}
+    clipped, expected = (
+        clip(1.0).update(grads, optax.EmptyState())[0]
+        for clip in (clip_by_global_norm, optax.clip_by_global_norm)
+    )
+    chex.assert_trees_all_close(clipped, expected, rtol=1e-6)
+
+
+@each_layout
+def test_weight_decay_spares_biases_and_norms(scanned):
+    for path, decayed in jax.tree_util.tree_leaves_with_path(decay_mask(initial_params(scanned))):
+        assert decayed == (path[-1].key not in ("bias", "scale"))
+
+
+def moves(optim, scanned=False, **options):
+    """How far ten steps move each parameter."""
+    start = by_name(initial_params())
+    return {n: value - start[n] for n, value in train(optim, scanned, **options)[0].items()}
+
+
+@each_layout
+def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
+    plain = OptimConfig(name="sgd", momentum=0.0, weight_decay=0.1, **RATES)
+    rates = r"h_1/attn/c_attn=0.0,h_\d+/attn=0.5,wte=3"
+    scaled = moves(dataclasses.replace(plain, layer_rates=rates, weight_decay=0.0), scanned)
+    for name, move in moves(dataclasses.replace(plain, weight_decay=0.0)).items():
+        factor = 3.0 if name.startswith("wte") else 0.5 if "attn" in name else 1.0
+        factor *= not name.startswith("h_1/attn/c_attn")
+        np.testing.assert_allclose(scaled[name], factor * move, atol=1e-7)
+
+
+@each_layout
+@pytest.mark.parametrize("name", ["adamw", "lion", "schedule_free"])
+def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name, scanned):
+    optim = dataclasses.replace(OPTIMS[name], weight_decay=0.0)
+    plain, wide = moves(optim), moves(optim, scanned, width_ratio=4.0)
+    for parameter, move in plain.items():
+        factor = 4 if re.match(r"h_\d/.*kernel", parameter) else 1
+        np.testing.assert_allclose(wide[parameter], move / factor, atol=1e-6)
+    if name == "adamw":
+        without, decayed = train(optim, width_ratio=1e9)[0], train(OPTIMS[name], width_ratio=1e9)[0]
+        schedule = make_schedule(optim, NUM_STEPS)
+        share = np.prod([1 - float(schedule(i)) * OPTIMS[name].weight_decay for i in range(10)])
+        kernel = "h_0/mlp/c_fc/kernel"
+        np.testing.assert_allclose(decayed[kernel], share * without[kernel], rtol=1e-5)
+
+
+def test_a_decay_that_is_part_of_the_gradient_grows_with_the_width():
+    def first_step(weight_decay, width_ratio):
+        optim = dataclasses.replace(OPTIMS["adam"], weight_decay=weight_decay)
+        optimizer = make_optimizer(
+            optim, make_schedule(optim, 9), num_steps=9, width_ratio=width_ratio
+        )
+        params, grads = initial_params(), jax.tree.map(lambda x: 1e-9 * x, gradients()[0])
+        return by_name(optimizer.update(grads, optimizer.init(params), params)[0])
+
+    # Gradients near eps, so that their size shows in Adam's first step.
+    wide, plain, more = first_step(1e-8, 4.0), first_step(1e-8, 1.0), first_step(4e-8, 1.0)
+    for name, update in wide.items():
+        hidden = re.match(r"h_\d/.*kernel", name)
+        np.testing.assert_allclose(update, more[name] / 4 if hidden else plain[name], rtol=1e-4)
+
+
+def test_the_width_is_refused_by_optimizers_without_a_rule():
+    for name in ("sgd", "adafactor"):
+        with pytest.raises(UserError, match=rf"name={name} has no rule for model\.mup_base_width"):
+            train(OPTIMS[name], width_ratio=2.0)
+
+
+@each_layout
+@pytest.mark.parametrize("name", ["muon", "normuon", "soap"])
+def test_hidden_kernels_alone_get_the_direction_for_matrices(monkeypatch, name, scanned):
+    options = {}
+
+    def direction(**given):
+        options.update(given)
+        return optax.identity()
+
+    for module in ("scale_by_muon", "scale_by_soap"):
+        monkeypatch.setattr(f"gpt2.optim.optimizers.{module}", direction)
+    optim = OptimConfig(name=name, adam_learning_rate=5e-3, **RATES)
+    halved = dict(learning_rate=5e-3, end_learning_rate=5e-4, warmup_steps=2)
+    rest, _ = train(OptimConfig(**halved))
+    plain, _ = train(OptimConfig(name="sgd", momentum=0.0, weight_decay=0.0, **RATES))
+    trained, _ = train(dataclasses.replace(optim, weight_decay=0.0), scanned)
+    decayed, _ = train(optim, scanned)
+    for parameter, value in decayed.items():
+        if re.match(r"h_\d/.*kernel", parameter):
+            np.testing.assert_allclose(trained[parameter], plain[parameter], atol=1e-6)
+            assert np.abs(value - trained[parameter]).max() > 1e-5
+        else:
+            np.testing.assert_allclose(value, rest[parameter], atol=1e-6)
+    assert options == (
+        dict(beta1=0.9, beta2=0.95, eps=1e-8, every=10)
+        if name == "soap"
+        else dict(momentum=0.95, nesterov=True, neurons=name == "normuon", beta2=0.95)
+    )
+
+
+@pytest.mark.parametrize("name", ["adafactor", "schedule_free", "ema"])
+def test_float16_skips_a_step_that_overflows(name):
+    model = GPT(dataclasses.replace(SMALL, compute_dtype="float16"))
+    schedule = make_schedule(OPTIMS[name], NUM_STEPS)
+    optimizer = make_optimizer(OPTIMS[name], schedule, num_steps=NUM_STEPS)
+    state = TrainState.create(jax.tree.map(jnp.asarray, initial_params()), optimizer, "float16")
+    state = state.replace(loss_scale=LossScale(jnp.float32(2.0**24), jnp.int32(0)))
+    tokens = np.random.default_rng(0).integers(0, 61, (4, 8)).astype(np.int32)
+    step = jax.jit(make_train_step(model, optimizer, schedule, seed=0))
+    skipped, metrics = step(state, {"tokens": tokens, "targets": tokens})
+    assert not jnp.isfinite(metrics["train/grad_norm"])
+    chex.assert_trees_all_equal(skipped.params, state.params)
+    chex.assert_trees_all_equal(skipped.opt_state, state.opt_state)
+    chex.assert_trees_all_close(skipped.eval_params, state.params, atol=1e-6)
+
+
+# Schedules
+
+
+def rates(schedule, num_steps=100, **options):
+    options = dict(learning_rate=1.0, end_learning_rate=1.0, warmup_steps=10) | options
+    return make_schedule(OptimConfig(schedule=schedule, **options), num_steps)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "expected"),
+    [
+        ("cosine", dict(end_learning_rate=0.1), {10: 1.0, 55: 0.55, 100: 0.1}),
+        ("cosine", dict(end_learning_rate=0.0), {40: 0.75, 70: 0.25}),
+        ("linear", dict(end_learning_rate=0.1), {10: 1.0, 55: 0.55, 100: 0.1}),
+        ("constant", {}, {10: 1.0, 99: 1.0}),
+        ("wsd", dict(end_learning_rate=0.0), {80: 1.0, 85: 0.75, 90: 0.5, 99: 0.05}),
+        ("wsd", dict(end_learning_rate=0.0, decay_steps=40), {60: 1.0, 80: 0.5, 100: 0.0}),
+        ("wsd", dict(end_learning_rate=0.0, decay_percent=40.0), {60: 1.0, 80: 0.5}),
+        ("inverse_sqrt", {}, {10: 1.0, 40: 0.5, 90: 1 / 3}),
+        ("piecewise:20=0.5,60=0.1", {}, {10: 1.0, 19: 1.0, 20: 0.5, 59: 0.5, 60: 0.1, 99: 0.1}),
+    ],
+)
+def test_schedules_pass_through_known_points(schedule, options, expected):
+    rate = rates(schedule, **options)
+    expected = {i: (i + 1) / 11 for i in range(10)} | expected
+    np.testing.assert_allclose([rate(i) for i in expected], list(expected.values()), atol=1e-6)
+
+
+def test_a_warmup_in_percent_is_that_of_its_steps():
+    in_percent = rates("linear", warmup_steps=0, warmup_percent=10.0, end_learning_rate=0.0)
+    in_steps = rates("linear", end_learning_rate=0.0)
+    assert [in_percent(i) for i in range(101)] == [in_steps(i) for i in range(101)]
+    assert OptimConfig(warmup_steps=0, warmup_percent=2.3).warmup(1000) == 23
+
+
+def test_schedules_without_a_warmup_begin_at_the_peak():
+    for schedule in ("cosine", "linear", "constant", "wsd", "piecewise:50=0.5"):
+        assert rates(schedule, warmup_steps=0)(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(schedule="wsd", decay_steps=95), r"decay_steps=95 is longer than the 90 steps"),
+        (
+            dict(schedule="wsd", decay_percent=95.0),
+            r"decay_percent=95 is longer than the 90 steps",
+        ),
+        (dict(schedule="piecewise:5=0.5"), r"begins at step 5, in a warm-up of 10"),
+        (dict(schedule="piecewise:20=0.5,100=0.1"), r"changes at step 100, and train\.num_steps="),
+        (
+            dict(schedule="inverse_sqrt", warmup_steps=0, warmup_percent=0.1),
+            r"warmup_percent=0\.1 of 100 steps is none",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit_the_run_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        rates(**options)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(momentum=0.9),
+            r"^optim\.name=adamw would ignore optim\.momentum=0\.9\. "
+            r"Use --config\.optim\.name=sgd, or --config\.optim\.momentum=0\.95\.$",
+        ),
+        (dict(beta3=0.99), r"adamw would ignore optim\.beta3=0\.99.*name=ademamix"),
+        (dict(name="sgd", beta2=0.9), r"sgd would ignore optim\.beta2=0\.9.*name=adamw"),
+        (dict(name="adafactor", eps=1e-6), r"adafactor would ignore optim\.eps=1e-06"),
+        (dict(adam_learning_rate=1e-3), r"would ignore optim\.adam_learning_rate.*name=muon"),
+        (dict(precondition_every=5), r"would ignore optim\.precondition_every=5.*name=soap"),
+        (dict(name="muon", precondition_every=5), r"muon would ignore .*name=soap"),
+        (dict(name="muon", adam_learning_rate=-1.0), r"adam_learning_rate=-1\.0 is below 0"),
+        (
+            dict(
+                name="muon", learning_rate=0.0, end_learning_rate=0.0, adam_learning_rate=1e-3
+            ),
+            r"adam_learning_rate=0\.001 follows .*learning_rate, which is 0",
+        ),
+        (dict(learning_rate=float("nan")), r"learning_rate=nan is not a number"),
+        (dict(clip_norm=float("inf")), r"clip_norm=inf is not a number"),
+        (dict(weight_decay=-0.1), r"weight_decay=-0\.1 is below 0"),
+        (dict(warmup_steps=-1), r"warmup_steps=-1 is below 0"),
+        (dict(name="soap", precondition_every=0), r"precondition_every=0 is below 1"),
+        (dict(ema=1.0), r"ema=1\.0 is not in \[0, 1\)"),
+        (dict(beta1=1.0), r"beta1=1\.0 is not in \[0, 1\)"),
+        (dict(name="ademamix", beta3=0.0), r"ademamix needs a positive optim\.beta3"),
+        (dict(warmup_percent=5.0), r"both say how.*set --config\.optim\.warmup_steps=0"),
+        (dict(warmup_steps=0, warmup_percent=101.0), r"warmup_percent=101 is more than the run"),
+        (dict(decay_steps=5), r"schedule=cosine would ignore optim\.decay_steps=5.*schedule=wsd"),
+        (
+            dict(schedule="wsd", decay_steps=5, decay_percent=5.0),
+            r"both say how.*set --config\.optim\.decay_steps=0",
+        ),
+        (dict(schedule="constant"), r"constant would ignore optim\.end_learning_rate=6e-05"),
+        (dict(schedule="inverse_sqrt"), r"inverse_sqrt would ignore optim\.end_learning_rate"),
+        (dict(schedule="piecewise:10=0.5"), r"piecewise would ignore optim\.end_learning_rate"),
+        (
+            dict(schedule="inverse_sqrt", warmup_steps=0, end_learning_rate=6e-4),
+            r"falls from the end of a warm-up.*warmup_steps=100",
+        ),
+        (dict(schedule="stairs"), r"optim\.schedule=stairs is not one of cosine"),
+        (dict(schedule="cosine:3"), r"gives values to a schedule without any"),
+        (dict(schedule="piecewise"), r"schedule=piecewise is not piecewise:STEP=SHARE"),
+        (dict(schedule="piecewise:10"), r"piecewise:10 is not piecewise:STEP=SHARE"),
+        (dict(schedule="piecewise:10=x"), r"piecewise:10=x is not piecewise:STEP"),
+        (dict(schedule="piecewise:10=0.5=1"), r"is not piecewise:STEP=SHARE"),
+        (dict(schedule="piecewise:10=-1"), r"has a step below 1 or a share below 0"),
+        (dict(schedule="piecewise:10=nan"), r"has a step below 1 or a share below 0"),
+        (dict(schedule="piecewise:20=1,10=0.5"), r"steps that do not ascend"),
+        (dict(layer_rates="attn"), r"layer_rates has 'attn', not REGEX=FACTOR"),
+        (dict(layer_rates="attn=fast"), r"layer_rates has 'attn=fast', not REGEX=FACTOR"),
+        (dict(layer_rates="attn=-1"), r"layer_rates has 'attn=-1', with a factor below 0"),
+        (dict(layer_rates="(=1"), r"layer_rates has '\(', which is not a regular expression"),
+        (dict(name="schedule_free"), r"averages in place of optim\.schedule=cosine.*=constant"),
+        (dict(name="schedule_free", ema=0.9, **CONSTANT), r"keeps an average already"),
+        (dict(name="schedule_free", beta1=0.0, **CONSTANT), r"needs a positive optim\.beta1"),
+        (dict(name="sgd", momentum=0.0, cautious="updates"), r"has no momentum here"),
+        (dict(beta1=0.0, cautious="updates"), r"has no momentum here"),
+        (dict(name="adafactor", cautious="both"), r"adafactor has no momentum here that could"),
+        (dict(name="adam", cautious="decay"), r"adds its decay to the gradient"),
+        (dict(cautious="decay", weight_decay=0.0), r"masks a decay, and optim\.weight_decay=0"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        OptimConfig(**options)
+
+
+@each_layout
+def test_a_pattern_that_no_parameter_needs_is_refused(scanned):
+    shapes = initial_params(scanned)
+    check_layer_rates(OptimConfig(layer_rates=r"h_1/=0.5,h_\d=2,ln_f/bias$=0"), shapes)
+    for patterns, unused in (("h_2/=1", "h_2/"), ("attn=1,c_attn=2", "c_attn")):
+        with pytest.raises(UserError, match=f"layer_rates has '{unused}', which matches no param"):
+            check_layer_rates(OptimConfig(layer_rates=patterns), shapes)
+
+
+def test_a_pattern_is_checked_before_a_run_begins():
+    tree = gpt2_1558m.get_config()
+    tree.optim.layer_rates = "h_48/=0.5"
+    tree.data.batch_size = tree.train.accumulate_steps = 1
+    with pytest.raises(UserError, match="layer_rates has 'h_48/', which matches no parameter"):
+        check_program(Config.from_dict(tree), jax.devices()[:1])
+
+
+# Memory
+
+
+def test_bytes_of_state_per_device_are_those_of_theory():
+    """GPT-2 1558M over fsdp=8: what an axis of length D belongs to is split, and nothing else."""
+    V, T, D, F, L, P = 50257, 1024, 1600, 6400, 48, 1_557_611_200
+    layer = (D + 3 * D) + (D + D) + (D + F) + (F + D)  # rows and columns of its four kernels
+    split = L * 4 * D + 2 * D  # of those, what lies along the residual stream, and of both tables
+    moments = L * layer + (V + D) + (T + D)
+    hidden = L * (D * 3 * D + D * D + 2 * D * F)
+    vectors_split, vectors_whole = L * 6 * D + 2 * D, L * (3 * D + F)
+    expected = {
+        "adamw": 8 * P / 8,
+        "lion": 4 * P / 8,
+        "ademamix": 12 * P / 8,
+        "muon": (4 * hidden + 8 * (P - hidden)) / 8,  # a momentum alone for hidden kernels
+        "adafactor": 4 * ((moments - split) + split / 8 + vectors_split / 8 + vectors_whole),
+    }
+    for name, wanted in expected.items():
+        tree = gpt2_1558m.get_config()
+        tree.optim.name = name
+        tree.parallel.update(data=1, fsdp=8)
+        tree.data.batch_size, tree.train.accumulate_steps = 8, 1
+        tree.model.vocab_size = V
+        program = Program.from_config(Config.from_dict(tree), jax.devices())
+        assert bytes_per_device(program.state_shapes.opt_state) == pytest.approx(wanted, rel=0.01)

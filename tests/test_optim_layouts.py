@@ -1,0 +1,138 @@
+"""Every optimizer trains alike in every layout, and continues from a checkpoint of any other.
+
+A few of them run by default, the whole table with `-m slow`.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from gpt2.config import CHOICES, OptimConfig, ParallelConfig
+from gpt2.parallel import following, rules
+from gpt2.parallel.inspect import bytes_per_device
+from gpt2.parallel.mesh import make_mesh
+from tests.layouts import (
+    MODEL,
+    TOLERANCE,
+    Case,
+    continue_elsewhere,
+    loss_difference,
+    param_difference,
+    setup,
+)
+
+pytestmark = [pytest.mark.usefixtures("compiles_fast"), pytest.mark.thorough]
+
+# Without biases: the gradient of one on all keys is zero in theory and noise in practice, which an
+# update of fixed size would follow.
+WITHOUT_BIASES = dataclasses.replace(MODEL, bias=False)
+RATES = dict(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2)
+OPTIMS = {name: OptimConfig(name=name, **RATES) for name in CHOICES["optim.name"][:6]}
+OPTIMS |= {name: OptimConfig(name=name, **RATES) for name in ("muon", "normuon", "soap")}
+OPTIMS["schedule_free"] = OptimConfig(
+    name="schedule_free", schedule="constant", **RATES | dict(end_learning_rate=1e-3)
+)
+OPTIMS["ema"] = OptimConfig(ema=0.9, layer_rates="h_1/=0.5", **RATES)
+LAYOUTS = ("fsdp 4 x tensor 2", "pmap x 8")
+SPREAD = ParallelConfig(data=1, fsdp=4, tensor=2)
+
+
+def case(name, layout="one device", scanned=False):
+    return Case(layout, scanned=scanned, optim=OPTIMS[name], model=WITHOUT_BIASES)
+
+
+def assert_alike(name, result, reference):
+    if name == "soap":  # in float32 its eigenvectors follow rounding, and the losses do not
+        assert loss_difference(result, reference) < 1e-4
+        return
+    assert loss_difference(result, reference) < TOLERANCE
+    assert param_difference(result, reference) < TOLERANCE
+
+
+def some_by_default(name, layout, scanned):
+    chosen = [("adafactor", LAYOUTS[0], True), ("schedule_free", LAYOUTS[0], False)]
+    chosen += [("ema", LAYOUTS[1], True), ("soap", LAYOUTS[0], True), ("muon", LAYOUTS[0], False)]
+    marks = () if (name, layout, scanned) in chosen else (pytest.mark.slow,)
+    form = "scanned" if scanned else "unrolled"
+    return pytest.param(name, layout, scanned, marks=marks, id=f"{name}, {layout}, {form}")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "scanned"),
+    [
+        some_by_default(name, layout, scanned)
+        for name in OPTIMS
+        for layout in LAYOUTS
+        for scanned in (False, True)
+    ],
+)
+def test_every_optimizer_trains_in_any_layout_as_on_one_device(name, layout, scanned):
+    reference = setup(case(name)).train()
+    result = setup(case(name, layout, scanned)).train()
+    assert_alike(name, result, reference)
+
+
+def test_there_is_a_case_for_every_optimizer():
+    assert set(OPTIMS) == {*CHOICES["optim.name"], "ema"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "scanned"),
+    [
+        ("adafactor", LAYOUTS[0], True),
+        ("schedule_free", LAYOUTS[0], False),
+        ("ema", LAYOUTS[1], True),
+        ("soap", LAYOUTS[0], True),
+    ],
+)
+def test_a_checkpoint_continues_exactly_and_in_another_layout(name, layout, scanned, tmp_path):
+    here, there = case(name), case(name, layout, scanned)
+    reference = setup(here).train()
+    again = continue_elsewhere(here, [here, there], tmp_path / "here")
+    back = continue_elsewhere(there, [here], tmp_path / "there")
+    np.testing.assert_array_equal(again[here].losses, reference.losses[2:])
+    jax.tree.map(np.testing.assert_array_equal, again[here].params, reference.params)
+    for result in (again[there], back[here]):
+        assert_alike(name, result, reference)
+
+
+# How state is spread
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, np.float32)
+
+
+def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
+    axes = {"h": {"kernel": jax.sharding.PartitionSpec("layers", "embed", "qkv", "heads", "norm")}}
+    storage = rules.specs(axes, rules.STORAGE | {"norm": ()})
+    params = {"h": {"kernel": shape(2, 64, 3, 4, 16)}}
+
+    def spread(*sizes, parallel=SPREAD):
+        state = optax.TraceState(trace={"h": {"kernel": shape(*sizes)}})
+        return tuple(
+            following.specs(state, params, storage, make_mesh(parallel)).trace["h"]["kernel"]
+        )
+
+    assert spread(2, 64, 3, 4, 16) == (None, "fsdp", None, "tensor", None)
+    assert spread(2, 64, 1, 1, 1) == (None, "fsdp", None, None, None)
+    assert spread(2, 1, 3, 4, 16) == (None, None, None, "tensor", None)
+    assert spread(2, 64) == (None, "fsdp")
+    assert spread(2, 3, 4, 16) == (None, None, "tensor", None)
+    assert spread(2) == (None,)
+    assert spread() == spread(1) == ()
+    assert spread(2, 192, 192) == (None, "fsdp", "tensor")
+    assert spread(8, 6, 6) == (None, None, "tensor")
+    assert spread(8, 6, 7) == ("fsdp",)
+    assert spread(2, 190, 190) == spread(2, 192, 192, parallel=ParallelConfig()) == ()
+    other = optax.TraceState(trace={"kernel": shape(2, 64)})
+    assert tuple(following.specs(other, params, storage, make_mesh(SPREAD)).trace["kernel"]) == ()
+
+
+def test_state_of_a_spread_layout_is_spread():
+    whole = setup(case("adafactor")).shapes.opt_state
+    spread = setup(case("adafactor", LAYOUTS[0], True)).shapes.opt_state
+    assert bytes_per_device(spread) < 0.5 * bytes_per_device(whole)

@@ -1,0 +1,411 @@
+"""Muon, NorMuon and SOAP: the papers' formulas on a model's kernels, wherever these are stored."""
+
+import dataclasses
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gpt2.config import GPTConfig, ParallelConfig
+from gpt2.errors import UserError
+from gpt2.model import GPT
+from gpt2.optim import muon
+from gpt2.optim.matrices import kernels, to_matrices
+from gpt2.optim.muon import scale_by_muon
+from gpt2.optim.soap import scale_by_soap
+from gpt2.parallel import rules
+from gpt2.parallel.collectives import collectives
+from gpt2.parallel.mesh import make_mesh
+from gpt2.parallel.pjit import PjitBackend
+from gpt2.training.state import TrainState
+from gpt2.utils.scan import in_layout
+from tests.peer import needs_peers
+
+pytestmark = pytest.mark.usefixtures("compiles_fast")
+
+SMALL = GPTConfig(vocab_size=50, context_length=16, num_layers=2, num_heads=4, embed_dim=32)
+MESHES = {
+    "fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2),
+    "data 2 x fsdp 2 x tensor 2": ParallelConfig(data=2, fsdp=2, tensor=2),
+    "data 8": ParallelConfig(data=8),
+}
+NUM_STEPS = 10
+MOMENTUM, BETA1, BETA2, EPS, EVERY = 0.95, 0.9, 0.95, 1e-8, 4
+TOLERANCE = 1e-5  # of the largest entry
+# In float32 SOAP magnifies rounding: its first basis by the gaps between eigenvalues, and its first
+# direction where an entry is near 0, since Adam takes the sign. float64 shows that this is all.
+
+OPTIMIZERS = {
+    "muon": scale_by_muon(momentum=MOMENTUM, nesterov=True, neurons=False, beta2=BETA2),
+    "muon without nesterov": scale_by_muon(
+        momentum=MOMENTUM, nesterov=False, neurons=False, beta2=BETA2
+    ),
+    "normuon": scale_by_muon(momentum=MOMENTUM, nesterov=True, neurons=True, beta2=BETA2),
+    "soap": scale_by_soap(beta1=BETA1, beta2=BETA2, eps=EPS, every=EVERY),
+}
+
+
+def hidden(tree):
+    """Returns a model's tree with everything masked but the kernels of its layers."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x if path[-1].key == "kernel" else optax.MaskedNode(), tree
+    )
+
+
+def gradients(step, config=SMALL, dtype="float32"):
+    """Returns gradients of all hidden kernels, unrolled, with neurons of unequal size."""
+    model = GPT(config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    rng = np.random.default_rng(step)
+
+    def draw(shape):
+        scales = np.exp(rng.standard_normal(shape.shape[-1:]) / 2)
+        return jnp.asarray(rng.standard_normal(shape.shape) * scales, dtype)
+
+    return jax.tree.map(draw, hidden(shapes))
+
+
+def directions(
+    optimizer,
+    *,
+    config=SMALL,
+    layout=lambda tree: tree,
+    mesh=None,
+    shardings=None,
+    dtype="float32",
+):
+    """Returns the directions of all steps by name, as numpy, and the last state."""
+    grads = [layout(gradients(step, config, dtype)) for step in range(NUM_STEPS)]
+    state = optimizer.init(grads[0])
+    update = jax.jit(optimizer.update)
+    if mesh is not None:
+        update = on_mesh(optimizer, mesh)
+        grads = jax.device_put(grads, [shardings or stored(config, mesh)] * NUM_STEPS)
+    steps = []
+    for grad in grads:
+        direction, state = update(grad, state)
+        steps.append(named(direction))
+    return {name: np.stack([step[name] for step in steps]) for name in steps[0]}, state
+
+
+def on_mesh(optimizer, mesh):
+    """Returns the jitted update, traced as the pjit backend traces it."""
+
+    def update(grads, state):
+        with rules.spread_activations(mesh):
+            return optimizer.update(grads, state)
+
+    return jax.jit(update)
+
+
+def stored(config, mesh):
+    """Returns the shardings of hidden kernels between steps."""
+    specs = hidden(rules.specs(GPT(config).logical_axes(), rules.STORAGE))
+    return jax.tree.map(partial(NamedSharding, mesh), specs)
+
+
+def named(tree):
+    """Returns the leaves of a tree in either layout by name, unrolled, as numpy."""
+    leaves = jax.tree_util.tree_leaves_with_path(in_layout(tree, scanned=False))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in leaves
+    }
+
+
+def difference(found, wanted):
+    """Returns the largest difference of an entry, over the largest entry of its kernel."""
+    assert found.keys() == wanted.keys()
+    return max(np.abs(found[k] - wanted[k]).max() / np.abs(wanted[k]).max() for k in wanted)
+
+
+# The formulas, in float64, for one matrix [inputs, outputs].
+
+
+def split(name, kernel):
+    """Returns the matrices of an unrolled kernel, each [inputs, outputs] in float64."""
+    kernel = np.asarray(kernel, np.float64)
+    if "c_attn" in name or "c_kv" in name:  # [D, several, N, H]
+        return [kernel[:, i].reshape(len(kernel), -1) for i in range(kernel.shape[1])]
+    if "attn/c_proj" in name:  # [N, H, D]
+        return [kernel.reshape(-1, kernel.shape[-1])]
+    return [kernel.reshape(len(kernel), -1)]
+
+
+def join(name, matrices, shape):
+    """Returns the kernel of some matrices: the inverse of `split`."""
+    if "c_attn" in name or "c_kv" in name:
+        return np.stack(matrices, axis=1).reshape(shape)
+    return matrices[0].reshape(shape)
+
+
+def orthogonalized(x):
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x
+
+
+def plain_muon(grads, *, nesterov=True, neurons=False):
+    momentum, mean_square = 0.0, 0.0
+    for grad in grads:
+        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * grad
+        ahead = (1 - MOMENTUM) * grad + MOMENTUM * momentum
+        update = orthogonalized(ahead if nesterov else momentum)
+        if not neurons:
+            yield 0.2 * math.sqrt(max(grad.shape)) * update
+            continue
+        # Algorithm 1 of the paper, whose matrices are [outputs, inputs].
+        update = update.T
+        mean_square = BETA2 * mean_square + (1 - BETA2) * np.mean(update * update, axis=1)
+        update = update / (np.sqrt(mean_square)[:, None] + 1e-10)
+        yield (0.2 * math.sqrt(update.size) / np.linalg.norm(update) * update).T
+
+
+def plain_soap(grads):
+    """The authors' SOAP without weight decay; a first basis is completed as ours is."""
+    mu = nu = 0.0
+    grams, bases = [0.0, 0.0], [None, None]
+    for step, grad in enumerate(grads):
+        if step == 0:
+            yield np.zeros_like(grad)
+        else:
+            mu = BETA1 * mu + (1 - BETA1) * grad
+            nu = BETA2 * nu + (1 - BETA2) * (bases[0].T @ grad @ bases[1]) ** 2
+            adam = bases[0].T @ mu @ bases[1] / (np.sqrt(nu) + EPS)
+            correction = math.sqrt(1 - BETA2**step) / (1 - BETA1**step)
+            yield correction * bases[0] @ adam @ bases[1].T
+        for side, square in enumerate((grad @ grad.T, grad.T @ grad)):
+            grams[side] = BETA2 * grams[side] + (1 - BETA2) * square
+            if step == 0:
+                vectors = np.linalg.eigh(grams[side])[1][:, ::-1][:, : min(grad.shape)]
+                full = len(square) == vectors.shape[1]
+                bases[side] = vectors if full else np.linalg.qr(vectors, mode="complete")[0]
+            elif step % EVERY == 0:
+                eigenvalues = np.diag(bases[side].T @ grams[side] @ bases[side])
+                order = np.argsort(-eigenvalues)
+                bases[side] = np.linalg.qr(grams[side] @ bases[side][:, order])[0]
+                nu = nu[order] if side == 0 else nu[:, order]
+
+
+PLAIN = {
+    "muon": plain_muon,
+    "muon without nesterov": partial(plain_muon, nesterov=False),
+    "normuon": partial(plain_muon, neurons=True),
+    "soap": plain_soap,
+}
+
+
+def formula(name, dtype):
+    """Returns what the formula `name` gives for all steps on gradients of a type, by kernel."""
+    grads = [named(gradients(step, dtype=dtype)) for step in range(NUM_STEPS)]
+    result = {}
+    for kernel, first in grads[0].items():
+        matrices = zip(*(split(kernel, g[kernel]) for g in grads), strict=True)
+        by_matrix = [list(PLAIN[name](each)) for each in matrices]
+        steps = zip(*by_matrix, strict=True)
+        result[kernel] = np.stack([join(kernel, each, first.shape) for each in steps])
+    return result
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_ten_steps_equal_the_papers_formula(name, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        found, _ = directions(OPTIMIZERS[name], dtype=dtype)
+        wanted = formula(name, dtype)
+    tolerance = 1e-10 if dtype == "float64" else 1e-3 if name == "soap" else TOLERANCE
+    assert difference(found, wanted) < tolerance
+
+
+@needs_peers
+@pytest.mark.parametrize("name", ["muon", "muon without nesterov"])
+def test_ten_steps_equal_pytorch(name, monkeypatch):
+    import torch
+
+    # PyTorch would orthogonalise in bfloat16, whose rounding hides most mistakes.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    grads = [named(gradients(step)) for step in range(NUM_STEPS)]
+    found, _ = directions(OPTIMIZERS[name])
+    summed, wanted = {}, {}
+    for kernel, first in grads[0].items():
+        matrices = [torch.nn.Parameter(torch.zeros(*x.shape)) for x in split(kernel, first)]
+        optimizer = torch.optim.Muon(
+            matrices,
+            lr=1.0,
+            weight_decay=0.0,
+            momentum=MOMENTUM,
+            nesterov=name == "muon",
+            adjust_lr_fn="match_rms_adamw",
+        )
+        for step in range(NUM_STEPS):
+            for x, grad in zip(matrices, split(kernel, grads[step][kernel]), strict=True):
+                x.grad = torch.tensor(grad, dtype=torch.float32)
+            optimizer.step()
+        wanted[kernel] = -join(kernel, [x.detach().numpy() for x in matrices], first.shape)
+        summed[kernel] = found[kernel].sum(axis=0)
+    assert difference(summed, wanted) < TOLERANCE
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_scanned_layers_give_what_unrolled_layers_give(name):
+    unrolled, state = directions(OPTIMIZERS[name])
+    scanned, stacked_state = directions(OPTIMIZERS[name], layout=partial(in_layout, scanned=True))
+    assert difference(scanned, unrolled) < TOLERANCE
+    shapes = jax.tree.map(jnp.shape, stacked_state)
+    assert shapes == jax.tree.map(jnp.shape, in_layout(state, scanned=True))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_eight_devices_give_what_one_gives(name, mesh):
+    one, _ = directions(OPTIMIZERS[name])
+    eight, _ = directions(OPTIMIZERS[name], mesh=make_mesh(MESHES[mesh]))
+    assert difference(eight, one) < TOLERANCE
+
+
+@pytest.mark.thorough
+def test_soap_on_eight_devices_gives_what_one_gives():
+    options = dict(config=dataclasses.replace(SMALL, num_layers=1), dtype="float64")
+    with jax.enable_x64(True):
+        one, _ = directions(OPTIMIZERS["soap"], **options)
+        mesh = make_mesh(MESHES["data 2 x fsdp 2 x tensor 2"])
+        eight, _ = directions(OPTIMIZERS["soap"], mesh=mesh, **options)
+    assert difference(eight, one) < TOLERANCE
+
+
+@pytest.mark.thorough
+def test_a_side_that_no_axis_divides_stays_whole():
+    config = dataclasses.replace(SMALL, embed_dim=36, num_layers=1)
+    mesh = make_mesh(ParallelConfig(data=1, fsdp=8))
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), gradients(0, config))
+    one, _ = directions(OPTIMIZERS["muon"], config=config)
+    eight, _ = directions(OPTIMIZERS["muon"], config=config, mesh=mesh, shardings=whole)
+    assert difference(eight, one) < TOLERANCE
+
+
+@pytest.mark.thorough
+def test_every_device_of_pmap_computes_all():
+    optimizer, grads = OPTIMIZERS["normuon"], gradients(0)
+    state = optimizer.init(grads)
+    update = jax.pmap(
+        lambda grads, state, _: optimizer.update(grads, state)[0],
+        in_axes=(None, None, 0),
+        out_axes=None,
+    )
+    wanted, _ = jax.jit(optimizer.update)(grads, state)
+    assert difference(named(update(grads, state, np.arange(8))), named(wanted)) < TOLERANCE
+
+
+def compiled_text(name, num_layers=4):
+    """Returns the compiled update over fsdp 4 x tensor 2."""
+    config = dataclasses.replace(SMALL, num_layers=num_layers)
+    mesh = make_mesh(MESHES["fsdp 4 x tensor 2"])
+    grads = jax.device_put(gradients(0, config), stored(config, mesh))
+    state = jax.eval_shape(OPTIMIZERS[name].init, grads)
+    return on_mesh(OPTIMIZERS[name], mesh).lower(grads, state).compile().as_text()
+
+
+def test_a_matrix_crosses_the_network_once_in_and_once_out():
+    square, wide = 4 * 4, 4 * 2  # matrices [32, 32] and [32, 128] of four layers
+    sizes = [4 * square * 32 * 32 // 8, 4 * wide * 32 * 128 // 8]  # bytes on each device
+    found = collectives(compiled_text("muon"))
+    assert {c.kind for c in found} == {"all-to-all"}
+    assert sorted(c.bytes * c.times for c in found) == sorted(2 * sizes)
+    assert all(len(c.group) == 8 for c in found)
+
+
+def test_no_device_holds_more_than_its_share_of_a_stack():
+    text = compiled_text("muon")
+    arrays = re.findall(r"\bf32\[([\d,]+)\]", text)
+    largest = max(math.prod(map(int, dims.split(","))) for dims in arrays)
+    assert largest == 32 * 128  # one of the eight wide matrices, while the stack has 8 times that
+
+
+@pytest.mark.thorough
+def test_collectives_grow_neither_with_iterations_nor_with_layers(monkeypatch):
+    before = compiled_text("muon")
+    assert len(collectives(compiled_text("muon", num_layers=2))) == len(collectives(before))
+    monkeypatch.setattr(muon, "NUM_ITERATIONS", 9)
+    after = compiled_text("muon")
+    assert after.count(" dot(") > before.count(" dot(")
+    assert collectives(after) == collectives(before)
+
+
+@pytest.mark.thorough
+def test_normuon_adds_vectors_to_what_muon_sends():
+    *added, _, _, _, _ = sorted(c.bytes for c in collectives(compiled_text("normuon")))
+    assert len(added) < 8 and max(added) <= 4 * 8 * 128  # mean squares of one stack's columns
+
+
+def test_state_is_stored_over_the_devices_that_store_its_kernels():
+    mesh = make_mesh(MESHES["fsdp 4 x tensor 2"])
+    axes = hidden(GPT(SMALL).logical_axes())
+    optimizer = OPTIMIZERS["soap"]
+    grads = gradients(0)
+    state = TrainState(jnp.int32(0), grads, optimizer.init(grads), None)
+    shardings = PjitBackend(mesh, axes).state_shardings(state)
+    assert shardings.opt_state.mu == shardings.opt_state.nu == shardings.params
+    for grams in shardings.opt_state[3:]:
+        specs = {sharding.spec[-2:] for sharding in jax.tree.leaves(grams)}
+        assert specs == {("fsdp", "tensor")}
+
+
+def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(monkeypatch):
+    wanted, _ = directions(OPTIMIZERS["muon"])
+    monkeypatch.setattr(muon, "platform", lambda: "gpu")
+    optimizer = scale_by_muon(momentum=MOMENTUM, nesterov=True, neurons=False, beta2=BETA2)
+    found, _ = directions(optimizer)
+    assert all(x.dtype == np.float32 for x in found.values())
+    assert 1e-4 < difference(found, wanted) < 0.1
+    grads = gradients(0)
+    jaxpr = str(jax.make_jaxpr(optimizer.update)(grads, optimizer.init(grads)))
+    products = re.findall(r"preferred_element_type=(\w+)", jaxpr)
+    assert len(products) == 2 * 15 and set(products) == {"float32"}
+    assert "bf16[4,32,128]" in jaxpr
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_of_zero_give_a_direction_of_zero(name):
+    zeros = jax.tree.map(jnp.zeros_like, gradients(0))
+    state = OPTIMIZERS[name].init(zeros)
+    for _ in range(2):
+        direction, state = OPTIMIZERS[name].update(zeros, state)
+        assert not any(x.any() for x in named(direction).values())
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_grouped_queries_and_gates_are_matrices_too():
+    shapes = {"attn": {"c_q": (32, 4, 8), "c_kv": (32, 2, 2, 8)}, "mlp": {"c_gate": (32, 128)}}
+    tree = {
+        "h": {
+            block: {
+                name: {"kernel": jnp.arange(2.0 * math.prod(shape)).reshape(2, *shape)}
+                for name, shape in members.items()
+            }
+            for block, members in shapes.items()
+        }
+    }
+    matrices = to_matrices(tree)["h"]
+    assert matrices["attn"]["c_q"]["kernel"].shape == (2, 32, 32)
+    assert matrices["attn"]["c_kv"]["kernel"].shape == (4, 32, 16)
+    assert matrices["mlp"]["c_gate"]["kernel"].shape == (2, 32, 128)
+    values = tree["h"]["attn"]["c_kv"]["kernel"][1, :, 1].reshape(32, 16)
+    np.testing.assert_array_equal(matrices["attn"]["c_kv"]["kernel"][3], values)
+    back = jax.tree.map(lambda kernel, x: kernel.from_matrices(x), kernels(tree)["h"], matrices)
+    jax.tree.map(np.testing.assert_array_equal, back, tree["h"])
+
+
+def test_an_unknown_kernel_is_refused_by_name():
+    tree = {"h_0": {"mlp": {"router": {"kernel": jnp.ones((2, 2))}}}}
+    with pytest.raises(UserError, match=r"h_0/mlp/router/kernel.*AXES"):
+        OPTIMIZERS["muon"].init(tree)

@@ -1,0 +1,128 @@
+"""What every switch computes, held to a plain reference in numpy (tests/plain.py)."""
+
+import dataclasses
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2.model import GPT, GPTConfig
+from gpt2.ops import alibi_slopes
+from tests import plain
+from tests.test_switches import config_of, each_switch, mean_loss, model_of, params_of, tokens_of
+
+pytestmark = pytest.mark.usefixtures("compiles_fast")
+
+
+@each_switch
+def test_logits_and_loss_are_those_of_plain_numpy(name):
+    model, params, tokens = model_of(name), params_of(name), tokens_of(5)
+    # Far from the defaults, so that every factor shows.
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    wanted = np.stack([plain.logits(model.config, exact, row) for row in np.asarray(tokens)])
+    logits = jax.jit(model.apply)({"params": params}, tokens)
+    np.testing.assert_allclose(logits, wanted, atol=1e-4 * np.abs(wanted).max())
+    options = dataclasses.asdict(config_of(name).loss)
+    targets = np.roll(np.asarray(tokens), -1, axis=1)
+    losses = [
+        plain.loss(row, target, **options)
+        for rows, row_targets in zip(wanted, targets, strict=True)
+        for row, target in zip(rows, row_targets, strict=True)
+    ]
+    loss = mean_loss(name, model, params, tokens)
+    assert float(loss) == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_a_third_layer_mixes_the_values_of_the_first():
+    cfg = dataclasses.replace(model_of("value_residual").config, num_layers=3)
+    params = jax.jit(GPT(cfg).init)(jax.random.key(0), tokens_of(0))["params"]
+    params = jax.tree.map(lambda x: 2.0 * x, params)
+    wanted = plain.logits(cfg, jax.tree.map(np.asarray, params), np.asarray(tokens_of(5)[0]))
+    logits = jax.jit(GPT(cfg).apply)({"params": params}, tokens_of(5)[:1])[0]
+    np.testing.assert_allclose(logits, wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("num_heads", plain.ALIBI)
+def test_slopes_of_alibi_are_the_papers(num_heads):
+    np.testing.assert_allclose(alibi_slopes(num_heads), plain.ALIBI[num_heads], rtol=1e-6)
+
+
+def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
+    from gpt2.training.steps import make_eval_step
+
+    tokens = tokens_of(6)
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+    for name in ("z_loss", "label_smoothing"):
+        sums = make_eval_step(model_of(name))(params_of(name), batch)
+        expected = mean_loss("default", model_of(name), params_of(name), tokens)
+        np.testing.assert_allclose(sums["loss_sum"] / sums["count"], expected, rtol=1e-6)
+
+
+def kernel_stddev(params, *path):
+    node = params
+    for name in path:
+        node = node[name]
+    return float(np.std(node["kernel"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "attn", "gate_in", "mlp_out"),
+    [
+        ({}, 0.02, 0.02, 0.02 / 2),
+        ({"init_std": 0.1}, 0.1, 0.1, 0.1 / 2),
+        # Glorot and Bengio 2010, equation 16; LeCun et al. 1998, section 4.6.
+        ({"init": "xavier"}, (2 / 256) ** 0.5, (2 / 640) ** 0.5, (2 / 640) ** 0.5 / 2),
+        ({"init": "fan_in"}, 128**-0.5, 128**-0.5, 512**-0.5 / 2),
+        ({"mup_base_width": 32}, 0.02 / 2, 0.02 / 2, 0.02 / 4),
+        ({"zero_init_projections": True}, 0.02, 0.02, 0.0),
+    ],
+)
+def test_kernels_are_drawn_as_init_says(options, attn, gate_in, mlp_out):
+    size = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128)
+    cfg = GPTConfig(**size, **options)
+    params = GPT(cfg).init(jax.random.key(0), tokens_of(0))["params"]
+    assert kernel_stddev(params, "h_1", "attn", "c_attn") == pytest.approx(attn, rel=0.03)
+    assert kernel_stddev(params, "h_0", "mlp", "c_fc") == pytest.approx(gate_in, rel=0.03)
+    assert kernel_stddev(params, "h_0", "mlp", "c_proj") == pytest.approx(mlp_out, rel=0.03)
+    std = options.get("init_std", 0.02)
+    assert np.std(params["wte"]["embedding"]) == pytest.approx(std, rel=0.05)
+    assert np.std(params["wpe"]["embedding"]) == pytest.approx(std / 2, rel=0.05)
+
+
+def test_mup_at_its_base_width_with_heads_of_64_is_the_plain_model():
+    size = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128)
+    plain_model, mup = (GPT(GPTConfig(**size, mup_base_width=base)) for base in (0, 128))
+    params = plain_model.init(jax.random.key(0), tokens_of(0))
+    chex.assert_trees_all_equal(mup.init(jax.random.key(0), tokens_of(0)), params)
+    logits = [jax.jit(model.apply)(params, tokens_of(1)) for model in (plain_model, mup)]
+    np.testing.assert_allclose(*logits, atol=1e-6)
+
+
+def test_one_head_of_keys_is_the_mean_of_equal_heads_and_grouping_follows_the_query_heads():
+    grouped = model_of("grouped").config
+    full = GPT(dataclasses.replace(grouped, num_kv_heads=0))
+    params = jax.tree.map(lambda x: x, params_of("grouped"))
+    for layer in (key for key in params if key.startswith("h_")):
+        attn = dict(params[layer]["attn"])
+        q, kv = attn.pop("c_q"), attn.pop("c_kv")
+        for leaf in ("kernel", "bias"):
+            each = jnp.repeat(kv[leaf], 2, axis=-2)  # heads 0, 0, 1, 1
+            parts = [q[leaf], *jnp.split(each, 2, axis=-3)]
+            parts = [x if x.ndim == q[leaf].ndim else x.squeeze(-3) for x in parts]
+            attn.setdefault("c_attn", {})[leaf] = jnp.stack(parts, axis=-3)
+        params[layer] = params[layer] | {"attn": attn}
+    expected = jax.jit(full.apply)({"params": params}, tokens_of(1))
+    actual = jax.jit(model_of("grouped").apply)({"params": params_of("grouped")}, tokens_of(1))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_bits_per_byte_are_nats_over_the_natural_log_of_two():
+    from gpt2.evals.validation import validate
+
+    batch = {"loss_sum": jnp.float32(math.log(2) * 10), "count": jnp.float32(10)}
+    scores = validate(lambda params, batch: batch, None, [batch], targets_per_byte=0.5)
+    assert scores["eval/loss"] == pytest.approx(math.log(2))
+    assert scores["eval/bits_per_byte"] == pytest.approx(0.5)

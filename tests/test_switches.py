@@ -1,0 +1,325 @@
+"""Every switch of the model and the loss: it acts, and it holds in every way to run the model.
+
+A switch is covered by naming it in `SWITCHES`. What each one computes, an independent reference
+says in tests/test_switch_values.py.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import default
+from gpt2.config import CHOICES, Config
+from gpt2.errors import UserError
+from gpt2.model import GPT, KVCache
+from gpt2.telemetry.throughput import count_compute_parameters, model_flops_per_token
+from gpt2.training.program import Program
+from gpt2.utils.scan import in_layout
+
+pytestmark = pytest.mark.usefixtures("compiles_fast")
+
+# Name -> the options that differ from GPT-2's.
+SWITCHES = {
+    "gelu": {"model.activation": "gelu"},
+    "relu": {"model.activation": "relu"},
+    "relu_squared": {"model.activation": "relu_squared"},
+    "silu": {"model.activation": "silu"},
+    "swiglu": {"model.activation": "swiglu"},
+    "geglu": {"model.activation": "geglu", "model.mlp_dim": 80},
+    "rmsnorm": {"model.norm": "rmsnorm"},
+    "norm_eps": {"model.norm_eps": 0.3},
+    "post": {"model.norm_position": "post"},
+    "sandwich": {"model.norm_position": "sandwich"},
+    "rope": {"model.position": "rope"},
+    "rope_base": {"model.position": "rope", "model.rope_base": 10.0},
+    "sinusoidal": {"model.position": "sinusoidal"},
+    "alibi": {"model.position": "alibi"},
+    "none": {"model.position": "none"},
+    "grouped": {"model.num_kv_heads": 2},
+    "grouped alibi": {"model.num_kv_heads": 2, "model.position": "alibi"},
+    "qk_norm": {"model.qk_norm": True},
+    "window": {"model.window": 5},
+    "window_pattern": {"model.window": 5, "model.window_pattern": "SL"},
+    "attention_softcap": {"model.attention_softcap": 0.5},
+    "logit_softcap": {"model.logit_softcap": 0.5},
+    "value_embeddings": {"model.value_embeddings": True},
+    "value_residual": {"model.value_residual": True},
+    "embedding_skip": {"model.embedding_skip": True},
+    "parallel_block": {"model.parallel_block": True},
+    "no bias": {"model.bias": False},
+    "untied": {"model.tie_embeddings": False},
+    "xavier": {"model.init": "xavier"},
+    "fan_in": {"model.init": "fan_in"},
+    "init_std": {"model.init_std": 0.1},
+    "zero_init_projections": {"model.zero_init_projections": True},
+    "mup": {"model.mup_base_width": 16},
+    "z_loss": {"loss.z_loss": 0.1},
+    "label_smoothing": {"loss.label_smoothing": 0.2},
+}
+# Together, as people combine them.
+COMBINED = {
+    "llama": {
+        **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "swiglu"},
+        **{"model.num_kv_heads": 2, "model.bias": False, "model.tie_embeddings": False},
+    },
+    "gemma 2": {
+        **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "geglu"},
+        **{"model.norm_position": "sandwich", "model.attention_softcap": 5.0},
+        **{"model.logit_softcap": 3.0, "model.window": 5, "model.window_pattern": "SL"},
+        **{"model.num_kv_heads": 2, "model.bias": False},
+    },
+    "modded": {
+        **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "relu_squared"},
+        **{"model.value_embeddings": True, "model.value_residual": True, "model.qk_norm": True},
+        **{"model.embedding_skip": True, "model.logit_softcap": 15.0, "model.bias": False},
+        **{"model.window": 6, "model.window_pattern": "SL", "model.parallel_block": True},
+    },
+}
+ALL = SWITCHES | COMBINED
+# Options that give a size, or say how and not what to compute, or that others here set.
+SIZES = {"vocab_size", "context_length", "num_layers", "num_heads", "embed_dim", "mlp_ratio"}
+ELSEWHERE = {"dropout", "attention"}  # tests/test_model.py, tests/test_ops.py
+
+each_switch = pytest.mark.parametrize("name", ALL)
+# Where each takes seconds, the default run has the combinations alone.
+each_switch_by_itself = pytest.mark.parametrize(
+    "name", [*COMBINED, *(pytest.param(name, marks=pytest.mark.thorough) for name in SWITCHES)]
+)
+
+
+@functools.cache
+def config_of(name, **changes):
+    """The options of a small model with a switch; `changes`: `a__b` for `a.b`."""
+    options = default.get_config()
+    options.model.update(
+        vocab_size=64, context_length=16, num_layers=2, num_heads=4, embed_dim=64, dropout=0.0
+    )
+    options.data.batch_size = 16
+    options.optim.update(warmup_steps=0, learning_rate=1e-2, end_learning_rate=1e-2, eps=1e-4)
+    options.optim.schedule = "constant"
+    options.train.num_steps = 2
+    names = [name] if name in ALL else [part for part in name.split("+") if part in ALL]
+    switched = {option: value for part in names for option, value in ALL[part].items()}
+    for option, value in (switched | changes).items():
+        group, _, member = option.replace("__", ".").partition(".")
+        options[group][member] = value
+    return Config.from_dict(options)
+
+
+def groups():
+    """Joins switches that go together: to compile each by itself would take minutes."""
+    found = []
+    for name in SWITCHES:
+        for group in sorted(found, key=len):
+            if not set(SWITCHES[name]) & {key for other in group for key in SWITCHES[other]}:
+                with contextlib.suppress(UserError):
+                    config_of("+".join([*group, name]))
+                    group.append(name)
+                    break
+        else:
+            found.append([name])
+    return [*map("+".join, found), *COMBINED]
+
+
+each_group = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, id=name[:60], marks=() if name in COMBINED else pytest.mark.thorough)
+        for name in groups()
+    ],
+)
+
+
+def tokens_of(seed, batch_size=2, length=16):
+    return jax.random.randint(jax.random.key(seed), (batch_size, length), 0, 64)
+
+
+@functools.cache
+def model_of(name):
+    return GPT(config_of(name).gpt())
+
+
+@functools.cache
+def drawn_params(name):
+    return jax.jit(model_of(name).init)(jax.random.key(0), tokens_of(0))["params"]
+
+
+@functools.cache
+def params_of(name):
+    """Parameters with all entries away from 0 and 1, at which some gradients vanish."""
+    leaves, tree = jax.tree.flatten(drawn_params(name))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return tree.unflatten(
+        x + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)
+    )
+
+
+def mean_loss(name, model, params, tokens):
+    loss = config_of(name).loss
+    options = dict(z_loss=loss.z_loss, label_smoothing=loss.label_smoothing)
+    targets = jnp.roll(tokens, -1, axis=1)
+    total, count = model.apply({"params": params}, tokens, targets, method="loss", **options)
+    return total / count
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jit_loss(name, params, tokens):
+    return mean_loss(name, model_of(name), params, tokens)
+
+
+gradients = jax.jit(jax.grad(jit_loss, argnums=1), static_argnums=0)
+
+
+def test_every_option_of_the_model_and_the_loss_has_a_switch():
+    switched = {option for options in SWITCHES.values() for option in options}
+    tree = default.get_config()
+    for group in ("model", "loss"):
+        for option in set(tree[group]) - SIZES - ELSEWHERE:
+            assert f"{group}.{option}" in switched, option
+    values = {(option, value) for options in SWITCHES.values() for option, value in options.items()}
+    for option, choices in CHOICES.items():
+        if option.startswith("model.") and option != "model.attention":
+            for choice in set(choices) - {tree.model[option.removeprefix("model.")]}:
+                assert (option, choice) in values, (option, choice)
+
+
+@each_switch
+def test_a_switch_is_off_by_default_and_changes_the_loss_or_the_weights(name):
+    tree = default.get_config()
+    for option, value in ALL[name].items():
+        group, _, member = option.partition(".")
+        assert tree[group][member] != value
+    params, tokens = params_of(name), tokens_of(1)
+    if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, params_of("default")):
+        return
+    losses = [jit_loss(n, params, tokens) for n in (name, "default")]
+    if abs(losses[0] - losses[1]) > 5e-6:
+        return
+    drawn = [jax.tree.leaves(drawn_params(n)) for n in (name, "default")]
+    assert any(abs(a.std() - b.std()) > 1e-3 for a, b in zip(*drawn, strict=True))
+
+
+@each_switch_by_itself
+def test_no_logit_depends_on_a_later_token_and_every_parameter_gets_a_gradient(name):
+    params = params_of(name)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients(name, params, tokens_of(3))):
+        assert jnp.abs(leaf).max() > 1e-7, jax.tree_util.keystr(path)
+    # Every position looks up a row of its own, in all tables: rows 64 to 79.
+    model = GPT(dataclasses.replace(model_of(name).config, vocab_size=80))
+    wider = {"wte", "lm_head", "value_embedding"}
+
+    def widen(path, leaf):
+        return jnp.tile(leaf, (2, 1))[:80] if wider & {key.key for key in path} else leaf
+
+    params = jax.tree_util.tree_map_with_path(widen, params)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, position):
+        # Of the 64 tokens that no position looks up: a tied head reads the other rows too.
+        out = model.apply({"params": params}, 64 + jnp.arange(16)[None])[0, position, :64]
+        return jnp.sin(out).sum()
+
+    for position in (0, 6, 14):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient(params, position)):
+            if {"wte", "value_embedding"} & {key.key for key in path}:
+                np.testing.assert_array_equal(leaf[64 + position + 1 :], 0.0)
+                assert np.any(leaf[64 + position])
+
+
+@each_group
+def test_cached_logits_equal_uncached_ones(name):
+    model, params, tokens = model_of(name), params_of(name), tokens_of(1)
+    expected = jax.jit(model.apply)({"params": params}, tokens)
+    scanned = GPT(dataclasses.replace(model.config, scan_layers=True))
+    stacked = in_layout(params, scanned=True)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def extend(model, params, new, num_new, cache):
+        return model.apply({"params": params}, new, num_new, cache, method="extend")
+
+    for form, weights in ((model, params), (scanned, stacked)):
+        lengths = jnp.array([9, 7])  # beyond the windows
+        logits, cache = extend(
+            form, weights, tokens[:, :9], lengths, KVCache.create(form.config, 2, 16)
+        )
+        for _ in range(4):
+            wanted = expected[jnp.arange(2), lengths - 1]
+            np.testing.assert_allclose(logits, wanted, atol=2e-5)
+            new = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
+            logits, cache = extend(form, weights, new, jnp.ones(2, jnp.int32), cache)
+            lengths = lengths + 1
+
+
+def train(name, devices, **changes):
+    """Trains two steps; returns the losses and the parameters, layers unrolled."""
+    program = Program.from_config(config_of(name, **changes), devices)
+    T = program.config.model.context_length
+    state = program.init_state()
+    rng = np.random.default_rng(0)
+    losses = []
+    for _ in range(2):
+        tokens = rng.integers(0, 64, (16, T + 1)).astype(np.int32)
+        targets = np.where(np.arange(T) < rng.integers(1, T + 1, (16, 1)), tokens[:, 1:], -1)
+        batch = {"tokens": tokens[:, :-1], "targets": targets.astype(np.int32)}
+        batch = program.backend.put_batch(batch)
+        if not losses:
+            step = program.compile_train(state, batch)
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["train/loss"]))
+    return losses, in_layout(jax.device_get(state.params), scanned=False)
+
+
+MESH = dict(parallel__data=2, parallel__fsdp=2, parallel__tensor=2)
+WAYS = dict(memory__remat="full", memory__scan_layers=True, train__accumulate_steps=2)
+
+
+@each_group
+def test_eight_devices_scan_remat_and_accumulation_train_as_one_device_does(name):
+    losses, params = train(name, jax.devices()[:1])
+    others = [{**MESH, **WAYS}]
+    if name == "modded":
+        others.append({"parallel__backend": "pmap", "memory__remat": "dots"})
+    for changes in others:
+        other_losses, other_params = train(name, jax.devices(), **changes)
+        np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
+        # Relative to the largest entry: Adam's first steps are as large for small gradients.
+        chex.assert_trees_all_close(other_params, params, atol=1e-5)
+
+
+def test_windows_in_blocks_on_eight_devices_train_as_the_reference_on_one_does():
+    long = dict(model__context_length=144, model__window=40)  # beyond what `reference` takes
+    losses, params = train("gemma 2", jax.devices()[:1], model__attention="reference", **long)
+    blocks = dict(model__attention="blocked", **long)
+    other_losses, other_params = train("gemma 2", jax.devices(), **MESH, **WAYS, **blocks)
+    np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
+    chex.assert_trees_all_close(other_params, params, atol=1e-5)
+
+
+@each_switch
+def test_flops_and_compute_parameters_are_those_of_the_program(name):
+    sizes = dict(model__embed_dim=256, model__context_length=32, model__num_layers=3)
+    if "model.mlp_dim" in ALL[name]:
+        sizes["model__mlp_dim"] = 320
+    cfg = dataclasses.replace(config_of(name, **sizes).gpt(), attention="reference")
+    model, tokens = GPT(cfg), jax.ShapeDtypeStruct((8, 32), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    looked_up = ["wpe", "value_embedding"] + ["wte"] * (not cfg.tie_embeddings)
+    computing = sum(
+        leaf.size for path, leaf in leaves if not any(key.key in looked_up for key in path)
+    )
+    assert count_compute_parameters(cfg) == computing
+
+    def loss(params, tokens):
+        return mean_loss(name, model, params, tokens)
+
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(params, tokens)
+    flops = lowered.cost_analysis()["flops"]
+    assert model_flops_per_token(cfg) * 8 * 32 == pytest.approx(flops, rel=0.05)
