@@ -2,7 +2,7 @@
 
     python -m tests.mutations [PART OF A NAME ...]
 
-It prints a line for each fault and fails if one is not caught. It takes about fifteen minutes.
+It prints a line for each fault and fails if one is not caught. It takes about twenty minutes.
 """
 
 import dataclasses
