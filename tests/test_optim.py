@@ -197,7 +197,11 @@ def by_formula(optim):
     return params, average
 
 
-@each_layout
+@pytest.mark.parametrize(
+    "scanned",
+    [False, pytest.param(True, marks=pytest.mark.thorough)],
+    ids=["unrolled", "scanned"],
+)
 @each_optimizer
 def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
     results, formulas = train(OPTIMS[name], scanned), by_formula(OPTIMS[name])

@@ -302,7 +302,7 @@ def test_windows_in_blocks_on_eight_devices_train_as_the_reference_on_one_does()
     chex.assert_trees_all_close(other_params, params, atol=1e-5)
 
 
-@each_switch
+@each_switch_by_itself
 def test_flops_and_compute_parameters_are_those_of_the_program(name):
     sizes = dict(model__embed_dim=256, model__context_length=32, model__num_layers=3)
     if "model.mlp_dim" in ALL[name]:
