@@ -11,7 +11,6 @@ from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config
-from gpt2.hf.families import canonical
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
 from gpt2.training.checkpoint import load_params
 from gpt2.utils.scan import in_layout, is_scanned
@@ -105,7 +104,7 @@ def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
 
 def _check_same_model(source: str, found: GPTConfig, cfg: GPTConfig) -> None:
     """Raises, naming every option that differs, unless `cfg` can take the weights of `found`."""
-    found, cfg = canonical(found), canonical(cfg)
+    found, cfg = found.canonical(), cfg.canonical()
     pairs = {
         field.name: (getattr(found, field.name), getattr(cfg, field.name))
         for field in dataclasses.fields(GPTConfig)

@@ -15,7 +15,7 @@ from gpt2.data.tokenizer import ByteTokenizer, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
 from gpt2.generate import Sampling, generate
 from gpt2.hf.config import read_config
-from gpt2.hf.families import canonical, family_for
+from gpt2.hf.families import family_for
 from gpt2.hf.runs import export_run, import_run
 from gpt2.hf.tensor_files import read_safetensors, write_safetensors
 from gpt2.hf.tokenizer import save_tokenizer
@@ -151,7 +151,7 @@ def test_switches_choose_the_family_and_export_then_import_gives_the_same_model(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == model_type
     loaded_cfg, loaded = hf.load(tmp_path / "out")
-    assert loaded_cfg == canonical(cfg)
+    assert loaded_cfg == cfg.canonical()
     chex.assert_trees_all_equal(loaded, params)
 
 

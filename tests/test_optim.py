@@ -430,7 +430,11 @@ def test_schedules_without_a_warmup_begin_at_the_peak():
         (dict(schedule="piecewise:20=0.5,100=0.1"), r"changes at step 100, and train\.num_steps="),
         (
             dict(schedule="inverse_sqrt", warmup_steps=0, warmup_percent=0.1),
-            r"warmup_percent=0\.1 of 100 steps is none",
+            r"warmup_percent=0\.1 of 100 steps is no warm-up",
+        ),
+        (
+            dict(schedule="linear", warmup_steps=0, warmup_percent=0.1),
+            r"is no warm-up\. For example, use .*warmup_percent=0 .*warmup_steps=1",
         ),
     ],
 )

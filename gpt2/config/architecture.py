@@ -1,7 +1,7 @@
 """The shape of a model: its options, validated, and the sizes that OpenAI released."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 from gpt2.config.choices import CHOICES, DEFAULTS, refuse_ignored, require_choices
 from gpt2.errors import (
@@ -161,6 +161,20 @@ class ModelConfig:
                 f"model.init={self.init}",
                 "Use --config.model.init=normal",
             )
+
+    def canonical(self) -> Self:
+        """Returns the same architecture with its sizes written in one way.
+
+        `num_kv_heads` is 0 where it equals `num_heads`. `mlp_ratio` gives the width of the MLP
+        where it can, and `mlp_dim` elsewhere.
+        """
+        ratio, rest = divmod(self.hidden_dim, self.embed_dim)
+        return dataclasses.replace(
+            self,
+            num_kv_heads=0 if self.kv_heads == self.num_heads else self.kv_heads,
+            mlp_ratio=DEFAULTS.model.mlp_ratio if rest else ratio,
+            mlp_dim=self.hidden_dim if rest else 0,
+        )
 
     @property
     def head_size(self) -> int:

@@ -150,18 +150,24 @@ def load_config(workdir: Path) -> Config:
         tree = json.loads(path.read_text())
         if "model_type" in tree:
             raise UserError(f"{workdir} is a Hugging Face model, not a run", "Use --hf")
-        if tree.get("model", {}).get("qk_norm") and "norm_eps" not in tree["model"]:
-            raise UserError(
-                f"{workdir} was trained when model.qk_norm had no learnt scale",
-                "Use the version that trained it, or train again",
-            )
         if "seed" in tree:  # else it is no run's, and told so
+            _refuse_old_qk_norm(tree, workdir)
             tree = _with_defaults(tree, DEFAULTS.to_dict())
         return Config.from_dict(tree)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not valid JSON ({error})", "Restore it, or start a new run"
         ) from None
+
+
+def _refuse_old_qk_norm(tree: Mapping, workdir: Path) -> None:
+    """Refuses a run of the one form that a new default would read as another."""
+    model = tree.get("model")
+    if isinstance(model, Mapping) and model.get("qk_norm") and "norm_eps" not in model:
+        raise UserError(
+            f"{workdir} was trained when model.qk_norm had no learnt scale",
+            "Use the version that trained it, or train again",
+        )
 
 
 def _with_defaults(tree: Any, defaults: Any) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError
-from gpt2.hf.families import FAMILIES, Family, canonical, family_for, titles
+from gpt2.hf.families import FAMILIES, family_for, titles
+from gpt2.hf.family import Family
 
 
 def read_config(directory: Path) -> GPTConfig:
@@ -75,7 +76,7 @@ def _read(path: Path, family: Family, config: dict[str, Any]) -> GPTConfig:
     for ours in ("norm_eps", "rope_base"):
         if ours in values:
             values[ours] = float(values[ours])
-    return canonical(GPTConfig(**values, **family.switches))
+    return GPTConfig(**values, **family.switches).canonical()
 
 
 def _required(family: Family, config: dict[str, Any]) -> dict[str, Any]:

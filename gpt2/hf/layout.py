@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from gpt2.config import GPTConfig
-from gpt2.hf.families import Row, family_for
+from gpt2.hf.families import family_for
+from gpt2.hf.family import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Tensor:
     Attributes:
         name: Hugging Face's.
         path: of the parameter here, in unrolled layers.
-        axes, stored: as `gpt2.hf.families.Row` has them.
+        axes, stored: as `gpt2.hf.family.Row` has them.
         sizes: of the letters.
     """
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gpt2.optim.parameters import Path, input_axes, is_matrix, map_parameters, tensor_axes
+from gpt2.optim.matrices import axes_for
+from gpt2.optim.parameters import Path, is_matrix, map_parameters, tensor_axes
 
 # Section 9 of the paper: epsilon_1, epsilon_2, d, and the exponent of the second moment's decay.
 _MIN_SQUARE = 1e-30
@@ -116,8 +117,12 @@ def _direction(path: Path, grad, param, row, column, full) -> jax.Array:
 
 
 def _matrix_axes(path: Path, param: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows = input_axes(path, param)
-    return rows, tuple(axis for axis in tensor_axes(path, param) if axis not in rows)
+    """Returns the axes of a matrix's rows (inputs, or the numbers of a table) and columns."""
+    axes = tensor_axes(path, param)
+    rows = axes[:1]
+    if path[-1] == "kernel":
+        rows = tuple(axis % param.ndim for axis in axes_for(path).inputs)
+    return rows, tuple(axis for axis in axes if axis not in rows)
 
 
 def _rms(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

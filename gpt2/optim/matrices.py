@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.errors import UserError
+from gpt2.optim.parameters import Path
 from gpt2.parallel.rules import map_matrices
 
 
@@ -50,6 +51,21 @@ AXES = {
 }
 
 
+def axes_for(path: Path) -> Axes:
+    """Returns which axes of the kernel at `path` are a matrix's.
+
+    Raises:
+        UserError: `AXES` does not name it.
+    """
+    axes = AXES.get("/".join(path[-3:-1]))
+    if axes is None:
+        raise UserError(
+            f"no optimizer for matrices knows which axes of {'/'.join(path)} are a matrix's",
+            "Name them in AXES, in gpt2/optim/matrices.py",
+        )
+    return axes
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """The matrices of one kernel.
@@ -73,14 +89,7 @@ class Kernel:
         Raises:
             UserError: `AXES` does not name it.
         """
-        name = "/".join(key.key for key in path)
-        axes = AXES.get("/".join(key.key for key in path[-3:-1]))
-        if axes is None:
-            raise UserError(
-                f"muon, normuon and soap do not know which axes of {name} are a matrix's",
-                "Name them in AXES, in gpt2/optim/matrices.py",
-            )
-        return cls(leaf.shape, axes)
+        return cls(leaf.shape, axes_for(tuple(key.key for key in path)))
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -51,16 +51,6 @@ def tensor_axes(path: Path, leaf: jax.Array) -> tuple[int, ...]:
     return tuple(range(int(is_stacked(path)), leaf.ndim))
 
 
-def input_axes(path: Path, leaf: jax.Array) -> tuple[int, ...]:
-    """Returns the axes that a matrix contracts: rows of its view as [in, out].
-
-    All but the last of a branch's last kernel, such as [N, H, D]; the first of any other, such as
-    [D, 3, N, H].
-    """
-    axes = tensor_axes(path, leaf)
-    return axes[:-1] if "c_proj" in path else axes[:1]
-
-
 def unrolled_names(path: Path, leaf: jax.Array) -> list[str]:
     """Returns a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
     if not is_stacked(path):

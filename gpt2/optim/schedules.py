@@ -18,6 +18,11 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
         UserError: the schedule does not fit into the run.
     """
     peak, warmup = optim.learning_rate, optim.warmup(num_steps)
+    if optim.warmup_percent and not warmup:
+        raise UserError(
+            f"optim.warmup_percent={optim.warmup_percent:g} of {num_steps} steps is no warm-up",
+            "For example, use --config.optim.warmup_percent=0 --config.optim.warmup_steps=1",
+        )
     after = SCHEDULES[optim.schedule_name](optim, max(num_steps - warmup, 1), num_steps)
     if not warmup:
         return after
@@ -57,18 +62,8 @@ def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _inverse_sqrt(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Falls with the root of the step (Vaswani et al. 2017, section 5.3), from the warm-up's end.
-
-    Raises:
-        UserError: `warmup_percent` of the run is not a step.
-    """
+    """Falls with the root of the step, from the warm-up on (Vaswani et al. 2017, section 5.3)."""
     warmup = optim.warmup(num_steps)
-    if not warmup:
-        raise UserError(
-            f"optim.schedule=inverse_sqrt needs a warm-up, and optim.warmup_percent="
-            f"{optim.warmup_percent:g} of {num_steps} steps is none",
-            "For example, use --config.optim.warmup_percent=0 --config.optim.warmup_steps=1",
-        )
     return lambda count: optim.learning_rate * jnp.sqrt(warmup / (warmup + jnp.maximum(count, 0)))
 
 
