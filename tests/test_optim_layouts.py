@@ -54,7 +54,8 @@ def assert_alike(name, result, reference):
 
 def some_by_default(name, layout, scanned):
     chosen = [("adafactor", LAYOUTS[0], True), ("schedule_free", LAYOUTS[0], False)]
-    chosen += [("ema", LAYOUTS[1], True), ("soap", LAYOUTS[0], True), ("muon", LAYOUTS[0], False)]
+    chosen += [("ema", LAYOUTS[1], True), ("muon", LAYOUTS[0], False)]
+    chosen += [("soap", LAYOUTS[0], True), ("soap", LAYOUTS[1], True)]
     marks = () if (name, layout, scanned) in chosen else (pytest.mark.slow,)
     form = "scanned" if scanned else "unrolled"
     return pytest.param(name, layout, scanned, marks=marks, id=f"{name}, {layout}, {form}")

@@ -225,6 +225,23 @@ def test_ten_steps_equal_the_papers_formula(name, dtype):
     assert difference(found, wanted) < tolerance
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(layout=partial(in_layout, scanned=True)), id="scanned"),
+        pytest.param(dict(mesh=make_mesh(MESHES["fsdp 4 x tensor 2"])), id="fsdp 4 x tensor 2"),
+    ],
+)
+def test_ten_steps_of_soap_in_float32_move_weights_as_the_formula_does(options):
+    found, _ = directions(OPTIMIZERS["soap"], **options)
+    wanted = formula("soap", "float32")
+    for kernel, steps in wanted.items():
+        moved, wanted_move = (1e-3 * x.sum(axis=0) for x in (found[kernel], steps))
+        assert np.abs(wanted_move).max() > 1e-3
+        np.testing.assert_allclose(moved, wanted_move, rtol=0, atol=TOLERANCE)
+
+
 @needs_peers
 @pytest.mark.parametrize("name", ["muon", "muon without nesterov"])
 def test_ten_steps_equal_pytorch(name, monkeypatch):

@@ -1,5 +1,6 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,10 +150,10 @@ def _eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
     A gradient has no more than `rank` of them. Its null space has any number of bases, between
     which rounding would choose; a QR decomposition completes the basis in one way everywhere.
     """
-    vectors = jnp.linalg.eigh(gram)[1][..., ::-1]
+    vectors = _each(lambda x: jnp.linalg.eigh(x)[1], gram)[..., ::-1]
     if rank == gram.shape[-1]:
         return vectors
-    return jnp.linalg.qr(vectors[..., :rank], mode="complete")[0]
+    return _each(lambda x: jnp.linalg.qr(x, mode="complete")[0], vectors[..., :rank])
 
 
 def _power_iteration(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -163,4 +164,15 @@ def _power_iteration(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.
     product = gram @ basis
     order = jnp.argsort(-jnp.sum(basis * product, axis=1), axis=1)
     ordered = jnp.take_along_axis(product, order[:, None, :], axis=2)
-    return jnp.linalg.qr(ordered)[0], order
+    return _each(lambda x: jnp.linalg.qr(x)[0], ordered), order
+
+
+def _each(decompose: Callable[[jax.Array], jax.Array], matrices: jax.Array) -> jax.Array:
+    """Decomposes each of `[k, ?, ?]` by itself, on a CPU one after the other.
+
+    There, LAPACK shares a batch among the threads of all simulated devices. It waits for ever for
+    those that wait for it in a collective. One matrix at a time takes no longer.
+    """
+    return jax.lax.platform_dependent(
+        matrices, cpu=partial(jax.lax.map, decompose), default=jax.vmap(decompose)
+    )
