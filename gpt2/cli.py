@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 import configs
-from gpt2.config import DEFAULTS, Config
+from gpt2.config import DEFAULTS, Config, read_record
 from gpt2.errors import UserError, exit_on_user_error, unknown_option
 
 
 def run(
-    main: Callable[..., int | None], *, default_config: str = "", commands: Sequence[str] = ()
+    main: Callable[..., int | None],
+    *,
+    default_config: str = "",
+    commands: Sequence[str] = (),
+    takes_files: bool = False,
 ) -> None:
     """Parses flags and calls `main()`. A user's mistake in either prints one line and exits with 2.
 
@@ -25,6 +29,7 @@ def run(
         default_config: the config in configs/ to use without `--config`, for programs that define
             that flag.
         commands: for programs whose first argument is one of these; `main` receives it.
+        takes_files: whether `main` receives any number of arguments that are no flags.
     """
 
     def parse(argv: list[str]) -> list[str]:
@@ -39,7 +44,7 @@ def run(
         if commands and (not arguments or arguments[0] not in commands):
             what = f"{arguments[0]} is not a command" if arguments else "a command is missing"
             raise UserError(what, f"Choose one of {', '.join(commands)}")
-        if len(arguments) > bool(commands):
+        if len(arguments) > bool(commands) and not takes_files:
             raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
         logging.set_verbosity(logging.ERROR)  # a user cannot act on the warnings of libraries
         return main(*arguments)
@@ -49,15 +54,21 @@ def run(
 
 @exit_on_user_error
 def define_config() -> flags.FlagHolder:
-    """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
+    """Defines `--config=FILE` and its overrides `--config.a.b=v`.
+
+    FILE is Python, like those in configs/, or the config.json of a run, to repeat it.
+    """
     about = (
-        "File of options, see configs/; configs/quickstart.py if empty. "
+        "File of options, see configs/, or a run's config.json; configs/quickstart.py if empty. "
         "--config.group.option=value sets one of them."
     )
     try:
-        return config_flags.DEFINE_config_file("config", None, about)
+        holder = config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
     except flags.Error as error:  # it reads --flagfile ahead of the others
         raise UserError(str(error).removeprefix("ERROR:: "), "Check --flagfile") from None
+    flag = flags.FLAGS["config"]
+    flag.parser = _ConfigFileParser(flag.parser)
+    return holder
 
 
 def parse_config(holder: flags.FlagHolder) -> Config:
@@ -68,6 +79,7 @@ def parse_config(holder: flags.FlagHolder) -> Config:
     """
     if holder.value is None:
         raise UserError("there is no --config", "Name a file of options; see configs/")
+    _refuse_stale_vocabulary(holder.value)
     return Config.from_dict(holder.value)
 
 
@@ -78,8 +90,80 @@ def refuse_ignored(name: str, because: str) -> None:
 
 
 def config_name() -> str:
-    """Returns the stem of the config file's name."""
-    return Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
+    """Returns the stem of the config file's name.
+
+    Raises:
+        UserError: the file is the record of a run. All records have one name.
+    """
+    name = config_file()
+    if _is_record(name):
+        raise UserError(
+            f"--config={name} is the record of a run, and names no folder for a new one",
+            "Give --workdir",
+        )
+    return Path(name).stem
+
+
+def config_file() -> str:
+    """Returns the file that `--config` names."""
+    return config_flags.get_config_filename(flags.FLAGS["config"])
+
+
+def read_config_file(name: str) -> Config:
+    """Returns the options of a config file, or of the record of a run, without overrides.
+
+    Raises:
+        UserError: there is no such file, or it fails.
+    """
+    _check_config_file(name)
+    if _is_record(name):
+        return Config.from_dict(read_record(Path(name)))
+    return Config.from_dict(runpy.run_path(name)["get_config"]())
+
+
+class _ConfigFileParser(flags.ArgumentParser):
+    """Reads a config file, or the record of a run.
+
+    Args:
+        python: ml_collections' parser, which reads config files alone.
+    """
+
+    def __init__(self, python: flags.ArgumentParser):
+        self._python = python
+
+    def parse(self, name: str) -> ConfigDict:
+        """Returns the options of the file `name`."""
+        if not _is_record(name):
+            return self._python.parse(name)
+        return ConfigDict(read_record(Path(name))).lock()
+
+    def flag_type(self) -> str:
+        """Returns what absl calls the value."""
+        return self._python.flag_type()
+
+
+def _is_record(name: str) -> bool:
+    """Returns whether a file given as `--config` is the record of a run."""
+    return Path(name).suffix == ".json"
+
+
+def _refuse_stale_vocabulary(options: ConfigDict) -> None:
+    """Raises a UserError for a record's vocabulary beside another tokenizer than the record's.
+
+    A record holds the number of tokens that the run's tokenizer had, and a model may have more.
+    """
+    given = config_flags.get_override_values(flags.FLAGS["config"])
+    if (
+        _is_record(config_file())
+        and "data.tokenizer" in given
+        and "model.vocab_size" not in given
+        and options.model.vocab_size
+    ):
+        raise UserError(
+            f"model.vocab_size={options.model.vocab_size} of the record belongs to its tokenizer, "
+            f"not to data.tokenizer={options.data.tokenizer}",
+            "Add --config.model.vocab_size=0",
+        )
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -177,11 +261,9 @@ def _check_config_file(name: str) -> None:
     """Runs a config file, to report its own errors apart from those of overrides."""
     if not Path(name).is_file():
         raise UserError(f"--config={name} is not a file", "See configs/ for the files that exist")
-    if Path(name).suffix == ".json":
-        raise UserError(
-            f"--config={name} is the record of a run, not a config",
-            "Give a file like configs/quickstart.py; the command that started a run continues it",
-        )
+    if _is_record(name):
+        read_record(Path(name))
+        return
     try:
         runpy.run_path(name)["get_config"]()
     except _PROGRAM_ERRORS as error:

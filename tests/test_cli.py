@@ -1,6 +1,7 @@
 """Mistakes in flags and in config files are one line that names them."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 def parse(monkeypatch):
     """Parses flags of a command with `--config`, apart from those of other tests."""
     monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
-    cli.config_flags.DEFINE_config_file("config", None, "", flag_values=flags.FLAGS)
+    cli.define_config()
 
     def parse(*args):
         monkeypatch.setattr(sys, "argv", ["command", *args])  # where ml_collections finds overrides
@@ -35,11 +36,65 @@ def test_a_config_that_is_no_file_is_named_in_both_forms(parse, form):
         parse(*form)
 
 
-def test_the_record_of_a_run_is_no_config(parse, tmp_path):
-    record = tmp_path / "config.json"
-    record.write_text("{}")
-    with pytest.raises(UserError, match=r"config\.json is the record of a run"):
-        parse(f"--config={record}")
+@pytest.fixture
+def record(tmp_path):
+    """The config.json of a run with a few options of its own."""
+    options = {"seed": 7, "model": {"vocab_size": 257, "num_layers": 3, "dropout": 0}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(options))
+    return path
+
+
+@pytest.mark.parametrize(
+    "form", ["--config={}", "--config {}", "-config={}", "--flagfile={}.flags"]
+)
+def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(parse, record, form):
+    Path(f"{record}.flags").write_text(f"--config={record}\n")
+    flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), None, "flagfile", None, ""), flags.FLAGS)
+    parse(*form.format(record).split(), "--config.model.dropout=0.5", "--config.seed=8")
+    config = cli.parse_config(flags.FLAGS["config"])
+    assert (config.seed, config.model.num_layers, config.model.vocab_size) == (8, 3, 257)
+    assert (config.model.dropout, config.model.num_heads) == (0.5, 12)  # a default
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--config.seed=x", "--config.seed=x is not of type int."),
+        ("--config.sed=1", "no option --config.sed. Did you mean --config.seed?"),
+        ("--config=none.json", "--config=none.json is not a file."),
+    ],
+)
+def test_mistakes_beside_a_record_are_told_as_beside_a_config(parse, record, given, told):
+    with pytest.raises(UserError, match=re.escape(told)):
+        parse(f"--config={record}", given)
+
+
+def test_a_record_with_a_mistake_is_told_before_its_overrides(parse, record):
+    record.write_text('{"seed": 0, "train": 5}')
+    with pytest.raises(UserError, match=r"config\.json: train=5 is no group of options"):
+        parse(f"--config={record}", "--config.train.num_steps=3")
+
+
+def test_a_record_names_no_workdir(parse, record):
+    parse("--config", cli.configs.default.__file__)
+    assert cli.config_name() == "default"
+    parse(f"--config={record}")
+    with pytest.raises(UserError, match=r"is the record of a run.*Give --workdir\."):
+        cli.config_name()
+
+
+def test_a_records_vocabulary_is_not_taken_for_another_tokenizers(parse, record):
+    parse(f"--config={record}", "--config.data.tokenizer=char")
+    with pytest.raises(UserError, match=r"vocab_size=257 of the record.*model\.vocab_size=0\."):
+        cli.parse_config(flags.FLAGS["config"])
+
+
+@pytest.mark.parametrize("size", [0, 300])
+def test_a_records_vocabulary_gives_way_to_a_given_one(parse, record, size):
+    given = ["--config.data.tokenizer=char", f"--config.model.vocab_size={size}"]
+    parse(f"--config={record}", *given)
+    assert cli.parse_config(flags.FLAGS["config"]).model.vocab_size == size
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 import configs.default
-from gpt2.config import CHOICES, DEFAULTS, Config, GPTConfig, differences, load_config
+from gpt2.config import (
+    CHOICES,
+    DEFAULTS,
+    Config,
+    GPTConfig,
+    differences,
+    load_config,
+    read_record,
+)
 from gpt2.errors import UserError
 from gpt2.ops.activation import ACTIVATIONS, GATES
 from gpt2.ops.attention import IMPLEMENTATIONS
@@ -159,8 +167,39 @@ def test_a_run_of_an_older_version_has_the_defaults_of_newer_options(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(UserError, match=r"when model\.qk_norm had no learnt scale"):
         load_config(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="the config lacks seed"):
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{}", "does not hold the options of a run"),
+        ("[1]", "does not hold the options of a run"),
+        ("null", "does not hold the options of a run"),
+        ('{"seed": 0', "is not valid JSON"),
+        ("\xff", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"seed": 0, "model_type": "gpt2"}', "is a Hugging Face model's, not a run's"),
+        ('{"seed": "zero"}', r"seed='zero' is not of type int"),
+        ('{"seed": 0, "optim": []}', r"optim=\[\] is no group of options"),
+        ('{"seed": 0, "model": {"bias": 1}}', r"model\.bias=1 is not of type bool"),
+        ('{"seed": 0, "model": {"num_layer": 1}}', r"model\.num_layer.*model\.num_layers"),
+        ('{"seed": 0, "update": {}}', r"no option update\. .*config\.json may be of a newer"),
+    ],
+    ids=range(12),
+)
+def test_a_file_that_is_no_record_of_a_run_is_named(tmp_path, text, told):
+    path = tmp_path / "config.json"
+    path.write_text(text, "latin-1")
+    with pytest.raises(UserError, match=told) as error:
+        read_record(path)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_record_holds_need_not_work_before_it_is_changed(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"seed": 0, "model": {"num_heads": 7}}')
+    assert read_record(path)["model"]["num_heads"] == 7
+    with pytest.raises(UserError, match=r"multiple of model\.num_heads=7"):
         load_config(tmp_path)
 
 

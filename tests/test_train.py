@@ -39,6 +39,7 @@ def test_a_run_leaves_every_file_of_its_workdir(finished):
     assert names == {
         "config.json",
         "data.json",
+        "environment.jsonl",
         "tokenizer.json",
         "metrics.jsonl",
         "loss.png",
@@ -64,6 +65,29 @@ def test_metrics_have_their_names_and_each_step_once(finished):
         assert (scores <= line.keys()) == (line["step"] in (4, 8))
         assert line["tokens"] == line["step"] * 4 * 16
     assert lines[-1]["train/loss"] < lines[0]["train/loss"]
+
+
+def test_a_run_is_repeated_from_its_record(finished, tmp_path):
+    record, again = finished[0] / "config.json", tmp_path / "again"
+    code, _, stderr = run(again, f"--config={record}")
+    assert code == 0, stderr
+    assert (again / "config.json").read_bytes() == record.read_bytes()
+
+    def figures(workdir):
+        return [
+            {name: line[name] for name in line if not name.startswith("perf/")}
+            for line in metrics_of(workdir)
+        ]
+
+    assert figures(again) == figures(finished[0])
+
+
+def test_a_record_alone_does_not_say_where_its_repetition_lives(finished, tmp_path):
+    record = finished[0] / "config.json"
+    code, _, stderr = run(None, f"--config={record}", cwd=tmp_path)
+    assert code == 2 and stderr.count("\n") == 1
+    assert stderr.startswith(f"error: --config={record} is the record of a run")
+    assert not any(tmp_path.iterdir())
 
 
 def test_eval_scores_the_checkpoint_as_training_did(finished):

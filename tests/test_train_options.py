@@ -77,3 +77,5 @@ def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     code, output = again("--config.train.num_steps=3")
     assert code == 0 and (workdir / "samples.txt").read_text() != "of step 2", output
     assert [line["step"] for line in metrics_of(workdir)] == [1, 2, 3]
+    starts = (workdir / "environment.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in starts] == [0, 2, 2]

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from gpt2.config import CHOICES, DEFAULTS, SIZES, Config
+from gpt2.config import CHOICES, DEFAULTS, SIZES, Config, read_option, with_options
 from gpt2.errors import UserError, require_choice
 
 # What can be measured, and the peers that can do it too.
@@ -113,10 +113,7 @@ def make_config(case: dict[str, Any]) -> Config:
     tree["precision"]["compute"] = case["compute"]
     tree["parallel"] = {name: case[name] for name in tree["parallel"]}
     tree["memory"] = {name: case[name] for name in tree["memory"]}
-    for option, value in case["vary"].items():
-        group, _, member = option.partition(".")
-        tree[group][member] = value
-    return Config.from_dict(tree)
+    return with_options(Config.from_dict(tree), case["vary"])
 
 
 def read_options(text: str) -> dict[str, Any]:
@@ -128,20 +125,12 @@ def read_options(text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for setting in text.split(","):
         name, _, value = setting.partition("=")
-        group, _, member = name.partition(".")
-        known = DEFAULTS.to_dict().get(group)
-        if not isinstance(known, dict) or member not in known or not value:
+        if not value:
             raise UserError(
                 f"--vary={text} does not set an option by {setting!r}",
                 "For example, use --vary=model.position=rope,model.num_kv_heads=4",
             )
-        kind = type(known[member])
-        try:
-            options[name] = {"True": True, "False": False}[value] if kind is bool else kind(value)
-        except (ValueError, KeyError):
-            raise UserError(
-                f"--vary={text}: {name} is of type {kind.__name__}", "Give it such a value"
-            ) from None
+        options[name] = read_option(name, value)
     return options
 
 

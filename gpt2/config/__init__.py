@@ -12,6 +12,8 @@ from gpt2.config.groups import (
     TrainConfig,
 )
 from gpt2.config.optim import OptimConfig
+from gpt2.config.overrides import option, option_names, read_option, with_options
+from gpt2.config.record import read_record
 from gpt2.config.run import MAX_SEED, Config, differences, load_config
 
 __all__ = [
@@ -32,4 +34,9 @@ __all__ = [
     "TrainConfig",
     "differences",
     "load_config",
+    "option",
+    "option_names",
+    "read_option",
+    "read_record",
+    "with_options",
 ]

@@ -6,7 +6,6 @@ options that a run would ignore, so that no run starts with a mistake.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from gpt2.config.groups import (
     TrainConfig,
 )
 from gpt2.config.optim import OptimConfig
+from gpt2.config.record import read_record
 from gpt2.errors import UserError, require_at_least, unknown_option
 
 MAX_SEED = 2**32 - 1  # keys hold 32 bits of a seed; larger seeds would repeat
@@ -136,46 +136,16 @@ class Config:
 
 
 def load_config(workdir: Path) -> Config:
-    """Reads a run's config.json.
-
-    An option that is newer than the run has its default, which is what the run did.
+    """Reads the options of a run from its config.json, as `read_record` does.
 
     Raises:
-        UserError: there is no such file, or it is damaged or not that of a run.
+        UserError: there is no such file, it is damaged or not that of a run, or its options
+            cannot work.
     """
     path = Path(workdir) / "config.json"
     if not path.is_file():
         raise UserError(f"{workdir} holds no run (no config.json)", "Give a --workdir of train.py")
-    try:
-        tree = json.loads(path.read_text())
-        if "model_type" in tree:
-            raise UserError(f"{workdir} is a Hugging Face model, not a run", "Use --hf")
-        if "seed" in tree:  # else it is no run's, and told so
-            _refuse_old_qk_norm(tree, workdir)
-            tree = _with_defaults(tree, DEFAULTS.to_dict())
-        return Config.from_dict(tree)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path} is not valid JSON ({error})", "Restore it, or start a new run"
-        ) from None
-
-
-def _refuse_old_qk_norm(tree: Mapping, workdir: Path) -> None:
-    """Refuses a run of the one form that a new default would read as another."""
-    model = tree.get("model")
-    if isinstance(model, Mapping) and model.get("qk_norm") and "norm_eps" not in model:
-        raise UserError(
-            f"{workdir} was trained when model.qk_norm had no learnt scale",
-            "Use the version that trained it, or train again",
-        )
-
-
-def _with_defaults(tree: Any, defaults: Any) -> Any:
-    """Adds the options that `tree` lacks; what is no tree of options is left for its reader."""
-    if not (isinstance(tree, Mapping) and isinstance(defaults, Mapping)):
-        return tree
-    known = {name: _with_defaults(tree.get(name, value), value) for name, value in defaults.items()}
-    return {**tree, **known}
+    return Config.from_dict(read_record(path))
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

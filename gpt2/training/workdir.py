@@ -1,9 +1,10 @@
 """The files of a run beside its checkpoints, and the checks that let it continue.
 
-config.json      the resolved options
-data.json        what the prepared corpus holds, to tell it from another of the same name
-tokenizer.json   the tokenizer, so that the run can be sampled without its corpus
-.lock            held by the process that trains here, so that no second one does
+config.json         the resolved options; as --config of train.py they repeat the run
+data.json           what the prepared corpus holds, to tell it from another of the same name
+tokenizer.json      the tokenizer, so that the run can be sampled without its corpus
+environment.jsonl   with what the run was made, a line for each start
+.lock               held by the process that trains here, so that no second one does
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from gpt2.errors import UserError, require_writable
 from gpt2.parallel import distributed
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint import latest_step
+from gpt2.training.environment import record_start
 from gpt2.utils import files
 from gpt2.utils.text import counted
 
@@ -148,6 +150,7 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     """
     lock(workdir, start)
     write(workdir, config, dataset)
+    record_start(workdir, start)
 
 
 def is_finished(workdir: Path, config: Config) -> bool:

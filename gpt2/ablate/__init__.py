@@ -1,0 +1,1 @@
+"""Ablations: change one thing, run again, and know whether it helped."""

@@ -1,0 +1,121 @@
+"""Arms: the configs that a sweep compares, from what `--vary` says."""
+
+import csv
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpt2 import cli
+from gpt2.config import Config, differences, option, read_option, with_options
+from gpt2.errors import UserError
+
+BASELINE = "baseline"
+_RECIPE = "recipe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One of the things that are compared.
+
+    Attributes:
+        name: such as `optim.name=muon`; also the name of its folder.
+        config: all of its options; the seed is the sweep's first.
+    """
+
+    name: str
+    config: Config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """One value of a `--vary`: a label and what it changes."""
+
+    label: str
+    options: Mapping[str, Any]
+    recipe: Path | None = None
+
+    def is_in(self, config: Config) -> bool:
+        """Returns whether a config has this value already."""
+        if self.recipe:
+            return False
+        return all(option(config, name) == value for name, value in self.options.items())
+
+
+def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
+    """Returns the arms, the baseline first. The baseline is `config` itself, named or not.
+
+    Args:
+        config: the options of `--config` and its overrides.
+        vary: `OPTION=VALUE,...` each, or `recipe=FILE,...`. A value may set more options, as in
+            `optim.name=muon+optim.weight_decay=0.0`. Quotes protect a comma.
+        one_at_a_time: each value by itself, in place of every combination.
+
+    Raises:
+        UserError: a `--vary` cannot be read, two arms are the same, or an arm's options cannot
+            work; the message names it.
+    """
+    axes = [read_axis(text) for text in vary]
+    chosen: Iterable[Sequence[_Value]] = itertools.product(*axes)
+    if one_at_a_time:
+        chosen = [(value,) for axis in axes for value in axis]
+    arms = {BASELINE: config}
+    for values in chosen:
+        changes = [value for value in values if not value.is_in(config)]
+        if not changes:
+            continue  # the baseline, by its own name
+        name = ",".join(value.label for value in changes)
+        changed = _apply(config, changes, name)
+        if name in arms or changed in arms.values():
+            raise UserError(f"--vary makes the arm {name} twice", "Leave one of them out")
+        arms[name] = changed
+    return [Arm(name, changed) for name, changed in arms.items()]
+
+
+def read_axis(text: str, flag: str = "vary") -> list[_Value]:
+    """Reads the values of a `--vary` or a `--tune`.
+
+    Raises:
+        UserError: it is not of the form `OPTION=VALUE,...`, or a value is not of its type.
+    """
+    name, _, rest = text.partition("=")
+    values = next(csv.reader([rest]), [])
+    if not name or not all(values) or not values:
+        raise UserError(
+            f"--{flag}={text} names no values", f"For example, use --{flag}=optim.beta2=0.95,0.99"
+        )
+    if name == _RECIPE:
+        return [_Value(f"{_RECIPE}={Path(value).stem}", {}, Path(value)) for value in values]
+    return [_read_value(name, value) for value in values]
+
+
+def _read_value(name: str, text: str) -> _Value:
+    """Reads one value of an option, and the options that it sets beside."""
+    settings = re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", f"{name}={text}")
+    options = {}
+    for setting in settings:
+        member, _, value = setting.partition("=")
+        options[member] = read_option(member, value)
+    if "seed" in options:
+        raise UserError("--vary=seed changes nothing that is to be compared", "Use --seeds=N")
+    return _Value(re.sub(r"[^\w.,=+-]+", "_", "+".join(settings)), options)
+
+
+def _apply(config: Config, values: Sequence[_Value], name: str) -> Config:
+    try:
+        for value in values:
+            if value.recipe:
+                config = _with_command_line(cli.read_config_file(str(value.recipe)), config)
+            config = with_options(config, value.options)
+    except UserError as error:
+        raise UserError(f"the arm {name} cannot work", str(error)) from None
+    return config
+
+
+def _with_command_line(recipe: Config, config: Config) -> Config:
+    """Returns a recipe with the options that the command line sets, which hold for all arms."""
+    own = cli.read_config_file(cli.config_file())
+    given = {name: new for name, (_, new) in differences(own, config).items()}
+    return with_options(recipe, given)

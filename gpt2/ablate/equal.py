@@ -1,0 +1,108 @@
+"""Equal terms: what all arms of a sweep get alike, whatever it is that differs between them."""
+
+import dataclasses
+from collections.abc import Callable
+
+from gpt2.ablate.arms import Arm
+from gpt2.config import Config, with_options
+from gpt2.errors import UserError
+from gpt2.telemetry.throughput import count_compute_parameters, model_flops_per_token
+
+TERMS = ("tokens", "flops", "seconds", "params")
+LOSS, BITS_PER_BYTE = "eval/loss", "eval/bits_per_byte"
+_NEAR = 0.005  # share by which parameters may differ where `mlp_dim` makes them equal
+
+
+def choose_score(arms: list[Arm]) -> str:
+    """Returns the metric in which arms are compared: nats per token, or bits per byte.
+
+    Raises:
+        UserError: the arms' validation texts differ, or their tokenizers do and a validation reads
+            a part of the text only.
+    """
+    first, *others = (arm.config for arm in arms)
+    for option in ("corpus", "val_fraction"):
+        if any(getattr(c.data, option) != getattr(first.data, option) for c in others):
+            raise UserError(
+                f"arms that differ in data.{option} are validated on different texts",
+                "Compare them by eval.py on one text",
+            )
+    batches = {(c.train.eval_batches, c.data.batch_size, c.model.context_length) for c in others}
+    batches.add((first.train.eval_batches, first.data.batch_size, first.model.context_length))
+    same_tokens = all(c.data.tokenizer == first.data.tokenizer for c in others)
+    if any(number for number, _, _ in batches) and (len(batches) > 1 or not same_tokens):
+        raise UserError(
+            "the first train.eval_batches of the validation split are not the same for all arms",
+            "Use --config.train.eval_batches=0, which reads the whole split",
+        )
+    return LOSS if same_tokens else BITS_PER_BYTE
+
+
+def equalize(
+    arms: list[Arm],
+    terms: str,
+    *,
+    vocab_size: Callable[[Config], int],
+    step_seconds: Callable[[Arm], float],
+) -> list[Arm]:
+    """Returns the arms with the length of their schedules, or their MLPs, changed to equal terms.
+
+    Args:
+        arms: the baseline first; it keeps its options.
+        terms: one of `TERMS`. `params` also gives equal tokens.
+        vocab_size: the number of tokens of a config's tokenizer.
+        step_seconds: measures how long an arm's training step takes.
+
+    Raises:
+        UserError: an arm cannot be made equal.
+    """
+    first, *others = arms
+    if terms == "params":
+        wanted = count_compute_parameters(_with_vocabulary(first.config, vocab_size).gpt())
+        others = [_with_parameters(arm, wanted, vocab_size) for arm in others]
+    cost: dict[str, Callable[[Arm], float]] = {
+        "tokens": lambda arm: arm.config.tokens_per_step,
+        "params": lambda arm: arm.config.tokens_per_step,
+        "flops": lambda arm: step_flops(_with_vocabulary(arm.config, vocab_size)),
+        "seconds": step_seconds,
+    }
+    budget = first.config.train.num_steps * cost[terms](first)
+    return [first] + [
+        _with(arm, {"train.num_steps": max(1, round(budget / cost[terms](arm)))}) for arm in others
+    ]
+
+
+def step_flops(config: Config) -> float:
+    """Returns the model's FLOPs of a step; `model.vocab_size` must be resolved (not 0)."""
+    return config.tokens_per_step * model_flops_per_token(config.gpt())
+
+
+def _with_vocabulary(config: Config, vocab_size: Callable[[Config], int]) -> Config:
+    return config.with_vocabulary(vocab_size(config))
+
+
+def _with_parameters(arm: Arm, wanted: int, vocab_size: Callable[[Config], int]) -> Arm:
+    """Returns the arm with the MLP's width at which it has the wanted number of parameters."""
+
+    def parameters(mlp_dim: int) -> int:
+        model = dataclasses.replace(arm.config.model, mlp_dim=mlp_dim)
+        config = dataclasses.replace(arm.config, model=model)
+        return count_compute_parameters(_with_vocabulary(config, vocab_size).gpt())
+
+    if parameters(arm.config.model.hidden_dim) == wanted:
+        return arm
+    one, two = parameters(1), parameters(2)
+    mlp_dim = 1 + round((wanted - one) / (two - one))
+    if mlp_dim < 1 or abs(parameters(mlp_dim) - wanted) > _NEAR * wanted:
+        raise UserError(
+            f"no model.mlp_dim gives the arm {arm.name} the baseline's {wanted:,} parameters",
+            "Use --equal=flops, or leave the arm out",
+        )
+    return _with(arm, {"model.mlp_dim": mlp_dim})
+
+
+def _with(arm: Arm, options: dict[str, int]) -> Arm:
+    try:
+        return dataclasses.replace(arm, config=with_options(arm.config, options))
+    except UserError as error:
+        raise UserError(f"the arm {arm.name} cannot be made equal", str(error)) from None

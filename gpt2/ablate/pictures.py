@@ -1,0 +1,184 @@
+"""The pictures of a sweep: differences with intervals, curves, and losses against what is tuned."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2.ablate.results import Curve
+from gpt2.ablate.verdicts import Verdict
+from gpt2.utils.text import format_count, format_duration
+
+# Of arms, in their order; the baseline is grey. Told apart by people who do not tell red from green
+# (Okabe and Ito 2008); the pattern of the line changes when they run out.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
+_LINES = ("-", "--", ":", "-.")
+_BASELINE, _MUTED, _GRID = "#4b5563", "#6b7280", "#e5e7eb"
+_BETTER, _WORSE, _NEITHER = "#009e73", "#d55e00", "#6b7280"
+_LONGEST_LINE = 32  # characters
+
+
+def plot_differences(
+    png: Path, verdicts: Mapping[str, Verdict], scores: Mapping[str, Sequence[float]], unit: str
+) -> None:
+    """Draws each arm's difference from the baseline, with its interval and its runs.
+
+    Args:
+        png: where the picture goes.
+        verdicts: by arm.
+        scores: final scores of the runs of each arm, less the baseline's mean.
+        unit: of scores.
+    """
+    names = sorted(verdicts, key=lambda name: (math.isnan(verdicts[name].difference), name))
+    names.sort(key=lambda name: verdicts[name].difference, reverse=True)
+    figure, (axes,) = _figure(height=1.4 + 0.42 * len(names))
+    axes.axvline(0, color=_BASELINE, linewidth=1.2)
+    for row, name in enumerate(names):
+        verdict = verdicts[name]
+        color = {"better": _BETTER, "worse": _WORSE}.get(verdict.words, _NEITHER)
+        axes.plot(scores[name], [row] * len(scores[name]), "o", color=color, alpha=0.35, ms=4)
+        if math.isfinite(verdict.low):
+            axes.plot([verdict.low, verdict.high], [row, row], color=color, linewidth=2.4)
+        axes.plot([verdict.difference], [row], "D", color=color, markersize=6)
+    axes.set_yticks(range(len(names)), [_wrapped(name) for name in names])
+    axes.set_ylim(-0.7, len(names) - 0.3)
+    axes.set_xlabel(f"difference from the baseline ({unit}); lower is better")
+    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    figure.savefig(png)
+
+
+def plot_curves(png: Path, curves: Mapping[str, Sequence[Curve]], unit: str) -> None:
+    """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
+
+    Args:
+        png: where the picture goes.
+        curves: by name, the baseline first; one for each seed.
+        unit: of scores.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure, panels = _figure(height=4.6 + 0.12 * len(curves), width=14, columns=3)
+    amounts: tuple[tuple[str, Callable[[float], str]], ...] = (
+        ("tokens", format_count),
+        ("flops", format_count),
+        ("seconds", format_duration),
+    )
+    for axes, (amount, write) in zip(panels, amounts, strict=True):
+        for i, (name, members) in enumerate(curves.items()):
+            members = [
+                c for c in members if len(c.scores) and np.isfinite(getattr(c, amount)).all()
+            ]
+            if not members:
+                continue
+            color, line = _style(i)
+            x, low, mean, high = _band(members, amount)
+            axes.plot(x, mean, line, color=color, linewidth=1.8, label=_wrapped(name))
+            if len(members) > 1:
+                axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+        axes.set_xlabel({"flops": "FLOPs", "seconds": "time in training steps"}.get(amount, amount))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(lambda value, _, write=write: write(value))
+        axes.set_xlim(left=0)
+        axes.grid(color=_GRID, linewidth=0.8)
+    panels[0].set_ylabel(f"validation ({unit})")
+    panels[0].set_ylim(*_frame([curve.scores for members in curves.values() for curve in members]))
+    for axes in panels[1:]:
+        axes.sharey(panels[0])
+    _add_legend(figure, panels[0])
+    figure.savefig(png)
+
+
+def plot_tuning(
+    png: Path, option: str, means: Mapping[str, Mapping[float, float]], unit: str
+) -> None:
+    """Draws final scores against the values of an option that was tuned, a line for each arm.
+
+    Args:
+        png: where the picture goes.
+        option: its name.
+        means: by arm and value, the mean score; nan where a run diverged or failed.
+        unit: of scores.
+    """
+    figure, (axes,) = _figure(height=4.8 + 0.15 * len(means))
+    for i, (name, by_value) in enumerate(means.items()):
+        values = sorted(by_value)
+        scores = np.array([by_value[value] for value in values])
+        color, line = _style(i)
+        axes.plot(values, scores, line, marker="o", color=color, markersize=4, label=_wrapped(name))
+        if np.isfinite(scores).any():
+            best = int(np.nanargmin(scores))
+            axes.plot(values[best], scores[best], "o", color=color, markersize=9, mfc="none")
+    tried = sorted({value for by_value in means.values() for value in by_value})
+    if tried[0] > 0:
+        axes.set_xscale("log")
+    axes.set_xticks(tried, [f"{value:g}" for value in tried])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(f"{option} (a ring around each arm's best)")
+    axes.set_ylabel(f"final validation ({unit})")
+    axes.grid(color=_GRID, linewidth=0.8)
+    _add_legend(figure, axes)
+    figure.savefig(png)
+
+
+def _has(curve: Curve, amount: str) -> bool:
+    """Whether a curve has points, and says how much of an amount each took."""
+    return len(curve.scores) > 0 and bool(np.isfinite(getattr(curve, amount)).all())
+
+
+def _band(curves: Sequence[Curve], amount: str) -> tuple[np.ndarray, ...]:
+    """Returns x, and the lowest, the mean and the highest score there, where all curves reach."""
+    xs = [getattr(curve, amount) for curve in curves]
+    start, end = max(x[0] for x in xs), min(x[-1] for x in xs)
+    grid = xs[0][(xs[0] >= start) & (xs[0] <= end)]
+    grid = grid if len(grid) and grid[-1] == end else np.append(grid, end)
+    pairs = zip(xs, curves, strict=True)
+    scores = np.stack([np.interp(grid, x, curve.scores) for x, curve in pairs])
+    return grid, scores.min(axis=0), scores.mean(axis=0), scores.max(axis=0)
+
+
+def _frame(scores: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Returns limits that show the later nine tenths of all curves."""
+    shown = [each[len(each) // 10 :] for each in scores if len(each)]
+    if not shown:
+        return 0.0, 1.0
+    low, high = min(each.min() for each in shown), max(each.max() for each in shown)
+    margin = 0.06 * (high - low) or 0.1
+    return low - margin, high + margin
+
+
+def _style(index: int) -> tuple[str, str]:
+    if index == 0:
+        return _BASELINE, "-"
+    turn, color = divmod(index - 1, len(_COLORS))
+    return _COLORS[color], _LINES[turn % len(_LINES)]
+
+
+def _wrapped(name: str) -> str:
+    """Returns a name in lines of about equal length, broken behind commas."""
+    lines = [""]
+    for part in name.replace(",", ",\n").split("\n"):
+        if lines[-1] and len(lines[-1]) + len(part) > _LONGEST_LINE:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _add_legend(figure: Any, axes: Any) -> None:
+    """Names the curves below the picture, where they hide nothing."""
+    lines, names = axes.get_legend_handles_labels()
+    columns = max(1, min(len(names), round(figure.get_figwidth() / 3)))
+    figure.legend(lines, names, frameon=False, fontsize=9, loc="outside lower left", ncols=columns)
+
+
+def _figure(height: float, width: float = 9, columns: int = 1) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    panels = list(np.ravel(figure.subplots(1, columns)))
+    for axes in panels:
+        axes.set_axisbelow(True)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(color=_MUTED, labelcolor=_MUTED)
+    return figure, panels

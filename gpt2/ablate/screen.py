@@ -1,0 +1,131 @@
+"""What the person at the terminal sees while a sweep trains."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from gpt2.ablate.report import judge, samples
+from gpt2.ablate.runs import Run
+from gpt2.ablate.sweep import Sweep
+from gpt2.telemetry.metrics import read_metrics
+from gpt2.utils.text import counted, format_duration
+
+_REFRESH_SECONDS = 2.0
+
+
+class Screen:
+    """Shows runs as they end, the time left, and the verdicts so far; a context manager.
+
+    On a terminal a table stays at the bottom. Elsewhere each end of a run prints a line.
+
+    Args:
+        sweep: what is trained.
+        runs: all runs of this phase.
+        title: of the phase.
+    """
+
+    def __init__(self, sweep: Sweep, runs: Sequence[Run], title: str):
+        self._sweep, self._runs, self._title = sweep, list(runs), title
+        self._states = {run.folder: run.outcome().state for run in self._runs}
+        self._began, self._steps_before = time.monotonic(), self._steps()
+        self._drawn = 0.0
+        self._live = _make_live() if sys.stdout.isatty() else None
+
+    def __enter__(self) -> "Screen":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, training: list[Run]) -> None:
+        """Shows what has ended since the last call, and every few seconds what is under way."""
+        ended = []
+        for run in self._runs:
+            if (state := run.outcome().state) != self._states[run.folder]:
+                self._states[run.folder] = state
+                ended.append(run)
+        for run in ended:
+            self._print(self._line(run))
+        if self._live and (ended or time.monotonic() - self._drawn > _REFRESH_SECONDS):
+            self._drawn = time.monotonic()
+            self._live.update(self._table(training))
+
+    def _line(self, run: Run) -> str:
+        number = sum(state != "waiting" for state in self._states.values())
+        outcome = run.outcome()
+        if outcome.state == "finished":
+            last = read_metrics(run.workdir / "metrics.jsonl")[-1]
+            what = f"{last.get(self._sweep.score, float('nan')):.4f} {self._sweep.unit}"
+        else:
+            what = f"{outcome.state}: {outcome.error}"
+        left = format_duration(self._seconds_left())
+        return f"{number}/{len(self._runs)}  {run.label}  {what}  {left} left"
+
+    def _steps(self) -> int:
+        """Returns the steps that all runs have trained."""
+        return sum(_steps(run) for run in self._runs)
+
+    def _seconds_left(self) -> float:
+        steps, total = self._steps(), 0
+        for run in self._runs:
+            total += _steps(run) if self._ended(run) else run.config.train.num_steps
+        done = steps - self._steps_before
+        elapsed = time.monotonic() - self._began
+        return elapsed / done * (total - steps) if done else float("inf")
+
+    def _ended(self, run: Run) -> bool:
+        return self._states[run.folder] != "waiting"
+
+    def _table(self, training: list[Run]):
+        from rich.table import Table
+
+        results = self._sweep.results() if not self._runs[0].chooses else []
+        verdicts = judge(self._sweep, results) if results else {}
+        scores = samples(self._sweep, results) if results else {}
+        states = Counter(self._states.values())
+        broken = states["failed"] + states["diverged"]
+        table = Table(
+            title=f"{self._title}: {states['finished']} of {counted(len(self._runs), 'run')} done"
+            + (f", {broken} broke" if broken else "")
+            + f", {format_duration(self._seconds_left())} left",
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+        )
+        for column in ("arm", "runs", "mean", "difference", "so far"):
+            table.add_column(column, justify="left" if column in ("arm", "so far") else "right")
+        for name, sample in scores.items():
+            values = list(sample.scores.values())
+            verdict = verdicts.get(name)
+            table.add_row(
+                name,
+                str(len(values)),
+                f"{sum(values) / len(values):.4f}" if values else "-",
+                f"{verdict.difference:+.4f}" if verdict and values else "",
+                verdict.words if verdict and values else "",
+            )
+        for run in training:
+            done = f"step {_steps(run)}/{run.config.train.num_steps}"
+            table.add_row(f"[cyan]{run.label}[/cyan]", "", "", "", f"[cyan]{done}[/cyan]")
+        return table
+
+    def _print(self, text: str) -> None:
+        if self._live:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+
+def _steps(run: Run) -> int:
+    records = read_metrics(run.workdir / "metrics.jsonl")
+    return records[-1]["step"] if records else 0
+
+
+def _make_live():
+    from rich.live import Live
+
+    return Live(auto_refresh=False)

@@ -1,0 +1,485 @@
+"""Which arms of an ablation differ from its baseline, by how much, and what stayed invisible.
+
+An arm is a set of runs that differ in their seed only. Differences are arm - baseline, in the unit
+of the scores, which are losses: negative is better. The family-wise level (5 %) bounds the chance
+of one false verdict or more among all arms; the confidence (95 %) is that of all intervals at once.
+
+Unpaired, an arm differs if two tests say so. The wider of their intervals counts:
+
+1. Dunnett's test (Dunnett 1955, JASA 50) of all arms. It pools variances, which makes much of few
+   seeds, but takes the mean of a noisy arm, or of a noisy baseline, for more certain than it is.
+2. Welch's t-test (Welch 1947, Biometrika 34) of the pair alone, which lets variances differ, at
+   level / sqrt(number of arms): halfway between no adjustment and Bonferroni's.
+
+Testing the variances first would not do: with three seeds, most unequal ones pass. In percent, from
+40,000 simulated sweeps, 5 arms, n seeds each: false verdicts where all deviations are equal, where
+the baseline's is 3, and where one arm's is 3; and how often an arm is found that truly differs by 5
+standard errors of the difference, among equal deviations. "Worst" is of false verdicts, for 1 to 10
+arms of 3 or 5 seeds, a baseline of 3, 5 or 10, and deviations that differ by up to a factor of 3.
+
+                                      equal       baseline       one arm        found     worst
+                                    n=3  n=5      n=3  n=5      n=3  n=5      n=3  n=5
+    Dunnett alone                   4.9  4.9     17.0 17.3     10.2  9.6     96.7 98.4     35.0
+    Welch alone, Šidák's level      2.5  3.3      2.8  2.4      3.0  3.9     45.1 87.5     13.4
+    one of these, by Bartlett's     5.2  5.3     10.9  5.8      8.3  5.9     82.9 94.6     16.5
+      test of the variances
+    both, as here                   1.7  3.0      4.4  4.4      2.2  2.7     68.5 95.0      6.2
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, special, stats
+
+Array = NDArray[np.float64]
+
+POWER = 0.8  # of `Verdict.detectable`
+_ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
+_NORMAL = np.linspace(-8, 8, 129)  # a normal variable, for integrals by the trapezoidal rule
+_NORMAL_WEIGHTS = stats.norm.pdf(_NORMAL) / stats.norm.pdf(_NORMAL).sum()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The runs of one arm, or of the baseline.
+
+    Attributes:
+        scores: final losses of the finished runs, by seed.
+        diverged: how many runs diverged; these have no score.
+        failed: how many runs broke for other reasons, which say nothing about the arm.
+
+    Raises:
+        ValueError: a score is nan or infinite, or a count is negative.
+    """
+
+    scores: Mapping[int, float]
+    diverged: int = 0
+    failed: int = 0
+
+    def __post_init__(self) -> None:
+        for seed, score in self.scores.items():
+            if not math.isfinite(score):
+                raise ValueError(f"Seed {seed} scored {score}. Count it in `diverged` instead.")
+        if self.diverged < 0 or self.failed < 0:
+            raise ValueError(
+                f"A count is negative: {self.diverged} diverged, {self.failed} failed."
+            )
+
+    @property
+    def values(self) -> Array:
+        """The scores, `[n]`."""
+        return np.array(list(self.scores.values()), np.float64)
+
+    @property
+    def diverged_share(self) -> str:
+        """For example "2 of 5 runs"."""
+        return f"{self.diverged} of {len(self.scores) + self.diverged + self.failed} runs"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the runs say about one arm.
+
+    Attributes:
+        num: finished runs.
+        mean: their mean score; nan without a run.
+        deviation: their standard deviation (n - 1); nan for fewer than two runs.
+        difference: arm - baseline; paired, over the seeds that both have.
+        low: lower end of the difference's interval, at once with the other arms'. -inf where more
+            runs are needed, nan where they would not help, as after a divergence.
+        high: upper end, likewise.
+        p_value: adjusted for the number of arms; nan without a test.
+        detectable: the smallest true difference that as many seeds find with a power of 0.8, if
+            the estimated noise is the true one. Unpaired, the noise is the larger of the pooled
+            standard deviation and the pair's. inf and nan as in `low`.
+        words: "better", "worse", "no difference larger than 0.0123", or why there is no verdict.
+        method: the test, for a report; empty without one.
+    """
+
+    num: int
+    mean: float
+    deviation: float
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    detectable: float
+    words: str
+    method: str
+
+
+@dataclass(frozen=True)
+class _Test:
+    """A test of one arm, whose interval is difference +- half_width."""
+
+    half_width: float
+    p_value: float
+    detectable: float
+    method: str
+
+
+_TOO_FEW_RUNS = _Test(math.inf, math.nan, math.inf, "")
+_IMPOSSIBLE = _Test(math.nan, math.nan, math.nan, "")
+
+
+def compare(
+    baseline: Sample, arms: Mapping[str, Sample], *, paired: bool = False, confidence: float = 0.95
+) -> dict[str, Verdict]:
+    """Judges each arm against the baseline, by the tests of the module's docstring.
+
+    An arm with a diverged run is neither better nor worse: its survivors are not a fair sample.
+    Their difference is given, and they take no part in the tests of the other arms.
+
+    Args:
+        baseline: what all arms are compared with.
+        arms: by name.
+        paired: runs of one seed share data or initial parameters. The test is then the t-test of
+            their differences, adjusted by Šidák's formula (1967, JASA 62).
+        confidence: of all intervals together.
+
+    Returns:
+        Verdicts by name, in the order of `arms`.
+
+    Raises:
+        ValueError: the confidence is not between 0 and 1.
+    """
+    _check_share(confidence)
+    obstacles = {name: _obstacle(baseline, arm, paired) for name, arm in arms.items()}
+    judged = {name: arm for name, arm in arms.items() if not obstacles[name]}
+    test_all = _test_pairs if paired else _test_groups
+    tests = test_all(baseline, judged, confidence) if judged else {}
+    verdicts = {}
+    for name, arm in arms.items():
+        difference, words = _difference(baseline, arm, paired), obstacles[name]
+        test = tests[name] if name in tests else _without_test(baseline, arm)
+        low, high = difference - test.half_width, difference + test.half_width
+        if math.isinf(test.half_width):  # the difference may be nan
+            low, high = -math.inf, math.inf
+        if not words and math.isnan(test.half_width):
+            words = f"the same {'difference' if paired else 'score'} for every seed: no verdict"
+        elif not words and low <= 0 <= high:
+            words = f"no difference larger than {max(-low, high):.3g}"
+        verdicts[name] = Verdict(
+            num=len(arm.scores),
+            mean=_mean(arm.values),
+            deviation=float(arm.values.std(ddof=1)) if len(arm.scores) > 1 else math.nan,
+            difference=difference,
+            low=low,
+            high=high,
+            p_value=test.p_value,
+            detectable=test.detectable,
+            words=words or ("better" if high < 0 else "worse"),
+            method=test.method,
+        )
+    return verdicts
+
+
+def widest(verdicts: Mapping[str, Verdict]) -> float:
+    """Returns the largest half-width of the intervals, for "add seeds until it is at most X".
+
+    Such a rule stops early where the spread is small by chance, which costs coverage. In
+    simulation, the tests' reserve made up for it: 94.6 % or more of 2,000 sweeps were covered.
+
+    Returns:
+        In the unit of the scores. inf if an arm needs more runs. Arms that more runs do not help
+        are left out; 0 if there are no others.
+    """
+    widths = [(verdict.high - verdict.low) / 2 for verdict in verdicts.values()]
+    return max((width for width in widths if not math.isnan(width)), default=0.0)
+
+
+def power_of(
+    difference: float, deviation: float, num: int, *, num_arms: int = 1, confidence: float = 0.95
+) -> float:
+    """Returns how probably `compare`, unpaired, finds a true difference with its right sign.
+
+    Args:
+        difference: the true one, of one arm; its sign does not matter.
+        deviation: standard deviation between seeds, the same in all arms.
+        num: seeds of each arm, and of the baseline.
+        num_arms: without the baseline.
+        confidence: of all intervals together.
+
+    Raises:
+        ValueError: a deviation of 0, fewer than two seeds, no arm, or a wrong confidence.
+    """
+    _check_share(confidence)
+    if not deviation > 0 or num < 2 or num_arms < 1:
+        raise ValueError(
+            "Power needs a deviation above 0, two seeds and one arm; given: deviation "
+            f"{deviation}, {num} seeds, {num_arms} arms."
+        )
+    half_widths, weights = _half_widths((num,) * (1 + num_arms), num, confidence)
+    shift = abs(difference) / deviation / math.sqrt(2 / num)
+    return float(weights @ special.ndtr(shift - half_widths))
+
+
+def seeds_needed(
+    deviation: float,
+    difference: float,
+    *,
+    num_arms: int = 1,
+    power: float = POWER,
+    confidence: float = 0.95,
+) -> int:
+    """Returns the fewest seeds, of each arm and of the baseline, with which `power_of` is `power`.
+
+    Raises:
+        ValueError: as in `power_of`, or the difference is 0.
+    """
+    _check_share(power)
+    if not difference:
+        raise ValueError("No number of seeds finds a difference of 0: give the least that matters.")
+
+    def suffices(num: int) -> bool:
+        found = power_of(difference, deviation, num, num_arms=num_arms, confidence=confidence)
+        return found >= power
+
+    low, high = 1, 2
+    while not suffices(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
+
+
+def deviation_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Returns the chi-square interval, (low, high), of the standard deviation of normal values.
+
+    Raises:
+        ValueError: fewer than two values, one is not finite, or the confidence is wrong.
+    """
+    _check_share(confidence)
+    if len(values) < 2 or not np.isfinite(values).all():
+        raise ValueError(f"A deviation needs two values or more, all finite; given: {values}.")
+    tails = stats.chi2.isf([(1 - confidence) / 2, (1 + confidence) / 2], len(values) - 1)
+    low, high = np.sqrt(len(values) * np.var(values) / tails)
+    return float(low), float(high)
+
+
+def ratio_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Returns the geometric mean of ratios and the t interval of their logarithms, as ratios.
+
+    Args:
+        values: one for each run, such as tokens to reach a loss over the baseline's: inf if the
+            run did not reach it, 0 if the baseline did not.
+        confidence: of this interval alone.
+
+    Returns:
+        (mean, low, high). The mean is inf or 0 if a value is, nan if there are both. The ends are
+        nan then, and for a single value.
+
+    Raises:
+        ValueError: no value, a negative or nan value, or a wrong confidence.
+    """
+    _check_share(confidence)
+    if not len(values) or not all(value >= 0 for value in values):
+        raise ValueError(f"Ratios are one or more numbers from 0 to inf; given: {values}.")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(np.asarray(values, np.float64))
+        mean = logs.mean()
+    half_width = math.nan
+    if len(logs) > 1 and np.isfinite(mean):
+        quantile = stats.t.ppf((1 + confidence) / 2, len(logs) - 1)
+        half_width = quantile * logs.std(ddof=1) / math.sqrt(len(logs))
+    middle, low, high = np.exp([mean, mean - half_width, mean + half_width])
+    return float(middle), float(low), float(high)
+
+
+def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
+    """Says why an arm has no verdict, or nothing if it may have one."""
+    if arm.diverged:
+        also = f", the baseline in {baseline.diverged_share}" if baseline.diverged else ""
+        return f"diverged in {arm.diverged_share}{also}"
+    if baseline.diverged:
+        return f"the baseline diverged in {baseline.diverged_share}: no verdict"
+    if len(arm.scores) == len(baseline.scores) == 1:
+        return "one run each: no verdict"
+    for sample, whose in ((arm, ""), (baseline, " of the baseline")):
+        if len(sample.scores) < 2:
+            return f"{'one' if sample.scores else 'no'} run{whose} finished: no verdict"
+    shared = len(_paired_differences(baseline, arm))
+    if paired and shared < 2:
+        return f"{'one seed' if shared else 'no seed'} shared with the baseline: no verdict"
+    return ""
+
+
+def _without_test(baseline: Sample, arm: Sample) -> _Test:
+    hopeless = any(x.diverged or (x.failed and not x.scores) for x in (baseline, arm))
+    return _IMPOSSIBLE if hopeless else _TOO_FEW_RUNS
+
+
+def _paired_differences(baseline: Sample, arm: Sample) -> Array:
+    """Returns arm - baseline for each seed that both have."""
+    seeds = sorted(baseline.scores.keys() & arm.scores.keys())
+    return np.array([arm.scores[seed] - baseline.scores[seed] for seed in seeds], np.float64)
+
+
+def _difference(baseline: Sample, arm: Sample, paired: bool) -> float:
+    if paired:
+        return _mean(_paired_differences(baseline, arm))
+    return _mean(arm.values) - _mean(baseline.values)
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if values.size else math.nan
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share < 1:
+        raise ValueError(f"Confidence and power lie between 0 and 1; given: {share}.")
+
+
+def _test_pairs(
+    baseline: Sample, arms: Mapping[str, Sample], confidence: float
+) -> dict[str, _Test]:
+    """Tests the differences by seed, each arm with its own variance."""
+    tests = {}
+    for name, arm in arms.items():
+        differences = _paired_differences(baseline, arm)
+        num, num_arms = len(differences), len(arms)
+        error = float(differences.std(ddof=1)) / math.sqrt(num)
+        if error <= _ROUNDING * np.abs(baseline.values).max():
+            tests[name] = _IMPOSSIBLE
+            continue
+        quantile = stats.t.ppf((1 + confidence ** (1 / num_arms)) / 2, num - 1)
+        p_value = 2 * stats.t.sf(abs(differences.mean()) / error, num - 1)
+        noise, weights = _chi(num - 1)
+        tests[name] = _Test(
+            half_width=float(quantile * error),
+            p_value=float(-special.expm1(special.xlog1py(num_arms, -p_value))),
+            detectable=error * _shift(quantile * noise, weights),
+            method=f"two-sided t-test of {num} differences by seed, adjusted for {num_arms} "
+            "arms by Šidák's formula",
+        )
+    return tests
+
+
+def _test_groups(
+    baseline: Sample, arms: Mapping[str, Sample], confidence: float
+) -> dict[str, _Test]:
+    """Tests by Dunnett's and Welch's methods, as the module's docstring says."""
+    groups = [baseline.values, *(arm.values for arm in arms.values())]
+    sizes = tuple(len(group) for group in groups)
+    squares = sum(len(group) * float(group.var()) for group in groups)
+    pooled = math.sqrt(squares / (sum(sizes) - len(sizes)))
+    strictness = math.sqrt(len(arms))  # of Welch's test
+    level = (1 - confidence) / strictness
+    tests = {}
+    for name, group in zip(arms, groups[1:], strict=True):
+        per_run = math.sqrt(1 / sizes[0] + 1 / len(group))
+        error = pooled * per_run
+        if error <= _ROUNDING * np.abs(baseline.values).max():
+            tests[name] = _IMPOSSIBLE
+            continue
+        variances = groups[0].var(ddof=1), group.var(ddof=1)
+        welch_error, welch_df = _welch(*variances, sizes[0], len(group))
+        half_widths = (
+            _dunnett_quantile(sizes, confidence) * error,
+            stats.t.isf(level / 2, welch_df) * welch_error,
+        )
+        distance = abs(group.mean() - groups[0].mean())
+        p_values = (
+            1 - _dunnett_probability(distance / error, sizes),
+            strictness * 2 * stats.t.sf(distance / welch_error, welch_df),
+        )
+        tests[name] = _Test(
+            half_width=float(max(half_widths)),
+            p_value=float(np.clip(max(p_values), 0, 1)),
+            detectable=max(error, float(welch_error)) * _group_shift(sizes, len(group), confidence),
+            method=f"two-sided, for {len(arms)} arms: Dunnett's test with pooled variances, and "
+            f"Welch's t-test of each pair at {level:.1%}; the wider interval counts",
+        )
+    return tests
+
+
+def _welch(variance0: Array, variance: Array, num0: int, num: int) -> tuple[Array, Array]:
+    """Returns the standard error of a difference of means and its degrees of freedom."""
+    part0, part = (np.maximum(x, 1e-100) for x in (variance0 / num0, variance / num))  # not 0 / 0
+    df = (part0 + part) ** 2 / (part0**2 / (num0 - 1) + part**2 / (num - 1))
+    return np.sqrt(part0 + part), df
+
+
+def _dunnett_probability(bound: float, sizes: tuple[int, ...]) -> float:
+    """Returns how probably no arm's |t| is above `bound` if no arm differs.
+
+    Given the baseline's mean and the pooled deviation, the arms are independent, which leaves two
+    integrals (Dunnett 1955, section 3). scipy.stats.dunnett draws at random instead, with errors
+    of about 4e-5 and a hundred times the time.
+
+    Args:
+        bound: positive.
+        sizes: runs of the baseline, then of each arm.
+    """
+    noise, weights = _chi(sum(sizes) - len(sizes))
+    nums = np.array(sizes[1:])[:, None, None]
+    correlation = nums / (nums + sizes[0])
+    common, own = np.sqrt(correlation) * _NORMAL, np.sqrt(1 - correlation)
+    limit = bound * noise[:, None]
+    within = special.ndtr((limit - common) / own) - special.ndtr((-limit - common) / own)
+    return float(weights @ within.prod(0) @ _NORMAL_WEIGHTS)
+
+
+@cache
+def _dunnett_quantile(sizes: tuple[int, ...], confidence: float) -> float:
+    """Returns the |t| that no arm exceeds with probability `confidence`, if no arm differs."""
+
+    def excess(bound: float) -> float:
+        return _dunnett_probability(bound, sizes) - confidence
+
+    df, tail = sum(sizes) - len(sizes), (1 - confidence) / 2
+    one_arm, bonferroni = stats.t.isf([tail, tail / (len(sizes) - 1)], df)  # on either side
+    return float(optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni))
+
+
+@cache
+def _chi(df: int) -> tuple[Array, Array]:
+    """Returns values of an estimated standard deviation whose true one is 1, and their weights."""
+    if not df:
+        return np.zeros(1), np.ones(1)
+    low, high = np.sqrt([stats.chi2.ppf(1e-13, df), stats.chi2.isf(1e-13, df)])
+    nodes, weights = np.polynomial.legendre.leggauss(40)
+    values = low + (high - low) * (nodes + 1) / 2
+    weights = weights * stats.chi.pdf(values, df)
+    return values / math.sqrt(df), weights / weights.sum()
+
+
+def _half_widths(sizes: tuple[int, ...], num: int, confidence: float) -> tuple[Array, Array]:
+    """Returns half-widths that equal variances lead to, in standard errors, and their weights.
+
+    Args:
+        sizes: runs of the baseline, then of each arm.
+        num: runs of the arm in question, one of `sizes`.
+        confidence: of all intervals together.
+    """
+    df = sum(sizes) - len(sizes)
+    dfs = sizes[0] - 1, num - 1, df - (sizes[0] - 1) - (num - 1)  # the last: of all other arms
+    noises, weights = zip(*map(_chi, dfs), strict=True)
+    variance0, variance, others = np.meshgrid(*(noise**2 for noise in noises), indexing="ij")
+    pooled = sum(each * x for each, x in zip(dfs, (variance0, variance, others), strict=True)) / df
+    welch_error, welch_df = _welch(variance0[..., 0], variance[..., 0], sizes[0], num)
+    level = (1 - confidence) / math.sqrt(len(sizes) - 1)
+    welch = stats.t.isf(level / 2, welch_df) * welch_error / math.sqrt(1 / sizes[0] + 1 / num)
+    half_widths = np.maximum(
+        _dunnett_quantile(sizes, confidence) * np.sqrt(pooled), welch[..., None]
+    )
+    return half_widths.ravel(), np.einsum("i,j,k->ijk", *weights).ravel()
+
+
+@cache
+def _group_shift(sizes: tuple[int, ...], num: int, confidence: float) -> float:
+    return _shift(*_half_widths(sizes, num, confidence))
+
+
+def _shift(half_widths: Array, weights: Array) -> float:
+    """Returns the true difference that is found with `POWER`; all in standard errors."""
+
+    def excess(shift: float) -> float:
+        return float(weights @ special.ndtr(shift - half_widths)) - POWER
+
+    return float(optimize.brentq(excess, half_widths.min(), half_widths.max() + 10))

@@ -1,0 +1,124 @@
+"""Draws the validation curves of runs over each other, over tokens, FLOPs and time.
+
+python -m gpt2.compare runs/first runs/second [--reference=published.csv] [--output=compare.png]
+
+A directory is that of a run, or of a sweep, whose arms are drawn. A reference has a line for each
+point under the header `tokens,loss`; a column `name` tells several curves apart.
+"""
+
+from gpt2 import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+
+from gpt2 import cli
+from gpt2.ablate.pictures import plot_curves
+from gpt2.ablate.results import Curve, read_curve
+from gpt2.ablate.sweep import load_sweep
+from gpt2.config import load_config
+from gpt2.errors import UserError, require_writable
+from gpt2.utils.text import format_count, format_duration
+
+REFERENCE = flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
+OUTPUT = flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
+
+
+def main(*directories: str) -> None:
+    """Draws the curves and prints where each ends."""
+    if not directories:
+        raise UserError("there is no directory", "For example, give runs/first runs/second")
+    output = Path(OUTPUT.value)
+    require_writable("output", output.parent)
+    workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
+    configs = {name: load_config(members[0]) for name, members in workdirs.items()}
+    score, unit = "eval/loss", "nats per token"
+    if len({config.data.tokenizer for config in configs.values()}) > 1:
+        if REFERENCE.value:
+            raise UserError(
+                "runs with different tokenizers compare in bits per byte, a reference in nats",
+                "Leave out --reference, or the runs with another tokenizer",
+            )
+        score, unit = "eval/bits_per_byte", "bits per byte"
+    if len({config.data.corpus for config in configs.values()}) > 1:
+        print("the runs' corpora differ: their losses are of different texts")
+    curves = {name: [read_curve(each, score) for each in w] for name, w in workdirs.items()}
+    for name in [name for name, each in curves.items() if not any(len(c.scores) for c in each)]:
+        print(f"{name} has no validation, and is left out")
+        del curves[name]
+    if not curves:
+        raise UserError("no run has a validation yet", "Wait for one")
+    if REFERENCE.value:
+        curves |= read_reference(Path(REFERENCE.value))
+    plot_curves(output, curves, unit)
+    width = max(map(len, curves))
+    for name, members in curves.items():
+        ends = [curve for curve in members if len(curve.scores)]
+        print(f"{name:<{width}}  {_describe(ends)} {unit}")
+    print(f"see {output}")
+
+
+def read_reference(path: Path) -> dict[str, list[Curve]]:
+    """Reads published points: by name, a curve over tokens alone.
+
+    Raises:
+        UserError: the file cannot be read as `tokens,loss`, with or without `name`.
+    """
+    points: dict[str, list[tuple[float, float]]] = {}
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                point = float(row["tokens"]), float(row["loss"])
+                if not all(map(math.isfinite, point)):
+                    raise ValueError(f"{point} is not finite")
+                points.setdefault(row.get("name") or path.stem, []).append(point)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})", "Check --reference") from None
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise UserError(
+            f"{path} is not a table of points ({error})",
+            "Begin it with the line tokens,loss and give two numbers in each line below",
+        ) from None
+    if not points:
+        raise UserError(f"{path} holds no point", "Give two numbers in each line: tokens,loss")
+    curves = {}
+    for name, members in points.items():
+        tokens, losses = np.array(sorted(members)).T
+        unknown = np.full(len(tokens), np.nan)
+        curves[name] = [Curve(tokens, unknown, unknown, losses)]
+    return curves
+
+
+def _workdirs(directory: Path) -> dict[str, list[Path]]:
+    """Returns the workdirs to draw, by the name of their curve: several for the arm of a sweep."""
+    if not (directory / "sweep.json").exists():
+        load_config(directory)  # refuses what is no run
+        return {str(directory): [directory]}
+    workdirs: dict[str, list[Path]] = {}
+    for run in load_sweep(directory).runs():
+        if (run.workdir / "config.json").exists():
+            workdirs.setdefault(f"{directory}: {run.arm}", []).append(run.workdir)
+    if not workdirs:
+        raise UserError(f"{directory} is a sweep without runs", "Wait for one")
+    return workdirs
+
+
+def _describe(ends: list[Curve]) -> str:
+    scores = [curve.scores[-1] for curve in ends]
+    last = ends[0]
+    parts = [f"{format_count(last.tokens[-1])} tokens"]
+    if math.isfinite(last.seconds[-1]):
+        parts.append(format_duration(last.seconds[-1]))
+    if len(scores) > 1:
+        return f"{', '.join(parts)}: {np.mean(scores):.4f} ± {np.std(scores, ddof=1):.4f}"
+    return f"{', '.join(parts)}: {scores[0]:.4f}"
+
+
+if __name__ == "__main__":
+    cli.run(main, takes_files=True)

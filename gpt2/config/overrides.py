@@ -1,0 +1,62 @@
+"""Options by their dotted names, such as `optim.name`: read from text, and set in a config."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from gpt2.config.choices import DEFAULTS
+from gpt2.config.run import Config
+from gpt2.errors import UserError, unknown_option
+
+
+def option_names() -> list[str]:
+    """Returns all options by their dotted names, in the order of configs/default.py."""
+    names: list[str] = []
+    for group, members in DEFAULTS.to_dict().items():
+        is_group = isinstance(members, Mapping)
+        names += [f"{group}.{member}" for member in members] if is_group else [group]
+    return names
+
+
+def read_option(name: str, text: str) -> Any:
+    """Returns the value that `text` stands for, in the type of the option `name`.
+
+    Raises:
+        UserError: there is no such option, or `text` is not of its type.
+    """
+    names = option_names()
+    if name not in names:
+        spellings = {each.rpartition(".")[2]: each for each in names}
+        spellings |= {each: each for each in names}
+        raise unknown_option(name, spellings, "See configs/default.py")
+    default = functools.reduce(getattr, name.split("."), DEFAULTS)
+    kind = type(default)
+    try:
+        return {"True": True, "False": False}[text] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        raise UserError(
+            f"{name}={text} is not of type {kind.__name__}",
+            f"Give a value such as {name}={default}",
+        ) from None
+
+
+def option(config: Config, name: str) -> Any:
+    """Returns the value of an option by its dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def with_options(config: Config, options: Mapping[str, Any]) -> Config:
+    """Returns the config with some options set.
+
+    Args:
+        config: stays as it is.
+        options: values by dotted name.
+
+    Raises:
+        UserError: the options cannot work.
+    """
+    tree = config.to_dict()
+    for name, value in options.items():
+        group, _, member = name.rpartition(".")
+        (tree[group] if group else tree)[member] = value
+    return Config.from_dict(tree)

@@ -1,0 +1,415 @@
+"""Sweeps: which runs follow from a command, on which terms, and what the report says of them."""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from configs import quickstart
+from gpt2.ablate.arms import make_arms
+from gpt2.ablate.equal import choose_score, equalize, step_flops
+from gpt2.ablate.report import write_report
+from gpt2.ablate.results import amount_to_reach, read_curve
+from gpt2.ablate.runs import Outcome
+from gpt2.ablate.sweep import Sweep, continued, load_sweep
+from gpt2.compare import read_reference
+from gpt2.config import Config
+from gpt2.errors import UserError
+from gpt2.telemetry.throughput import count_compute_parameters
+from tests.helpers import ROOT, TINY
+
+BASE = Config.from_dict(quickstart.get_config())
+VOCABULARY = 4096
+
+
+def arms(*vary, one_at_a_time=False):
+    return make_arms(BASE, vary, one_at_a_time=one_at_a_time)
+
+
+def names(found):
+    return [arm.name for arm in found]
+
+
+# Arms
+
+
+def test_several_vary_make_a_grid_and_one_at_a_time_does_not():
+    vary = ("optim.name=adamw,lion", "model.activation=gelu_tanh,relu,silu")
+    grid = arms(*vary)
+    assert names(grid)[:2] == ["baseline", "model.activation=relu"]
+    assert len(grid) == 6
+    assert grid[-1].config.optim.name == "lion" and grid[-1].config.model.activation == "silu"
+    assert names(arms(*vary, one_at_a_time=True)) == [
+        "baseline",
+        "optim.name=lion",
+        "model.activation=relu",
+        "model.activation=silu",
+    ]
+
+
+def test_the_baseline_is_the_config_whether_it_is_named_or_not():
+    for values in ("lion", "adamw,lion", "lion,adamw"):
+        found = arms(f"optim.name={values}")
+        assert names(found) == ["baseline", "optim.name=lion"]
+        assert found[0].config == BASE
+
+
+def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
+    lion = arms("optim.name=lion+optim.learning_rate=1e-3+optim.weight_decay=0.3")[1].config
+    assert (lion.optim.learning_rate, lion.optim.weight_decay) == (1e-3, 0.3)
+    end = "+optim.end_learning_rate=0.004"
+    pieces = arms(f'optim.schedule="piecewise:500=0.5,800=0.1{end}",constant{end}')
+    assert pieces[1].config.optim.schedule == "piecewise:500=0.5,800=0.1"
+    assert pieces[2].config.optim.schedule == "constant"
+
+
+@pytest.mark.parametrize(
+    ("vary", "message"),
+    [
+        ("optim.name", r"--vary=optim\.name names no values\. For example"),
+        ("optim.name=adamw,", r"names no values"),
+        ("optm.name=lion", r"no option optm\.name\. Did you mean optim\.name\?"),
+        ("model.bias=yes", r"model\.bias=yes is not of type bool"),
+        ("optim.name=muonn", r"the arm optim\.name=muonn cannot work\. optim\.name=muonn is not"),
+        ("optim.beta3=0.99", r"the arm optim\.beta3=0\.99 cannot work\. .*would ignore"),
+        ("seed=1,2", r"Use --seeds=N"),
+        ("optim.name=lion,lion", r"makes the arm optim\.name=lion twice"),
+        ("recipe=missing.py", r"--config=missing\.py is not a file"),
+    ],
+)
+def test_what_cannot_be_an_arm_is_one_line(vary, message):
+    with pytest.raises(UserError, match=message):
+        arms(vary)
+
+
+# Equal terms
+
+
+def equal(found, terms, seconds=None):
+    return equalize(
+        found,
+        terms,
+        vocab_size=lambda config: VOCABULARY,
+        step_seconds=lambda arm: seconds[arm.name],
+    )
+
+
+def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
+    for arm in equal(arms("data.batch_size=32"), "tokens")[1:]:
+        assert arm.config.train.num_steps == BASE.train.num_steps // 2
+    first, other = (
+        arm.config.with_vocabulary(VOCABULARY)
+        for arm in equal(arms("model.activation=swiglu"), "flops")
+    )
+    assert other.train.num_steps < first.train.num_steps
+    wanted = first.train.num_steps * step_flops(first)
+    assert abs(other.train.num_steps * step_flops(other) - wanted) < step_flops(other)
+    seconds = {"baseline": 0.1, "optim.name=muon": 0.16}
+    assert equal(arms("optim.name=muon"), "seconds", seconds)[1].config.train.num_steps == 625
+
+
+def test_equal_parameters_change_the_width_of_the_mlp():
+    def parameters(arm):
+        return count_compute_parameters(arm.config.with_vocabulary(VOCABULARY).gpt())
+
+    before = arms("model.activation=relu,swiglu")
+    first, relu, swiglu = equal(before, "params")
+    assert relu == before[1]
+    assert parameters(before[2]) > 1.1 * parameters(first)
+    assert abs(parameters(swiglu) / parameters(first) - 1) < 0.002
+    with pytest.raises(UserError, match=r"no model\.mlp_dim gives the arm model\.num_layers=64"):
+        equal(arms("model.num_layers=64"), "params")
+
+
+def test_other_tokenizers_compare_in_bits_per_byte_and_other_texts_do_not_compare():
+    assert choose_score(arms("optim.name=lion")) == "eval/loss"
+    assert choose_score(arms("data.tokenizer=byte")) == "eval/bits_per_byte"
+    with pytest.raises(UserError, match=r"differ in data\.val_fraction"):
+        choose_score(arms("data.val_fraction=0.1"))
+    part = dataclasses.replace(BASE, train=dataclasses.replace(BASE.train, eval_batches=5))
+    assert choose_score(make_arms(part, ["optim.name=lion"], one_at_a_time=False)) == "eval/loss"
+    for vary in ("data.tokenizer=byte", "model.context_length=64"):
+        with pytest.raises(UserError, match=r"Use --config\.train\.eval_batches=0"):
+            choose_score(make_arms(part, [vary], one_at_a_time=False))
+
+
+# What runs gave
+
+
+def test_amounts_to_reach_a_score_are_read_between_validations():
+    amounts, scores = np.array([0.0, 10.0, 20.0, 30.0]), np.array([5.0, 4.0, 2.0, 2.5])
+    assert amount_to_reach(amounts, scores, 4.5) == 5.0
+    assert amount_to_reach(amounts, scores, 3.0) == 15.0
+    assert amount_to_reach(amounts, scores, 5.0) == 0.0
+    assert amount_to_reach(amounts, scores, 1.9) == math.inf
+
+
+def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
+    options = dict(score="eval/loss", equal="tokens", paired=False, num_tune_seeds=1) | options
+    return Sweep(
+        root=root,
+        command="python -m gpt2.ablate",
+        arms=tuple(arms(*vary)),
+        num_seeds=num_seeds,
+        tune=tune or {},
+        until=0.0,
+        **options,
+    )
+
+
+def write_run(run, final, state="finished", error="", seconds=0.1):
+    """Writes what train.py leaves, with a loss that falls to `final` in a straight line."""
+    run.prepare()
+    (run.folder / "log.txt").write_text(f"step 1\n{error}\n")
+    run.workdir.mkdir(exist_ok=True)
+    resolved = run.config.with_vocabulary(VOCABULARY).to_dict()
+    (run.workdir / "config.json").write_text(json.dumps(resolved))
+    lines = [
+        {
+            "step": step,
+            "train/loss": 4.0,
+            "perf/step_seconds": seconds,
+            "eval/loss": 8 + (final - 8) * step / 1000,
+        }
+        for step in range(100, 1001, 100)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run.workdir / "metrics.jsonl").write_text(text)
+    run.write_outcome(Outcome(state, error))
+
+
+LOSSES = {"baseline": 3.80, "optim.name=lion": 3.70, "optim.name=muon": 3.801}
+
+
+def filled(root, **options):
+    sweep = sweep_in(root, "optim.name=lion,muon", **options)
+    rng = np.random.default_rng(0)
+    for run in sweep.runs():
+        write_run(run, LOSSES[run.arm] + 0.004 * rng.standard_normal())
+    sweep.save()
+    return sweep
+
+
+def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
+    run = filled(tmp_path).runs()[0]
+    curve = read_curve(run.workdir, "eval/loss")
+    config = run.config.with_vocabulary(VOCABULARY)
+    np.testing.assert_allclose(curve.tokens, 2048 * np.arange(100, 1001, 100))
+    np.testing.assert_allclose(curve.seconds, 0.1 * np.arange(100, 1001, 100))
+    np.testing.assert_allclose(curve.flops, step_flops(config) * np.arange(100, 1001, 100))
+    assert len(read_curve(tmp_path / "missing", "eval/loss").scores) == 0
+
+
+def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
+    sweep = filled(tmp_path / "optimizers", num_seeds=5)
+    write_report(sweep)
+    text = (sweep.root / "report.md").read_text()
+    verdicts = re.findall(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    words = dict(verdicts)
+    assert words["optim.name=lion"].strip() == "better"
+    assert words["optim.name=muon"].startswith("no difference larger than 0.0")
+    page = (sweep.root / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+    assert "<table>" in page and "better" in page
+    for name in ("differences.png", "curves.png"):
+        assert (sweep.root / name).read_bytes().startswith(b"\x89PNG")
+    with open(sweep.root / "results.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 15
+    assert {line["state"] for line in lines} == {"finished"}
+    assert float(lines[0]["tokens"]) == 2_048_000
+    assert float(lines[0]["seconds"]) == 100.0
+
+
+def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon")
+    for run in sweep.runs():
+        final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 4.5}[run.arm]
+        write_run(run, final + 0.001 * run.seed)
+    write_report(sweep)
+    text = (tmp_path / "report.md").read_text()
+    # From 8 to 3 in a straight line, 4 is reached after four fifths.
+    assert re.search(r"^\| optim\.name=lion \| 0\.80 \(0\.80 to 0\.80\) \|", text, re.MULTILINE)
+    assert re.search(r"^\| optim\.name=muon \| reached by 0 of 3 \|", text, re.MULTILINE)
+
+
+def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_path):
+    sweep = filled(tmp_path)
+    lion = [run for run in sweep.runs() if run.arm == "optim.name=lion"]
+    write_run(lion[0], 3.7, "diverged", "error: the loss is not finite at step 7. Lower it.")
+    muon = [run for run in sweep.runs() if run.arm == "optim.name=muon"]
+    write_run(muon[1], 3.7, "failed", "error: no text file matches books/*.txt. Check it.")
+    (muon[2].folder / "outcome.json").unlink()  # as if the disk had been full
+    table = write_report(sweep)
+    text = (tmp_path / "report.md").read_text()
+    assert "diverged in 1 of 3 runs" in table
+    assert "better" not in table
+    assert "| optim.name=lion seed 0 | diverged | 1000 | error: the loss is not finite at" in text
+    assert "| optim.name=muon seed 1 | failed | 1000 | error: no text file matches" in text
+    assert "| optim.name=muon seed 2 | not finished |" in text
+
+
+def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
+    rates = [1e-3, 2e-3, 4e-3]
+    tune = {"optim.learning_rate": rates}
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune, num_tune_seeds=2)
+    choosing = sweep.choosing_runs()
+    assert len(choosing) == 12
+    for run in choosing:
+        rate = run.config.optim.learning_rate
+        best = 1e-3 if run.arm == "baseline" else 2e-3
+        diverges = run.arm == "baseline" and rate == 4e-3
+        write_run(run, 3 + abs(math.log(rate / best)), "diverged" if diverges else "finished")
+    assert sweep.chosen() == {
+        "baseline": {"optim.learning_rate": 1e-3},
+        "optim.name=lion": {"optim.learning_rate": 2e-3},
+    }
+    compared = sweep.runs()
+    assert not {run.seed for run in compared} & {run.seed for run in choosing}
+    assert {run.config.optim.learning_rate for run in compared} == {1e-3, 2e-3}
+    for run in compared:
+        write_run(run, 3.0 + 0.01 * run.seed)
+    write_report(sweep)
+    text = (tmp_path / "report.md").read_text()
+    assert "Each arm had 6 runs to choose among" in text
+    assert re.search(r"baseline \| optim\.learning_rate=0\.001 \| 3\.0000 \| at the edge", text)
+    assert re.search(r"lion \| optim\.learning_rate=0\.002 \| 3\.0000 \|  \|", text)
+    assert (tmp_path / "tuning-optim.learning_rate.png").exists()
+
+
+def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
+    before = filled(tmp_path)
+    assert load_sweep(tmp_path) == before
+    grown = continued(sweep_in(tmp_path, "optim.name=lion,adam", num_seeds=2))
+    assert names(grown.arms) == [*LOSSES, "optim.name=adam"]
+    assert grown.num_seeds == 3
+    with pytest.raises(UserError, match=r"--paired=False, not True"):
+        continued(sweep_in(tmp_path, "optim.name=lion", paired=True))
+    shorter = dataclasses.replace(BASE, train=dataclasses.replace(BASE.train, num_steps=900))
+    other = make_arms(shorter, ["optim.name=lion"], one_at_a_time=False)
+    with pytest.raises(UserError, match=r"baseline has train\.num_steps=1000, not 900"):
+        continued(dataclasses.replace(before, arms=tuple(other)))
+    path = before.runs()[1].folder / "config.json"
+    path.write_text(path.read_text().replace('"beta1": 0.9', '"beta1": 0.8'))
+    with pytest.raises(UserError, match=r"holds a run with optim\.beta1=0\.8, not 0\.9"):
+        before.check()
+
+
+def test_a_reference_is_a_table_of_points(tmp_path):
+    path = tmp_path / "nanogpt.csv"
+    path.write_text("name,tokens,loss\na,2000,3.0\na,1000,4.0\nb,1000,5.0\n")
+    curves = read_reference(path)
+    np.testing.assert_array_equal(curves["a"][0].tokens, [1000, 2000])
+    np.testing.assert_array_equal(curves["a"][0].scores, [4.0, 3.0])
+    assert list(curves) == ["a", "b"]
+    for text in ("", "tokens,loss\n", "step,loss\n1,2\n", "tokens,loss\n1,x\n", "tokens,loss\n1\n"):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"nanogpt\.csv (is not a table|holds no point)"):
+            read_reference(path)
+
+
+# Real runs
+
+SMALL = [
+    *TINY,
+    "--config.train.eval_batches=2",
+    "--vary=optim.learning_rate=4e-3,1e30",
+    "--seeds=2",
+    "--jobs=2",
+]
+
+
+def ablate(*options, timeout=400):
+    return subprocess.run(
+        [sys.executable, "-m", "gpt2.ablate", *options],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )
+
+
+def without_times(root):
+    with open(root / "results.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
+    root = tmp_path / "sweep"
+    first = ablate(*SMALL, f"--workdir={root}")
+    assert first.returncode == 0, first.stderr
+    assert "4/4" in first.stdout and "diverged in 2 of 2 runs" in first.stdout
+    assert "diverged: error: the loss is not finite at step" in first.stdout
+    rows = without_times(root)
+    assert [row["state"] for row in rows] == ["finished", "diverged"] * 2
+    assert rows[0]["eval/loss"] != rows[2]["eval/loss"]
+    times = {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")}
+    again = ablate(*SMALL, f"--workdir={root}")
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")} == times
+    assert without_times(root) == rows
+    report = ablate("--report", f"--workdir={root}")
+    assert "diverged in 2 of 2 runs" in report.stdout
+    drawn = subprocess.run(
+        [sys.executable, "-m", "gpt2.compare", root, f"--output={tmp_path / 'c.png'}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    assert "baseline" in drawn.stdout and (tmp_path / "c.png").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
+    options = [*TINY, "--config.train.num_steps=60", "--config.train.eval_batches=2"]
+    options += ["--vary=optim.name=adamw,lion", "--seeds=2", "--jobs=2"]
+    wanted = ablate(*options, f"--workdir={tmp_path / 'whole'}")
+    assert wanted.returncode == 0, wanted.stderr
+    root, rng = tmp_path / "killed", random.Random(0)
+    for _ in range(10):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gpt2.ablate", *options, f"--workdir={root}"],
+            cwd=ROOT,
+            env=os.environ | {"XLA_FLAGS": ""},
+            stdout=subprocess.DEVNULL,
+        )
+        time.sleep(rng.uniform(4, 16))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    last = ablate(*options, f"--workdir={root}")
+    assert last.returncode == 0, last.stderr
+    assert without_times(root) == without_times(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vary=optim.name=lion"], "there is no --workdir"),
+        (["--workdir=DIR"], "there is no --vary"),
+        (["--workdir=DIR", "--vary=optim.name=adamw"], "the baseline alone"),
+        (["--workdir=DIR", "--vary=optim.name=lion", "--tune_seeds=2"], "nothing is tuned"),
+        (["--workdir=DIR", "--vary=optim.name=lion", "--max_seeds=9"], "it ends --until"),
+        (["--workdir=DIR", "--vary=optim.name=lion", "--jobs=999"], "CPU cores"),
+        (["--workdir=DIR", "--report"], "holds no sweep"),
+        (["--workdir=DIR", "--report", "--seeds=4"], "--report reads what the sweep was"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, options, message):
+    root = tmp_path / "sweep"
+    ended = ablate(*TINY, *(each.replace("DIR", str(root)) for each in options))
+    assert ended.returncode == 2
+    assert message in ended.stderr and ended.stderr.count("\n") == 1
+    assert not root.exists()
