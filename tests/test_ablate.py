@@ -21,6 +21,7 @@ from gpt2.ablate.equal import choose_score, equalize, step_flops
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.runs import Outcome
+from gpt2.ablate.scaling import at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.compare import read_reference
 from gpt2.config import Config
@@ -167,8 +168,10 @@ def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
     )
 
 
-def write_run(run, final, state="finished", error="", seconds=0.1):
+def write_run(run, final, state="finished", error="", seconds=0.1, noise=None):
     """Writes what train.py leaves, with a loss that falls to `final` in a straight line."""
+    if noise is not None:
+        final += 0.003 * noise.standard_normal()
     run.prepare()
     (run.folder / "log.txt").write_text(f"step 1\n{error}\n")
     run.workdir.mkdir(exist_ok=True)
@@ -304,6 +307,70 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     path.write_text(path.read_text().replace('"beta1": 0.9', '"beta1": 0.8'))
     with pytest.raises(UserError, match=r"holds a run with optim\.beta1=0\.8, not 0\.9"):
         before.check()
+
+
+# Scaling
+
+
+def test_sizes_keep_the_width_of_heads_and_the_tokens_per_parameter():
+    found = at_sizes(arms("optim.name=lion"), ["2x64", "4x128", "6x192"], lambda c: VOCABULARY)
+    assert names(found)[:3] == ["2x64,baseline", "2x64,optim.name=lion", "4x128,baseline"]
+    assert found[2].config == BASE
+    ratios = {
+        arm.config.train.num_steps
+        / count_compute_parameters(arm.config.with_vocabulary(VOCABULARY).gpt())
+        for arm in found
+    }
+    assert max(ratios) / min(ratios) < 1.01
+    assert {arm.config.model.head_size for arm in found} == {BASE.model.head_size}
+    for sizes, message in [
+        (["2x64", "4x128"], "not 3 different sizes"),
+        (["2x64", "2x64", "4x128"], "not 3 different sizes"),
+        (["2x64", "4x128", "6"], "Write LAYERSxWIDTH"),
+        (["2x64", "4x128", "6x100"], "cannot have the size 6x100: widths are multiples"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            at_sizes(arms("optim.name=lion"), sizes, lambda c: VOCABULARY)
+
+
+def test_a_power_law_and_what_it_saves_are_found():
+    flops = np.repeat([1e12, 1e13, 1e14], 3)
+    noise = 1 + 1e-4 * np.random.default_rng(0).standard_normal(len(flops))
+    fit = fit_power_law(flops, 20 * flops**-0.05 * noise)
+    assert abs(fit.exponent - 0.05) < fit.error < 1e-3
+    np.testing.assert_allclose(fit.flops(float(fit.loss(np.array(1e13)))), 1e13)
+
+    def by_size(share):  # an arm that needs this share of the compute for the same loss
+        losses = 20 * (flops / share) ** -0.05 * noise
+        runs = list(zip(flops, losses, strict=True))
+        return {str(i): runs[3 * i : 3 * i + 3] for i in range(3)}
+
+    middle, low, high = compute_to_match(by_size(1.0), by_size(0.7))
+    assert low < 0.7 < high and high - low < 0.05
+    np.testing.assert_allclose(middle, 0.7, rtol=1e-3)
+
+
+def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion")
+    sizes = ["2x64", "4x128", "6x192"]
+    scaled = at_sizes(list(sweep.arms), sizes, lambda config: VOCABULARY)
+    sweep = dataclasses.replace(sweep, arms=tuple(scaled))
+    sweep.save()
+    assert load_sweep(tmp_path) == sweep
+    rng = np.random.default_rng(0)
+    for run in sweep.runs():
+        worse = 0.2 * ("lion" in run.arm)
+        write_run(run, 4.5 - 0.3 * sizes.index(run.arm[:5].rstrip(",")) + worse, noise=rng)
+    write_report(sweep)
+    text = (tmp_path / "report.md").read_text()
+    assert (
+        len(re.findall(r"^\| \dx\d+,optim\.name=lion \| 3 .* worse \|$", text, re.MULTILINE)) == 3
+    )
+    law = re.search(
+        r"^\| optim\.name=lion \| 9 \| .* \| 0\.\d+ ± .* \| (\S+) \(", text, re.MULTILINE
+    )
+    assert float(law[1]) > 1.2
+    assert (tmp_path / "scaling.png").exists()
 
 
 def test_a_reference_is_a_table_of_points(tmp_path):

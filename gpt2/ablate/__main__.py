@@ -23,10 +23,12 @@ from gpt2 import cli
 from gpt2.ablate.arms import Arm, make_arms, read_axis
 from gpt2.ablate.equal import TERMS, choose_score, equalize
 from gpt2.ablate.jobs import Stopped, make_slots, train_all
-from gpt2.ablate.report import judge, write_report
+from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run, make_measuring_run
+from gpt2.ablate.scaling import at_sizes
 from gpt2.ablate.screen import Screen
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
+from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config
 from gpt2.data.dataset import prepare
@@ -47,6 +49,9 @@ JOBS = flags.DEFINE_integer(
 )
 INDEX = flags.DEFINE_integer(
     "index", None, "Trains one run of the list that --dry_run prints, for array jobs."
+)
+SCALING = flags.DEFINE_list(
+    "scaling", [], "LAYERSxWIDTH,...: all arms at these sizes, with tokens in proportion."
 )
 EQUAL = flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
 TUNE = flags.DEFINE_multi_string(
@@ -105,7 +110,7 @@ def _workdir() -> Path:
         for name in ("vary", "seeds", "jobs", "index", "equal", "tune", "tune_seeds", "paired"):
             cli.refuse_ignored(name, "--report reads what the sweep was")
         return Path(WORKDIR.value)
-    if not VARY.value:
+    if not (VARY.value or SCALING.value):
         raise UserError("there is no --vary", "For example, use --vary=optim.name=adamw,muon")
     if UNTIL.value and SEEDS.value < 2:
         raise UserError("--until needs a deviation, and --seeds=1 has none", "Use --seeds=2")
@@ -120,7 +125,7 @@ def _workdir() -> Path:
 def _read_sweep(root: Path) -> Sweep:
     """Returns what the flags ask for, on equal terms. Prepares corpora that are not yet."""
     arms = make_arms(cli.parse_config(CONFIG), VARY.value, one_at_a_time=ONE_AT_A_TIME.value)
-    if len(arms) == 1:
+    if len(arms) == 1 and not SCALING.value:
         raise UserError("--vary gives the baseline alone", "Name another value")
     score = choose_score(arms)
     vocab_sizes: dict = {}
@@ -132,12 +137,20 @@ def _read_sweep(root: Path) -> Sweep:
 
     for arm in arms:
         vocab_size(arm.config)  # before the first run, for all runs
-    equal = equalize(
-        arms,
-        EQUAL.value,
-        vocab_size=vocab_size,
-        step_seconds=lambda arm: _step_seconds(root, arm),
-    )
+    groups = [arms]
+    if SCALING.value:
+        scaled = at_sizes(arms, SCALING.value, vocab_size)
+        groups = [scaled[i : i + len(arms)] for i in range(0, len(scaled), len(arms))]
+    equal = [
+        arm
+        for group in groups
+        for arm in equalize(
+            group,
+            EQUAL.value,
+            vocab_size=vocab_size,
+            step_seconds=lambda arm: _step_seconds(root, arm),
+        )
+    ]
     tune = {}
     for text in TUNE.value:
         values = [dict(value.options) for value in read_axis(text, flag="tune")]

@@ -21,12 +21,19 @@ class Arm:
     """One of the things that are compared.
 
     Attributes:
-        name: such as `optim.name=muon`; also the name of its folder.
+        change: what makes it differ, such as `optim.name=muon`, or `baseline`.
         config: all of its options; the seed is the sweep's first.
+        size: of the model, such as `4x128`, where several are compared; else empty.
     """
 
-    name: str
+    change: str
     config: Config
+    size: str = ""
+
+    @property
+    def name(self) -> str:
+        """A name that no other arm has; also that of its folder."""
+        return f"{self.size},{self.change}" if self.size else self.change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +70,11 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
         chosen = [(value,) for axis in axes for value in axis]
     arms = {BASELINE: config}
     for values in chosen:
-        changes = [value for value in values if not value.is_in(config)]
-        if not changes:
+        replaced = any(value.recipe for value in values)
+        name = ",".join(each.label for each in values if replaced or not each.is_in(config))
+        if not name:
             continue  # the baseline, by its own name
-        name = ",".join(value.label for value in changes)
-        changed = _apply(config, changes, name)
+        changed = _apply(config, values, name)
         if name in arms or changed in arms.values():
             raise UserError(f"--vary makes the arm {name} twice", "Leave one of them out")
         arms[name] = changed

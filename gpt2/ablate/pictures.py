@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpt2.ablate.results import Curve
+from gpt2.ablate.scaling import fit_power_law
 from gpt2.ablate.verdicts import Verdict
 from gpt2.utils.text import format_count, format_duration
 
@@ -118,6 +119,35 @@ def plot_tuning(
     axes.set_xlabel(f"{option} (a ring around each arm's best)")
     axes.set_ylabel(f"final validation ({unit})")
     axes.grid(color=_GRID, linewidth=0.8)
+    _add_legend(figure, axes)
+    figure.savefig(png)
+
+
+def plot_scaling(
+    png: Path, points: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], unit: str
+) -> None:
+    """Draws final scores against compute, with the power law of each arm.
+
+    Args:
+        png: where the picture goes.
+        points: (FLOPs, final score) of each run, by arm and size.
+        unit: of scores.
+    """
+    figure, (axes,) = _figure(height=4.8 + 0.15 * len(points))
+    for i, (name, by_size) in enumerate(points.items()):
+        flops, scores = np.array([run for runs in by_size.values() for run in runs]).T
+        color, line = _style(i)
+        grid = np.geomspace(flops.min(), flops.max(), 50)
+        label = _wrapped(name)
+        axes.plot(grid, fit_power_law(flops, scores).loss(grid), line, color=color, label=label)
+        axes.plot(flops, scores, "o", color=color, markersize=4, alpha=0.6)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:.2f}")
+    axes.yaxis.set_minor_formatter("{x:.2f}")
+    axes.set_xlabel("FLOPs, by the model's formula")
+    axes.set_ylabel(f"final validation ({unit})")
+    axes.grid(color=_GRID, linewidth=0.8, which="both")
     _add_legend(figure, axes)
     figure.savefig(png)
 

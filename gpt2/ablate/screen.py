@@ -5,9 +5,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from gpt2.ablate.report import judge, samples
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import Sweep
+from gpt2.ablate.tables import judge, samples
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.text import counted, format_duration
 

@@ -13,7 +13,7 @@ from gpt2.ablate.results import Result, read_json, read_result
 from gpt2.ablate.runs import Run, check_unchanged, make_choosing_run, make_run
 from gpt2.config import MAX_SEED, Config, differences
 from gpt2.errors import UserError
-from gpt2.utils.files import write_json
+from gpt2.utils.files import locked, write_json
 
 # Seeds of runs that choose values begin this much above those of runs that are compared.
 CHOOSING_SEEDS = 1000
@@ -49,8 +49,13 @@ class Sweep:
 
     @property
     def baseline(self) -> Arm:
-        """The arm that the others are compared with."""
+        """The arm that the others are compared with; at several sizes, that of the first size."""
         return self.arms[0]
+
+    def groups(self) -> list[list[Arm]]:
+        """Returns the arms of each size, its baseline first. Arms of one group are compared."""
+        sizes = dict.fromkeys(arm.size for arm in self.arms)
+        return [[arm for arm in self.arms if arm.size == size] for size in sizes]
 
     @property
     def unit(self) -> str:
@@ -144,8 +149,12 @@ class Sweep:
         """Writes sweep.json."""
         tree = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del tree["root"]
-        arms = {arm.name: arm.config.to_dict() for arm in self.arms}
-        write_json(self.root / "sweep.json", tree | {"arms": arms})
+        arms = [
+            {"change": arm.change, "size": arm.size, "config": arm.config.to_dict()}
+            for arm in self.arms
+        ]
+        with locked(self.root / ".sweep.lock"):  # jobs of an array save at once
+            write_json(self.root / "sweep.json", tree | {"arms": arms})
 
 
 def load_sweep(root: Path) -> Sweep:
@@ -159,7 +168,10 @@ def load_sweep(root: Path) -> Sweep:
         raise UserError(f"{root} holds no sweep (no sweep.json)", "Give the --workdir of a sweep")
     tree = read_json(path)
     try:
-        arms = tuple(Arm(name, Config.from_dict(each)) for name, each in tree.pop("arms").items())
+        arms = tuple(
+            Arm(each["change"], Config.from_dict(each["config"]), each["size"])
+            for each in tree.pop("arms")
+        )
         return Sweep(root=root, arms=arms, **tree)
     except (AttributeError, KeyError, TypeError, UserError) as error:
         raise UserError(f"{path} is damaged ({error})", "Give another --workdir") from None

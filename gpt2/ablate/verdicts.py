@@ -181,8 +181,8 @@ def compare(
 def widest(verdicts: Mapping[str, Verdict]) -> float:
     """Returns the largest half-width of the intervals, for "add seeds until it is at most X".
 
-    Such a rule stops early where the spread is small by chance, which costs coverage. In
-    simulation, the tests' reserve made up for it: 94.6 % or more of 2,000 sweeps were covered.
+    Such a rule stops early where the spread is small by chance. In simulation from three seeds on,
+    the 5 % of false verdicts rose to 7 % with one arm (paired: 10 %), and not at all with five.
 
     Returns:
         In the unit of the scores. inf if an arm needs more runs. Arms that more runs do not help
@@ -349,11 +349,10 @@ def _test_pairs(
             continue
         quantile = stats.t.ppf((1 + confidence ** (1 / num_arms)) / 2, num - 1)
         p_value = 2 * stats.t.sf(abs(differences.mean()) / error, num - 1)
-        noise, weights = _chi(num - 1)
         tests[name] = _Test(
             half_width=float(quantile * error),
             p_value=float(-special.expm1(special.xlog1py(num_arms, -p_value))),
-            detectable=error * _shift(quantile * noise, weights),
+            detectable=error * _pair_shift(float(quantile), num - 1),
             method=f"two-sided t-test of {num} differences by seed, adjusted for {num_arms} "
             "arms by Šidák's formula",
         )
@@ -417,12 +416,13 @@ def _dunnett_probability(bound: float, sizes: tuple[int, ...]) -> float:
         sizes: runs of the baseline, then of each arm.
     """
     noise, weights = _chi(sum(sizes) - len(sizes))
-    nums = np.array(sizes[1:])[:, None, None]
-    correlation = nums / (nums + sizes[0])
+    nums, counts = np.unique(sizes[1:], return_counts=True)
+    correlation = (nums / (nums + sizes[0]))[:, None, None]
     common, own = np.sqrt(correlation) * _NORMAL, np.sqrt(1 - correlation)
     limit = bound * noise[:, None]
     within = special.ndtr((limit - common) / own) - special.ndtr((-limit - common) / own)
-    return float(weights @ within.prod(0) @ _NORMAL_WEIGHTS)
+    together = (within ** counts[:, None, None]).prod(0)
+    return float(weights @ together @ _NORMAL_WEIGHTS)
 
 
 @cache
@@ -473,13 +473,20 @@ def _half_widths(sizes: tuple[int, ...], num: int, confidence: float) -> tuple[A
 
 @cache
 def _group_shift(sizes: tuple[int, ...], num: int, confidence: float) -> float:
-    return _shift(*_half_widths(sizes, num, confidence))
+    """Returns the true difference that groups find with `POWER`, in standard errors."""
+    half_widths, weights = _half_widths(sizes, num, confidence)
+
+    def lack(shift: float) -> float:
+        return POWER - float(weights @ special.ndtr(shift - half_widths))
+
+    return float(optimize.brentq(lack, 0, half_widths.max() + 10))
 
 
-def _shift(half_widths: Array, weights: Array) -> float:
-    """Returns the true difference that is found with `POWER`; all in standard errors."""
+@cache
+def _pair_shift(quantile: float, df: int) -> float:
+    """Returns the true difference that pairs find with `POWER`, in standard errors."""
 
-    def excess(shift: float) -> float:
-        return float(weights @ special.ndtr(shift - half_widths)) - POWER
+    def lack(shift: float) -> float:
+        return POWER - float(stats.nct.sf(quantile, df, shift))
 
-    return float(optimize.brentq(excess, half_widths.min(), half_widths.max() + 10))
+    return float(optimize.brentq(lack, 0, 3 * quantile + 3))

@@ -1,0 +1,186 @@
+"""The tables of a sweep's report, as Markdown."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
+
+from gpt2.ablate.results import Result, amount_to_reach
+from gpt2.ablate.runs import describe
+from gpt2.ablate.scaling import compute_to_match, fit_power_law
+from gpt2.ablate.sweep import Sweep
+from gpt2.ablate.verdicts import Sample, Verdict, compare, ratio_interval
+from gpt2.utils.text import format_count
+
+AMOUNTS = ("tokens", "flops", "seconds")
+
+
+def samples(sweep: Sweep, results: Iterable[Result]) -> dict[str, Sample]:
+    """Returns the final scores of each arm."""
+    by_arm: dict[str, list[Result]] = {arm.name: [] for arm in sweep.arms}
+    for result in results:
+        by_arm[result.run.arm].append(result)
+    return {
+        name: Sample(
+            {r.run.seed: r.score(sweep.score) for r in members if r.state == "finished"},
+            diverged=sum(r.state == "diverged" for r in members),
+            failed=sum(r.state == "failed" for r in members),
+        )
+        for name, members in by_arm.items()
+    }
+
+
+def judge(sweep: Sweep, results: Iterable[Result]) -> dict[str, Verdict]:
+    """Returns the verdict on each arm but the baselines, size by size."""
+    by_arm = samples(sweep, results)
+    verdicts: dict[str, Verdict] = {}
+    for baseline, *others in sweep.groups():
+        if others:
+            arms = {arm.name: by_arm[arm.name] for arm in others}
+            verdicts |= compare(by_arm[baseline.name], arms, paired=sweep.paired)
+    return verdicts
+
+
+def verdict_table(
+    sweep: Sweep, by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]
+) -> str:
+    """Returns a row for each arm: its runs, and what they say."""
+    rows = []
+    for arm in (arm for group in sweep.groups() for arm in group):
+        scores = list(by_arm[arm.name].scores.values())
+        deviation = f" ± {stdev(scores):.4f}" if len(scores) > 1 else ""
+        row = [arm.name, f"{len(scores)}", f"{mean(scores):.4f}{deviation}" if scores else "-"]
+        if verdict := verdicts.get(arm.name):
+            row += [
+                _number(verdict.difference, "+.4f"),
+                _interval(verdict.low, verdict.high, "+.4f"),
+                _number(verdict.p_value, ".2g"),
+                _number(verdict.detectable, ".4f"),
+                verdict.words,
+            ]
+        rows.append(row + [""] * (8 - len(row)))
+    return table(
+        ["arm", "runs", "mean ± sd", "difference", "95 % interval", "p", "could find", "verdict"],
+        rows,
+    )
+
+
+def reach_table(sweep: Sweep, results: Sequence[Result]) -> str:
+    """Returns what each arm takes to reach its baseline's final score; empty if nothing is known.
+
+    The shares are of what the baseline takes in the whole run.
+    """
+    rows, targets = [], []
+    for baseline, *others in sweep.groups():
+        reference = _finished(results, baseline.name)
+        if not reference or not others:
+            continue
+        target = mean(result.score(sweep.score) for result in reference)
+        targets.append(f"{target:.4f}" + (f" at {baseline.size}" if baseline.size else ""))
+        for arm in others:
+            members, row = _finished(results, arm.name), [arm.name]
+            for amount in AMOUNTS:
+                whole = mean(getattr(r.curve, amount)[-1] for r in reference)
+                curves = [(getattr(r.curve, amount), r.curve.scores) for r in members]
+                row.append(_share([amount_to_reach(*curve, target) / whole for curve in curves]))
+            rows.append(row)
+    if not rows:
+        return ""
+    return (
+        f"To reach the baseline's final {', '.join(targets)}: the share of what the baseline "
+        "takes, with 95 % intervals over seeds. Between validations, curves are straight lines.\n\n"
+        + table(["arm", "tokens", "FLOPs", "time"], rows)
+    )
+
+
+def tuning_table(sweep: Sweep) -> str:
+    """Returns what each arm chose among the values that are tuned."""
+    rows, scores = [], sweep.tuning()
+    for name, choice in sweep.chosen().items():
+        if choice is None:
+            rows.append([name, "nothing: no choice has a score", "", ""])
+            continue
+        score = next(score for tried, score in scores[name] if tried == choice)
+        edges = [
+            option
+            for option, values in sweep.tune.items()
+            if len(values) > 1 and choice[option] in (min(values), max(values))
+        ]
+        edge = f"at the edge of {', '.join(edges)}: a wider grid may do better" if edges else ""
+        rows.append([name, describe(choice), f"{score:.4f}", edge])
+    return table(["arm", "chosen", "score", "remark"], rows)
+
+
+def broken_table(results: Iterable[Result]) -> str:
+    """Returns the runs that have not finished, and why; empty if all have."""
+    rows = [
+        [r.run.label, r.state if r.state != "waiting" else "not finished", str(r.steps), r.error]
+        for r in results
+        if r.state != "finished"
+    ]
+    return table(["run", "state", "steps", "why"], rows) if rows else ""
+
+
+def scaling_points(
+    sweep: Sweep, results: Sequence[Result]
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Returns (FLOPs, final score) of the finished runs, by change and by size.
+
+    A change without a finished run at some size is left out.
+    """
+    points: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for arm in sweep.arms:
+        members = _finished(results, arm.name)
+        points.setdefault(arm.change, {})[arm.size] = [
+            (float(r.curve.flops[-1]), r.score(sweep.score)) for r in members
+        ]
+    return {change: by_size for change, by_size in points.items() if all(by_size.values())}
+
+
+def scaling_table(sweep: Sweep, points: Mapping[str, Mapping[str, Sequence]]) -> str:
+    """Returns the power law of each change, and what it saves of the baseline's compute."""
+    rows, first = [], points.get(sweep.baseline.change)
+    for change, by_size in points.items():
+        runs = [run for size in by_size.values() for run in size]
+        fit = fit_power_law(*zip(*runs, strict=True))
+        share = ""
+        if first and change != sweep.baseline.change:
+            middle, low, high = compute_to_match(first, by_size)
+            share = f"{middle:.2f} {_interval(low, high, '.2f')}"
+        span = f"{format_count(min(runs)[0])} to {format_count(max(runs)[0])}"
+        rows.append([change, f"{len(runs)}", span, f"{fit.exponent:.4f} ± {fit.error:.4f}", share])
+    return table(["arm", "runs", "FLOPs", "exponent", "compute for the baseline's loss"], rows)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
+        for line in lines
+    )
+
+
+def _finished(results: Iterable[Result], arm: str) -> list[Result]:
+    """Returns the results of an arm's runs that finished, with a curve."""
+    return [
+        r for r in results if r.run.arm == arm and r.state == "finished" and len(r.curve.scores)
+    ]
+
+
+def _share(shares: Sequence[float]) -> str:
+    if not shares:
+        return "-"
+    if math.inf in shares:
+        return f"reached by {sum(map(math.isfinite, shares))} of {len(shares)}"
+    middle, low, high = ratio_interval(shares)
+    return f"{middle:.2f} {_interval(low, high, '.2f')}".strip()
+
+
+def _number(value: float, form: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else "-"
+
+
+def _interval(low: float, high: float, form: str) -> str:
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return ""
+    return f"({_number(low, form)} to {_number(high, form)})"

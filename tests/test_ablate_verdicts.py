@@ -1,0 +1,529 @@
+"""Verdicts on the arms of an ablation: their rates are as stated, and their numbers are known."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from gpt2.ablate.verdicts import (
+    Sample,
+    compare,
+    deviation_interval,
+    power_of,
+    ratio_interval,
+    seeds_needed,
+    widest,
+)
+
+NUM_ARMS = 5
+NAMES = [f"arm {i}" for i in range(NUM_ARMS)]
+# Runs of the baseline and of each arm, and the standard deviations of both.
+SETTINGS = {
+    "3 seeds": (3, 3, 1.0, (1.0,) * 5),
+    "5 seeds": (5, 5, 1.0, (1.0,) * 5),
+    "a noisy baseline, 3 seeds": (3, 3, 3.0, (1.0,) * 5),
+    "a noisy baseline, 5 seeds": (5, 5, 3.0, (1.0,) * 5),
+    "a noisy baseline of 3 seeds, arms of 5": (3, 5, 3.0, (1.0,) * 5),
+    "a calm baseline of 5 seeds, arms of 3": (5, 3, 1.0, (3.0,) * 5),
+    "a noisy arm, 5 seeds": (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)),
+}
+each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+each_size = pytest.mark.parametrize(
+    "num_sweeps", [400, pytest.param(4000, marks=pytest.mark.thorough)]
+)
+
+# Dunnett 1955, table 1: blood counts of six animals without a drug, four and five with one.
+BLOOD = (
+    [7.40, 8.50, 7.20, 8.24, 9.84, 8.32],
+    [9.76, 8.80, 7.68, 9.36],
+    [12.80, 9.68, 12.16, 9.20, 10.55],
+)
+
+
+def sample(values, **counts):
+    return Sample(dict(enumerate(values)), **counts)
+
+
+def draw_sweep(rng, setting, shift=0.0):
+    """Returns a baseline and arms, the first of which differs truly by `shift`."""
+    num_baseline, num, deviation, deviations = setting
+    arms = {
+        name: rng.normal(shift if name == NAMES[0] else 0.0, scale, num)
+        for name, scale in zip(NAMES, deviations, strict=True)
+    }
+    return rng.normal(0.0, deviation, num_baseline), arms
+
+
+def judge(values, arms, **options):
+    return compare(sample(values), {name: sample(x) for name, x in arms.items()}, **options)
+
+
+def is_found(verdict):
+    return verdict.words in ("better", "worse")
+
+
+def assert_rate_at_most(count, num, rate):
+    p_value = stats.binomtest(count, num, rate, alternative="greater").pvalue
+    assert p_value > 0.01, f"{count} of {num} is more than {rate:.1%}"
+
+
+def assert_rate(count, num, rate):
+    assert stats.binomtest(count, num, rate).pvalue > 0.01, f"{count} of {num} is not {rate:.1%}"
+
+
+# Rates in simulation.
+
+
+@each_size
+@each_setting
+def test_at_most_five_percent_of_sweeps_have_a_false_verdict(setting, num_sweeps):
+    rng, false = np.random.default_rng(0), 0
+    for _ in range(num_sweeps):
+        false += any(map(is_found, judge(*draw_sweep(rng, setting)).values()))
+    # Welch's approximation at these sizes is off by up to a point: the module's docstring.
+    unequal = setting[0] != setting[1]
+    assert_rate_at_most(false, num_sweeps, 0.06 if unequal else 0.05)
+
+
+@each_size
+@pytest.mark.parametrize("num", [3, 5])
+def test_intervals_hold_together(num, num_sweeps):
+    rng, missed = np.random.default_rng(1), 0
+    for _ in range(num_sweeps):
+        truth = dict(zip(NAMES, rng.normal(0.0, 2.0, NUM_ARMS), strict=True))
+        baseline, arms = draw_sweep(rng, (num, num, 1.0, (1.0,) * 5))
+        verdicts = judge(7 + baseline, {name: 7 + truth[name] + x for name, x in arms.items()})
+        missed += not all(v.low <= truth[name] <= v.high for name, v in verdicts.items())
+    assert_rate_at_most(missed, num_sweeps, 0.05)
+
+
+def simulate_power(num, shift, num_sweeps=40_000):
+    """Applies the rule of the docstring to the first of five arms, by other means.
+
+    Dunnett's quantile is that of simulated statistics, not an integral.
+    """
+    rng = np.random.default_rng(2)
+
+    def statistics(shift):
+        scores = rng.standard_normal((num_sweeps, 1 + NUM_ARMS, num))
+        scores[:, 1] += shift
+        differences = np.abs(scores[:, 1:].mean(-1) - scores[:, :1].mean(-1))
+        pooled = differences / np.sqrt(scores.var(-1, ddof=1).mean(1, keepdims=True) * 2 / num)
+        welch = stats.ttest_ind(scores[:, 1], scores[:, 0], axis=1, equal_var=False)
+        return pooled, welch.pvalue
+
+    quantile = np.quantile(statistics(0.0)[0].max(1), 0.95)
+    pooled, p_value = statistics(shift)
+    return np.mean((pooled[:, 0] > quantile) & (p_value < 0.05 / math.sqrt(NUM_ARMS)))
+
+
+@each_size
+@pytest.mark.parametrize("num", [3, 5])
+def test_three_standard_errors_are_found_as_often_as_theory_says(num, num_sweeps):
+    shift, found = 3 * math.sqrt(2 / num), 0
+    expected = power_of(shift, 1.0, num, num_arms=NUM_ARMS)
+    assert expected == pytest.approx(simulate_power(num, shift), abs=0.01)
+    rng = np.random.default_rng(3)
+    for _ in range(num_sweeps):
+        verdict = judge(*draw_sweep(rng, (num, num, 1.0, (1.0,) * 5), shift))[NAMES[0]]
+        found += verdict.words == "worse"
+    assert_rate(found, num_sweeps, expected)
+
+
+@each_size
+@pytest.mark.parametrize("shift", [0.0, -50.0], ids=["no difference", "much lower scores"])
+def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(shift, num_sweeps):
+    """The run with the highest score diverges, so that survivors look good."""
+    rng, false = np.random.default_rng(4), 0
+    for _ in range(num_sweeps):
+        baseline, arms = draw_sweep(rng, (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)), shift)
+        survivors = np.sort(arms.pop(NAMES[0]))[:-1]
+        others = {name: sample(x) for name, x in arms.items()}
+        verdicts = compare(sample(baseline), {NAMES[0]: sample(survivors, diverged=1), **others})
+        diverged = verdicts.pop(NAMES[0])
+        assert diverged.words == "diverged in 1 of 5 runs"
+        assert diverged.difference == pytest.approx(survivors.mean() - baseline.mean())
+        assert math.isnan(diverged.low) and math.isnan(diverged.p_value)
+        false += any(map(is_found, verdicts.values()))
+    assert_rate_at_most(false, num_sweeps, 0.05)
+
+
+def draw_pairs(rng, num, shift=0.0):
+    """Scores that correlate by 0.8 between arms; a difference has variance 2 (1 - 0.8)."""
+    common, own = rng.standard_normal(num), rng.standard_normal((1 + NUM_ARMS, num))
+    scores = math.sqrt(0.8) * common + math.sqrt(0.2) * own
+    scores[1] += shift
+    return scores[0], dict(zip(NAMES, scores[1:], strict=True))
+
+
+@each_size
+@pytest.mark.parametrize("num", [3, 5])
+def test_pairs_keep_their_rates(num, num_sweeps):
+    rng, false, found = np.random.default_rng(5), 0, 0
+    shift = 3 * math.sqrt(0.4 / num)
+    quantile = stats.t.ppf((1 + 0.95 ** (1 / NUM_ARMS)) / 2, num - 1)
+    expected = stats.nct.sf(quantile, num - 1, 3)
+    for _ in range(num_sweeps):
+        false += any(map(is_found, judge(*draw_pairs(rng, num), paired=True).values()))
+        verdict = judge(*draw_pairs(rng, num, shift), paired=True)[NAMES[0]]
+        found += verdict.words == "worse"
+    assert_rate_at_most(false, num_sweeps, 0.05)
+    assert_rate(found, num_sweeps, expected)
+
+
+# Known numbers.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "published"),
+    [((3,) * 3, 2.86), ((5,) * 5, 2.65), ((3,) * 6, 2.90), ((11, 11, 11), 2.32)],
+)
+def test_quantiles_are_those_of_dunnetts_table(sizes, published):
+    """Two-sided, 5 % (Dunnett 1964, Biometrics 20, table II), by arms and degrees of freedom.
+
+    All of the noise is in the last arm, so that the first one's interval is Dunnett's.
+    """
+    calm = {str(i): np.linspace(-1e-6, 1e-6, num) for i, num in enumerate(sizes)}
+    noisy = np.linspace(-1.0, 1.0, sizes[-1])
+    verdict = judge(calm.pop("0"), calm | {str(len(sizes) - 1): noisy})["1"]
+    pooled = math.sqrt(((noisy**2).sum()) / (sum(sizes) - len(sizes)))
+    error = pooled * math.sqrt(1 / sizes[0] + 1 / sizes[1])
+    assert verdict.high / error == pytest.approx(published, abs=0.006)
+
+
+def test_several_arms_have_the_wider_of_dunnetts_and_welchs_intervals():
+    control, *drugs = BLOOD
+    verdicts = judge(control, {"a": drugs[0], "b": drugs[1]})
+    dunnett = stats.dunnett(*drugs, control=control)
+    ends = dunnett.confidence_interval(0.95)
+    for i, (verdict, drug) in enumerate(zip(verdicts.values(), drugs, strict=True)):
+        welch = stats.ttest_ind(drug, control, equal_var=False)
+        alone = welch.confidence_interval(1 - 0.05 / math.sqrt(2))
+        p_value = max(dunnett.pvalue[i], math.sqrt(2) * welch.pvalue)
+        assert verdict.p_value == pytest.approx(p_value, rel=1e-2)
+        assert verdict.low == pytest.approx(min(ends.low[i], alone.low), rel=2e-3)
+        assert verdict.high == pytest.approx(max(ends.high[i], alone.high), rel=2e-3)
+        assert verdict.difference == pytest.approx(np.mean(drug) - np.mean(control))
+        assert (verdict.num, verdict.mean) == (len(drug), pytest.approx(np.mean(drug)))
+        assert verdict.deviation == pytest.approx(np.std(drug, ddof=1))
+    assert verdicts["a"].p_value == pytest.approx(0.62004941, abs=2e-4)  # Dunnett's, as in scipy
+    assert verdicts["a"].words.startswith("no difference larger than ")
+
+
+def test_one_arm_has_the_wider_of_students_and_welchs_intervals():
+    control, _, drug = BLOOD
+    for arm in (drug, drug[:2], [8.0, 8.1, 8.2, 8.05, 30.0]):
+        (verdict,) = judge(control, {"arm": arm}).values()
+        tests = [stats.ttest_ind(arm, control, equal_var=equal) for equal in (True, False)]
+        intervals = [test.confidence_interval(0.95) for test in tests]
+        assert verdict.p_value == pytest.approx(max(test.pvalue for test in tests))
+        assert verdict.low == pytest.approx(min(interval.low for interval in intervals))
+        assert verdict.high == pytest.approx(max(interval.high for interval in intervals))
+
+
+def test_pairs_have_the_t_test_of_their_differences_at_sidaks_level():
+    rng = np.random.default_rng(6)
+    baseline, arms = rng.normal(3.0, 1.0, 4), {name: rng.normal(3.5, 1.0, 4) for name in NAMES}
+    for name, verdict in judge(baseline, arms, paired=True).items():
+        test = stats.ttest_1samp(arms[name] - baseline, 0.0)
+        interval = test.confidence_interval(0.95 ** (1 / NUM_ARMS))
+        assert (verdict.low, verdict.high) == pytest.approx((interval.low, interval.high))
+        assert verdict.p_value == pytest.approx(1 - (1 - test.pvalue) ** NUM_ARMS)
+
+
+def test_pairs_are_of_the_seeds_that_both_have():
+    baseline = Sample({1: 3.0, 2: 3.2, 3: 3.1, 4: 9.0})
+    arm = Sample({3: 2.9, 7: 1.0, 1: 2.9, 2: 3.05})  # in another order
+    verdict = compare(baseline, {"arm": arm}, paired=True)["arm"]
+    test = stats.ttest_1samp([-0.1, -0.15, -0.2], 0.0)
+    assert verdict.difference == pytest.approx(-0.15)
+    assert verdict.p_value == pytest.approx(test.pvalue)
+    assert (verdict.num, verdict.words) == (4, "better")
+    assert "3 differences" in verdict.method
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_verdicts_agree_with_intervals_and_p_values(paired):
+    rng, seen = np.random.default_rng(7), set()
+    for shift in np.linspace(-4.0, 4.0, 40):
+        for verdict in judge(*draw_sweep(rng, SETTINGS["5 seeds"], shift), paired=paired).values():
+            expected = "better" if verdict.high < 0 else "worse" if verdict.low > 0 else None
+            assert is_found(verdict) == (verdict.p_value < 0.05) == (expected is not None)
+            bound = max(-verdict.low, verdict.high)
+            assert verdict.words == (expected or f"no difference larger than {bound:.3g}")
+            seen.add(expected)
+    assert seen == {"better", "worse", None}
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_verdicts_follow_the_unit_and_the_sign_of_scores(paired):
+    rng = np.random.default_rng(8)
+    baseline, arms = draw_sweep(rng, SETTINGS["3 seeds"], shift=-20.0)
+    plain = judge(baseline, arms, paired=paired)
+    other = judge(
+        5 - 1000 * baseline, {name: 5 - 1000 * x for name, x in arms.items()}, paired=paired
+    )
+    for name, verdict in plain.items():
+        assert other[name].difference == pytest.approx(-1000 * verdict.difference)
+        assert other[name].low == pytest.approx(-1000 * verdict.high)
+        assert other[name].detectable == pytest.approx(1000 * verdict.detectable)
+        assert other[name].p_value == pytest.approx(verdict.p_value)
+    assert (plain[NAMES[0]].words, other[NAMES[0]].words) == ("better", "worse")
+
+
+def test_verdicts_do_not_depend_on_chance_or_on_the_order_of_arms():
+    baseline, arms = draw_sweep(np.random.default_rng(9), SETTINGS["a noisy arm, 5 seeds"])
+    verdicts = judge(baseline, arms)
+    assert judge(baseline, arms) == verdicts
+    backwards = judge(baseline, dict(reversed(arms.items())))
+    assert list(backwards) == NAMES[::-1]
+    for name in NAMES:
+        *numbers, words, method = dataclasses.astuple(verdicts[name])
+        *others, other_words, other_method = dataclasses.astuple(backwards[name])
+        assert others == pytest.approx(numbers)
+        assert (other_words, other_method) == (words, method)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_more_arms_widen_intervals(paired):
+    baseline, arms = draw_sweep(np.random.default_rng(10), SETTINGS["5 seeds"])
+    arms = dict.fromkeys(arms, arms[NAMES[0]])  # which keeps the noise
+    alone = judge(baseline, {NAMES[0]: arms[NAMES[0]]}, paired=paired)[NAMES[0]]
+    among = judge(baseline, arms, paired=paired)[NAMES[0]]
+    assert among.high - among.low > 1.1 * (alone.high - alone.low)
+    assert among.p_value > alone.p_value
+    assert among.detectable > 1.1 * alone.detectable
+    surer = judge(baseline, arms, paired=paired, confidence=0.99)[NAMES[0]]
+    assert surer.high - surer.low > 1.1 * (among.high - among.low)
+
+
+# Sweeps that allow no verdict, or hardly one.
+
+FINE = sample([3.0, 3.1, 3.2])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "arm", "words", "half_width"),
+    [
+        (sample([3.0]), sample([2.0]), "one run each: no verdict", math.inf),
+        (FINE, sample([2.0], failed=2), "one run finished: no verdict", math.inf),
+        (sample([3.0]), FINE, "one run of the baseline finished: no verdict", math.inf),
+        (FINE, sample([]), "no run finished: no verdict", math.inf),
+        (FINE, sample([], failed=3), "no run finished: no verdict", math.nan),
+        (sample([]), FINE, "no run of the baseline finished: no verdict", math.inf),
+        (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs", math.nan),
+        (FINE, sample([2.0], diverged=1, failed=1), "diverged in 1 of 3 runs", math.nan),
+        (FINE, sample([], diverged=3), "diverged in 3 of 3 runs", math.nan),
+        (
+            sample([3.0, 3.1, 3.2, 3.3], diverged=1),
+            FINE,
+            "the baseline diverged in 1 of 5 runs: no verdict",
+            math.nan,
+        ),
+        (
+            sample([3.0], diverged=2),
+            sample([2.0, 2.1], diverged=1),
+            "diverged in 1 of 3 runs, the baseline in 2 of 3 runs",
+            math.nan,
+        ),
+        (
+            sample([3.1] * 3),
+            sample([3.0] * 3),
+            "the same score for every seed: no verdict",
+            math.nan,
+        ),
+    ],
+)
+def test_words_say_why_there_is_no_verdict(baseline, arm, words, half_width):
+    for paired in (False, True):
+        verdict = compare(baseline, {"arm": arm}, paired=paired)["arm"]
+        same = "the same difference" if paired else "the same score"
+        assert verdict.words == words.replace("the same score", same)
+        assert verdict.high - verdict.low == pytest.approx(2 * half_width, nan_ok=True)
+        assert verdict.detectable == pytest.approx(half_width, nan_ok=True)
+        assert math.isnan(verdict.p_value)
+        assert verdict.method == ""
+        assert verdict.num == len(arm.scores)
+        unpaired = np.mean([*arm.values] or math.nan) - np.mean([*baseline.values] or math.nan)
+        if not paired:
+            assert verdict.difference == pytest.approx(unpaired, nan_ok=True)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_pairs_need_two_shared_seeds(shared):
+    baseline = Sample({1: 3.0, 2: 3.1, 3: 3.2})
+    arm = Sample({3: 3.0, 4: 3.1, 5: 3.2} if shared else {4: 3.1, 5: 3.2})
+    verdict = compare(baseline, {"arm": arm}, paired=True)["arm"]
+    number = "one seed" if shared else "no seed"
+    assert verdict.words == f"{number} shared with the baseline: no verdict"
+    assert verdict.difference == pytest.approx(-0.2 if shared else math.nan, nan_ok=True)
+    assert (verdict.low, verdict.high) == (-math.inf, math.inf)
+
+
+def test_rounding_is_no_spread():
+    scores = np.array([3.1, 3.3, 3.6])
+    lower = dict(enumerate(scores - 0.1))  # whose differences differ by 4e-16
+    verdict = compare(sample(scores), {"arm": Sample(lower)}, paired=True)["arm"]
+    assert verdict.words == "the same difference for every seed: no verdict"
+    assert verdict.difference == pytest.approx(-0.1)
+
+
+def test_a_pair_without_spread_is_judged_by_the_noise_of_the_others():
+    arms = {"same": [3.0] * 3, "lower": [2.0] * 3, "noisy": [3.0, 3.1, 3.2]}
+    verdicts = judge([3.0] * 3, arms)
+    assert verdicts["same"].words.startswith("no difference larger than 0.")
+    assert verdicts["same"].p_value == pytest.approx(1.0)
+    assert verdicts["lower"].words == "better"
+
+
+def test_arms_without_a_test_do_not_widen_the_intervals_of_others():
+    fine = sample([2.0, 2.1, 2.3])
+    without = {"one run": sample([1.0]), "diverged": sample([1.0, 9.0], diverged=1)}
+    for paired in (False, True):
+        verdicts = compare(FINE, {"fine": fine} | without, paired=paired)
+        assert verdicts["fine"] == compare(FINE, {"fine": fine}, paired=paired)["fine"]
+    assert compare(FINE, {}) == {}
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_scores_must_be_finite(score):
+    with pytest.raises(ValueError, match=f"Seed 1 scored {score}. Count it in `diverged`"):
+        sample([3.0, score])
+
+
+@pytest.mark.parametrize("counts", [{"diverged": -1}, {"failed": -1}])
+def test_counts_must_not_be_negative(counts):
+    with pytest.raises(ValueError, match="negative"):
+        sample([3.0], **counts)
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0, 95.0, math.nan])
+def test_confidence_lies_between_0_and_1(confidence):
+    for function in (
+        lambda: compare(FINE, {"arm": FINE}, confidence=confidence),
+        lambda: power_of(1.0, 1.0, 3, confidence=confidence),
+        lambda: seeds_needed(1.0, 1.0, power=confidence),
+        lambda: deviation_interval([1.0, 2.0], confidence),
+        lambda: ratio_interval([1.0, 2.0], confidence),
+    ):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            function()
+
+
+# Plans.
+
+
+@pytest.mark.parametrize(("effect", "num"), [(0.5, 64), (0.8, 26), (1.0, 17)])
+def test_seeds_needed_are_those_of_cohens_table(effect, num):
+    """Student's t-test, two-sided, 5 %, power 0.8 (Cohen 1988, table 2.4.1)."""
+    assert seeds_needed(2.0, -2 * effect) == num
+
+
+@pytest.mark.parametrize("num_arms", [1, 5])
+def test_seeds_needed_are_the_fewest_that_reach_the_power(num_arms):
+    for ratio in (0.3, 1.0, 3.0):
+        num = seeds_needed(1.0, ratio, num_arms=num_arms, power=0.9)
+        assert power_of(ratio, 1.0, num, num_arms=num_arms) >= 0.9
+        assert power_of(ratio, 1.0, num - 1, num_arms=num_arms) < 0.9
+    assert seeds_needed(1.0, 1e3, num_arms=num_arms) == 2
+
+
+def test_power_with_many_seeds_is_that_of_dunnetts_test():
+    """Variances are then known as well as equal. Noncentral t, Dunnett's quantile from scipy."""
+    num, df = 200, 6 * 199
+    correlation = np.full((5, 5), 0.5) + 0.5 * np.eye(5)
+    normal = stats.multivariate_normal(cov=correlation)
+    assert normal.cdf([2.52] * 5, lower_limit=[-2.52] * 5) == pytest.approx(0.95, abs=2e-3)
+    expected = stats.nct.sf(2.52, df, 3)
+    shift = 3 * math.sqrt(2 / num)
+    assert power_of(shift, 1.0, num, num_arms=5) == pytest.approx(expected, abs=5e-3)
+
+
+@pytest.mark.parametrize("num", [3, 8])
+def test_detectable_is_found_with_power_80(num):
+    scores = np.linspace(-1.0, 1.0, num)
+    verdicts = judge(scores, dict.fromkeys(NAMES, scores + 0.1))
+    deviation = scores.std(ddof=1)
+    for verdict in verdicts.values():
+        power = power_of(verdict.detectable, deviation, num, num_arms=NUM_ARMS)
+        assert power == pytest.approx(0.8, abs=1e-6)
+
+
+@pytest.mark.parametrize("num", [2, 3, 8])
+def test_detectable_pairs_are_found_in_four_of_five_sweeps(num):
+    """The test's statistic is drawn as its definition says: (normal + shift) / sqrt(chi^2 / df)."""
+    rng = np.random.default_rng(11)
+    baseline, arms = draw_pairs(rng, num)
+    quantile = stats.t.ppf((1 + 0.95 ** (1 / NUM_ARMS)) / 2, num - 1)
+    normal, noise = rng.standard_normal(100_000), np.sqrt(rng.chisquare(num - 1, 100_000))
+    for name, verdict in judge(baseline, arms, paired=True).items():
+        error = (arms[name] - baseline).std(ddof=1) / math.sqrt(num)
+        statistic = (normal + verdict.detectable / error) * math.sqrt(num - 1) / noise
+        assert np.mean(statistic > quantile) == pytest.approx(0.8, abs=0.005)
+
+
+def test_widest_is_the_largest_half_width_that_more_seeds_can_mend():
+    arms = {"calm": sample([3.0, 3.01, 3.02]), "noisy": sample([2.0, 3.0, 4.0])}
+    verdicts = compare(FINE, arms | {"diverged": sample([3.0, 3.1], diverged=1)})
+    noisy = verdicts["noisy"]
+    assert widest(verdicts) == pytest.approx((noisy.high - noisy.low) / 2)
+    assert widest(compare(FINE, arms | {"young": sample([3.0])})) == math.inf
+    assert widest(compare(FINE, {"diverged": sample([], diverged=3)})) == 0.0
+
+
+@pytest.mark.parametrize(
+    "options", [{"deviation": 0.0}, {"num": 1}, {"num_arms": 0}, {"deviation": math.nan}]
+)
+def test_power_needs_noise_two_seeds_and_an_arm(options):
+    with pytest.raises(ValueError, match="Power needs"):
+        power_of(1.0, **{"deviation": 1.0, "num": 3, **options})
+
+
+def test_no_number_of_seeds_finds_nothing():
+    with pytest.raises(ValueError, match="difference of 0"):
+        seeds_needed(1.0, 0.0)
+
+
+# Intervals of one quantity.
+
+
+def test_the_interval_of_a_deviation_is_that_of_chi_square_tables():
+    low, high = deviation_interval([-1.0, 1.0, -1.0, 1.0, 0.0])  # a deviation of 1
+    assert (low, high) == pytest.approx((math.sqrt(4 / 11.143), math.sqrt(4 / 0.48442)), rel=1e-4)
+    assert deviation_interval([2.0, 2.0]) == (0.0, 0.0)
+    for values in ([1.0], [1.0, math.nan], [1.0, math.inf]):
+        with pytest.raises(ValueError, match="two values or more, all finite"):
+            deviation_interval(values)
+
+
+def test_the_interval_of_ratios_is_a_t_interval_of_their_logarithms():
+    ratios = [0.5, 0.7, 0.8, 1.1]
+    mean, low, high = ratio_interval(ratios)
+    interval = stats.ttest_1samp(np.log(ratios), 0.0).confidence_interval(0.95)
+    assert (low, high) == pytest.approx((math.exp(interval.low), math.exp(interval.high)))
+    assert mean == pytest.approx(np.prod(ratios) ** 0.25)
+    inverse = ratio_interval([1 / ratio for ratio in ratios])
+    assert inverse == pytest.approx((1 / mean, 1 / high, 1 / low))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "mean"),
+    [
+        ([2.0], 2.0),
+        ([0.5, math.inf], math.inf),
+        ([0.5, 0.0], 0.0),
+        ([0.0, math.inf], math.nan),
+        ([math.inf], math.inf),
+    ],
+)
+def test_ratios_that_were_not_reached_have_no_interval(ratios, mean):
+    nan = math.nan
+    assert ratio_interval(ratios) == pytest.approx((mean, nan, nan), nan_ok=True)
+
+
+@pytest.mark.parametrize("ratios", [[], [1.0, -1.0], [1.0, math.nan]])
+def test_ratios_are_positive(ratios):
+    with pytest.raises(ValueError, match="Ratios are"):
+        ratio_interval(ratios)
