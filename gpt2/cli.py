@@ -109,6 +109,11 @@ def config_file() -> str:
     return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
+def overrides() -> dict[str, Any]:
+    """Returns the options that `--config.a.b=v` set, by dotted name."""
+    return dict(config_flags.get_override_values(flags.FLAGS["config"]))
+
+
 def read_config_file(name: str) -> Config:
     """Returns the options of a config file, or of the record of a run, without overrides.
 

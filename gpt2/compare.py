@@ -35,6 +35,8 @@ def main(*directories: str) -> None:
     if not directories:
         raise UserError("there is no directory", "For example, give runs/first runs/second")
     output = Path(OUTPUT.value)
+    if output.suffix != ".png":
+        raise UserError(f"--output={output} is no PNG file", "Name it like compare.png")
     require_writable("output", output.parent)
     workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
     configs = {name: load_config(members[0]) for name, members in workdirs.items()}

@@ -1,5 +1,6 @@
 """Sweeps: which runs follow from a command, on which terms, and what the report says of them."""
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -7,7 +8,6 @@ import math
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -17,14 +17,17 @@ import pytest
 
 from configs import quickstart
 from gpt2.ablate.arms import make_arms
-from gpt2.ablate.equal import choose_score, equalize, step_flops
+from gpt2.ablate.equal import choose_score, equalize, refuse_undone, step_flops
+from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.runs import Outcome
 from gpt2.ablate.scaling import at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
+from gpt2.ablate.tables import judge
+from gpt2.ablate.verdicts import widest
 from gpt2.compare import read_reference
-from gpt2.config import Config
+from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.throughput import count_compute_parameters
 from tests.helpers import ROOT, TINY
@@ -86,11 +89,20 @@ def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
         ("seed=1,2", r"Use --seeds=N"),
         ("optim.name=lion,lion", r"makes the arm optim\.name=lion twice"),
         ("recipe=missing.py", r"--config=missing\.py is not a file"),
+        ("data.tokenizer=byte", r"the arm data\.tokenizer=byte has another tokenizer"),
     ],
 )
 def test_what_cannot_be_an_arm_is_one_line(vary, message):
+    config = with_options(BASE, {"model.vocab_size": 4096}) if "tokenizer" in vary else BASE
     with pytest.raises(UserError, match=message):
-        arms(vary)
+        make_arms(config, [vary], one_at_a_time=False)
+
+
+def test_two_axes_of_a_grid_do_not_set_the_same_option():
+    vary = ("optim.name=lion+optim.learning_rate=1e-3", "optim.learning_rate=2e-3")
+    with pytest.raises(UserError, match=r"several --vary set optim\.learning_rate"):
+        arms(*vary)
+    assert len(arms(*vary, one_at_a_time=True)) == 3
 
 
 # Equal terms
@@ -115,8 +127,21 @@ def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
     assert other.train.num_steps < first.train.num_steps
     wanted = first.train.num_steps * step_flops(first)
     assert abs(other.train.num_steps * step_flops(other) - wanted) < step_flops(other)
+    assert other.optim.warmup_steps == round(100 * other.train.num_steps / 1000)
     seconds = {"baseline": 0.1, "optim.name=muon": 0.16}
     assert equal(arms("optim.name=muon"), "seconds", seconds)[1].config.train.num_steps == 625
+
+
+def test_what_equal_terms_would_undo_is_refused():
+    refuse_undone({"model.mlp_dim", "optim.name"}, "tokens")
+    for name, terms in [("train.num_steps", "tokens"), ("model.mlp_dim", "params")]:
+        with pytest.raises(UserError, match=f"{name} cannot be varied: --equal={terms}"):
+            refuse_undone({name}, terms)
+    steps = "optim.schedule=piecewise:500=0.5+optim.end_learning_rate=4e-3+data.batch_size=32"
+    with pytest.raises(
+        UserError, match=r"cannot be made equal\. optim\.schedule=piecewise:500=0\.5"
+    ):
+        equal(arms(steps), "tokens")
 
 
 def test_equal_parameters_change_the_width_of_the_mlp():
@@ -137,9 +162,10 @@ def test_other_tokenizers_compare_in_bits_per_byte_and_other_texts_do_not_compar
     assert choose_score(arms("data.tokenizer=byte")) == "eval/bits_per_byte"
     with pytest.raises(UserError, match=r"differ in data\.val_fraction"):
         choose_score(arms("data.val_fraction=0.1"))
-    part = dataclasses.replace(BASE, train=dataclasses.replace(BASE.train, eval_batches=5))
+    part = with_options(BASE, {"train.eval_batches": 5})
     assert choose_score(make_arms(part, ["optim.name=lion"], one_at_a_time=False)) == "eval/loss"
-    for vary in ("data.tokenizer=byte", "model.context_length=64"):
+    options = ("data.tokenizer=byte", "model.context_length=64", "train.accumulate_steps=4")
+    for vary in options:
         with pytest.raises(UserError, match=r"Use --config\.train\.eval_batches=0"):
             choose_score(make_arms(part, [vary], one_at_a_time=False))
 
@@ -151,7 +177,7 @@ def test_amounts_to_reach_a_score_are_read_between_validations():
     amounts, scores = np.array([0.0, 10.0, 20.0, 30.0]), np.array([5.0, 4.0, 2.0, 2.5])
     assert amount_to_reach(amounts, scores, 4.5) == 5.0
     assert amount_to_reach(amounts, scores, 3.0) == 15.0
-    assert amount_to_reach(amounts, scores, 5.0) == 0.0
+    assert math.isnan(amount_to_reach(amounts, scores, 5.0))
     assert amount_to_reach(amounts, scores, 1.9) == math.inf
 
 
@@ -159,13 +185,14 @@ def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
     options = dict(score="eval/loss", equal="tokens", paired=False, num_tune_seeds=1) | options
     return Sweep(
         root=root,
-        command="python -m gpt2.ablate",
+        commands=["python -m gpt2.ablate"],
         arms=tuple(arms(*vary)),
         num_seeds=num_seeds,
         tune=tune or {},
         until=0.0,
+        first_num_seeds=num_seeds,
         **options,
-    )
+    ).with_choices()
 
 
 def write_run(run, final, state="finished", error="", seconds=0.1, noise=None):
@@ -250,7 +277,7 @@ def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
 def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_path):
     sweep = filled(tmp_path)
     lion = [run for run in sweep.runs() if run.arm == "optim.name=lion"]
-    write_run(lion[0], 3.7, "diverged", "error: the loss is not finite at step 7. Lower it.")
+    write_run(lion[0], 3.7, "diverged", "the loss is not finite at step 7")
     muon = [run for run in sweep.runs() if run.arm == "optim.name=muon"]
     write_run(muon[1], 3.7, "failed", "error: no text file matches books/*.txt. Check it.")
     (muon[2].folder / "outcome.json").unlink()  # as if the disk had been full
@@ -258,7 +285,7 @@ def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_pa
     text = (tmp_path / "report.md").read_text()
     assert "diverged in 1 of 3 runs" in table
     assert "better" not in table
-    assert "| optim.name=lion seed 0 | diverged | 1000 | error: the loss is not finite at" in text
+    assert "| optim.name=lion seed 0 | diverged | 1000 | the loss is not finite at step 7 |" in text
     assert "| optim.name=muon seed 1 | failed | 1000 | error: no text file matches" in text
     assert "| optim.name=muon seed 2 | not finished |" in text
 
@@ -274,7 +301,9 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
         best = 1e-3 if run.arm == "baseline" else 2e-3
         diverges = run.arm == "baseline" and rate == 4e-3
         write_run(run, 3 + abs(math.log(rate / best)), "diverged" if diverges else "finished")
-    assert sweep.chosen() == {
+    assert sweep.chosen == {}
+    sweep = sweep.with_choices()
+    assert sweep.chosen == {
         "baseline": {"optim.learning_rate": 1e-3},
         "optim.name=lion": {"optim.learning_rate": 2e-3},
     }
@@ -283,6 +312,12 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
     assert {run.config.optim.learning_rate for run in compared} == {1e-3, 2e-3}
     for run in compared:
         write_run(run, 3.0 + 0.01 * run.seed)
+    for run in choosing:  # another try would choose otherwise, and comes too late
+        write_run(run, run.config.optim.learning_rate)
+    assert sweep.with_choices() == sweep
+    for run in choosing:
+        best = 1e-3 if run.arm == "baseline" else 2e-3
+        write_run(run, 3 + abs(math.log(run.config.optim.learning_rate / best)))
     write_report(sweep)
     text = (tmp_path / "report.md").read_text()
     assert "Each arm had 6 runs to choose among" in text
@@ -299,14 +334,80 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     assert grown.num_seeds == 3
     with pytest.raises(UserError, match=r"--paired=False, not True"):
         continued(sweep_in(tmp_path, "optim.name=lion", paired=True))
+    with pytest.raises(UserError, match=r"have another tokenizer"):
+        continued(sweep_in(tmp_path, "data.tokenizer=byte", score="eval/bits_per_byte"))
     shorter = dataclasses.replace(BASE, train=dataclasses.replace(BASE.train, num_steps=900))
+    raised = continued(sweep_in(tmp_path, "optim.name=lion", num_seeds=5))
+    assert (raised.first_num_seeds, raised.num_seeds) == (3, 5)
     other = make_arms(shorter, ["optim.name=lion"], one_at_a_time=False)
-    with pytest.raises(UserError, match=r"baseline has train\.num_steps=1000, not 900"):
+    with pytest.raises(UserError, match=r"arm baseline has train\.num_steps=1000, not 900"):
         continued(dataclasses.replace(before, arms=tuple(other)))
     path = before.runs()[1].folder / "config.json"
     path.write_text(path.read_text().replace('"beta1": 0.9', '"beta1": 0.8'))
     with pytest.raises(UserError, match=r"holds a run with optim\.beta1=0\.8, not 0\.9"):
         before.check()
+
+
+def test_runs_on_another_text_are_not_compared(tmp_path):
+    sweep = filled(tmp_path)
+    for i, run in enumerate(sweep.runs()):
+        (run.workdir / "data.json").write_text(json.dumps({"sha256": "a" if i < 4 else "b"}))
+    with pytest.raises(UserError, match=r"was trained on another text than .*baseline/seed-0"):
+        sweep.check()
+
+
+def test_an_arm_whose_every_choice_diverged_is_told_and_adds_no_seeds(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune={"optim.learning_rate": [1e-3, 2e-3]})
+    for run in sweep.choosing_runs():
+        write_run(run, 3.0, "diverged" if "lion" in run.arm else "finished")
+    sweep = sweep.with_choices()
+    assert sweep.chosen["optim.name=lion"] is None
+    for run in sweep.runs():
+        write_run(run, 3.0 + 0.01 * run.seed)
+    verdicts = judge(sweep, sweep.results())
+    assert verdicts["optim.name=lion"].words == "diverged in 2 of 2 runs"
+    assert widest(verdicts) == 0.0
+    assert (
+        "nothing: no choice has a score"
+        in (write_report(sweep), (tmp_path / "report.md").read_text())[1]
+    )
+
+
+def test_the_report_tells_of_seeds_that_were_added_and_of_differing_code(tmp_path):
+    sweep = dataclasses.replace(filled(tmp_path, num_seeds=4), first_num_seeds=3)
+    for i, run in enumerate(sweep.runs()):
+        line = {"commit": "abc" if i else "def", "jax": "0.10.2", "device_kind": "cpu"}
+        (run.workdir / "environment.jsonl").write_text(json.dumps(line) + "\n")
+    write_report(sweep)
+    text = (tmp_path / "report.md").read_text()
+    assert "Seeds were raised from 3 to 4 after runs had ended." in text
+    assert "commit abc, def (runs differ)" in text and "jax 0.10.2," in text
+    write_report(dataclasses.replace(sweep, until=1e-6))
+    assert "which was not reached" in (tmp_path / "report.md").read_text()
+
+
+def test_a_run_is_explained_by_its_own_try(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("error: the disk is full. Make room.\n")
+    start = log.stat().st_size
+    with open(log, "a") as file:
+        file.write("step 1\nstep 2\n")
+    assert last_error(log) == "error: the disk is full. Make room."
+    assert last_error(log, start) == "step 2"
+
+
+def test_runs_at_once_share_the_cores(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    cores = os.sched_getaffinity(0)
+    assert make_slots(1)[0].cores == cores
+    if len(cores) > 1:
+        one, two = make_slots(2)
+        assert one.cores and two.cores and not one.cores & two.cores
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2)] == ["4", "7"]
+    with pytest.raises(UserError, match=r"--jobs=3 is more than the 2 GPUs"):
+        make_slots(3)
 
 
 # Scaling
@@ -354,7 +455,7 @@ def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
     sweep = sweep_in(tmp_path, "optim.name=lion")
     sizes = ["2x64", "4x128", "6x192"]
     scaled = at_sizes(list(sweep.arms), sizes, lambda config: VOCABULARY)
-    sweep = dataclasses.replace(sweep, arms=tuple(scaled))
+    sweep = dataclasses.replace(sweep, arms=tuple(scaled)).with_choices()
     sweep.save()
     assert load_sweep(tmp_path) == sweep
     rng = np.random.default_rng(0)
@@ -418,7 +519,7 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     first = ablate(*SMALL, f"--workdir={root}")
     assert first.returncode == 0, first.stderr
     assert "4/4" in first.stdout and "diverged in 2 of 2 runs" in first.stdout
-    assert "diverged: error: the loss is not finite at step" in first.stdout
+    assert "diverged: the loss is not finite at step" in first.stdout
     rows = without_times(root)
     assert [row["state"] for row in rows] == ["finished", "diverged"] * 2
     assert rows[0]["eval/loss"] != rows[2]["eval/loss"]
@@ -439,26 +540,68 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     assert "baseline" in drawn.stdout and (tmp_path / "c.png").exists()
 
 
+def start_ablate(*options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpt2.ablate", *options],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.thorough
+def test_a_corpus_that_vanishes_is_named_and_what_is_left_goes_on(tmp_path):
+    root, text = tmp_path / "sweep", tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question.\n" * 400)
+    options = [*TINY, "--config.train.eval_batches=2", f"--config.data.corpus=text:{text}"]
+    options += ["--config.data.val_fraction=0.1", "--vary=optim.name=lion", "--seeds=2"]
+    options += [f"--workdir={root}", f"--config.data.data_dir={tmp_path / 'data'}"]
+    plan = ablate(*options, "--dry_run")
+    assert plan.returncode == 0, plan.stderr
+    assert re.search(r"3  optim\.name=lion seed 1  8 steps  \ds", plan.stdout)
+    one = ablate(*options, "--index=1")
+    assert "optim.name=lion seed 0: finished" in one.stdout, one.stderr
+    sweep = start_ablate(*options)
+    first = root / "runs/baseline/seed-0/outcome.json"
+    while not first.exists() and sweep.poll() is None:
+        time.sleep(0.05)
+    moved = text.rename(tmp_path / "moved.txt")
+    said, _ = sweep.communicate(timeout=240)
+    assert sweep.returncode == 1, said
+    assert "seed 1  failed: error: " in said
+    assert "optim.name=lion seed 1 | failed | 0 | error: " in (root / "report.md").read_text()
+    moved.rename(text)
+    again = ablate(*options)
+    assert again.returncode == 0, again.stderr
+    assert [row["state"] for row in without_times(root)] == ["finished"] * 4
+
+
 @pytest.mark.slow
 def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
-    options = [*TINY, "--config.train.num_steps=60", "--config.train.eval_batches=2"]
-    options += ["--vary=optim.name=adamw,lion", "--seeds=2", "--jobs=2"]
+    options = [*TINY, "--config.train.num_steps=200", "--config.train.eval_batches=2"]
+    options += ["--config.train.eval_every=50", "--config.train.checkpoint_every=20", "--seeds=2"]
+    options += ["--vary=optim.name=lion", "--vary=optim.learning_rate=1e30", "--one_at_a_time"]
+    options += ["--jobs=2"]
     wanted = ablate(*options, f"--workdir={tmp_path / 'whole'}")
     assert wanted.returncode == 0, wanted.stderr
-    root, rng = tmp_path / "killed", random.Random(0)
+    root, rng, kills = tmp_path / "killed", random.Random(0), 0
     for _ in range(10):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gpt2.ablate", *options, f"--workdir={root}"],
-            cwd=ROOT,
-            env=os.environ | {"XLA_FLAGS": ""},
-            stdout=subprocess.DEVNULL,
-        )
-        time.sleep(rng.uniform(4, 16))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process = start_ablate(*options, f"--workdir={root}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=rng.uniform(6, 14))
+        kills += process.poll() is None
+        process.kill()
+        if rng.random() < 0.5:  # its runs too, which would otherwise save their state
+            subprocess.run(["pkill", "-9", "-f", f"workdir={root}/"])
+        process.communicate()
+    assert kills >= 4
     last = ablate(*options, f"--workdir={root}")
     assert last.returncode == 0, last.stderr
     assert without_times(root) == without_times(tmp_path / "whole")
+    starts = [path.read_text().count("\n") for path in root.rglob("environment.jsonl")]
+    assert sum(starts) > len(starts), "no run was interrupted"
 
 
 @pytest.mark.parametrize(
@@ -470,8 +613,10 @@ def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
         (["--workdir=DIR", "--vary=optim.name=lion", "--tune_seeds=2"], "nothing is tuned"),
         (["--workdir=DIR", "--vary=optim.name=lion", "--max_seeds=9"], "it ends --until"),
         (["--workdir=DIR", "--vary=optim.name=lion", "--jobs=999"], "CPU cores"),
+        (["--workdir=DIR", "--vary=train.num_steps=9"], "--equal=tokens sets it"),
+        (["--workdir=DIR", "--vary=optim.name=lion", "--tune=data.batch_size=8"], "the terms"),
         (["--workdir=DIR", "--report"], "holds no sweep"),
-        (["--workdir=DIR", "--report", "--seeds=4"], "--report reads what the sweep was"),
+        (["--workdir=DIR", "--report", "--seeds=4"], "--report does not train the sweep"),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, options, message):

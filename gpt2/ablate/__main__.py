@@ -14,20 +14,21 @@ if __name__ == "__main__":
 
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from absl import flags
 
 from gpt2 import cli
-from gpt2.ablate.arms import Arm, make_arms, read_axis
-from gpt2.ablate.equal import TERMS, choose_score, equalize
-from gpt2.ablate.jobs import Stopped, make_slots, train_all
+from gpt2.ablate.arms import Arm, make_arms, read_axis, varied_options
+from gpt2.ablate.equal import TERMS, choose_score, equalize, refuse_undone
+from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
 from gpt2.ablate.report import write_report
-from gpt2.ablate.runs import Run, make_measuring_run
+from gpt2.ablate.runs import Run, check_unchanged, make_measuring_run
 from gpt2.ablate.scaling import at_sizes
 from gpt2.ablate.screen import Screen
-from gpt2.ablate.sweep import Sweep, continued, load_sweep
+from gpt2.ablate.sweep import Sweep, load_sweep, register
 from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config
@@ -67,100 +68,52 @@ DRY_RUN = flags.DEFINE_bool("dry_run", False, "Prints the runs and what they wou
 REPORT = flags.DEFINE_bool("report", False, "Only writes the report of what there is so far.")
 
 _MEASURED_STEPS = 40
+_TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comparison equal
+
+# Flags that each way to call the program would ignore.
+_IGNORED = {
+    "report": (
+        *("vary", "one_at_a_time", "seeds", "jobs", "index", "scaling", "equal", "tune"),
+        *("tune_seeds", "paired", "until", "max_seeds", "dry_run"),
+    ),
+    "dry_run": ("index", "until", "max_seeds"),
+    "index": ("jobs", "until", "max_seeds"),
+}
 
 
 def main() -> int:
     """Trains a sweep phase by phase, writes its report, and returns the exit code."""
-    root = _workdir()
+    root = _check_flags()
     if REPORT.value:
-        return _report(load_sweep(root))
-
-    # Options: checked before anything is trained.
-    sweep = continued(_read_sweep(root))
-    slots = make_slots(JOBS.value)
-    sweep.check()
-    if DRY_RUN.value:
-        return _dry_run(sweep)
-    root.mkdir(parents=True, exist_ok=True)
-    if INDEX.value is not None:
-        return _train_one(sweep, INDEX.value)
-    if not files.lock_for_good(root / ".lock"):
-        raise UserError(f"another sweep trains in {root}", "Wait for it, or stop it")
-    sweep.save()
-
-    # Runs: first those that choose values, then those that are compared.
+        sweep = load_sweep(root).with_choices()
+        sweep.check()
+        return _report(sweep)
     try:
-        _train(sweep, sweep.choosing_runs(), slots, "choosing")
-        _train(sweep, sweep.runs(), slots, "comparing")
-        while _wants_seeds(sweep):
-            sweep = sweep.with_seeds(sweep.num_seeds + 1)
-            sweep.save()
-            _train(sweep, sweep.runs(), slots, "comparing")
+        return _sweep(root)
     except Stopped as stopped:
-        _report(sweep)
         print(f"stopped by {stopped}; the same command continues")
         return 128 + stopped.signal
-    return _report(sweep)
 
 
-def _workdir() -> Path:
-    if not WORKDIR.value:
-        raise UserError("there is no --workdir", "Name a directory for the sweep")
-    if REPORT.value:
-        for name in ("vary", "seeds", "jobs", "index", "equal", "tune", "tune_seeds", "paired"):
-            cli.refuse_ignored(name, "--report reads what the sweep was")
-        return Path(WORKDIR.value)
-    if not (VARY.value or SCALING.value):
-        raise UserError("there is no --vary", "For example, use --vary=optim.name=adamw,muon")
-    if UNTIL.value and SEEDS.value < 2:
-        raise UserError("--until needs a deviation, and --seeds=1 has none", "Use --seeds=2")
-    if not UNTIL.value:
-        cli.refuse_ignored("max_seeds", "it ends --until")
-    if not TUNE.value:
-        cli.refuse_ignored("tune_seeds", "nothing is tuned")
-    require_writable("workdir", Path(WORKDIR.value))
-    return Path(WORKDIR.value)
-
-
-def _read_sweep(root: Path) -> Sweep:
-    """Returns what the flags ask for, on equal terms. Prepares corpora that are not yet."""
-    arms = make_arms(cli.parse_config(CONFIG), VARY.value, one_at_a_time=ONE_AT_A_TIME.value)
+def _sweep(root: Path) -> int:
+    # Options: checked before anything is trained.
+    config, slots = cli.parse_config(CONFIG), make_slots(JOBS.value)
+    refuse_undone(varied_options(VARY.value), EQUAL.value)
+    arms = make_arms(config, VARY.value, one_at_a_time=ONE_AT_A_TIME.value)
     if len(arms) == 1 and not SCALING.value:
         raise UserError("--vary gives the baseline alone", "Name another value")
-    score = choose_score(arms)
-    vocab_sizes: dict = {}
+    score, tune = choose_score(arms), _read_tune()
 
-    def vocab_size(config: Config) -> int:
-        if config.data not in vocab_sizes:
-            vocab_sizes[config.data] = prepare(config.data).tokenizer.vocab_size
-        return vocab_sizes[config.data]
-
-    for arm in arms:
-        vocab_size(arm.config)  # before the first run, for all runs
-    groups = [arms]
-    if SCALING.value:
-        scaled = at_sizes(arms, SCALING.value, vocab_size)
-        groups = [scaled[i : i + len(arms)] for i in range(0, len(scaled), len(arms))]
-    equal = [
-        arm
-        for group in groups
-        for arm in equalize(
-            group,
-            EQUAL.value,
-            vocab_size=vocab_size,
-            step_seconds=lambda arm: _step_seconds(root, arm),
-        )
-    ]
-    tune = {}
-    for text in TUNE.value:
-        values = [dict(value.options) for value in read_axis(text, flag="tune")]
-        if any(len(each) != 1 for each in values):
-            raise UserError(f"--tune={text} sets several options", "Use one --tune for each")
-        tune[text.partition("=")[0]] = [next(iter(each.values())) for each in values]
-    return Sweep(
+    # Terms: made equal, which may take measured steps.
+    vocab_size = _vocabularies(arms)
+    if INDEX.value is None:
+        root.mkdir(parents=True, exist_ok=True)
+        if not files.lock_for_good(root / ".lock"):
+            raise UserError(f"another sweep trains in {root}", "Wait for it, or stop it")
+    sweep = Sweep(
         root=root,
-        command=shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]]),
-        arms=tuple(equal),
+        commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
+        arms=tuple(_on_equal_terms(root, arms, vocab_size, slots[0])),
         score=score,
         equal=EQUAL.value,
         paired=PAIRED.value,
@@ -168,10 +121,100 @@ def _read_sweep(root: Path) -> Sweep:
         tune=tune,
         num_tune_seeds=TUNE_SEEDS.value,
         until=UNTIL.value,
+        first_num_seeds=SEEDS.value,
     )
+    sweep = register(sweep)
+    if DRY_RUN.value:
+        return _dry_run(sweep, slots[0])
+    if INDEX.value is not None:
+        return _train_one(sweep, INDEX.value)
+
+    # Runs: first those that choose values, then those that are compared.
+    _train(sweep, sweep.choosing_runs(), slots, "choosing")
+    sweep = register(sweep)
+    _train(sweep, sweep.runs(), slots, "comparing")
+    while _wants_seeds(sweep):
+        sweep = register(sweep.with_seeds(sweep.num_seeds + 1))
+        _train(sweep, sweep.runs(), slots, "comparing")
+    return _report(sweep)
 
 
-def _train(sweep: Sweep, runs: list[Run], slots: list, title: str) -> None:
+def _check_flags() -> Path:
+    """Refuses flags that would be ignored, and returns the workdir."""
+    if not WORKDIR.value:
+        raise UserError("there is no --workdir", "Name a directory for the sweep")
+    for mode, ignored in _IGNORED.items():
+        if flags.FLAGS[mode].present:
+            for name in ignored:
+                cli.refuse_ignored(name, f"--{mode} does not train the sweep")
+    if REPORT.value:
+        return Path(WORKDIR.value)
+    if not (VARY.value or SCALING.value):
+        raise UserError("there is no --vary", "For example, use --vary=optim.name=adamw,muon")
+    if not UNTIL.value:
+        cli.refuse_ignored("max_seeds", "it ends --until")
+    elif not 2 <= SEEDS.value <= MAX_SEEDS.value:
+        raise UserError(
+            f"--until adds to --seeds={SEEDS.value}, up to --max_seeds={MAX_SEEDS.value}",
+            "Begin with 2 seeds or more, and end with more",
+        )
+    if not TUNE.value:
+        cli.refuse_ignored("tune_seeds", "nothing is tuned")
+    require_writable("workdir", Path(WORKDIR.value))
+    return Path(WORKDIR.value)
+
+
+def _read_tune() -> dict[str, list]:
+    """Returns the values of each option that is tuned."""
+    varied, tune = varied_options(VARY.value), dict[str, list]()
+    for text in TUNE.value:
+        values = [dict(value.options) for value in read_axis(text, flag="tune")]
+        name = text.partition("=")[0]
+        if any(list(each) != [name] for each in values) or name in tune:
+            raise UserError(f"--tune={text} sets several options", "Use one --tune for each")
+        if not name.startswith(_TUNABLE):
+            raise UserError(
+                f"--tune={text} would change the terms of the comparison",
+                "Tune options of optim. or loss., and vary others",
+            )
+        if name in varied:
+            raise UserError(f"{name} is both varied and tuned", "Leave it out of one")
+        tune[name] = [each[name] for each in values]
+    return tune
+
+
+def _vocabularies(arms: Sequence[Arm]) -> Callable[[Config], int]:
+    """Prepares all arms' corpora, and returns how many tokens a config's tokenizer has."""
+    sizes = {}
+    for arm in arms:
+        if arm.config.data not in sizes:
+            sizes[arm.config.data] = prepare(arm.config.data).tokenizer.vocab_size
+    return lambda config: sizes[config.data]
+
+
+def _on_equal_terms(
+    root: Path, arms: list[Arm], vocab_size: Callable[[Config], int], slot: Slot
+) -> list[Arm]:
+    """Returns the arms, at all sizes, on the terms of `--equal`."""
+    scaled = at_sizes(arms, SCALING.value, vocab_size) if SCALING.value else arms
+    equal: list[Arm] = []
+    for start in range(0, len(scaled), len(arms)):
+        equal += equalize(
+            scaled[start : start + len(arms)],
+            EQUAL.value,
+            vocab_size=vocab_size,
+            step_seconds=lambda arm: _step_seconds(root, arm, slot),
+        )
+    for i, arm in enumerate(equal):
+        for other in equal[:i]:
+            if arm.config == other.config:
+                raise UserError(
+                    f"on equal terms {arm.name} is the same as {other.name}", "Leave it out"
+                )
+    return equal
+
+
+def _train(sweep: Sweep, runs: list[Run], slots: list[Slot], title: str) -> None:
     if not runs:
         return
     with Screen(sweep, runs, title) as screen:
@@ -180,61 +223,54 @@ def _train(sweep: Sweep, runs: list[Run], slots: list, title: str) -> None:
 
 def _train_one(sweep: Sweep, index: int) -> int:
     """Trains the run of `--index`, as an array job does, and returns its exit code."""
-    sweep.save()
-    runs = _all_runs(sweep)
+    runs = [*sweep.choosing_runs(), *sweep.runs()]
     if not 0 <= index < len(runs):
         raise UserError(
-            f"--index={index} is not one of the sweep's {counted(len(runs), 'run')}",
+            f"--index={index} is not one of the sweep's {counted(len(runs), 'run')} so far",
             "Those that compare are known once those that choose have ended; see --dry_run",
         )
     run = runs[index]
     train_all([run], make_slots(1), lambda training: None)
     outcome = run.outcome()
     print(f"{run.label}: {outcome.state} {outcome.error}".rstrip())
-    return 0 if outcome.state == "finished" else 1
-
-
-def _all_runs(sweep: Sweep) -> list[Run]:
-    """Returns all runs that can be named by now."""
-    choosing = sweep.choosing_runs()
-    chosen = all(run.outcome().state in ("finished", "diverged") for run in choosing)
-    return [*choosing, *(sweep.runs() if chosen else [])]
+    return 0 if outcome.state in ("finished", "diverged") else 1
 
 
 def _wants_seeds(sweep: Sweep) -> bool:
     if not sweep.until or sweep.num_seeds >= MAX_SEEDS.value:
         return False
-    return not widest(judge(sweep, sweep.results())) <= sweep.until
+    return widest(judge(sweep, sweep.results())) > sweep.until
 
 
-def _dry_run(sweep: Sweep) -> int:
-    """Prints the runs, the command of each, and what they would take."""
-    seconds = {arm.name: _step_seconds(sweep.root, arm) for arm in sweep.arms}
-    runs, total = _all_runs(sweep), 0.0
+def _dry_run(sweep: Sweep, slot: Slot) -> int:
+    """Prints the runs and what they would take."""
+    seconds = {arm.name: _step_seconds(sweep.root, arm, slot) for arm in sweep.arms}
+    choosing, total = sweep.choosing_runs(), 0.0
+    runs = [*choosing, *sweep.runs()]
     for i, run in enumerate(runs):
-        took = run.config.train.num_steps * seconds[run.arm]
-        total += took if run.outcome().state in ("waiting", "failed") else 0
-        state = run.outcome().state
-        print(f"{i:>4}  {run.label}  {run.config.train.num_steps} steps  ", end="")
-        print(format_duration(took) if state in ("waiting", "failed") else state)
-    later = 0
-    if len(runs) == len(sweep.choosing_runs()):
-        later = len(sweep.arms) * sweep.num_seeds
-        steps = {arm.name: arm.config.train.num_steps for arm in sweep.arms}
-        total += sweep.num_seeds * sum(steps[name] * seconds[name] for name in steps)
-        print(f"then {counted(later, 'run')} with the values that these choose")
+        state, took = run.outcome().state, run.config.train.num_steps * seconds[run.arm]
+        to_do = state in ("waiting", "failed")
+        total += took if to_do else 0
+        left = format_duration(took) if to_do else state
+        print(f"{i:>4}  {run.label}  {run.config.train.num_steps} steps  {left}")
+    later = [arm for arm in sweep.arms if arm.name not in sweep.chosen]
+    if later:
+        number = len(later) * sweep.num_seeds
+        total += sum(sweep.num_seeds * a.config.train.num_steps * seconds[a.name] for a in later)
+        print(f"then {counted(number, 'run')} with the values that these choose")
     print(
-        f"{counted(len(runs) + later, 'run')}, {format_duration(total)} of training steps one "
-        f"after the other, by {_MEASURED_STEPS} measured steps of each arm; validation, "
-        "checkpoints and starts come on top"
+        f"{format_duration(total / JOBS.value)} of training steps with --jobs={JOBS.value}, by "
+        f"{_MEASURED_STEPS} measured steps of each arm; validation, checkpoints and starts come "
+        "on top"
     )
     return 0
 
 
-def _step_seconds(root: Path, arm: Arm) -> float:
-    """Returns how long a training step of an arm takes, measured once and kept."""
+def _step_seconds(root: Path, arm: Arm, slot: Slot) -> float:
+    """Returns how long a training step of an arm takes in a slot, measured once and kept."""
     run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
-    train_all([run], make_slots(1), lambda training: None)
+    check_unchanged([run])
+    train_all([run], [slot], lambda training: None)
     outcome = run.outcome()
     if outcome.state != "finished":
         raise UserError(
@@ -247,9 +283,17 @@ def _step_seconds(root: Path, arm: Arm) -> float:
 
 
 def _report(sweep: Sweep) -> int:
-    print(_aligned(write_report(sweep)))
+    """Writes the report, prints its verdicts, and returns 1 if a run failed."""
+    try:
+        print(_aligned(write_report(sweep)))
+    except OSError as error:
+        raise UserError(
+            f"the report cannot be written ({error.strerror}: {error.filename})",
+            "Make room, and repeat with --report",
+        ) from error
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
-    return 0
+    runs = [*sweep.choosing_runs(), *sweep.runs()]
+    return int(any(run.outcome().state in ("failed", "waiting") for run in runs))
 
 
 def _aligned(table: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2 import cli
-from gpt2.config import Config, differences, option, read_option, with_options
+from gpt2.config import Config, option, read_option, with_options
 from gpt2.errors import UserError
 
 BASELINE = "baseline"
@@ -65,6 +65,8 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
             work; the message names it.
     """
     axes = [read_axis(text) for text in vary]
+    if not one_at_a_time:
+        _refuse_shared_options(axes)
     chosen: Iterable[Sequence[_Value]] = itertools.product(*axes)
     if one_at_a_time:
         chosen = [(value,) for axis in axes for value in axis]
@@ -77,6 +79,13 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
         changed = _apply(config, values, name)
         if name in arms or changed in arms.values():
             raise UserError(f"--vary makes the arm {name} twice", "Leave one of them out")
+        tokenizers = {changed.data.tokenizer, config.data.tokenizer}
+        if len(tokenizers) > 1 and changed.model.vocab_size == config.model.vocab_size != 0:
+            raise UserError(
+                f"the arm {name} has another tokenizer, and the same "
+                f"model.vocab_size={config.model.vocab_size}",
+                "Add --config.model.vocab_size=0",
+            )
         arms[name] = changed
     return [Arm(name, changed) for name, changed in arms.items()]
 
@@ -107,7 +116,25 @@ def _read_value(name: str, text: str) -> _Value:
         options[member] = read_option(member, value)
     if "seed" in options:
         raise UserError("--vary=seed changes nothing that is to be compared", "Use --seeds=N")
-    return _Value(re.sub(r"[^\w.,=+-]+", "_", "+".join(settings)), options)
+    label = "+".join(f"{member}={value}" for member, value in options.items())
+    return _Value(re.sub(r"[^\w.,=+-]+", "_", label), options)
+
+
+def varied_options(vary: Sequence[str]) -> set[str]:
+    """Returns the options that some value of the `--vary` sets; none for recipes."""
+    return {name for text in vary for value in read_axis(text) for name in value.options}
+
+
+def _refuse_shared_options(axes: Sequence[Sequence[_Value]]) -> None:
+    """Refuses a grid in which two axes set the same option, so that one value would be lost."""
+    seen: set[str] = set()
+    for axis in axes:
+        names = {name for value in axis for name in value.options}
+        for name in sorted(names & seen):
+            raise UserError(
+                f"several --vary set {name}", "Set it in one of them, or use --one_at_a_time"
+            )
+        seen |= names
 
 
 def _apply(config: Config, values: Sequence[_Value], name: str) -> Config:
@@ -123,6 +150,4 @@ def _apply(config: Config, values: Sequence[_Value], name: str) -> Config:
 
 def _with_command_line(recipe: Config, config: Config) -> Config:
     """Returns a recipe with the options that the command line sets, which hold for all arms."""
-    own = cli.read_config_file(cli.config_file())
-    given = {name: new for name, (_, new) in differences(own, config).items()}
-    return with_options(recipe, given)
+    return with_options(recipe, {name: option(config, name) for name in cli.overrides()})

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from gpt2.ablate.arms import Arm
-from gpt2.config import Config, with_options
+from gpt2.config import DEFAULTS, Config, with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.throughput import count_compute_parameters, model_flops_per_token
 
@@ -27,10 +27,11 @@ def choose_score(arms: list[Arm]) -> str:
                 f"arms that differ in data.{option} are validated on different texts",
                 "Compare them by eval.py on one text",
             )
-    batches = {(c.train.eval_batches, c.data.batch_size, c.model.context_length) for c in others}
-    batches.add((first.train.eval_batches, first.data.batch_size, first.model.context_length))
+    scored = {
+        (c.train.eval_batches, c.micro_batch_size, c.model.context_length) for c in (first, *others)
+    }
     same_tokens = all(c.data.tokenizer == first.data.tokenizer for c in others)
-    if any(number for number, _, _ in batches) and (len(batches) > 1 or not same_tokens):
+    if any(batches for batches, _, _ in scored) and (len(scored) > 1 or not same_tokens):
         raise UserError(
             "the first train.eval_batches of the validation split are not the same for all arms",
             "Use --config.train.eval_batches=0, which reads the whole split",
@@ -49,7 +50,8 @@ def equalize(
 
     Args:
         arms: the baseline first; it keeps its options.
-        terms: one of `TERMS`. `params` also gives equal tokens.
+        terms: one of `TERMS`. `params` also gives equal tokens; it counts the parameters that
+            take part in products or sit beside one, and no tables that are only looked up.
         vocab_size: the number of tokens of a config's tokenizer.
         step_seconds: measures how long an arm's training step takes.
 
@@ -67,9 +69,48 @@ def equalize(
         "seconds": step_seconds,
     }
     budget = first.config.train.num_steps * cost[terms](first)
-    return [first] + [
-        _with(arm, {"train.num_steps": max(1, round(budget / cost[terms](arm)))}) for arm in others
-    ]
+    return [first] + [_with_length(arm, round(budget / cost[terms](arm))) for arm in others]
+
+
+def refuse_undone(varied: set[str], terms: str) -> None:
+    """Refuses to vary what equal terms would set again.
+
+    Args:
+        varied: options.
+        terms: one of `TERMS`.
+
+    Raises:
+        UserError: one of them would be undone.
+    """
+    undone = {"train.num_steps"}
+    if terms == "params":
+        undone |= {"model.mlp_dim", "model.mlp_ratio"}
+    for name in sorted(varied & undone):
+        raise UserError(
+            f"{name} cannot be varied: --equal={terms} sets it, so that arms are on equal terms",
+            "Leave it out" if name == "train.num_steps" else "Leave it out, or use --equal=tokens",
+        )
+
+
+def with_length(config: Config, num_steps: int) -> Config:
+    """Returns a config whose run is longer or shorter, its warm-up and its decay in proportion.
+
+    Raises:
+        UserError: its schedule names steps.
+    """
+    optim, before = config.optim, config.train.num_steps
+    if num_steps == before:
+        return config
+    if optim.schedule.startswith("piecewise"):
+        raise UserError(
+            f"optim.schedule={optim.schedule} names steps of a run of {before}, not of {num_steps}",
+            "Use another schedule where the arms' lengths differ",
+        )
+    options: dict[str, int] = {"train.num_steps": max(1, num_steps)}
+    for name in ("warmup_steps", "decay_steps"):
+        if steps := getattr(optim, name):
+            options[f"optim.{name}"] = max(1, round(steps * num_steps / before))
+    return with_options(config, options)
 
 
 def step_flops(config: Config) -> float:
@@ -98,11 +139,15 @@ def _with_parameters(arm: Arm, wanted: int, vocab_size: Callable[[Config], int])
             f"no model.mlp_dim gives the arm {arm.name} the baseline's {wanted:,} parameters",
             "Use --equal=flops, or leave the arm out",
         )
-    return _with(arm, {"model.mlp_dim": mlp_dim})
-
-
-def _with(arm: Arm, options: dict[str, int]) -> Arm:
+    options = {"model.mlp_dim": mlp_dim, "model.mlp_ratio": DEFAULTS.model.mlp_ratio}
     try:
         return dataclasses.replace(arm, config=with_options(arm.config, options))
+    except UserError as error:
+        raise UserError(f"the arm {arm.name} cannot be made equal", str(error)) from None
+
+
+def _with_length(arm: Arm, num_steps: int) -> Arm:
+    try:
+        return dataclasses.replace(arm, config=with_length(arm.config, num_steps))
     except UserError as error:
         raise UserError(f"the arm {arm.name} cannot be made equal", str(error)) from None

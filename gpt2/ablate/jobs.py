@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -59,7 +60,7 @@ def make_slots(jobs: int) -> list[Slot]:
     if jobs == 1:
         return [Slot(frozenset(cores), {})]
     gpus = _gpus()
-    if gpus and os.environ.get("JAX_PLATFORMS") != "cpu":
+    if gpus:
         if jobs > len(gpus):
             raise UserError(f"--jobs={jobs} is more than the {len(gpus)} GPUs", "Use fewer")
         return [Slot(frozenset(cores), {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
@@ -84,16 +85,27 @@ def train_all(runs: Sequence[Run], slots: list[Slot], show: Callable[[list[Run]]
         Stopped: a signal came; all runs have saved their states and ended.
     """
     waiting = [run for run in runs if run.outcome().state in ("waiting", "failed")]
-    free, training = list(slots), list[_Training]()
+    free, training, told = list(slots), list[_Training](), set[Path]()
     with _signals() as received:
         try:
             while waiting or training:
-                while waiting and free and not received:
-                    run = waiting.pop(0)
-                    if outcome := _begin(run):
-                        _keep(run, outcome)
-                    else:
-                        training.append(_Training(run, free.pop()))
+                # A sweep that was killed leaves a run that still saves its state, and another job
+                # of an array may train one.
+                busy = [run for run in waiting if files.is_locked(run.workdir / ".lock")]
+                for run in [run for run in busy if run.folder not in told]:
+                    told.add(run.folder)
+                    print(f"{run.label} is trained by another process; waiting for it")
+                ready = [run for run in waiting if run not in busy]
+                while ready and free and not received:
+                    run = ready.pop(0)
+                    waiting.remove(run)
+                    if run.folder in told and run.outcome().state in ("finished", "diverged"):
+                        continue
+                    try:
+                        training.append(_Training(run, free[-1]))
+                        free.pop()
+                    except OSError as error:
+                        _keep(run, Outcome("failed", f"{error.strerror}: {error.filename}"))
                 if received:
                     break
                 for ended in [each for each in training if each.process.poll() is not None]:
@@ -116,7 +128,10 @@ class _Training:
 
     def __init__(self, run: Run, slot: Slot):
         self.run, self.slot = run, slot
+        run.prepare()
+        parent = os.getpid()
         with open(run.folder / "log.txt", "ab") as log:
+            self._log_start = log.tell()  # of this try
             self.process = subprocess.Popen(
                 [*command(run)],
                 stdout=log,
@@ -124,7 +139,7 @@ class _Training:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | slot.environment,
                 start_new_session=True,  # Ctrl-C comes to the sweep, which tells its runs
-                preexec_fn=lambda: _at_start(slot.cores),
+                preexec_fn=lambda: _at_start(slot.cores, parent),
             )
 
     def outcome(self) -> Outcome:
@@ -132,8 +147,14 @@ class _Training:
         code = self.process.returncode
         if code == 0:
             return Outcome("finished")
-        error = last_error(self.run.folder / "log.txt") or f"exit code {code}"
-        return Outcome("diverged" if code == _DIVERGED else "failed", error)
+        error = last_error(self.run.folder / "log.txt", self._log_start)
+        if code == _DIVERGED:
+            # The rest of the line names checkpoints, which depend on when the run was stopped.
+            found = re.search(r"the loss is not finite at step \d+", error)
+            return Outcome("diverged", found[0] if found else error)
+        if code < 0:
+            error = f"killed by {signal.Signals(-code).name}"
+        return Outcome("failed", error or f"exit code {code}")
 
 
 def command(run: Run) -> list[str]:
@@ -149,25 +170,17 @@ def command(run: Run) -> list[str]:
     ]
 
 
-def last_error(log: Path) -> str:
-    """Returns the last line of a log that tells of an error, or its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def last_error(log: Path, start: int = 0) -> str:
+    """Returns the last line of a log that tells of an error, or its last line.
+
+    Args:
+        log: a text file.
+        start: byte at which to begin.
+    """
+    text = log.read_bytes()[start:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or [""])[-1]
-
-
-def _begin(run: Run) -> Outcome | None:
-    """Prepares a run's folder. Returns its outcome if that fails."""
-    try:
-        run.prepare()
-        (run.folder / "log.txt").touch()
-        if run.workdir.exists():
-            # A sweep that was killed leaves a run that still saves its state.
-            with files.locked(run.workdir / ".lock"):
-                pass
-    except OSError as error:
-        return Outcome("failed", f"{error.strerror}: {error.filename}")
-    return None
 
 
 def _keep(run: Run, outcome: Outcome) -> None:
@@ -176,11 +189,13 @@ def _keep(run: Run, outcome: Outcome) -> None:
         run.write_outcome(outcome)
 
 
-def _at_start(cores: frozenset[int]) -> None:
+def _at_start(cores: frozenset[int], parent: int) -> None:
     """In a run's process: takes its cores, and ends when the sweep is killed."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, cores)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was killed before this line
+            os._exit(1)
 
 
 def _cores() -> list[int]:
@@ -208,8 +223,10 @@ def _signals() -> Iterator[list[signal.Signals]]:
 
 def _gpus() -> list[str]:
     """Returns the NVIDIA GPUs that this process may use, without touching them."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return visible.split(",")
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return []
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
     if not shutil.which("nvidia-smi"):
         return []
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import io
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpt2.ablate.equal import step_flops
-from gpt2.ablate.jobs import last_error
-from gpt2.ablate.runs import Run, describe
+from gpt2.ablate.runs import Outcome, Run, describe
 from gpt2.config import load_config
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
@@ -70,14 +68,14 @@ def read_result(run: Run, score: str) -> Result:
         run: of this sweep.
         score: the metric in which runs are compared.
     """
-    outcome, error = run.outcome(), ""
-    if outcome.state != "finished" and (run.folder / "log.txt").exists():
-        error = outcome.error or last_error(run.folder / "log.txt")
+    outcome = run.outcome()
     records = read_metrics(run.workdir / "metrics.jsonl")
+    if outcome.state == "finished" and (not records or records[-1].get(score) is None):
+        outcome = Outcome("failed", f"its last {score} is gone from metrics.jsonl")
     return Result(
         run,
         outcome.state,
-        error,
+        outcome.error,
         records[-1]["step"] if records else 0,
         records[-1] if records else {},
         read_curve(run.workdir, score),
@@ -108,7 +106,9 @@ def read_curve(workdir: Path, score: str) -> Curve:
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
-    """Returns the amount at which a curve first comes down to a score; inf if it never does.
+    """Returns the amount at which a curve first comes down to a score.
+
+    It is inf if the curve never does, and nan if the first validation is there already.
 
     Args:
         amounts: tokens, FLOPs or seconds of each validation.
@@ -119,8 +119,8 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
     if not len(below):
         return math.inf
     i = below[0]
-    if i == 0:
-        return float(amounts[0])
+    if i == 0:  # when it came down is not known
+        return math.nan
     share = (scores[i - 1] - target) / (scores[i - 1] - scores[i])
     return float(amounts[i - 1] + share * (amounts[i] - amounts[i - 1]))
 
@@ -159,15 +159,3 @@ def write_csv(path: Path, results: Iterable[Result], root: Path) -> None:
             }
         )
     write_text(path, text.getvalue())
-
-
-def read_json(path: Path) -> Any:
-    """Reads a JSON file of the sweep.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is damaged ({error})", "Give another --workdir") from None

@@ -69,6 +69,7 @@ class Run:
     def prepare(self) -> None:
         """Writes what train.py reads."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "outcome.json").unlink(missing_ok=True)  # of an earlier try
         write_json(self.folder / "config.json", self.config.to_dict())
 
 
@@ -103,8 +104,15 @@ def make_choosing_run(
 
 def make_measuring_run(root: Path, arm: str, config: Config, num_steps: int) -> Run:
     """Returns a short run that only shows how long a step takes."""
-    options = {"num_steps": num_steps, "eval_batches": 1, "eval_every": 0, "checkpoint_every": 0}
-    config = with_options(config, {f"train.{name}": value for name, value in options.items()})
+    options = {
+        "train.num_steps": num_steps,
+        "train.eval_batches": 1,
+        "train.eval_every": 0,
+        "train.checkpoint_every": 0,
+        "logging.profile_start": 0,
+        "logging.profile_steps": 0,
+    }
+    config = with_options(config, options)
     return Run(arm, config, root / "measure" / arm)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from scipy import stats
 
 from gpt2.ablate.arms import Arm
+from gpt2.ablate.equal import with_length
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.throughput import count_compute_parameters
@@ -48,7 +49,7 @@ def at_sizes(
         steps = max(1, round(base.train.num_steps * share))
         for arm in arms:
             resized = _resized(arm, size)
-            config = with_options(resized.config, {"train.num_steps": steps})
+            config = with_length(resized.config, steps)
             scaled.append(dataclasses.replace(resized, config=config))
     return scaled
 

@@ -1,17 +1,19 @@
 """What the person at the terminal sees while a sweep trains."""
 
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 
+from gpt2.ablate.results import read_result
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.tables import judge, samples
-from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.text import counted, format_duration
 
 _REFRESH_SECONDS = 2.0
+_END_BYTES = 4096  # of metrics.jsonl, which hold its last lines
 
 
 class Screen:
@@ -58,8 +60,8 @@ class Screen:
         number = sum(state != "waiting" for state in self._states.values())
         outcome = run.outcome()
         if outcome.state == "finished":
-            last = read_metrics(run.workdir / "metrics.jsonl")[-1]
-            what = f"{last.get(self._sweep.score, float('nan')):.4f} {self._sweep.unit}"
+            score = read_result(run, self._sweep.score).score(self._sweep.score)
+            what = f"{score:.4f} {self._sweep.unit}"
         else:
             what = f"{outcome.state}: {outcome.error}"
         left = format_duration(self._seconds_left())
@@ -121,8 +123,14 @@ class Screen:
 
 
 def _steps(run: Run) -> int:
-    records = read_metrics(run.workdir / "metrics.jsonl")
-    return records[-1]["step"] if records else 0
+    """Returns the last step that a run has logged; reads the end of its file only."""
+    path = run.workdir / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        *_, steps = [b"0", *re.findall(rb'^{"step": (\d+)', file.read(), re.MULTILINE)]
+    return int(steps)
 
 
 def _make_live():

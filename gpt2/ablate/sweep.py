@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +10,18 @@ from statistics import mean
 from typing import Any
 
 from gpt2.ablate.arms import Arm
-from gpt2.ablate.results import Result, read_json, read_result
+from gpt2.ablate.equal import choose_score
+from gpt2.ablate.results import Result, read_result
 from gpt2.ablate.runs import Run, check_unchanged, make_choosing_run, make_run
-from gpt2.config import MAX_SEED, Config, differences
+from gpt2.config import MAX_SEED, Config, complete_record, differences
 from gpt2.errors import UserError
 from gpt2.utils.files import locked, write_json
 
 # Seeds of runs that choose values begin this much above those of runs that are compared.
 CHOOSING_SEEDS = 1000
+
+# Decided before the first run, for all runs.
+_TERMS = ("equal", "paired", "tune", "num_tune_seeds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Sweep:
 
     Attributes:
         root: its directory.
-        command: the command line that began it, for the report.
+        commands: the command lines that made it, for the report.
         arms: on equal terms, the baseline first.
         score: the metric that is compared, of the last validation.
         equal: what the arms have alike, one of `gpt2.ablate.equal.TERMS`.
@@ -34,10 +39,13 @@ class Sweep:
         tune: for each option that is tuned, its values.
         num_tune_seeds: runs of each arm for each choice of these values.
         until: half the width of an interval below which no seed is added; 0: none is added.
+        first_num_seeds: `num_seeds` before any run had ended.
+        chosen: each arm's best choice of the values that are tuned, once all its choosing runs
+            have ended; None if none of them has a score. It stays, whatever is trained later.
     """
 
     root: Path
-    command: str
+    commands: Sequence[str]
     arms: tuple[Arm, ...]
     score: str
     equal: str
@@ -46,21 +54,23 @@ class Sweep:
     tune: Mapping[str, Sequence[Any]]
     num_tune_seeds: int
     until: float
+    first_num_seeds: int
+    chosen: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(default_factory=dict)
 
     @property
     def baseline(self) -> Arm:
         """The arm that the others are compared with; at several sizes, that of the first size."""
         return self.arms[0]
 
-    def groups(self) -> list[list[Arm]]:
-        """Returns the arms of each size, its baseline first. Arms of one group are compared."""
-        sizes = dict.fromkeys(arm.size for arm in self.arms)
-        return [[arm for arm in self.arms if arm.size == size] for size in sizes]
-
     @property
     def unit(self) -> str:
         """The unit of the score."""
         return "nats per token" if self.score == "eval/loss" else "bits per byte"
+
+    def groups(self) -> list[list[Arm]]:
+        """Returns the arms of each size, its baseline first. Arms of one group are compared."""
+        sizes = dict.fromkeys(arm.size for arm in self.arms)
+        return [[arm for arm in self.arms if arm.size == size] for size in sizes]
 
     def with_seeds(self, number: int) -> "Sweep":
         """Returns the sweep with more runs of each arm."""
@@ -103,24 +113,26 @@ class Sweep:
             ]
         return scores
 
-    def chosen(self) -> dict[str, dict[str, Any] | None]:
-        """Returns each arm's best choice; None if none of its choices has a score."""
+    def with_choices(self) -> "Sweep":
+        """Returns the sweep with the choices of those arms whose choosing runs have all ended."""
         if not self.tune:
-            return {arm.name: {} for arm in self.arms}
-        best: dict[str, dict[str, Any] | None] = {}
+            return dataclasses.replace(self, chosen={arm.name: {} for arm in self.arms})
+        open_arms = {r.arm for r in self.choosing_runs() if r.outcome().state == "waiting"}
+        chosen = dict(self.chosen)
         for name, scores in self.tuning().items():
-            finite = [(score, i) for i, (_, score) in enumerate(scores) if math.isfinite(score)]
-            best[name] = scores[min(finite)[1]][0] if finite else None
-        return best
+            if name not in chosen and name not in open_arms:
+                finite = [(score, i) for i, (_, score) in enumerate(scores) if math.isfinite(score)]
+                chosen[name] = scores[min(finite)[1]][0] if finite else None
+        return dataclasses.replace(self, chosen=chosen)
 
     def runs(self) -> list[Run]:
-        """Returns the runs that are compared, seed by seed; all arms' choices must have ended."""
-        chosen, first = self.chosen(), self.baseline.config.seed
+        """Returns the runs that are compared, seed by seed, of the arms that have their choice."""
+        first = self.baseline.config.seed
         return [
             make_run(self.root, arm.name, arm.config, first + i, choice)
             for i in range(self.num_seeds)
             for arm in self.arms
-            if (choice := chosen[arm.name]) is not None
+            if (choice := self.chosen.get(arm.name)) is not None
         ]
 
     def results(self) -> list[Result]:
@@ -128,10 +140,11 @@ class Sweep:
         return [read_result(run, self.score) for run in self.runs()]
 
     def check(self) -> None:
-        """Checks that runs which exist belong to this sweep.
+        """Checks that the runs which exist belong to this sweep, and learnt from the same text.
 
         Raises:
-            UserError: they were asked for with other options, or there are too many seeds.
+            UserError: they were asked for with other options, read another text, or there are too
+                many seeds.
         """
         if self.baseline.config.seed + CHOOSING_SEEDS + self.num_tune_seeds > MAX_SEED:
             raise UserError(
@@ -141,9 +154,18 @@ class Sweep:
             raise UserError(
                 f"--seeds={self.num_seeds} is too large", f"Use at most {CHOOSING_SEEDS}"
             )
-        check_unchanged(self.choosing_runs())
-        if all(run.outcome().state != "waiting" for run in self.choosing_runs()):
-            check_unchanged(self.runs())
+        runs = [*self.choosing_runs(), *self.runs()]
+        check_unchanged(runs)
+        texts: dict[Any, tuple[str, Run]] = {}
+        for run in runs:
+            if (path := run.workdir / "data.json").exists():
+                text, first = texts.setdefault(run.config.data, (path.read_text(), run))
+                if text != path.read_text():
+                    raise UserError(
+                        f"{run.folder} was trained on another text than {first.folder}, though "
+                        "both name it alike",
+                        "Restore the text, and give another --workdir",
+                    )
 
     def save(self) -> None:
         """Writes sweep.json."""
@@ -153,8 +175,7 @@ class Sweep:
             {"change": arm.change, "size": arm.size, "config": arm.config.to_dict()}
             for arm in self.arms
         ]
-        with locked(self.root / ".sweep.lock"):  # jobs of an array save at once
-            write_json(self.root / "sweep.json", tree | {"arms": arms})
+        write_json(self.root / "sweep.json", tree | {"arms": arms})
 
 
 def load_sweep(root: Path) -> Sweep:
@@ -166,48 +187,81 @@ def load_sweep(root: Path) -> Sweep:
     path = root / "sweep.json"
     if not path.is_file():
         raise UserError(f"{root} holds no sweep (no sweep.json)", "Give the --workdir of a sweep")
-    tree = read_json(path)
     try:
+        tree = json.loads(path.read_text())
         arms = tuple(
-            Arm(each["change"], Config.from_dict(each["config"]), each["size"])
+            Arm(
+                each["change"],
+                Config.from_dict(complete_record(each["config"], path)),
+                each["size"],
+            )
             for each in tree.pop("arms")
         )
         return Sweep(root=root, arms=arms, **tree)
-    except (AttributeError, KeyError, TypeError, UserError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, UserError) as error:
         raise UserError(f"{path} is damaged ({error})", "Give another --workdir") from None
 
 
-def continued(sweep: Sweep) -> Sweep:
-    """Returns the sweep with the arms and seeds that an earlier command gave its directory.
+def register(sweep: Sweep) -> Sweep:
+    """Adds a sweep to what its directory holds, writes sweep.json, and returns all of it.
+
+    Jobs of an array may do so at once.
 
     Raises:
-        UserError: the earlier sweep had another baseline or other terms.
+        UserError: the directory's sweep has another baseline, other terms, or other runs.
+    """
+    sweep.root.mkdir(parents=True, exist_ok=True)
+    with locked(sweep.root / ".sweep.lock"):
+        merged = continued(sweep).with_choices()
+        merged.check()
+        if not (sweep.root / "sweep.json").exists() or merged != load_sweep(sweep.root):
+            merged.save()
+    return merged
+
+
+def continued(sweep: Sweep) -> Sweep:
+    """Returns the sweep with the arms, seeds and choices that its directory has already.
+
+    Raises:
+        UserError: the directory's sweep has another baseline, other terms, or an arm of the same
+            name with other options.
     """
     if not (sweep.root / "sweep.json").exists():
         return sweep
     before = load_sweep(sweep.root)
-    for name, (old, new) in differences(before.baseline.config, sweep.baseline.config).items():
-        raise UserError(
-            f"{sweep.root} holds a sweep whose baseline has {name}={old}, not {new}",
-            "Give another --workdir, or the old value of the option",
-        )
-    for flag, field in (("equal", "equal"), ("paired", "paired"), ("tune", "tune")):
+    for field in _TERMS:
         old, new = getattr(before, field), getattr(sweep, field)
         if old != new:
+            flag = {"num_tune_seeds": "tune_seeds"}.get(field, field)
             raise UserError(
                 f"{sweep.root} holds a sweep with --{flag}={old}, not {new}; what is decided "
                 "before the runs holds for all of them",
                 "Give another --workdir, or the flag as it was",
             )
-    ours = {arm.name: arm for arm in sweep.arms}
+    known, arms = {arm.name: arm for arm in before.arms}, list(before.arms)
+    for arm in sweep.arms:
+        if arm.name not in known:
+            if all(arm.config != other.config for other in before.arms):
+                arms.append(arm)
+            continue
+        for name, (old, new) in differences(known[arm.name].config, arm.config).items():
+            raise UserError(
+                f"{sweep.root} holds a sweep whose arm {arm.name} has {name}={old}, not {new}",
+                "Give another --workdir, or the old value of the option",
+            )
+    if choose_score(arms) != before.score:
+        raise UserError(
+            f"the arms of {sweep.root} were compared in {before.unit}, and the new ones have "
+            "another tokenizer",
+            "Give another --workdir",
+        )
+    runs_exist = any(run.outcome().state != "waiting" for run in before.runs())
     return dataclasses.replace(
         sweep,
-        command=before.command,
-        arms=(*before.arms, *(arm for name, arm in ours.items() if name not in _names(before))),
+        commands=list(dict.fromkeys([*before.commands, *sweep.commands])),
+        arms=tuple(arms),
         num_seeds=max(before.num_seeds, sweep.num_seeds),
-        num_tune_seeds=max(before.num_tune_seeds, sweep.num_tune_seeds),
+        until=sweep.until or before.until,
+        first_num_seeds=before.first_num_seeds if runs_exist else sweep.num_seeds,
+        chosen=before.chosen,
     )
-
-
-def _names(sweep: Sweep) -> set[str]:
-    return {arm.name for arm in sweep.arms}

@@ -19,8 +19,11 @@ def samples(sweep: Sweep, results: Iterable[Result]) -> dict[str, Sample]:
     by_arm: dict[str, list[Result]] = {arm.name: [] for arm in sweep.arms}
     for result in results:
         by_arm[result.run.arm].append(result)
+    untuned = {name for name, choice in sweep.chosen.items() if choice is None}
     return {
-        name: Sample(
+        name: Sample({}, diverged=len(sweep.choices()))  # with every choice
+        if name in untuned
+        else Sample(
             {r.run.seed: r.score(sweep.score) for r in members if r.state == "finished"},
             diverged=sum(r.state == "diverged" for r in members),
             failed=sum(r.state == "failed" for r in members),
@@ -78,16 +81,19 @@ def reach_table(sweep: Sweep, results: Sequence[Result]) -> str:
         targets.append(f"{target:.4f}" + (f" at {baseline.size}" if baseline.size else ""))
         for arm in others:
             members, row = _finished(results, arm.name), [arm.name]
+            diverged = sum(r.run.arm == arm.name and r.state == "diverged" for r in results)
             for amount in AMOUNTS:
                 whole = mean(getattr(r.curve, amount)[-1] for r in reference)
                 curves = [(getattr(r.curve, amount), r.curve.scores) for r in members]
-                row.append(_share([amount_to_reach(*curve, target) / whole for curve in curves]))
+                shares = [amount_to_reach(*curve, target) / whole for curve in curves]
+                row.append(_share([*shares, *[math.inf] * diverged]))
             rows.append(row)
     if not rows:
         return ""
     return (
         f"To reach the baseline's final {', '.join(targets)}: the share of what the baseline "
-        "takes, with 95 % intervals over seeds. Between validations, curves are straight lines.\n\n"
+        "takes, with 95 % intervals over its seeds, the target held fixed. Curves are read in the "
+        "middle of their schedules, as straight lines between validations.\n\n"
         + table(["arm", "tokens", "FLOPs", "time"], rows)
     )
 
@@ -95,7 +101,7 @@ def reach_table(sweep: Sweep, results: Sequence[Result]) -> str:
 def tuning_table(sweep: Sweep) -> str:
     """Returns what each arm chose among the values that are tuned."""
     rows, scores = [], sweep.tuning()
-    for name, choice in sweep.chosen().items():
+    for name, choice in sweep.chosen.items():
         if choice is None:
             rows.append([name, "nothing: no choice has a score", "", ""])
             continue
@@ -103,7 +109,8 @@ def tuning_table(sweep: Sweep) -> str:
         edges = [
             option
             for option, values in sweep.tune.items()
-            if len(values) > 1 and choice[option] in (min(values), max(values))
+            if all(isinstance(value, int | float) for value in values)
+            and choice[option] in (min(values), max(values))
         ]
         edge = f"at the edge of {', '.join(edges)}: a wider grid may do better" if edges else ""
         rows.append([name, describe(choice), f"{score:.4f}", edge])
@@ -170,6 +177,8 @@ def _finished(results: Iterable[Result], arm: str) -> list[Result]:
 def _share(shares: Sequence[float]) -> str:
     if not shares:
         return "-"
+    if any(map(math.isnan, shares)):
+        return "before the first validation"
     if math.inf in shares:
         return f"reached by {sum(map(math.isfinite, shares))} of {len(shares)}"
     middle, low, high = ratio_interval(shares)

@@ -8,6 +8,8 @@ Unpaired, an arm differs if two tests say so. The wider of their intervals count
 
 1. Dunnett's test (Dunnett 1955, JASA 50) of all arms. It pools variances, which makes much of few
    seeds, but takes the mean of a noisy arm, or of a noisy baseline, for more certain than it is.
+   Arms with more than ten times the median variance are left out of the others' pool, which they
+   would blind.
 2. Welch's t-test (Welch 1947, Biometrika 34) of the pair alone, which lets variances differ, at
    level / sqrt(number of arms): halfway between no adjustment and Bonferroni's.
 
@@ -39,6 +41,7 @@ Array = NDArray[np.float64]
 
 POWER = 0.8  # of `Verdict.detectable`
 _ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
+_OUTLYING = 10  # times the median variance of the groups, above which an arm is not pooled
 _NORMAL = np.linspace(-8, 8, 129)  # a normal variable, for integrals by the trapezoidal rule
 _NORMAL_WEIGHTS = stats.norm.pdf(_NORMAL) / stats.norm.pdf(_NORMAL).sum()
 
@@ -365,26 +368,24 @@ def _test_groups(
     """Tests by Dunnett's and Welch's methods, as the module's docstring says."""
     groups = [baseline.values, *(arm.values for arm in arms.values())]
     sizes = tuple(len(group) for group in groups)
-    squares = sum(len(group) * float(group.var()) for group in groups)
-    pooled = math.sqrt(squares / (sum(sizes) - len(sizes)))
     strictness = math.sqrt(len(arms))  # of Welch's test
     level = (1 - confidence) / strictness
     tests = {}
-    for name, group in zip(arms, groups[1:], strict=True):
-        per_run = math.sqrt(1 / sizes[0] + 1 / len(group))
-        error = pooled * per_run
+    for i, (name, group) in enumerate(zip(arms, groups[1:], strict=True), start=1):
+        pooled, df = _pooled_deviation(groups, i)
+        error = pooled * math.sqrt(1 / sizes[0] + 1 / len(group))
         if error <= _ROUNDING * np.abs(baseline.values).max():
             tests[name] = _IMPOSSIBLE
             continue
         variances = groups[0].var(ddof=1), group.var(ddof=1)
         welch_error, welch_df = _welch(*variances, sizes[0], len(group))
         half_widths = (
-            _dunnett_quantile(sizes, confidence) * error,
+            _dunnett_quantile(sizes, df, confidence) * error,
             stats.t.isf(level / 2, welch_df) * welch_error,
         )
         distance = abs(group.mean() - groups[0].mean())
         p_values = (
-            1 - _dunnett_probability(distance / error, sizes),
+            1 - _dunnett_probability(distance / error, sizes, df),
             strictness * 2 * stats.t.sf(distance / welch_error, welch_df),
         )
         tests[name] = _Test(
@@ -404,7 +405,24 @@ def _welch(variance0: Array, variance: Array, num0: int, num: int) -> tuple[Arra
     return np.sqrt(part0 + part), df
 
 
-def _dunnett_probability(bound: float, sizes: tuple[int, ...]) -> float:
+def _pooled_deviation(groups: Sequence[Array], index: int) -> tuple[float, int]:
+    """Returns the deviation within groups, and its degrees of freedom, to judge one of them by.
+
+    An arm that is far noisier than most says nothing about the noise of the others.
+
+    Args:
+        groups: the baseline, then the arms.
+        index: of the arm in question. It and the baseline always count.
+    """
+    variances = np.array([group.var(ddof=1) for group in groups])
+    usual = float(np.median(variances))
+    counts = (variances <= _OUTLYING * usual) | (usual == 0)
+    counts[[0, index]] = True
+    dfs = np.array([len(group) - 1 for group in groups])[counts]
+    return math.sqrt(float(dfs @ variances[counts] / dfs.sum())), int(dfs.sum())
+
+
+def _dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     """Returns how probably no arm's |t| is above `bound` if no arm differs.
 
     Given the baseline's mean and the pooled deviation, the arms are independent, which leaves two
@@ -414,8 +432,9 @@ def _dunnett_probability(bound: float, sizes: tuple[int, ...]) -> float:
     Args:
         bound: positive.
         sizes: runs of the baseline, then of each arm.
+        df: degrees of freedom of the pooled deviation.
     """
-    noise, weights = _chi(sum(sizes) - len(sizes))
+    noise, weights = _chi(df)
     nums, counts = np.unique(sizes[1:], return_counts=True)
     correlation = (nums / (nums + sizes[0]))[:, None, None]
     common, own = np.sqrt(correlation) * _NORMAL, np.sqrt(1 - correlation)
@@ -426,13 +445,13 @@ def _dunnett_probability(bound: float, sizes: tuple[int, ...]) -> float:
 
 
 @cache
-def _dunnett_quantile(sizes: tuple[int, ...], confidence: float) -> float:
+def _dunnett_quantile(sizes: tuple[int, ...], df: int, confidence: float) -> float:
     """Returns the |t| that no arm exceeds with probability `confidence`, if no arm differs."""
 
     def excess(bound: float) -> float:
-        return _dunnett_probability(bound, sizes) - confidence
+        return _dunnett_probability(bound, sizes, df) - confidence
 
-    df, tail = sum(sizes) - len(sizes), (1 - confidence) / 2
+    tail = (1 - confidence) / 2
     one_arm, bonferroni = stats.t.isf([tail, tail / (len(sizes) - 1)], df)  # on either side
     return float(optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni))
 
@@ -466,7 +485,7 @@ def _half_widths(sizes: tuple[int, ...], num: int, confidence: float) -> tuple[A
     level = (1 - confidence) / math.sqrt(len(sizes) - 1)
     welch = stats.t.isf(level / 2, welch_df) * welch_error / math.sqrt(1 / sizes[0] + 1 / num)
     half_widths = np.maximum(
-        _dunnett_quantile(sizes, confidence) * np.sqrt(pooled), welch[..., None]
+        _dunnett_quantile(sizes, df, confidence) * np.sqrt(pooled), welch[..., None]
     )
     return half_widths.ravel(), np.einsum("i,j,k->ijk", *weights).ravel()
 

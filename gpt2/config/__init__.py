@@ -13,7 +13,7 @@ from gpt2.config.groups import (
 )
 from gpt2.config.optim import OptimConfig
 from gpt2.config.overrides import option, option_names, read_option, with_options
-from gpt2.config.record import read_record
+from gpt2.config.record import complete_record, read_record
 from gpt2.config.run import MAX_SEED, Config, differences, load_config
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "TrainConfig",
+    "complete_record",
     "differences",
     "load_config",
     "option",

@@ -42,6 +42,19 @@ def read_record(path: Path) -> dict:
         raise UserError(
             f"{path} does not hold the options of a run", "Give a config.json that train.py wrote"
         )
+    return complete_record(tree, path)
+
+
+def complete_record(tree: Mapping, path: Path) -> dict:
+    """Returns the options of a record that was read already, as `read_record` does.
+
+    Args:
+        tree: options by group.
+        path: where they stood, for messages.
+
+    Raises:
+        UserError: these are not the options of a run.
+    """
     _refuse_old_qk_norm(tree, path)
     return _complete(tree, DEFAULTS.to_dict(), path)
 

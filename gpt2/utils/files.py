@@ -80,6 +80,20 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(path: Path) -> bool:
+    """Returns whether another process holds the lock `path`."""
+    if not path.exists():
+        return False
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
 def lock_for_good(path: Path) -> bool:
     """Takes the lock `path` until this process ends, without waiting.
 
