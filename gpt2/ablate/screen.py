@@ -54,7 +54,7 @@ class Screen:
             self._print(self._line(run))
         if self._live and (ended or time.monotonic() - self._drawn > _REFRESH_SECONDS):
             self._drawn = time.monotonic()
-            self._live.update(self._table(training))
+            self._live.update(self._table(training), refresh=True)
 
     def _line(self, run: Run) -> str:
         number = sum(state != "waiting" for state in self._states.values())
