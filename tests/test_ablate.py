@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -244,10 +245,16 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     sweep = filled(tmp_path / "optimizers", num_seeds=5)
     write_report(sweep)
     text = (sweep.root / "report.md").read_text()
-    verdicts = re.findall(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", text, re.MULTILINE)
-    words = dict(verdicts)
+    row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", re.MULTILINE)
+    words = dict(row.findall(text.split("## Curves")[0]))
     assert words["optim.name=lion"].strip() == "better"
     assert words["optim.name=muon"].startswith("no difference larger than 0.0")
+    noise = re.search(
+        r"^\| optim\.name=lion \| 5 \| (\S+) \((\S+) to (\S+)\) \|", text, re.MULTILINE
+    )
+    found, low, high = map(float, noise.groups())
+    scores = [r.score("eval/loss") for r in sweep.results() if "lion" in r.run.arm]
+    assert low < found < high and abs(found - statistics.stdev(scores)) < 1e-4
     page = (sweep.root / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"(?!data:)", page)

@@ -58,6 +58,7 @@ def write_report(sweep: Sweep) -> str:
             _curves(sweep, results),
             tables.reach_table(sweep, results),
             *_scaling(sweep, results),
+            *_noise(sweep, by_arm),
             *_tuning(sweep),
             *_broken([*choosing, *results]),
             "## To repeat it",
@@ -189,6 +190,19 @@ def _scaling(sweep: Sweep, results: Sequence[Result]) -> list[str]:
         "Lines are power laws without an irreducible loss, by least squares of logarithms; errors "
         "are 95 % intervals. The last column is the share of the baseline's compute at its largest "
         "size that an arm needs for the same loss, by these laws.",
+    ]
+
+
+def _noise(sweep: Sweep, by_arm: Mapping[str, Sample]) -> list[str]:
+    noise = tables.noise_table(sweep, by_arm)
+    if not noise:
+        return []
+    return [
+        "## Noise",
+        noise,
+        "The standard deviation over seeds and the correlation with the baseline's runs of the "
+        "same seeds, both with 95 % intervals, and how many seeds of each arm find a true "
+        "difference of 0.01 in four of five sweeps.",
     ]
 
 

@@ -4,13 +4,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 
+from scipy import stats
+
 from gpt2.ablate.results import Result, amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.verdicts import Sample, Verdict, compare, ratio_interval
+from gpt2.ablate.verdicts import (
+    Sample,
+    Verdict,
+    compare,
+    deviation_interval,
+    ratio_interval,
+    seeds_needed,
+)
 from gpt2.utils.text import format_count
 
+_SEEDS_FOR_NOISE = 5
 AMOUNTS = ("tokens", "flops", "seconds")
 
 
@@ -65,6 +75,36 @@ def verdict_table(
         ["arm", "runs", "mean ± sd", "difference", "95 % interval", "p", "could find", "verdict"],
         rows,
     )
+
+
+def noise_table(sweep: Sweep, by_arm: Mapping[str, Sample]) -> str:
+    """Returns how much seeds matter; empty where there are too few to tell.
+
+    For each arm: the standard deviation over its seeds, the correlation with its baseline's runs of
+    the same seeds, and how many seeds would find a difference of 0.01.
+    """
+    rows = []
+    for baseline, *others in sweep.groups():
+        for arm in (baseline, *others):
+            scores = by_arm[arm.name].scores
+            if len(scores) < _SEEDS_FOR_NOISE:
+                continue
+            deviation = stdev(scores.values())
+            low, high = deviation_interval(list(scores.values()))
+            row = [arm.name, str(len(scores)), f"{deviation:.4f} {_interval(low, high, '.4f')}"]
+            first = by_arm[baseline.name].scores
+            pairs = [(first[seed], scores[seed]) for seed in scores if seed in first]
+            if arm != baseline and len(pairs) >= _SEEDS_FOR_NOISE:
+                related = stats.pearsonr(*zip(*pairs, strict=True))
+                ends = related.confidence_interval()
+                row.append(f"{related.statistic:+.2f} {_interval(ends.low, ends.high, '+.2f')}")
+            else:
+                row.append("")
+            num_arms = max(1, len(others))
+            needed = seeds_needed(deviation, 0.01, num_arms=num_arms) if deviation else 1
+            rows.append([*row, str(needed)])
+    header = ["arm", "runs", "sd", "correlation by seed", "seeds to find 0.01"]
+    return table(header, rows) if rows else ""
 
 
 def reach_table(sweep: Sweep, results: Sequence[Result]) -> str:
