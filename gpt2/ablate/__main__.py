@@ -12,6 +12,7 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -25,10 +26,10 @@ from gpt2.ablate.arms import Arm, make_arms, read_axis, varied_options
 from gpt2.ablate.equal import TERMS, choose_score, equalize, refuse_undone
 from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
 from gpt2.ablate.report import write_report
-from gpt2.ablate.runs import Run, check_unchanged, make_measuring_run
+from gpt2.ablate.runs import Run, check_unchanged, describe, make_measuring_run
 from gpt2.ablate.scaling import at_sizes
 from gpt2.ablate.screen import Screen
-from gpt2.ablate.sweep import Sweep, load_sweep, register
+from gpt2.ablate.sweep import Sweep, continued, load_sweep, register
 from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config
@@ -52,7 +53,7 @@ INDEX = flags.DEFINE_integer(
     "index", None, "Trains one run of the list that --dry_run prints, for array jobs."
 )
 SCALING = flags.DEFINE_list(
-    "scaling", [], "LAYERSxWIDTH,...: all arms at these sizes, with tokens in proportion."
+    "scaling", [], "LAYERSxWIDTH,...: all arms at three sizes or more, tokens in proportion."
 )
 EQUAL = flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
 TUNE = flags.DEFINE_multi_string(
@@ -76,7 +77,7 @@ _IGNORED = {
         *("vary", "one_at_a_time", "seeds", "jobs", "index", "scaling", "equal", "tune"),
         *("tune_seeds", "paired", "until", "max_seeds", "dry_run"),
     ),
-    "dry_run": ("index", "until", "max_seeds"),
+    "dry_run": ("index",),
     "index": ("jobs", "until", "max_seeds"),
 }
 
@@ -112,7 +113,7 @@ def _sweep(root: Path) -> int:
             raise UserError(f"another sweep trains in {root}", "Wait for it, or stop it")
     sweep = Sweep(
         root=root,
-        commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
+        commands=[shlex.join(["python", "-m", "gpt2.ablate", *_arguments()])],
         arms=tuple(_on_equal_terms(root, arms, vocab_size, slots[0])),
         score=score,
         equal=EQUAL.value,
@@ -123,20 +124,29 @@ def _sweep(root: Path) -> int:
         until=UNTIL.value,
         first_num_seeds=SEEDS.value,
     )
-    sweep = register(sweep)
     if DRY_RUN.value:
-        return _dry_run(sweep, slots[0])
+        return _dry_run(continued(sweep).with_choices(), slots[0])
+    sweep = register(sweep)
+    if sweep.num_seeds > SEEDS.value:
+        print(f"the sweep has {sweep.num_seeds} seeds already, which all count")
     if INDEX.value is not None:
         return _train_one(sweep, INDEX.value)
 
     # Runs: first those that choose values, then those that are compared.
-    _train(sweep, sweep.choosing_runs(), slots, "choosing")
+    _train(sweep, sweep.choosing_runs(), slots, "tuning by")
     sweep = register(sweep)
+    for name, choice in sweep.chosen.items() if sweep.tune else ():
+        print(f"{name} takes {describe(choice) if choice else 'part no more: no choice works'}")
     _train(sweep, sweep.runs(), slots, "comparing")
     while _wants_seeds(sweep):
         sweep = register(sweep.with_seeds(sweep.num_seeds + 1))
         _train(sweep, sweep.runs(), slots, "comparing")
     return _report(sweep)
+
+
+def _arguments() -> list[str]:
+    """Returns the arguments of the sweep's command, without the number of an array's job."""
+    return [each for each in sys.argv[1:] if not re.match("--?index(=|$)", each)]
 
 
 def _check_flags() -> Path:
@@ -225,10 +235,10 @@ def _train_one(sweep: Sweep, index: int) -> int:
     """Trains the run of `--index`, as an array job does, and returns its exit code."""
     runs = [*sweep.choosing_runs(), *sweep.runs()]
     if not 0 <= index < len(runs):
-        raise UserError(
-            f"--index={index} is not one of the sweep's {counted(len(runs), 'run')} so far",
-            "Those that compare are known once those that choose have ended; see --dry_run",
-        )
+        how = f"Use 0 to {len(runs) - 1}"
+        if any(arm.name not in sweep.chosen for arm in sweep.arms):
+            how += "; runs that compare are known once those that choose have ended"
+        raise UserError(f"--index={index} is not one of the sweep's runs", how)
     run = runs[index]
     train_all([run], make_slots(1), lambda training: None)
     outcome = run.outcome()
@@ -244,15 +254,21 @@ def _wants_seeds(sweep: Sweep) -> bool:
 
 def _dry_run(sweep: Sweep, slot: Slot) -> int:
     """Prints the runs and what they would take."""
-    seconds = {arm.name: _step_seconds(sweep.root, arm, slot) for arm in sweep.arms}
-    choosing, total = sweep.choosing_runs(), 0.0
-    runs = [*choosing, *sweep.runs()]
+    runs, total = [*sweep.choosing_runs(), *sweep.runs()], 0.0
+    left = {run.arm for run in runs if run.outcome().state in ("waiting", "failed")}
+    left |= {arm.name for arm in sweep.arms if arm.name not in sweep.chosen}
+    seconds = {
+        arm.name: _step_seconds(sweep.root, arm, slot) if arm.name in left else 0.0
+        for arm in sweep.arms
+    }
     for i, run in enumerate(runs):
         state, took = run.outcome().state, run.config.train.num_steps * seconds[run.arm]
         to_do = state in ("waiting", "failed")
         total += took if to_do else 0
-        left = format_duration(took) if to_do else state
-        print(f"{i:>4}  {run.label}  {run.config.train.num_steps} steps  {left}")
+        print(
+            f"{i:>4}  {run.label}  {run.config.train.num_steps} steps  "
+            + (format_duration(took) if to_do else state)
+        )
     later = [arm for arm in sweep.arms if arm.name not in sweep.chosen]
     if later:
         number = len(later) * sweep.num_seeds
@@ -270,6 +286,8 @@ def _step_seconds(root: Path, arm: Arm, slot: Slot) -> float:
     """Returns how long a training step of an arm takes in a slot, measured once and kept."""
     run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
     check_unchanged([run])
+    if run.outcome().state != "finished":
+        print(f"measuring a step of {arm.name}", flush=True)
     train_all([run], [slot], lambda training: None)
     outcome = run.outcome()
     if outcome.state != "finished":
@@ -283,7 +301,7 @@ def _step_seconds(root: Path, arm: Arm, slot: Slot) -> float:
 
 
 def _report(sweep: Sweep) -> int:
-    """Writes the report, prints its verdicts, and returns 1 if a run failed."""
+    """Writes the report, prints its verdicts, and returns 1 if a run of a whole sweep failed."""
     try:
         print(_aligned(write_report(sweep)))
     except OSError as error:
@@ -292,8 +310,11 @@ def _report(sweep: Sweep) -> int:
             "Make room, and repeat with --report",
         ) from error
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
-    runs = [*sweep.choosing_runs(), *sweep.runs()]
-    return int(any(run.outcome().state in ("failed", "waiting") for run in runs))
+    states: list[str] = [run.outcome().state for run in (*sweep.choosing_runs(), *sweep.runs())]
+    for state, words in (("failed", "failed, see the report"), ("waiting", "still to come")):
+        if number := states.count(state):
+            print(f"{counted(number, 'run')} {words}")
+    return 0 if REPORT.value else int("failed" in states or "waiting" in states)
 
 
 def _aligned(table: str) -> str:

@@ -64,7 +64,7 @@ def plot_curves(png: Path, curves: Mapping[str, Sequence[Curve]], unit: str) -> 
     amounts: tuple[tuple[str, Callable[[float], str]], ...] = (
         ("tokens", format_count),
         ("flops", format_count),
-        ("seconds", format_duration),
+        ("seconds", _write_seconds),
     )
     for axes, (amount, write) in zip(panels, amounts, strict=True):
         for i, (name, members) in enumerate(curves.items()):
@@ -158,14 +158,18 @@ def _has(curve: Curve, amount: str) -> bool:
 
 
 def _band(curves: Sequence[Curve], amount: str) -> tuple[np.ndarray, ...]:
-    """Returns x, and the lowest, the mean and the highest score there, where all curves reach."""
-    xs = [getattr(curve, amount) for curve in curves]
-    start, end = max(x[0] for x in xs), min(x[-1] for x in xs)
-    grid = xs[0][(xs[0] >= start) & (xs[0] <= end)]
-    grid = grid if len(grid) and grid[-1] == end else np.append(grid, end)
-    pairs = zip(xs, curves, strict=True)
-    scores = np.stack([np.interp(grid, x, curve.scores) for x, curve in pairs])
-    return grid, scores.min(axis=0), scores.mean(axis=0), scores.max(axis=0)
+    """Returns the mean amount at each validation, and the lowest, mean and highest score there.
+
+    Curves of one arm are validated at the same steps; a shorter one has not come as far.
+    """
+    number = min(len(curve.scores) for curve in curves)
+    amounts = np.stack([getattr(curve, amount)[:number] for curve in curves])
+    scores = np.stack([curve.scores[:number] for curve in curves])
+    return amounts.mean(axis=0), scores.min(axis=0), scores.mean(axis=0), scores.max(axis=0)
+
+
+def _write_seconds(seconds: float) -> str:
+    return f"{seconds:g}s" if seconds < 10 else format_duration(seconds)
 
 
 def _frame(scores: Sequence[np.ndarray]) -> tuple[float, float]:

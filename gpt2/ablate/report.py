@@ -29,6 +29,7 @@ code, pre { font-size: 0.88rem; background: #f3f4f6; border-radius: 4px; padding
 pre { padding: 0.8rem; overflow-x: auto; white-space: pre-wrap; }
 """
 
+_STATES = {"waiting": "to come"}
 _ALIKE = {
     "tokens": "as many tokens",
     "flops": "as many FLOPs, by the model's formula",
@@ -84,7 +85,7 @@ def _introduction(sweep: Sweep, results: Sequence[Result]) -> str:
         f"{counted(len(changes) - 1, 'arm')} beside the baseline"
         + (f" at the sizes {', '.join(sizes)}" if len(sizes) > 1 else "")
         + f", {counted(sweep.num_seeds, 'seed')} each. Runs: "
-        + ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+        + ", ".join(f"{n} {_STATES.get(state, state)}" for state, n in sorted(states.items()))
         + ".",
         f"All arms{' of a size' if len(sizes) > 1 else ''} get {_ALIKE[sweep.equal]}. The "
         f"baseline{f' of {sizes[0]}' if len(sizes) > 1 else ''} trains "
@@ -156,10 +157,15 @@ def _differences(
     """Draws the differences, if there are any, and returns the picture's line."""
     relative = {}
     for baseline, *others in sweep.groups():
-        if scores := by_arm[baseline.name].scores.values():
-            middle = mean(scores)
+        if first := by_arm[baseline.name].scores:
+            middle = mean(first.values())
             for arm in others:
-                relative[arm.name] = [x - middle for x in by_arm[arm.name].scores.values()]
+                scores = by_arm[arm.name].scores
+                relative[arm.name] = [
+                    score - (first[seed] if sweep.paired else middle)
+                    for seed, score in scores.items()
+                    if seed in first or not sweep.paired
+                ]
     shown = {name: verdicts[name] for name in relative if math.isfinite(verdicts[name].difference)}
     if not shown:
         return ""
@@ -189,7 +195,8 @@ def _scaling(sweep: Sweep, results: Sequence[Result]) -> list[str]:
         tables.scaling_table(sweep, points),
         "Lines are power laws without an irreducible loss, by least squares of logarithms; errors "
         "are 95 % intervals. The last column is the share of the baseline's compute at its largest "
-        "size that an arm needs for the same loss, by these laws.",
+        "size that an arm needs for the same loss, by these laws; its interval needs three runs "
+        "of each size.",
     ]
 
 

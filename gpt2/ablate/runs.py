@@ -104,13 +104,15 @@ def make_choosing_run(
 
 def make_measuring_run(root: Path, arm: str, config: Config, num_steps: int) -> Run:
     """Returns a short run that only shows how long a step takes."""
-    options = {
+    options: dict[str, Any] = {
         "train.num_steps": num_steps,
         "train.eval_batches": 1,
         "train.eval_every": 0,
         "train.checkpoint_every": 0,
         "logging.profile_start": 0,
         "logging.profile_steps": 0,
+        "optim.warmup_steps": min(config.optim.warmup_steps, 1),
+        "optim.decay_steps": 0,
     }
     config = with_options(config, options)
     return Run(arm, config, root / "measure" / arm)

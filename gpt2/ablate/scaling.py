@@ -14,6 +14,7 @@ from gpt2.errors import UserError
 from gpt2.telemetry.throughput import count_compute_parameters
 
 MIN_SIZES = 3  # for a line and its error
+_MIN_RUNS = 3  # of each size, for the bootstrap
 _RESAMPLES = 2000
 
 
@@ -127,7 +128,7 @@ def compute_to_match(
         arm: likewise.
 
     Returns:
-        The share, and the interval's ends.
+        The share, and the interval's ends: nan if a size has fewer than three runs.
     """
     largest = max(flops for runs in baseline.values() for flops, _ in runs)
 
@@ -143,6 +144,8 @@ def compute_to_match(
         ]
 
     whole = [[run for runs in by_size.values() for run in runs] for by_size in (baseline, arm)]
+    if min(len(runs) for by_size in (baseline, arm) for runs in by_size.values()) < _MIN_RUNS:
+        return share(*whole), np.nan, np.nan
     shares = [share(resampled(baseline), resampled(arm)) for _ in range(_RESAMPLES)]
     low, high = np.quantile(shares, [0.025, 0.975])
     return share(*whole), float(low), float(high)

@@ -1,5 +1,6 @@
 """What the person at the terminal sees while a sweep trains."""
 
+import math
 import re
 import sys
 import time
@@ -31,10 +32,13 @@ class Screen:
         self._sweep, self._runs, self._title = sweep, list(runs), title
         self._states = {run.folder: run.outcome().state for run in self._runs}
         self._began, self._steps_before = time.monotonic(), self._steps()
-        self._drawn = 0.0
+        self._drawn, self._ended_runs = 0.0, sum(map(self._ended, self._runs))
+        self._before = self._ended_runs
         self._live = _make_live() if sys.stdout.isatty() else None
 
     def __enter__(self) -> "Screen":
+        before = f", {self._before} ended before" if self._before else ""
+        print(f"{self._title} {counted(len(self._runs), 'run')}{before}", flush=True)
         if self._live:
             self._live.start()
         return self
@@ -49,7 +53,10 @@ class Screen:
         for run in self._runs:
             if (state := run.outcome().state) != self._states[run.folder]:
                 self._states[run.folder] = state
-                ended.append(run)
+                if state == "waiting":  # another try of a run that failed
+                    self._ended_runs -= 1
+                else:
+                    ended.append(run)
         for run in ended:
             self._print(self._line(run))
         if self._live and (ended or time.monotonic() - self._drawn > _REFRESH_SECONDS):
@@ -57,15 +64,17 @@ class Screen:
             self._live.update(self._table(training), refresh=True)
 
     def _line(self, run: Run) -> str:
-        number = sum(state != "waiting" for state in self._states.values())
+        self._ended_runs += 1
+        number = min(self._ended_runs, len(self._runs))
         outcome = run.outcome()
         if outcome.state == "finished":
             score = read_result(run, self._sweep.score).score(self._sweep.score)
             what = f"{score:.4f} {self._sweep.unit}"
         else:
             what = f"{outcome.state}: {outcome.error}"
-        left = format_duration(self._seconds_left())
-        return f"{number}/{len(self._runs)}  {run.label}  {what}  {left} left"
+        seconds = self._seconds_left()
+        left = f"  {format_duration(seconds)} left" if math.isfinite(seconds) else ""
+        return f"{number}/{len(self._runs)}  {run.label}  {what}{left}"
 
     def _steps(self) -> int:
         """Returns the steps that all runs have trained."""

@@ -158,11 +158,11 @@ def tuning_table(sweep: Sweep) -> str:
 
 
 def broken_table(results: Iterable[Result]) -> str:
-    """Returns the runs that have not finished, and why; empty if all have."""
+    """Returns the runs that diverged or failed, and why; empty if none did."""
     rows = [
-        [r.run.label, r.state if r.state != "waiting" else "not finished", str(r.steps), r.error]
+        [r.run.label, r.state, str(r.steps), r.error]
         for r in results
-        if r.state != "finished"
+        if r.state in ("diverged", "failed")
     ]
     return table(["run", "state", "steps", "why"], rows) if rows else ""
 

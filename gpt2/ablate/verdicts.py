@@ -37,6 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
+from gpt2.utils.text import counted
+
 Array = NDArray[np.float64]
 
 POWER = 0.8  # of `Verdict.detectable`
@@ -356,8 +358,8 @@ def _test_pairs(
             half_width=float(quantile * error),
             p_value=float(-special.expm1(special.xlog1py(num_arms, -p_value))),
             detectable=error * _pair_shift(float(quantile), num - 1),
-            method=f"two-sided t-test of {num} differences by seed, adjusted for {num_arms} "
-            "arms by Šidák's formula",
+            method=f"two-sided t-test of {num} differences by seed, adjusted for "
+            f"{counted(num_arms, 'arm')} by Šidák's formula",
         )
     return tests
 
@@ -392,8 +394,8 @@ def _test_groups(
             half_width=float(max(half_widths)),
             p_value=float(np.clip(max(p_values), 0, 1)),
             detectable=max(error, float(welch_error)) * _group_shift(sizes, len(group), confidence),
-            method=f"two-sided, for {len(arms)} arms: Dunnett's test with pooled variances, and "
-            f"Welch's t-test of each pair at {level:.1%}; the wider interval counts",
+            method=f"two-sided, for {counted(len(arms), 'arm')}: Dunnett's test with pooled "
+            f"variances, and Welch's t-test of each pair at {level:.1%}; the wider interval counts",
         )
     return tests
 
