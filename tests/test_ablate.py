@@ -622,7 +622,6 @@ def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
         (["--workdir=DIR", "--vary=optim.name=lion", "--jobs=999"], "CPU cores"),
         (["--workdir=DIR", "--vary=train.num_steps=9"], "--equal=tokens sets it"),
         (["--workdir=DIR", "--vary=optim.name=lion", "--tune=data.batch_size=8"], "the terms"),
-        (["--workdir=DIR", "--report"], "holds no sweep"),
         (["--workdir=DIR", "--report", "--seeds=4"], "--report does not train the sweep"),
     ],
 )
@@ -632,3 +631,10 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, options, message):
     assert ended.returncode == 2
     assert message in ended.stderr and ended.stderr.count("\n") == 1
     assert not root.exists()
+
+
+def test_a_report_needs_a_sweep_and_no_options(tmp_path):
+    nothing = ablate("--report", f"--workdir={tmp_path}")
+    assert nothing.returncode == 2 and "holds no sweep" in nothing.stderr
+    ignored = ablate("--report", f"--workdir={tmp_path}", "--config.seed=3")
+    assert "--report would ignore --config.seed" in ignored.stderr

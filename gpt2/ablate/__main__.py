@@ -133,7 +133,7 @@ def _sweep(root: Path) -> int:
         return _train_one(sweep, INDEX.value)
 
     # Runs: first those that choose values, then those that are compared.
-    _train(sweep, sweep.choosing_runs(), slots, "tuning by")
+    _train(sweep, sweep.choosing_runs(), slots, "tuning")
     sweep = register(sweep)
     for name, choice in sweep.chosen.items() if sweep.tune else ():
         print(f"{name} takes {describe(choice) if choice else 'part no more: no choice works'}")
@@ -158,6 +158,8 @@ def _check_flags() -> Path:
             for name in ignored:
                 cli.refuse_ignored(name, f"--{mode} does not train the sweep")
     if REPORT.value:
+        for option in cli.overrides():
+            raise UserError(f"--report would ignore --config.{option}", "Leave it out")
         return Path(WORKDIR.value)
     if not (VARY.value or SCALING.value):
         raise UserError("there is no --vary", "For example, use --vary=optim.name=adamw,muon")

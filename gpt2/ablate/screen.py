@@ -38,7 +38,7 @@ class Screen:
 
     def __enter__(self) -> "Screen":
         before = f", {self._before} ended before" if self._before else ""
-        print(f"{self._title} {counted(len(self._runs), 'run')}{before}", flush=True)
+        print(f"{self._title}: {counted(len(self._runs), 'run')}{before}", flush=True)
         if self._live:
             self._live.start()
         return self
