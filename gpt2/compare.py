@@ -11,7 +11,6 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import csv
 import math
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.ablate.pictures import plot_curves
-from gpt2.ablate.results import Curve, read_curve
+from gpt2.ablate.results import Curve, read_curve, read_reference
 from gpt2.ablate.sweep import load_sweep
 from gpt2.config import load_config
 from gpt2.errors import UserError, require_writable
@@ -64,37 +63,6 @@ def main(*directories: str) -> None:
         ends = [curve for curve in members if len(curve.scores)]
         print(f"{name:<{width}}  {_describe(ends)} {unit}")
     print(f"see {output}")
-
-
-def read_reference(path: Path) -> dict[str, list[Curve]]:
-    """Reads published points: by name, a curve over tokens alone.
-
-    Raises:
-        UserError: the file cannot be read as `tokens,loss`, with or without `name`.
-    """
-    points: dict[str, list[tuple[float, float]]] = {}
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                point = float(row["tokens"]), float(row["loss"])
-                if not all(map(math.isfinite, point)):
-                    raise ValueError(f"{point} is not finite")
-                points.setdefault(row.get("name") or path.stem, []).append(point)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})", "Check --reference") from None
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise UserError(
-            f"{path} is not a table of points ({error})",
-            "Begin it with the line tokens,loss and give two numbers in each line below",
-        ) from None
-    if not points:
-        raise UserError(f"{path} holds no point", "Give two numbers in each line: tokens,loss")
-    curves = {}
-    for name, members in points.items():
-        tokens, losses = np.array(sorted(members)).T
-        unknown = np.full(len(tokens), np.nan)
-        curves[name] = [Curve(tokens, unknown, unknown, losses)]
-    return curves
 
 
 def _workdirs(directory: Path) -> dict[str, list[Path]]:

@@ -21,13 +21,12 @@ from gpt2.ablate.arms import make_arms
 from gpt2.ablate.equal import choose_score, equalize, refuse_undone, step_flops
 from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
-from gpt2.ablate.results import amount_to_reach, read_curve
+from gpt2.ablate.results import amount_to_reach, read_curve, read_reference
 from gpt2.ablate.runs import Outcome
 from gpt2.ablate.scaling import at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
-from gpt2.compare import read_reference
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.throughput import count_compute_parameters
@@ -500,7 +499,7 @@ SMALL = [
     *TINY,
     "--config.train.eval_batches=2",
     "--vary=optim.learning_rate=4e-3,1e30",
-    "--seeds=2",
+    "--seeds=1",
     "--jobs=2",
 ]
 
@@ -525,18 +524,15 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     root = tmp_path / "sweep"
     first = ablate(*SMALL, f"--workdir={root}")
     assert first.returncode == 0, first.stderr
-    assert "4/4" in first.stdout and "diverged in 2 of 2 runs" in first.stdout
+    assert "2/2" in first.stdout and "diverged in 1 of 1 runs" in first.stdout
     assert "diverged: the loss is not finite at step" in first.stdout
     rows = without_times(root)
-    assert [row["state"] for row in rows] == ["finished", "diverged"] * 2
-    assert rows[0]["eval/loss"] != rows[2]["eval/loss"]
+    assert [row["state"] for row in rows] == ["finished", "diverged"]
     times = {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")}
     again = ablate(*SMALL, f"--workdir={root}")
     assert again.returncode == 0, again.stderr
     assert {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")} == times
     assert without_times(root) == rows
-    report = ablate("--report", f"--workdir={root}")
-    assert "diverged in 2 of 2 runs" in report.stdout
     drawn = subprocess.run(
         [sys.executable, "-m", "gpt2.compare", root, f"--output={tmp_path / 'c.png'}"],
         capture_output=True,
@@ -611,19 +607,22 @@ def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
     assert sum(starts) > len(starts), "no run was interrupted"
 
 
+MISTAKES = [
+    (["--vary=optim.name=lion"], "there is no --workdir"),
+    (["--workdir=DIR", "--vary=train.num_steps=9"], "--equal=tokens sets it"),
+    (["--workdir=DIR", "--vary=optim.name=lion", "--tune=data.batch_size=8"], "the terms"),
+    (["--workdir=DIR"], "there is no --vary"),
+    (["--workdir=DIR", "--vary=optim.name=adamw"], "the baseline alone"),
+    (["--workdir=DIR", "--vary=optim.name=lion", "--tune_seeds=2"], "nothing is tuned"),
+    (["--workdir=DIR", "--vary=optim.name=lion", "--max_seeds=9"], "it ends --until"),
+    (["--workdir=DIR", "--vary=optim.name=lion", "--jobs=999"], "CPU cores"),
+    (["--workdir=DIR", "--report", "--seeds=4"], "--report does not train the sweep"),
+]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--vary=optim.name=lion"], "there is no --workdir"),
-        (["--workdir=DIR"], "there is no --vary"),
-        (["--workdir=DIR", "--vary=optim.name=adamw"], "the baseline alone"),
-        (["--workdir=DIR", "--vary=optim.name=lion", "--tune_seeds=2"], "nothing is tuned"),
-        (["--workdir=DIR", "--vary=optim.name=lion", "--max_seeds=9"], "it ends --until"),
-        (["--workdir=DIR", "--vary=optim.name=lion", "--jobs=999"], "CPU cores"),
-        (["--workdir=DIR", "--vary=train.num_steps=9"], "--equal=tokens sets it"),
-        (["--workdir=DIR", "--vary=optim.name=lion", "--tune=data.batch_size=8"], "the terms"),
-        (["--workdir=DIR", "--report", "--seeds=4"], "--report does not train the sweep"),
-    ],
+    MISTAKES[:3] + [pytest.param(*each, marks=pytest.mark.thorough) for each in MISTAKES[3:]],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, options, message):
     root = tmp_path / "sweep"
@@ -633,6 +632,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, options, message):
     assert not root.exists()
 
 
+@pytest.mark.thorough
 def test_a_report_needs_a_sweep_and_no_options(tmp_path):
     nothing = ablate("--report", f"--workdir={tmp_path}")
     assert nothing.returncode == 2 and "holds no sweep" in nothing.stderr

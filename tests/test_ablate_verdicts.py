@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gpt2.ablate.verdicts import (
-    Sample,
-    _dunnett_quantile,
-    compare,
+from gpt2.ablate.power import (
     deviation_interval,
+    dunnett_quantile,
     power_of,
     ratio_interval,
     seeds_needed,
-    widest,
 )
+from gpt2.ablate.verdicts import Sample, compare, widest
 
 NUM_ARMS = 5
 NAMES = [f"arm {i}" for i in range(NUM_ARMS)]
@@ -184,7 +182,7 @@ def test_pairs_keep_their_rates(num, num_sweeps):
 def test_quantiles_are_those_of_dunnetts_table(sizes, published):
     """Two-sided, 5 % (Dunnett 1964, Biometrics 20, table II), by arms and degrees of freedom."""
     df = sum(sizes) - len(sizes)
-    assert _dunnett_quantile(sizes, df, 0.95) == pytest.approx(published, abs=0.006)
+    assert dunnett_quantile(sizes, df, 0.95) == pytest.approx(published, abs=0.006)
 
 
 def test_several_arms_have_the_wider_of_dunnetts_and_welchs_intervals():

@@ -105,6 +105,37 @@ def read_curve(workdir: Path, score: str) -> Curve:
     return Curve(*np.array(points, dtype=np.float64).reshape(-1, 4).T)
 
 
+def read_reference(path: Path) -> dict[str, list[Curve]]:
+    """Reads published points: by name, a curve over tokens alone.
+
+    Raises:
+        UserError: the file cannot be read as `tokens,loss`, with or without `name`.
+    """
+    points: dict[str, list[tuple[float, float]]] = {}
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                point = float(row["tokens"]), float(row["loss"])
+                if not all(map(math.isfinite, point)):
+                    raise ValueError(f"{point} is not finite")
+                points.setdefault(row.get("name") or path.stem, []).append(point)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})", "Check --reference") from None
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise UserError(
+            f"{path} is not a table of points ({error})",
+            "Begin it with the line tokens,loss and give two numbers in each line below",
+        ) from None
+    if not points:
+        raise UserError(f"{path} holds no point", "Give two numbers in each line: tokens,loss")
+    curves = {}
+    for name, members in points.items():
+        tokens, losses = np.array(sorted(members)).T
+        unknown = np.full(len(tokens), np.nan)
+        curves[name] = [Curve(tokens, unknown, unknown, losses)]
+    return curves
+
+
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
     """Returns the amount at which a curve first comes down to a score.
 

@@ -6,18 +6,12 @@ from statistics import mean, stdev
 
 from scipy import stats
 
+from gpt2.ablate.power import deviation_interval, ratio_interval, seeds_needed
 from gpt2.ablate.results import Result, amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.verdicts import (
-    Sample,
-    Verdict,
-    compare,
-    deviation_interval,
-    ratio_interval,
-    seeds_needed,
-)
+from gpt2.ablate.verdicts import Sample, Verdict, compare
 from gpt2.utils.text import format_count
 
 _SEEDS_FOR_NOISE = 5

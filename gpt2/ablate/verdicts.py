@@ -31,21 +31,23 @@ arms of 3 or 5 seeds, a baseline of 3, 5 or 10, and deviations that differ by up
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import optimize, special, stats
+from scipy import special, stats
 
+from gpt2.ablate.power import (
+    Array,
+    check_share,
+    dunnett_probability,
+    dunnett_quantile,
+    group_shift,
+    pair_shift,
+    welch,
+)
 from gpt2.utils.text import counted
 
-Array = NDArray[np.float64]
-
-POWER = 0.8  # of `Verdict.detectable`
 _ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
 _OUTLYING = 10  # times the median variance of the groups, above which an arm is not pooled
-_NORMAL = np.linspace(-8, 8, 129)  # a normal variable, for integrals by the trapezoidal rule
-_NORMAL_WEIGHTS = stats.norm.pdf(_NORMAL) / stats.norm.pdf(_NORMAL).sum()
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def compare(
     Raises:
         ValueError: the confidence is not between 0 and 1.
     """
-    _check_share(confidence)
+    check_share(confidence)
     obstacles = {name: _obstacle(baseline, arm, paired) for name, arm in arms.items()}
     judged = {name: arm for name, arm in arms.items() if not obstacles[name]}
     test_all = _test_pairs if paired else _test_groups
@@ -197,105 +199,6 @@ def widest(verdicts: Mapping[str, Verdict]) -> float:
     return max((width for width in widths if not math.isnan(width)), default=0.0)
 
 
-def power_of(
-    difference: float, deviation: float, num: int, *, num_arms: int = 1, confidence: float = 0.95
-) -> float:
-    """Returns how probably `compare`, unpaired, finds a true difference with its right sign.
-
-    Args:
-        difference: the true one, of one arm; its sign does not matter.
-        deviation: standard deviation between seeds, the same in all arms.
-        num: seeds of each arm, and of the baseline.
-        num_arms: without the baseline.
-        confidence: of all intervals together.
-
-    Raises:
-        ValueError: a deviation of 0, fewer than two seeds, no arm, or a wrong confidence.
-    """
-    _check_share(confidence)
-    if not deviation > 0 or num < 2 or num_arms < 1:
-        raise ValueError(
-            "Power needs a deviation above 0, two seeds and one arm; given: deviation "
-            f"{deviation}, {num} seeds, {num_arms} arms."
-        )
-    half_widths, weights = _half_widths((num,) * (1 + num_arms), num, confidence)
-    shift = abs(difference) / deviation / math.sqrt(2 / num)
-    return float(weights @ special.ndtr(shift - half_widths))
-
-
-def seeds_needed(
-    deviation: float,
-    difference: float,
-    *,
-    num_arms: int = 1,
-    power: float = POWER,
-    confidence: float = 0.95,
-) -> int:
-    """Returns the fewest seeds, of each arm and of the baseline, with which `power_of` is `power`.
-
-    Raises:
-        ValueError: as in `power_of`, or the difference is 0.
-    """
-    _check_share(power)
-    if not difference:
-        raise ValueError("No number of seeds finds a difference of 0: give the least that matters.")
-
-    def suffices(num: int) -> bool:
-        found = power_of(difference, deviation, num, num_arms=num_arms, confidence=confidence)
-        return found >= power
-
-    low, high = 1, 2
-    while not suffices(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
-
-
-def deviation_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Returns the chi-square interval, (low, high), of the standard deviation of normal values.
-
-    Raises:
-        ValueError: fewer than two values, one is not finite, or the confidence is wrong.
-    """
-    _check_share(confidence)
-    if len(values) < 2 or not np.isfinite(values).all():
-        raise ValueError(f"A deviation needs two values or more, all finite; given: {values}.")
-    tails = stats.chi2.isf([(1 - confidence) / 2, (1 + confidence) / 2], len(values) - 1)
-    low, high = np.sqrt(len(values) * np.var(values) / tails)
-    return float(low), float(high)
-
-
-def ratio_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Returns the geometric mean of ratios and the t interval of their logarithms, as ratios.
-
-    Args:
-        values: one for each run, such as tokens to reach a loss over the baseline's: inf if the
-            run did not reach it, 0 if the baseline did not.
-        confidence: of this interval alone.
-
-    Returns:
-        (mean, low, high). The mean is inf or 0 if a value is, nan if there are both. The ends are
-        nan then, and for a single value.
-
-    Raises:
-        ValueError: no value, a negative or nan value, or a wrong confidence.
-    """
-    _check_share(confidence)
-    if not len(values) or not all(value >= 0 for value in values):
-        raise ValueError(f"Ratios are one or more numbers from 0 to inf; given: {values}.")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.log(np.asarray(values, np.float64))
-        mean = logs.mean()
-    half_width = math.nan
-    if len(logs) > 1 and np.isfinite(mean):
-        quantile = stats.t.ppf((1 + confidence) / 2, len(logs) - 1)
-        half_width = quantile * logs.std(ddof=1) / math.sqrt(len(logs))
-    middle, low, high = np.exp([mean, mean - half_width, mean + half_width])
-    return float(middle), float(low), float(high)
-
-
 def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
     """Says why an arm has no verdict, or nothing if it may have one."""
     if arm.diverged:
@@ -335,11 +238,6 @@ def _mean(values: Array) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
-def _check_share(share: float) -> None:
-    if not 0 < share < 1:
-        raise ValueError(f"Confidence and power lie between 0 and 1; given: {share}.")
-
-
 def _test_pairs(
     baseline: Sample, arms: Mapping[str, Sample], confidence: float
 ) -> dict[str, _Test]:
@@ -357,7 +255,7 @@ def _test_pairs(
         tests[name] = _Test(
             half_width=float(quantile * error),
             p_value=float(-special.expm1(special.xlog1py(num_arms, -p_value))),
-            detectable=error * _pair_shift(float(quantile), num - 1),
+            detectable=error * pair_shift(float(quantile), num - 1),
             method=f"two-sided t-test of {num} differences by seed, adjusted for "
             f"{counted(num_arms, 'arm')} by Šidák's formula",
         )
@@ -380,31 +278,24 @@ def _test_groups(
             tests[name] = _IMPOSSIBLE
             continue
         variances = groups[0].var(ddof=1), group.var(ddof=1)
-        welch_error, welch_df = _welch(*variances, sizes[0], len(group))
+        welch_error, welch_df = welch(*variances, sizes[0], len(group))
         half_widths = (
-            _dunnett_quantile(sizes, df, confidence) * error,
+            dunnett_quantile(sizes, df, confidence) * error,
             stats.t.isf(level / 2, welch_df) * welch_error,
         )
         distance = abs(group.mean() - groups[0].mean())
         p_values = (
-            1 - _dunnett_probability(distance / error, sizes, df),
+            1 - dunnett_probability(distance / error, sizes, df),
             strictness * 2 * stats.t.sf(distance / welch_error, welch_df),
         )
         tests[name] = _Test(
             half_width=float(max(half_widths)),
             p_value=float(np.clip(max(p_values), 0, 1)),
-            detectable=max(error, float(welch_error)) * _group_shift(sizes, len(group), confidence),
+            detectable=max(error, float(welch_error)) * group_shift(sizes, len(group), confidence),
             method=f"two-sided, for {counted(len(arms), 'arm')}: Dunnett's test with pooled "
             f"variances, and Welch's t-test of each pair at {level:.1%}; the wider interval counts",
         )
     return tests
-
-
-def _welch(variance0: Array, variance: Array, num0: int, num: int) -> tuple[Array, Array]:
-    """Returns the standard error of a difference of means and its degrees of freedom."""
-    part0, part = (np.maximum(x, 1e-100) for x in (variance0 / num0, variance / num))  # not 0 / 0
-    df = (part0 + part) ** 2 / (part0**2 / (num0 - 1) + part**2 / (num - 1))
-    return np.sqrt(part0 + part), df
 
 
 def _pooled_deviation(groups: Sequence[Array], index: int) -> tuple[float, int]:
@@ -422,92 +313,3 @@ def _pooled_deviation(groups: Sequence[Array], index: int) -> tuple[float, int]:
     counts[[0, index]] = True
     dfs = np.array([len(group) - 1 for group in groups])[counts]
     return math.sqrt(float(dfs @ variances[counts] / dfs.sum())), int(dfs.sum())
-
-
-def _dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
-    """Returns how probably no arm's |t| is above `bound` if no arm differs.
-
-    Given the baseline's mean and the pooled deviation, the arms are independent, which leaves two
-    integrals (Dunnett 1955, section 3). scipy.stats.dunnett draws at random instead, with errors
-    of about 4e-5 and a hundred times the time.
-
-    Args:
-        bound: positive.
-        sizes: runs of the baseline, then of each arm.
-        df: degrees of freedom of the pooled deviation.
-    """
-    noise, weights = _chi(df)
-    nums, counts = np.unique(sizes[1:], return_counts=True)
-    correlation = (nums / (nums + sizes[0]))[:, None, None]
-    common, own = np.sqrt(correlation) * _NORMAL, np.sqrt(1 - correlation)
-    limit = bound * noise[:, None]
-    within = special.ndtr((limit - common) / own) - special.ndtr((-limit - common) / own)
-    together = (within ** counts[:, None, None]).prod(0)
-    return float(weights @ together @ _NORMAL_WEIGHTS)
-
-
-@cache
-def _dunnett_quantile(sizes: tuple[int, ...], df: int, confidence: float) -> float:
-    """Returns the |t| that no arm exceeds with probability `confidence`, if no arm differs."""
-
-    def excess(bound: float) -> float:
-        return _dunnett_probability(bound, sizes, df) - confidence
-
-    tail = (1 - confidence) / 2
-    one_arm, bonferroni = stats.t.isf([tail, tail / (len(sizes) - 1)], df)  # on either side
-    return float(optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni))
-
-
-@cache
-def _chi(df: int) -> tuple[Array, Array]:
-    """Returns values of an estimated standard deviation whose true one is 1, and their weights."""
-    if not df:
-        return np.zeros(1), np.ones(1)
-    low, high = np.sqrt([stats.chi2.ppf(1e-13, df), stats.chi2.isf(1e-13, df)])
-    nodes, weights = np.polynomial.legendre.leggauss(40)
-    values = low + (high - low) * (nodes + 1) / 2
-    weights = weights * stats.chi.pdf(values, df)
-    return values / math.sqrt(df), weights / weights.sum()
-
-
-def _half_widths(sizes: tuple[int, ...], num: int, confidence: float) -> tuple[Array, Array]:
-    """Returns half-widths that equal variances lead to, in standard errors, and their weights.
-
-    Args:
-        sizes: runs of the baseline, then of each arm.
-        num: runs of the arm in question, one of `sizes`.
-        confidence: of all intervals together.
-    """
-    df = sum(sizes) - len(sizes)
-    dfs = sizes[0] - 1, num - 1, df - (sizes[0] - 1) - (num - 1)  # the last: of all other arms
-    noises, weights = zip(*map(_chi, dfs), strict=True)
-    variance0, variance, others = np.meshgrid(*(noise**2 for noise in noises), indexing="ij")
-    pooled = sum(each * x for each, x in zip(dfs, (variance0, variance, others), strict=True)) / df
-    welch_error, welch_df = _welch(variance0[..., 0], variance[..., 0], sizes[0], num)
-    level = (1 - confidence) / math.sqrt(len(sizes) - 1)
-    welch = stats.t.isf(level / 2, welch_df) * welch_error / math.sqrt(1 / sizes[0] + 1 / num)
-    half_widths = np.maximum(
-        _dunnett_quantile(sizes, df, confidence) * np.sqrt(pooled), welch[..., None]
-    )
-    return half_widths.ravel(), np.einsum("i,j,k->ijk", *weights).ravel()
-
-
-@cache
-def _group_shift(sizes: tuple[int, ...], num: int, confidence: float) -> float:
-    """Returns the true difference that groups find with `POWER`, in standard errors."""
-    half_widths, weights = _half_widths(sizes, num, confidence)
-
-    def lack(shift: float) -> float:
-        return POWER - float(weights @ special.ndtr(shift - half_widths))
-
-    return float(optimize.brentq(lack, 0, half_widths.max() + 10))
-
-
-@cache
-def _pair_shift(quantile: float, df: int) -> float:
-    """Returns the true difference that pairs find with `POWER`, in standard errors."""
-
-    def lack(shift: float) -> float:
-        return POWER - float(stats.nct.sf(quantile, df, shift))
-
-    return float(optimize.brentq(lack, 0, 3 * quantile + 3))
