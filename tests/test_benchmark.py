@@ -87,6 +87,7 @@ def test_options_to_vary_are_read_with_their_types():
         benchmark.make_config(tiny(vary=benchmark.read_options("model.rope_base=9.0")))
 
 
+@pytest.mark.thorough
 def test_a_variation_runs_in_turn_with_flops_of_its_own():
     name = "model.activation=swiglu"
     variations = {name: benchmark.read_options(name)}

@@ -1,8 +1,11 @@
 """muP: activations move alike at every width, and only under muP (tests/coordinates.py)."""
 
+import pytest
+
 from tests import coordinates
 
 
+@pytest.mark.thorough
 def test_activations_of_every_width_move_alike_under_mup_and_grow_without():
     powers = {
         is_mup: coordinates.growth(

@@ -119,7 +119,13 @@ def wait_for_file(process, path):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("kill_at", [".lock", "config.json", "checkpoints", 1, 3, 6])
+@pytest.mark.parametrize(
+    "kill_at",
+    [
+        *("config.json", "checkpoints", 3),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in (".lock", 1, 6)),
+    ],
+)
 def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, kill_at):
     workdir = tmp_path / "killed"
     process = start(workdir, *TINY, *corpus)
