@@ -156,6 +156,7 @@ def test_wandb_offline_keeps_its_id_when_a_run_continues_and_asks_no_network(spr
     assert not asked_network
 
 
+@pytest.mark.thorough
 def test_bfloat16_trains_float32_weights_nearly_as_well(reference, tmp_path):
     workdir = tmp_path / "run"
     assert "bfloat16 compute, float32 weights" in trained(
@@ -168,6 +169,7 @@ def test_bfloat16_trains_float32_weights_nearly_as_well(reference, tmp_path):
     assert_has_more_digits_than(ml_dtypes.bfloat16, state)
 
 
+@pytest.mark.thorough
 def test_float16_lowers_its_loss_scale_until_gradients_are_finite(reference, tmp_path):
     workdir = tmp_path / "run"
     assert "float16 compute, float32 weights" in trained(
