@@ -133,7 +133,7 @@ class _Training:
         with open(run.folder / "log.txt", "ab") as log:
             self._log_start = log.tell()  # of this try
             self.process = subprocess.Popen(
-                [*command(run)],
+                command(run),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

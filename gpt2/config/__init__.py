@@ -12,7 +12,7 @@ from gpt2.config.groups import (
     TrainConfig,
 )
 from gpt2.config.optim import OptimConfig
-from gpt2.config.overrides import option, option_names, read_option, with_options
+from gpt2.config.overrides import option, read_option, with_options
 from gpt2.config.record import complete_record, read_record
 from gpt2.config.run import MAX_SEED, Config, differences, load_config
 
@@ -36,7 +36,6 @@ __all__ = [
     "differences",
     "load_config",
     "option",
-    "option_names",
     "read_option",
     "read_record",
     "with_options",
