@@ -14,9 +14,10 @@ Unpaired, an arm differs if two tests say so. The wider of their intervals count
    level / sqrt(number of arms): halfway between no adjustment and Bonferroni's.
 
 Testing the variances first would not do: with three seeds, most unequal ones pass. In percent, from
-40,000 simulated sweeps by a script that is not kept, with all arms pooled, 5 arms, n seeds each: false verdicts where all deviations are equal, where
-the baseline's is 3, and where one arm's is 3; and how often an arm is found that truly differs by 5
-standard errors of the difference, among equal deviations. "Worst" is of false verdicts, for 1 to 10
+40,000 simulated sweeps by a script that is not kept, with all arms pooled, 5 arms, n seeds each:
+false verdicts where all deviations are equal, where the baseline's is 3, and where one arm's is 3;
+and how often an arm is found that truly differs by 5 standard errors of the difference, among equal
+deviations. "Worst" is of false verdicts, for 1 to 10
 arms of 3 or 5 seeds, a baseline of 3, 5 or 10, and deviations that differ by up to a factor of 3.
 
                                       equal       baseline       one arm        found     worst
