@@ -18,10 +18,11 @@ from gpt2.model import GPT
 from gpt2.training.program import Program
 
 BASE, WIDTHS, STEPS = 32, (32, 64, 128, 256), 4
+OPTIMIZERS = ("adamw", "muon")
 VOCAB, LENGTH, ROWS, HEAD_SIZE = 64, 32, 8, 16
 
 
-def config_of(width: int, is_mup: bool) -> Config:
+def config_of(width: int, is_mup: bool, optimizer: str = "adamw") -> Config:
     """Returns the options of a model of one width; heads keep their size."""
     options = default.get_config()
     options.model.update(
@@ -33,7 +34,7 @@ def config_of(width: int, is_mup: bool) -> Config:
         mup_base_width=BASE if is_mup else 0,
     )
     options.data.batch_size = ROWS
-    options.optim.update(schedule="constant", warmup_steps=0, weight_decay=0.0)
+    options.optim.update(name=optimizer, schedule="constant", warmup_steps=0, weight_decay=0.0)
     options.optim.update(learning_rate=1e-2, end_learning_rate=1e-2)
     options.train.num_steps = STEPS
     return Config.from_dict(options)
@@ -54,9 +55,9 @@ def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Ar
     return found
 
 
-def movement(width: int, is_mup: bool) -> dict[str, float]:
+def movement(width: int, is_mup: bool, optimizer: str = "adamw") -> dict[str, float]:
     """Returns the mean absolute change of every activation after `STEPS` steps."""
-    program = Program.from_config(config_of(width, is_mup), jax.devices()[:1])
+    program = Program.from_config(config_of(width, is_mup, optimizer), jax.devices()[:1])
     state = program.init_state()
     tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
     batch = program.backend.put_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
@@ -80,25 +81,30 @@ def growth(sizes: dict[int, dict[str, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Draws both parametrisations, and prints the growth of each activation."""
+    """Draws both parametrisations for each optimizer; prints the growth of each activation."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axis, is_mup in zip(axes, (False, True), strict=True):
-        sizes = {width: movement(width, is_mup) for width in WIDTHS}
-        title = f"model.mup_base_width={BASE}" if is_mup else "usual parametrisation"
-        axis.set(xscale="log", yscale="log", xlabel="width", title=title)
-        axis.set_xticks(WIDTHS, [str(width) for width in WIDTHS], minor=False)
-        axis.set_xticks([], minor=True)
-        for name, power in growth(sizes).items():
-            axis.plot(WIDTHS, [sizes[w][name] for w in WIDTHS], marker="o", label=name)
-            print(f"{title}: {name} grows as width^{power:.2f}")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel(f"mean change after {STEPS} steps")
-    axes[1].legend(fontsize=8)
+    figure, axes = plt.subplots(
+        2, 2, figsize=(9, 6.4), sharex=True, sharey="row", layout="constrained"
+    )
+    for row, optimizer in zip(axes, OPTIMIZERS, strict=True):
+        for axis, is_mup in zip(row, (False, True), strict=True):
+            sizes = {width: movement(width, is_mup, optimizer) for width in WIDTHS}
+            form = f"model.mup_base_width={BASE}" if is_mup else "usual parametrisation"
+            axis.set(xscale="log", yscale="log", title=f"{optimizer}, {form}")
+            axis.set_xticks(WIDTHS, [str(width) for width in WIDTHS], minor=False)
+            axis.set_xticks([], minor=True)
+            for name, power in growth(sizes).items():
+                axis.plot(WIDTHS, [sizes[w][name] for w in WIDTHS], marker="o", label=name)
+                print(f"{optimizer}, {form}: {name} grows as width^{power:.2f}")
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel(f"mean change after {STEPS} steps")
+    for axis in axes[-1]:
+        axis.set_xlabel("width")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     path = Path(__file__).parents[1] / "docs" / "coordinates.png"
     figure.savefig(path, dpi=120)
     print(path)

@@ -283,7 +283,7 @@ FAULTS = [
     Fault(
         "muP leaves the rates of kernels alone",
         "gpt2/optim/optimizers.py",
-        "1 / width_ratio if _is_hidden(name) else 1.0",
+        "factor if _is_hidden(name) else 1.0",
         "1.0",
         "tests/test_coordinates.py",
     ),

@@ -295,12 +295,13 @@ def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
 
 
 @each_layout
-@pytest.mark.parametrize("name", ["adamw", "lion", "schedule_free"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "schedule_free", "muon", "normuon"])
 def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name, scanned):
-    optim = dataclasses.replace(OPTIMS[name], weight_decay=0.0)
+    optim = OptimConfig(name=name, weight_decay=0.0, **(CONSTANT if "free" in name else RATES))
     plain, wide = moves(optim), moves(optim, scanned, width_ratio=4.0)
     for parameter, move in plain.items():
-        factor = 4 if re.match(r"h_\d/.*kernel", parameter) else 1
+        hidden = 2 if "muon" in name else 4
+        factor = hidden if re.match(r"h_\d/.*kernel", parameter) else 1
         np.testing.assert_allclose(wide[parameter], move / factor, atol=1e-6)
     if name == "adamw":
         without, decayed = train(optim, width_ratio=1e9)[0], train(OPTIMS[name], width_ratio=1e9)[0]
@@ -327,9 +328,9 @@ def test_a_decay_that_is_part_of_the_gradient_grows_with_the_width():
 
 
 def test_the_width_is_refused_by_optimizers_without_a_rule():
-    for name in ("sgd", "adafactor"):
+    for name in ("sgd", "adafactor", "soap"):
         with pytest.raises(UserError, match=rf"name={name} has no rule for model\.mup_base_width"):
-            train(OPTIMS[name], width_ratio=2.0)
+            train(OptimConfig(name=name, **RATES), width_ratio=2.0)
 
 
 @each_layout

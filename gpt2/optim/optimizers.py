@@ -41,8 +41,9 @@ def make_optimizer(
         schedule: learning rate by step, counted from 0.
         num_steps: of the run.
         width_ratio: the model's width over that for which its rates were tuned. Hidden kernels
-            take steps smaller by this factor. As in microsoft/mup's MuAdam and MuAdamW, learning
-            rate times `weight_decay` stays as it is: adam's decay grows by the factor first.
+            take steps smaller by this factor, or by its root under muon and normuon. As in
+            microsoft/mup's MuAdam and MuAdamW, learning rate times `weight_decay` stays as it is:
+            adam's decay grows by the factor first.
 
     Raises:
         UserError: the optimizer has no rule for a `width_ratio` other than 1.
@@ -114,13 +115,14 @@ def _hidden_mask(params: Any) -> Any:
 def _width_factors(optim: OptimConfig, width_ratio: float) -> list[optax.GradientTransformation]:
     if width_ratio == 1:
         return []
-    if optim.name not in _FOLLOWS_WIDTH:
+    if optim.name not in _WIDTH_POWERS:
         raise UserError(
             f"optim.name={optim.name} has no rule for model.mup_base_width: it transfers rates for "
-            f"{', '.join(_FOLLOWS_WIDTH)}",
+            f"{', '.join(_WIDTH_POWERS)}",
             "Use --config.model.mup_base_width=0, or --config.optim.name=adamw",
         )
-    return [scale_parameters(lambda name: 1 / width_ratio if _is_hidden(name) else 1.0)]
+    factor = width_ratio ** -_WIDTH_POWERS[optim.name]
+    return [scale_parameters(lambda name: factor if _is_hidden(name) else 1.0)]
 
 
 def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
@@ -236,5 +238,11 @@ OPTIMIZERS = {
     "normuon": _normuon,
     "soap": _soap,
 }
-# Those whose steps have the size of their rate, whatever the gradient's (Yang et al. 2022, B.3).
-_FOLLOWS_WIDTH = ("adamw", "adam", "ademamix", "lion", "schedule_free")
+# `optim.name` -> the power of the width with which the largest singular value of a hidden kernel's
+# update grows. Updates whose entries have the size of the rate line up with their inputs: power 1
+# (Yang et al. 2022, appendix B.3). Orthogonal ones of equal root mean square have equal singular
+# values: power 1/2 (Yang et al. 2023, arXiv 2310.17813, condition 1).
+_WIDTH_POWERS = {
+    **dict.fromkeys(("adamw", "adam", "ademamix", "lion", "schedule_free"), 1.0),
+    **dict.fromkeys(("muon", "normuon"), 0.5),
+}
