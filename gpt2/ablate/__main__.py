@@ -308,7 +308,7 @@ def _report(sweep: Sweep) -> int:
         print(_aligned(write_report(sweep)))
     except OSError as error:
         raise UserError(
-            f"the report cannot be written ({error.strerror}: {error.filename})",
+            f"the report cannot be written to {sweep.root} ({error.strerror})",
             "Make room, and repeat with --report",
         ) from error
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")

@@ -105,7 +105,7 @@ def train_all(runs: Sequence[Run], slots: list[Slot], show: Callable[[list[Run]]
                         training.append(_Training(run, free[-1]))
                         free.pop()
                     except OSError as error:
-                        _keep(run, Outcome("failed", f"{error.strerror}: {error.filename}"))
+                        _keep(run, Outcome("failed", f"{error.strerror}: {run.folder}"))
                 if received:
                     break
                 for ended in [each for each in training if each.process.poll() is not None]:
@@ -152,7 +152,9 @@ class _Training:
             # The rest of the line names checkpoints, which depend on when the run was stopped.
             found = re.search(r"the loss is not finite at step \d+", error)
             return Outcome("diverged", found[0] if found else error)
-        if code < 0:
+        if not shutil.disk_usage(self.run.folder).free:
+            error = "no space is left on the disk"
+        elif code < 0:
             error = f"killed by {signal.Signals(-code).name}"
         return Outcome("failed", error or f"exit code {code}")
 
@@ -185,8 +187,11 @@ def last_error(log: Path, start: int = 0) -> str:
 
 def _keep(run: Run, outcome: Outcome) -> None:
     """Keeps an outcome where the disk has room for it; the next command tries a run again."""
-    with contextlib.suppress(OSError):
+    try:
         run.write_outcome(outcome)
+    except OSError as error:
+        why = f" ({outcome.error})" if outcome.error else ""
+        print(f"{run.label} {outcome.state}{why}, which could not be kept: {error.strerror}")
 
 
 def _at_start(cores: frozenset[int], parent: int) -> None:
