@@ -83,8 +83,8 @@ def main() -> int:
         distributed.only_first(visualize)(program.state_shapes.params, VISUALIZE.value)
 
     # State: where the run stands.
-    start = distributed.from_first(latest_step(workdir) or 0)
-    if distributed.from_first(run_files.is_finished(workdir, config)):
+    start = distributed.from_first(distributed.only_first(run_files.find_start)(workdir) or 0)
+    if distributed.from_first(run_files.is_finished(workdir, config, start)):
         how = "raise --config.train.num_steps to continue"
         distributed.only_first(print)(f"{workdir} is finished at step {start}; {how}")
         return 0
@@ -109,7 +109,7 @@ def open_state(
 
     The state comes from the first of these that exists:
 
-    1. the run's newest checkpoint, that of step `start`;
+    1. the run's newest checkpoint that is whole, that of step `start`;
     2. the weights that `train.init_from` names;
     3. weights drawn from the seed.
     """

@@ -3,11 +3,15 @@
 A checkpoint holds `params`, `rest` (the other members of the TrainState) and the layout of the
 layers. Weights can therefore be read without the optimizer. A run may continue in another layout:
 restoring gives arrays the wanted shardings, and stacks or unstacks layers.
+
+It also holds digests of all its files, since Orbax's format does not tell altered values from
+others. Nothing is read that does not agree with them.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +27,28 @@ from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
+from gpt2.utils import digests
 from gpt2.utils.scan import in_layout, is_scanned
 
 _METRIC = "eval/loss"
+_ITEMS = ("params", "rest", "layout", "metrics")
+
+
+class _DigestHandler(ocp.JsonCheckpointHandler):
+    """Writes the digests of the other items, once they are complete and before the commit."""
+
+    def __init__(self) -> None:
+        super().__init__("digests")
+
+    def finalize(self, directory: Any) -> None:
+        """Called by the first process, after all items that were registered before this one."""
+        folder = Path(directory)
+        found = digests.digest_folder(folder.parent)
+        (folder / "digests").write_text(digests.to_text(_of_items(found, _ITEMS)))
+
+
+def _of_items(found: dict[str, list[int]], items: Sequence[str]) -> dict[str, list[int]]:
+    return {name: digest for name, digest in found.items() if name.split("/")[0] in items}
 
 
 class Checkpointer:
@@ -54,13 +77,6 @@ class Checkpointer:
             n=1,
             keep_checkpoints_without_metrics=False,
         )
-        handlers = None
-        if parameters_in_flight is not None:
-            limit = parameters_in_flight / 10**9
-            handler = ocp.StandardCheckpointHandler(
-                save_concurrent_gb=limit, restore_concurrent_gb=limit
-            )
-            handlers = {"params": handler}
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
@@ -72,8 +88,7 @@ class Checkpointer:
                 cleanup_tmp_directories=not read_only,
                 enable_async_checkpointing=parameters_in_flight is None,
             ),
-            item_names=("params", "rest", "layout"),
-            item_handlers=handlers,
+            handler_registry=_handlers(parameters_in_flight),
         )
         self._lowest_loss = (self.best() or (0, math.inf))[1]
 
@@ -112,6 +127,7 @@ class Checkpointer:
                 params=ocp.args.StandardSave(state.params),
                 rest=ocp.args.StandardSave(rest),
                 layout=ocp.args.JsonSave({"scan_layers": is_scanned(state.params)}),
+                digests=ocp.args.JsonSave({}),
             ),
             metrics=None if scores is None else {_METRIC: scores[_METRIC]},
         )
@@ -161,22 +177,100 @@ class Checkpointer:
     def _restore(self, step: int, **items: Any) -> Any:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (ValueError, KeyError, OSError) as error:
+        except Exception as error:  # Orbax and TensorStore raise many kinds
             reason = str(error).strip().partition("\n")[0]
-            earlier = [saved for saved in self.all_steps() if saved < step]
             raise UserError(
                 f"checkpoint {self._directory / str(step)} cannot be read ({reason})",
-                f"Remove it to continue from that of step {earlier[-1]}"
-                if earlier
-                else "There is none before it: restore it from a copy, or give another --workdir",
+                _others(self._directory.parent, step),
             ) from error
+
+
+def _handlers(parameters_in_flight: int | None) -> Any:
+    """Returns what saves and restores each item, in the order in which they are finalized."""
+    limit = None if parameters_in_flight is None else parameters_in_flight / 10**9
+    limited = ocp.StandardCheckpointHandler(save_concurrent_gb=limit, restore_concurrent_gb=limit)
+    arrays = (ocp.args.StandardSave, ocp.args.StandardRestore)
+    json_args = (ocp.args.JsonSave, ocp.args.JsonRestore)
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for name, handler, kinds in (
+        ("params", limited, arrays),
+        ("rest", ocp.StandardCheckpointHandler(), arrays),
+        ("layout", ocp.JsonCheckpointHandler(), json_args),
+        ("metrics", ocp.JsonCheckpointHandler("metrics"), json_args),
+        ("digests", _DigestHandler(), json_args),
+    ):
+        for kind in kinds:
+            registry.add(name, kind, handler)
+    return registry
 
 
 def latest_step(workdir: Path | str) -> int | None:
     """Returns the newest step that a run has saved, or None."""
+    return max(saved_steps(workdir), default=None)
+
+
+def newest_whole_step(workdir: Path | str, after: int = -1) -> int | None:
+    """Returns the newest step beyond `after` whose checkpoint agrees with its digests, or None."""
+    steps = sorted((step for step in saved_steps(workdir) if step > after), reverse=True)
+    return next((step for step in steps if not find_damage(workdir, step)), None)
+
+
+def set_aside(workdir: Path, after: int) -> list[Path]:
+    """Moves checkpoints beyond step `after` to `workdir/damaged`, and returns where they are."""
+    moved = []
+    for step in saved_steps(workdir):
+        if step > after:
+            (workdir / "damaged").mkdir(exist_ok=True)
+            names = itertools.chain([str(step)], (f"{step}-{i}" for i in itertools.count(1)))
+            target = next(
+                path for name in names if not (path := workdir / "damaged" / name).exists()
+            )
+            moved.append((workdir / "checkpoints" / str(step)).rename(target))
+    return moved
+
+
+def saved_steps(workdir: Path | str) -> list[int]:
+    """Returns the steps of which a run has checkpoints, whole or not, ascending."""
     directory = Path(workdir) / "checkpoints"
-    steps = [int(path.name) for path in directory.glob("*") if path.name.isdigit()]
-    return max(steps, default=None)
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+
+
+def describe_damage(workdir: Path | str, step: int, damage: str) -> str:
+    """Returns what `find_damage` has found, for people."""
+    return f"checkpoint {Path(workdir) / 'checkpoints' / str(step)} is damaged ({damage})"
+
+
+def _others(workdir: Path | str, step: int) -> str:
+    """Returns what to use in place of a checkpoint that cannot be read."""
+    others = [other for other in saved_steps(workdir) if other != step]
+    whole = [other for other in others if not find_damage(workdir, other)]
+    if not whole:
+        return "There is no other: restore it from a copy"
+    return f"Restore it from a copy, or use {' or '.join(map(str, whole))}"
+
+
+def find_damage(workdir: Path | str, step: int, items: Sequence[str] = _ITEMS) -> str:
+    """Reads all files of a checkpoint and compares them with the digests that were saved.
+
+    Args:
+        workdir: of the run.
+        step: of the checkpoint.
+        items: which parts of it.
+
+    Returns:
+        What is wrong with it, or an empty text. Checkpoints of a version that wrote no digests are
+        not looked at.
+    """
+    folder = Path(workdir) / "checkpoints" / str(step)
+    if not (folder / "digests").exists() and (folder / "params").exists():
+        return ""
+    try:
+        saved = digests.from_text((folder / "digests" / "digests").read_text())
+    except (OSError, UnicodeDecodeError):
+        saved = None
+    if saved is None:
+        return "digests/digests is missing or was altered"
+    return digests.find_damage(folder, _of_items(saved, items))
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Any]:
@@ -191,7 +285,7 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         devices of training (`model.attention`, `parallel.`, `memory.remat`) have their defaults.
 
     Raises:
-        UserError: there is no such run or checkpoint.
+        UserError: there is no such run or checkpoint, or it is damaged.
     """
     config = _for_any_device(load_config(Path(workdir)))
     if not (Path(workdir) / "checkpoints").is_dir():
@@ -206,6 +300,9 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
 
     with Checkpointer(workdir, read_only=True) as checkpointer:
         step = _find_step(checkpointer, workdir, which)
+        items = _ITEMS if config.optim.keeps_average else ("params", "layout")
+        if damage := find_damage(workdir, step, items):
+            raise UserError(describe_damage(workdir, step, damage), _others(workdir, step))
         if config.optim.keeps_average:  # in the optimizer's state, which is read whole
             state = Program.from_config(config, [device]).state_shapes
             return config, checkpointer.restore(step, placed(state)).eval_params

@@ -10,6 +10,7 @@ environment.jsonl   with what the run was made, a line for each start
 import dataclasses
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable
 from gpt2.parallel import distributed
 from gpt2.telemetry.metrics import read_metrics
-from gpt2.training.checkpoint import latest_step
+from gpt2.training.checkpoint import (
+    describe_damage,
+    find_damage,
+    latest_step,
+    newest_whole_step,
+    saved_steps,
+    set_aside,
+)
 from gpt2.training.environment import record_start
 from gpt2.utils import files
 from gpt2.utils.text import counted
@@ -121,14 +129,15 @@ def lock(workdir: Path, start: int) -> None:
 
     Args:
         workdir: created if missing.
-        start: the newest step that the run has saved, 0 for none, as this process has read it.
+        start: the newest step that the run has saved whole, 0 for none, as this process has read
+            it.
 
     Raises:
         UserError: another process trains there, or has done so since `start` was read.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     alone = files.lock_for_good(workdir / _LOCK)
-    if not alone or (latest_step(workdir) or 0) != start:
+    if not alone or newest_whole_step(workdir, after=start):
         raise UserError(
             f"another process is training in {workdir}",
             "Wait for it or stop it, or give another --workdir",
@@ -139,23 +148,54 @@ def lock(workdir: Path, start: int) -> None:
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     """Locks the directory and writes the files of a run that is about to start or continue.
 
+    Checkpoints beyond `start` are damaged. They move to `workdir/damaged`, so that the run can save
+    those steps again.
+
     Args:
         workdir: created if missing.
         config: the resolved options.
         dataset: the prepared corpus.
-        start: the newest step that the run has saved, 0 for none.
+        start: the step to continue from (`find_start`).
 
     Raises:
         UserError: another process trains there.
     """
     lock(workdir, start)
+    for path in set_aside(workdir, after=start):
+        _warn(f"the damaged checkpoint is now {path}")
     write(workdir, config, dataset)
     record_start(workdir, start)
 
 
-def is_finished(workdir: Path, config: Config) -> bool:
-    """Returns whether a run has reached its last step and written its last file, the samples."""
-    return latest_step(workdir) == config.train.num_steps and (workdir / "samples.txt").exists()
+def find_start(workdir: Path) -> int:
+    """Returns the step to continue from: that of the newest checkpoint that is whole, 0 for none.
+
+    Checkpoints that are passed over are named on stderr.
+
+    Raises:
+        UserError: there are checkpoints, and all of them are damaged.
+    """
+    newest, start = latest_step(workdir), newest_whole_step(workdir)
+    if newest is not None and start is None:
+        raise UserError(
+            f"all checkpoints of {workdir} are damaged",
+            "Restore one from a copy; to start anew, give another --workdir",
+        )
+    passed_over = [step for step in saved_steps(workdir) if step > (start or 0)]
+    for step in reversed(passed_over):
+        _warn(describe_damage(workdir, step, find_damage(workdir, step)))
+    if passed_over:
+        _warn(f"the run continues from step {start}")
+    return start or 0
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def is_finished(workdir: Path, config: Config, start: int) -> bool:
+    """Returns whether a run stands at its last step and has written its last file, the samples."""
+    return start == config.train.num_steps and (workdir / "samples.txt").exists()
 
 
 def write(workdir: Path, config: Config, dataset: Dataset) -> None:

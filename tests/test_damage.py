@@ -1,0 +1,129 @@
+"""Damaged checkpoints are noticed, named and passed over."""
+
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gpt2.errors import UserError
+from gpt2.model import GPT
+from gpt2.training import workdir as run_files
+from gpt2.training.checkpoint import Checkpointer, find_damage, load_params, set_aside
+from gpt2.training.state import TrainState
+from tests.helpers import TINY, params_of, run
+from tests.test_workdir import make_config, write_run
+
+
+def save_checkpoints(workdir, *steps):
+    """A run whose checkpoints are of a tiny model."""
+    config = make_config()
+    if not workdir.exists() or not (workdir / "config.json").exists():
+        write_run(workdir, config)
+    init = jax.jit(GPT(config.gpt()).init)
+    params = init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    state = TrainState.create(params, optax.adam(1.0), "float32")
+    with Checkpointer(workdir, num_latest=len(steps)) as checkpointer:
+        for step in steps:
+            checkpointer.save(state, step, {"eval/loss": 10.0 - step})
+
+
+def remove(path):
+    path.unlink()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def files_of(checkpoint):
+    """The files of a checkpoint, without Orbax's notes on the whole and on its digests."""
+    return [
+        path
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file()
+        and path.parent != checkpoint
+        and path.relative_to(checkpoint) != Path("digests/commit_success.txt")
+    ]
+
+
+def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp_path, capsys):
+    save_checkpoints(tmp_path, 2, 4)
+    newest, copy = tmp_path / "checkpoints" / "4", tmp_path / "copy"
+    assert find_damage(tmp_path, 4) == "" and run_files.find_start(tmp_path) == 4
+    shutil.copytree(newest, copy)
+    files = files_of(newest)
+    assert {path.relative_to(newest).parts[0] for path in files} == {
+        *("params", "rest", "layout", "metrics", "digests")
+    }
+    for path in files:
+        for damage in (remove, cut, flip_a_bit):
+            damage(path)
+            assert run_files.find_start(tmp_path) == 2, (path, damage)
+            told = capsys.readouterr().err
+            assert told.startswith(f"warning: checkpoint {newest} is damaged (")
+            assert told.count("\n") == 2 and "continues from step 2" in told
+            if path.relative_to(newest).parts[0] == "params":
+                with pytest.raises(UserError, match=r"4 is damaged .* a copy, or use 2\.$"):
+                    load_params(tmp_path, "latest")
+            shutil.copy(copy / path.relative_to(newest), path)
+    assert run_files.find_start(tmp_path) == 4
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    flip_a_bit(next(path for path in files if "params" in path.parts))
+    with pytest.raises(UserError, match=r"all checkpoints of .* are damaged\. Restore one"):
+        run_files.find_start(tmp_path)
+    with pytest.raises(UserError, match=r"There is no other: restore it from a copy\.$"):
+        load_params(tmp_path, "latest")
+
+
+def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):
+    save_checkpoints(tmp_path, 2)
+    (tmp_path / "checkpoints" / "99").mkdir()
+    assert run_files.find_start(tmp_path) == 2
+
+
+def test_a_damaged_checkpoint_moves_aside_so_that_its_step_is_saved_again(tmp_path):
+    for number in (1, 2):
+        save_checkpoints(tmp_path, 2, 4)
+        flip_a_bit(files_of(tmp_path / "checkpoints" / "4")[0])
+        assert len(set_aside(tmp_path, after=2)) == 1
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+        assert len(list((tmp_path / "damaged").iterdir())) == number
+
+
+def test_a_checkpoint_of_before_there_were_digests_is_read_or_named(tmp_path):
+    save_checkpoints(tmp_path, 2, 4)
+    for step in ("2", "4"):
+        shutil.rmtree(tmp_path / "checkpoints" / step / "digests")
+    load_params(tmp_path, "latest")
+    for path in (tmp_path / "checkpoints" / "4" / "params").rglob("d/*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(UserError, match=r"checkpoint .*/4 cannot be read .* or use 2\.$") as error:
+        load_params(tmp_path, "latest")
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_continues_from_before_the_damage_to_the_same_weights(tmp_path):
+    options = [*TINY, "--config.train.keep_checkpoints=9", "--config.train.eval_batches=1"]
+    code, _, told = run(tmp_path / "whole", *options)
+    assert code == 0, told
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    flip_a_bit(max((tmp_path / "run/checkpoints/8/rest").rglob("d/*")))
+    cut(max((tmp_path / "run/checkpoints/6/params").rglob("d/*")))
+    code, _, told = run(tmp_path / "run", *options)
+    assert code == 0, told
+    assert re.search(r"/8 is damaged .*\n.*/6 is damaged .*\n.*continues from step 4\n", told), told
+    assert sorted(path.name for path in (tmp_path / "run/damaged").iterdir()) == ["6", "8"]
+    wanted = params_of(tmp_path / "whole")
+    for name, value in params_of(tmp_path / "run").items():
+        np.testing.assert_array_equal(value, wanted[name])
