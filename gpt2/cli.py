@@ -182,7 +182,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
                 _check_config_file(value)
             elif name.startswith("config.") and options:
                 if name.removeprefix("config.") not in options:
-                    raise unknown_option(f"--{name}", spellings, otherwise)
+                    raise _no_option(name, options, spellings, otherwise)
                 _check_type(name, value, _kind(name, options))
             elif name in flags.FLAGS:
                 _check_type(name, value, _kind(name, options))
@@ -194,6 +194,21 @@ def _parse_flags(argv: list[str]) -> list[str]:
         raise unknown_option(f"--{error.flagname}", spellings, otherwise) from None
     except (flags.Error, TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), otherwise) from None
+
+
+def _no_option(
+    name: str, options: dict[str, Any], spellings: dict[str, str], otherwise: str
+) -> UserError:
+    """Returns the error for a name under `config.` that is no option."""
+    group = name.removeprefix("config.")
+    if not group:
+        return UserError("--config. names no option", otherwise)
+    members = [option for option in options if option.startswith(f"{group}.")]
+    if members:
+        return UserError(
+            f"--{name} is a group of options", f"Name one, such as --config.{members[0]}"
+        )
+    return unknown_option(f"--{name}", spellings, otherwise)
 
 
 def _given(arguments: list[str], options: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -252,7 +267,38 @@ def _spellings(options: dict[str, Any]) -> dict[str, str]:
         last = name.rpartition(".")[2]
         for spelling in (last, f"config.{last}", name, f"config.{name}"):
             spellings[spelling] = f"--config.{name}"
+    for alias, name in _ALIASES.items():
+        for spelling in (alias, f"config.{alias}", f"config.{name.partition('.')[0]}.{alias}"):
+            if name in options:
+                spellings[spelling] = f"--config.{name}"
     return spellings
+
+
+# What other codebases call our options.
+_ALIASES = {
+    "lr": "optim.learning_rate",
+    "max_lr": "optim.learning_rate",
+    "min_lr": "optim.end_learning_rate",
+    "wd": "optim.weight_decay",
+    "grad_clip": "optim.clip_norm",
+    "warmup_iters": "optim.warmup_steps",
+    "optimizer": "optim.name",
+    "max_iters": "train.num_steps",
+    "max_steps": "train.num_steps",
+    "steps": "train.num_steps",
+    "gradient_accumulation_steps": "train.accumulate_steps",
+    "eval_interval": "train.eval_every",
+    "log_interval": "train.log_every",
+    "block_size": "model.context_length",
+    "seq_len": "model.context_length",
+    "n_layer": "model.num_layers",
+    "n_head": "model.num_heads",
+    "n_embd": "model.embed_dim",
+    "d_model": "model.embed_dim",
+    "dtype": "precision.compute",
+    "dataset": "data.corpus",
+    "bs": "data.batch_size",
+}
 
 
 # Errors that Python code may raise.

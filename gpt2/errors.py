@@ -78,24 +78,38 @@ def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> U
 def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:
     """Raises a UserError unless `value` is one of `choices`; `flag`: `name` is a config option."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.0)[0]
+        cutoff = 0.75 if choices[0] == "auto" else 0.6  # "flash" is not meant as "splash"
+        similar = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=cutoff)
+        near = similar[0] if similar else choices[0]
         option = f"--config.{name}={near}" if flag else near
         raise UserError(
             f"{name}={value} is not one of {', '.join(choices)}", f"For example, use {option}"
         )
 
 
-def require_at_least(name: str, value: float, minimum: float) -> None:
-    """Raises a UserError unless the config option `name` is at least `minimum`."""
+def require_at_least(name: str, value: float, minimum: float, example: float | None = None) -> None:
+    """Raises a UserError unless the config option `name` is at least `minimum`.
+
+    Args:
+        name: the option.
+        value: its value.
+        minimum: the least that is allowed.
+        example: a value that works, where the least is no good advice.
+    """
     if not value >= minimum:
-        raise UserError(f"{name}={value} is below {minimum}", f"Use --config.{name}={minimum}")
+        how = f"Use --config.{name}={minimum}"
+        if example is not None:
+            how = f"For example, use --config.{name}={example}"
+        raise UserError(f"{name}={value} is below {minimum}", how)
 
 
-def require_finite(name: str, value: float, minimum: float = -math.inf) -> None:
-    """Raises a UserError unless the config option `name` is a number of at least `minimum`."""
+def require_finite(
+    name: str, value: float, minimum: float = -math.inf, example: float | None = None
+) -> None:
+    """Raises a UserError unless the config option `name` is finite and at least `minimum`."""
     if not math.isfinite(value):
-        raise UserError(f"{name}={value} is not a number", f"Give --config.{name} a number")
-    require_at_least(name, value, minimum)
+        raise UserError(f"{name}={value} is not a finite number", f"Give --config.{name} a number")
+    require_at_least(name, value, minimum, example)
 
 
 def require_positive(name: str, value: float) -> None:

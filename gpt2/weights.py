@@ -71,7 +71,7 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
             another tokenizer.
     """
     kind, _, place = source.partition(":")
-    directory, _, step = (place, "", "") if kind == "hf" else place.partition("@")
+    directory, step = (place, "") if kind == "hf" else _split_step(place)
     found, theirs = _look(kind, Path(directory))
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
         raise UserError(
@@ -93,9 +93,21 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     return jax.jit(partial(in_layout, scanned=cfg.scan_layers))(params)
 
 
+def _split_step(place: str) -> tuple[str, str]:
+    """Returns the directory and the checkpoint of `DIR@STEP`. A directory may hold an @ itself."""
+    directory, _, step = place.rpartition("@")
+    named = step.isdigit() or step in ("best", "latest")
+    return (directory, step) if directory and named else (place, "")
+
+
 def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
     """Reads a model's configuration and its tokenizer, without its weights."""
     if kind == "hf":
+        if (directory / "data.json").exists():
+            raise UserError(
+                f"train.init_from=hf:{directory} names a run, not a Hugging Face directory",
+                f"Use --config.train.init_from=run:{directory}",
+            )
         cfg = read_config(directory)
         tokens = count_tokens(directory, cfg)
         return dataclasses.replace(cfg, vocab_size=tokens), load_tokenizer(directory, cfg)

@@ -22,6 +22,10 @@ SIZES = {
 }
 
 
+# Of logits and scores; a softmax of smaller ones is nearly uniform.
+_LEAST_SOFTCAP = 0.1
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The `model.` options; configs/default.py says what each means."""
@@ -60,11 +64,17 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("context_length", "num_layers", "num_heads", "embed_dim", "mlp_ratio"):
-            require_at_least(f"model.{name}", getattr(self, name), 1)
+            require_at_least(f"model.{name}", getattr(self, name), 1, DEFAULTS.model[name])
         for name in ("vocab_size", "num_kv_heads", "mlp_dim", "window", "mup_base_width"):
             require_at_least(f"model.{name}", getattr(self, name), 0)
         for name in ("logit_softcap", "attention_softcap", "init_std"):
             require_finite(f"model.{name}", getattr(self, name), minimum=0.0)
+        for name in ("logit_softcap", "attention_softcap"):
+            if 0 < getattr(self, name) < _LEAST_SOFTCAP:
+                raise UserError(
+                    f"model.{name}={getattr(self, name)} leaves all tokens alike",
+                    f"For example, use --config.model.{name}=30.0, or 0 for none",
+                )
         for name in ("norm_eps", "rope_base"):
             require_positive(f"model.{name}", getattr(self, name))
         require_fraction("model.dropout", self.dropout)

@@ -37,7 +37,7 @@ class DataConfig:
     document_mask: bool = DEFAULTS.data.document_mask
 
     def __post_init__(self):
-        require_at_least("data.batch_size", self.batch_size, 1)
+        require_at_least("data.batch_size", self.batch_size, 1, example=8)
         if not 0.0 < self.val_fraction < 1.0:
             raise UserError(
                 f"data.val_fraction={self.val_fraction} leaves no training or no validation text",
@@ -75,11 +75,11 @@ class TrainConfig:
             require_at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("eval_every", "eval_batches", "checkpoint_every"):
             require_at_least(f"train.{name}", getattr(self, name), 0)
-        prefix = self.init_from.partition(":")[0]
-        if self.init_from and prefix not in ("hf", "run"):
+        prefix, _, place = self.init_from.partition(":")
+        if self.init_from and (prefix not in ("hf", "run") or not place or place.endswith("@")):
             raise UserError(
                 f"train.init_from={self.init_from} names no source of weights",
-                "Use hf:DIR, run:DIR or run:DIR@STEP",
+                "Use hf:DIR, run:DIR, run:DIR@latest or run:DIR@STEP",
             )
 
 
@@ -99,7 +99,7 @@ class ParallelConfig:
             if size != -1 and size < 1:
                 raise UserError(
                     f"parallel.{name}={size} is not a number of devices",
-                    f"Use 1 or more, or --config.parallel.{name}=-1 for the rest",
+                    f"For example, use --config.parallel.{name}={-1 if name == 'data' else 1}",
                 )
         rest = [f"parallel.{name}" for name, size in sizes.items() if size == -1]
         if len(rest) > 1:

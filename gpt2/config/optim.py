@@ -33,6 +33,8 @@ READS = {
 }
 # The share of a run over which `wsd` decays (Hu et al. 2024).
 _DECAY_PERCENT = 20.0
+# Below it, float32's smallest numbers come into reach of the squares that Adam keeps.
+_LEAST_CLIP_NORM = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,18 @@ class OptimConfig:
             *("learning_rate", "adam_learning_rate", "end_learning_rate", "alpha", "eps"),
             *("weight_decay", "clip_norm", "warmup_percent", "decay_percent"),
         ):
-            require_finite(f"optim.{name}", getattr(self, name), minimum=0)
+            require_finite(f"optim.{name}", getattr(self, name), 0, DEFAULTS.optim[name])
+        if self.eps == 0 and "eps" in READS[self.name]:
+            raise UserError(
+                "optim.eps=0 divides 0 by 0 where a gradient is 0",
+                f"For example, use --config.optim.eps={DEFAULTS.optim.eps}",
+            )
+        if 0 < self.clip_norm < _LEAST_CLIP_NORM:
+            raise UserError(
+                f"optim.clip_norm={self.clip_norm} leaves nothing of a gradient",
+                f"For example, use --config.optim.clip_norm={DEFAULTS.optim.clip_norm}, or 0 for "
+                "no clipping",
+            )
         for name, minimum in (("warmup_steps", 0), ("decay_steps", 0), ("precondition_every", 1)):
             require_at_least(f"optim.{name}", getattr(self, name), minimum)
         _ = self.rates, self.pieces  # which refuse what they cannot read
@@ -113,8 +126,8 @@ class OptimConfig:
         """Refuses rates that contradict each other."""
         if self.end_learning_rate > self.learning_rate:
             raise UserError(
-                f"optim.end_learning_rate={self.end_learning_rate:g} is above "
-                f"optim.learning_rate={self.learning_rate:g}",
+                f"optim.end_learning_rate={self.end_learning_rate} is above "
+                f"optim.learning_rate={self.learning_rate}",
                 "Lower --config.optim.end_learning_rate",
             )
         name = self.schedule_name
@@ -122,12 +135,12 @@ class OptimConfig:
         if not ends and self.end_learning_rate != self.learning_rate:
             raise UserError(
                 f"optim.schedule={name} would ignore "
-                f"optim.end_learning_rate={self.end_learning_rate:g}",
-                f"Set --config.optim.end_learning_rate={self.learning_rate:g}",
+                f"optim.end_learning_rate={self.end_learning_rate}",
+                f"Set --config.optim.end_learning_rate={self.learning_rate}",
             )
         if self.adam_learning_rate and not self.learning_rate:
             raise UserError(
-                f"optim.adam_learning_rate={self.adam_learning_rate:g} follows the schedule of "
+                f"optim.adam_learning_rate={self.adam_learning_rate} follows the schedule of "
                 "optim.learning_rate, which is 0",
                 "Give a positive --config.optim.learning_rate",
             )
@@ -150,7 +163,7 @@ class OptimConfig:
             raise UserError(
                 f"optim.name=schedule_free averages in place of optim.schedule={self.schedule}",
                 "Use --config.optim.schedule=constant "
-                f"--config.optim.end_learning_rate={self.learning_rate:g}",
+                f"--config.optim.end_learning_rate={self.learning_rate}",
             )
         if self.name == "schedule_free" and self.ema:
             raise UserError(
