@@ -1,4 +1,4 @@
-"""The error for mistakes that a user can mend, and the checks that raise it."""
+"""The error for mistakes that a user can mend, the checks that raise it, and warnings."""
 
 import difflib
 import functools
@@ -60,6 +60,11 @@ def exit_on_user_error(main: Callable) -> Callable:
             os._exit(128 + signal.SIGINT)  # the usual end crashes where XLA compiles in a thread
 
     return wrapped
+
+
+def warn(message: str) -> None:
+    """Prints what a person should know, in one line on stderr. The program goes on."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> UserError:

@@ -106,6 +106,34 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
     assert lines(tmp_path)[2] == {"step": 3, "train/loss": 7.0, "eval/loss": 7.5}
 
 
+def test_damaged_lines_are_left_out_told_and_kept_in_a_copy(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with metrics.MetricsWriter(tmp_path, {}, tensorboard=False) as writer:
+        for step in range(1, 7):
+            writer.write(step, {"train/loss": float(step)})
+    lines = path.read_bytes().splitlines(keepends=True)
+    bad = [b"garbage\n", b"\n", b"{}\n", b"[1]\n", b"\0" * 20 + b"\n", b'{"step": "x"}\n']
+    mixed = [line for pair in zip(lines, bad, strict=True) for line in pair]
+    path.write_bytes(b"".join([*mixed, lines[0]]))  # a step again is left out too
+    metrics.MetricsWriter(tmp_path, {}, tensorboard=False, resume_step=6).close()
+    assert [record["step"] for record in metrics.read_metrics(path)] == [1, 2, 3, 4, 5, 6]
+    assert capsys.readouterr().err == (
+        f"warning: 6 lines of {path} cannot be read and are left out; see {path}.damaged\n"
+    )
+    assert b"garbage" in (tmp_path / "metrics.jsonl.damaged").read_bytes()
+
+
+def test_a_gap_before_the_checkpoint_is_told(tmp_path, capsys):
+    config = {"train": {"log_every": 10}}
+    with metrics.MetricsWriter(tmp_path, config, tensorboard=False) as writer:
+        for step in range(10, 50, 10):
+            writer.write(step, {"train/loss": 1.0})
+    metrics.MetricsWriter(tmp_path, config, tensorboard=False, resume_step=45).close()
+    assert capsys.readouterr().err == ""
+    metrics.MetricsWriter(tmp_path, config, tensorboard=False, resume_step=50).close()
+    assert "lacks what was logged between step 40 and step 50" in capsys.readouterr().err
+
+
 def test_torn_line_is_dropped_though_its_step_is_kept(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8}\n{"step": 2, "tokens": 1')
     with open_writer(tmp_path, resume_step=5) as writer:

@@ -9,13 +9,15 @@ import json
 import math
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.utils.files import write_bytes, write_text
+from gpt2.utils.text import counted
 
 
 class MetricsWriter:
@@ -50,6 +52,8 @@ class MetricsWriter:
         self._events = _EventFile(workdir / "tensorboard", resume_step) if tensorboard else None
         workdir.mkdir(parents=True, exist_ok=True)
         records = list(_records(self._path, up_to=resume_step))
+        log_every = config.get("train", {}).get("log_every", 1)
+        _tell_of_damage(self._path, records, resume_step, log_every)
         self._replace(records)
         self._step = records[-1]["step"] if records else -1
         self._record = records[-1] if records else {}
@@ -122,7 +126,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Reads a metrics.jsonl, leaving out a last line that is being written or was torn.
+    """Reads a metrics.jsonl, leaving out damaged lines, and a last one that is being written.
 
     Returns:
         One dict per logged step, oldest first; a value that was not finite is None.
@@ -132,15 +136,44 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 def _records(path: Path, up_to: float = math.inf) -> Iterator[dict[str, Any]]:
     """Yields the whole lines of a metrics.jsonl whose step is at most `up_to`."""
+    step = -1
+    for line in _whole_lines(path):
+        record = _read_line(line)
+        if record and step < record["step"] <= up_to:
+            step = record["step"]
+            yield record
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
     if not path.exists():
         return
     with open(path, "rb") as file:
         for line in file:
-            if not line.endswith(b"\n"):
-                return
-            record = json.loads(line)
-            if record["step"] <= up_to:
-                yield record
+            if line.endswith(b"\n"):
+                yield line
+
+
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    """Returns the values of a line, or None if it is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if whole else None
+
+
+def _tell_of_damage(
+    path: Path, records: list[dict[str, Any]], resume_step: int, log_every: int
+) -> None:
+    """Names what a run that continues finds missing in its metrics. Keeps a damaged file."""
+    if damaged := sum(_read_line(line) is None for line in _whole_lines(path)):
+        copy = path.with_name(f"{path.name}.damaged")
+        shutil.copy(path, copy)
+        warn(f"{counted(damaged, 'line')} of {path} cannot be read and are left out; see {copy}")
+    last = records[-1]["step"] if records else 0
+    if last + log_every <= resume_step:
+        warn(f"{path} lacks what was logged between step {last} and step {resume_step}")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

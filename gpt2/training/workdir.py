@@ -10,7 +10,6 @@ environment.jsonl   with what the run was made, a line for each start
 import dataclasses
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from gpt2.data.dataset import Dataset
 from gpt2.data.records import TokenStream
 from gpt2.data.tokenizer import fingerprint
 from gpt2.data.tokenizer_names import is_path
-from gpt2.errors import UserError, require_writable
+from gpt2.errors import UserError, require_writable, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint import (
@@ -162,7 +161,7 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     """
     lock(workdir, start)
     for path in set_aside(workdir, after=start):
-        _warn(f"the damaged checkpoint is now {path}")
+        warn(f"the damaged checkpoint is now {path}")
     write(workdir, config, dataset)
     record_start(workdir, start)
 
@@ -183,14 +182,10 @@ def find_start(workdir: Path) -> int:
         )
     passed_over = [step for step in saved_steps(workdir) if step > (start or 0)]
     for step in reversed(passed_over):
-        _warn(describe_damage(workdir, step, find_damage(workdir, step)))
+        warn(describe_damage(workdir, step, find_damage(workdir, step)))
     if passed_over:
-        _warn(f"the run continues from step {start}")
+        warn(f"the run continues from step {start}")
     return start or 0
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
