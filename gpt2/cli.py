@@ -3,7 +3,7 @@
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -316,8 +316,12 @@ def _check_config_file(name: str) -> None:
         read_record(Path(name))
         return
     try:
-        runpy.run_path(name)["get_config"]()
-    except _PROGRAM_ERRORS as error:
+        options = runpy.run_path(name)["get_config"]()
+        if not isinstance(options, Mapping | ConfigDict):
+            raise TypeError(f"get_config() returned {options!r}, not a ConfigDict")
+    except (*_PROGRAM_ERRORS, SystemExit) as error:
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            raise  # with words of its own
         about = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UserError(
             f"--config={name} fails ({about})", "Mend the file; compare it with those in configs/"

@@ -142,6 +142,8 @@ def test_a_config_that_ends_the_program_is_no_help(parse, tmp_path):
         ("def get_config(:", "SyntaxError"),
         ("x = 1", "KeyError.*get_config"),
         ("def get_config():\n    return {}['depth']", "KeyError.*depth"),
+        ("def get_config():\n    pass", r"TypeError: get_config\(\) returned None"),
+        ("import sys\ndef get_config():\n    sys.exit(0)", "SystemExit: 0"),
     ],
 )
 def test_errors_inside_a_config_file_are_a_line_that_names_it(parse, tmp_path, text, about):

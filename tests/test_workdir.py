@@ -82,6 +82,31 @@ def test_metrics_that_no_checkpoint_continues_go_before_another_config_comes(
     assert len(lines.read_text().splitlines() if lines.exists() else ()) == kept
 
 
+@pytest.mark.parametrize("content", ["", "[1]", '{"spl', "{}", "3", "[" * 10**5])
+@pytest.mark.parametrize("name", ["data.json", "tokenizer.json"])
+def test_a_damaged_file_beside_the_checkpoints_is_told_kept_and_written_anew(
+    tmp_path, prepared, capsys, name, content
+):
+    run_files.write(tmp_path / "run", make_config(), prepared)
+    path = tmp_path / "run" / name
+    whole = path.read_bytes()
+    path.write_text(content)
+    run_files.check_data(tmp_path / "run", prepared)
+    run_files.write(tmp_path / "run", make_config(), prepared)
+    assert path.read_bytes() == whole
+    assert Path(f"{path}.damaged").read_text() == content
+    assert f"{path} was damaged and is written anew" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".lock", "loss.png", "metrics.jsonl", "checkpoints"])
+def test_a_folder_in_place_of_a_file_is_refused_at_the_start(tmp_path, name):
+    workdir = write_run(tmp_path / "run", make_config())
+    (workdir / name).unlink(missing_ok=True)
+    (workdir / name).touch() if name == "checkpoints" else (workdir / name).mkdir()
+    with pytest.raises(UserError, match=rf"{name} is (no|a) folder, where a run writes a f"):
+        run_files.check_options(workdir, make_config())
+
+
 def test_a_workdir_where_nothing_can_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/runs/first")):

@@ -265,14 +265,14 @@ def load(path: Path) -> Tokenizer:
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"The tokenizer {path} cannot be read ({error})", how) from error
     match tree:
         case {"kind": "gpt2"}:
             return gpt2_tokenizer()
         case {"kind": "byte"}:
             return ByteTokenizer()
-        case {"kind": "char", "characters": characters, "has_eot": has_eot}:
+        case {"kind": "char", "characters": str(characters), "has_eot": has_eot} if characters:
             return CharTokenizer(characters, has_eot)
         case {"model": {"vocab": _}}:
             try:

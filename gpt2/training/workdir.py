@@ -19,7 +19,8 @@ from gpt2.config import Config, differences, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset
 from gpt2.data.records import TokenStream
-from gpt2.data.tokenizer import fingerprint
+from gpt2.data.tokenizer import Tokenizer, fingerprint
+from gpt2.data.tokenizer import load as load_tokenizer
 from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.parallel import distributed
@@ -53,6 +54,12 @@ _MAY_CHANGE = (
 )
 
 _LOCK = ".lock"
+_DATA, _TOKENIZER = "data.json", "tokenizer.json"
+_FILES = (
+    *("config.json", _DATA, _TOKENIZER, "environment.jsonl", "metrics.jsonl", _LOCK),
+    *("loss.png", "samples.txt"),
+)
+_FOLDERS = ("checkpoints", "damaged", "tensorboard")
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -63,6 +70,14 @@ def check_options(workdir: Path, config: Config) -> None:
             with other options. The message names the option or the obstacle.
     """
     require_writable("workdir", workdir)
+    for name in (*_FILES, *_FOLDERS):
+        path, is_folder = workdir / name, name in _FOLDERS
+        if path.exists() and path.is_dir() != is_folder:
+            raise UserError(
+                f"{path} is {'no folder' if is_folder else 'a folder'}, where a run writes a "
+                f"{'folder' if is_folder else 'file'}",
+                "Rename it, or give another --workdir",
+            )
     if not (workdir / "config.json").exists():
         if workdir.exists() and not all(map(_precedes_config, workdir.iterdir())):
             raise UserError(
@@ -108,8 +123,11 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
     Raises:
         UserError: the corpus or the tokenizer is not what the run began with.
     """
-    path = workdir / "data.json"
-    saved, found = json.loads(path.read_text()) if path.exists() else {}, _describe(dataset)
+    saved, found = _read_data(workdir / _DATA), _describe(dataset)
+    if saved is None:
+        if (workdir / _DATA).exists():
+            warn(f"{workdir / _DATA} cannot be read; whether the text is the same is not known")
+        return
     differing = {name for name in saved if saved[name] != found.get(name)}
     if differing:
         other = "tokenizer_sha256" in differing
@@ -118,6 +136,22 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
             f"{name} names is no longer what {workdir} was trained on",
             "Restore it, or give another --workdir",
         )
+
+
+def _read_data(path: Path) -> dict | None:
+    """Returns what `_describe` gave when the run began, or None if it is missing or damaged."""
+    try:
+        saved = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return saved if isinstance(saved, dict) and "splits" in saved else None
+
+
+def _holds_tokenizer(path: Path, tokenizer: Tokenizer) -> bool:
+    try:
+        return fingerprint(load_tokenizer(path)) == fingerprint(tokenizer)
+    except UserError:
+        return False
 
 
 def lock(workdir: Path, start: int) -> None:
@@ -204,10 +238,19 @@ def write(workdir: Path, config: Config, dataset: Dataset) -> None:
     if latest_step(workdir) is None:
         (workdir / "metrics.jsonl").unlink(missing_ok=True)
     files.write_json(workdir / "config.json", config.to_dict())
-    if not (workdir / "data.json").exists():
-        files.write_json(workdir / "data.json", _describe(dataset))
-    if not (workdir / "tokenizer.json").exists():
-        dataset.tokenizer.save(workdir / "tokenizer.json")
+    if _read_data(workdir / _DATA) is None:
+        _keep_damaged(workdir / _DATA)
+        files.write_json(workdir / _DATA, _describe(dataset))
+    if not _holds_tokenizer(workdir / _TOKENIZER, dataset.tokenizer):
+        _keep_damaged(workdir / _TOKENIZER)
+        dataset.tokenizer.save(workdir / _TOKENIZER)
+
+
+def _keep_damaged(path: Path) -> None:
+    """Renames a file that is about to be written anew, and says so."""
+    if path.exists():
+        damaged = path.rename(path.with_name(f"{path.name}.damaged"))
+        warn(f"{path} was damaged and is written anew; what it held is in {damaged}")
 
 
 def _had_checkpoint(workdir: Path, saved: Config) -> bool:
