@@ -188,6 +188,9 @@ def train(
         with clock.phase("checkpoint"):
             checkpointer.wait()
 
+    if checkpointer.failure:
+        how = f"Make room, and repeat the command to train from step {latest_step(workdir) or 0} on"
+        raise UserError(checkpointer.failure, how, exit_code=5)
     if stop.requested and step < num_steps:
         print(f"stopped by {stop.requested.name} at step {step}; the same command continues")
         return 128 + stop.requested

@@ -46,7 +46,7 @@ def run(
             raise UserError(what, f"Choose one of {', '.join(commands)}")
         if len(arguments) > bool(commands) and not takes_files:
             raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
-        logging.set_verbosity(logging.ERROR)  # a user cannot act on the warnings of libraries
+        logging.set_verbosity(logging.FATAL)  # what libraries log, they raise too, or it is no help
         return main(*arguments)
 
     app.run(guarded, flags_parser=exit_on_user_error(parse))

@@ -1,6 +1,7 @@
 """The error for mistakes that a user can mend, the checks that raise it, and warnings."""
 
 import difflib
+import errno
 import functools
 import math
 import os
@@ -44,7 +45,8 @@ class DivergedError(ArithmeticError):
 def exit_on_user_error(main: Callable) -> Callable:
     """Wraps a command's main, so that a user's mistake prints one line and sets the exit code.
 
-    A `UserError` prints `error: ...` on stderr. Ctrl-C exits with 130, as in a shell.
+    A `UserError` prints `error: ...` on stderr, and so does a full disk. Ctrl-C exits with 130, as
+    in a shell.
     """
 
     @functools.wraps(main)
@@ -54,6 +56,16 @@ def exit_on_user_error(main: Callable) -> Callable:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(error.exit_code)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            where = f" of {error.filename}" if error.filename else ""
+            print(
+                f"error: no room is left on the disk{where}. Make room, and repeat the command.",
+                file=sys.stderr,
+                flush=True,
+            )
+            sys.exit(UserError.EXIT_CODE)
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
             sys.stdout.flush()

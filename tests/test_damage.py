@@ -1,7 +1,9 @@
-"""Damaged checkpoints are noticed, named and passed over."""
+"""Damaged checkpoints are noticed, named and passed over. A full disk ends no run."""
 
 import re
 import shutil
+import subprocess
+import types
 from pathlib import Path
 
 import jax
@@ -15,7 +17,8 @@ from gpt2.model import GPT
 from gpt2.training import workdir as run_files
 from gpt2.training.checkpoint import Checkpointer, find_damage, load_params, set_aside
 from gpt2.training.state import TrainState
-from tests.helpers import TINY, params_of, run
+from gpt2.utils import digests
+from tests.helpers import TINY, metrics_of, params_of, run
 from tests.test_workdir import make_config, write_run
 
 
@@ -127,3 +130,63 @@ def test_a_run_continues_from_before_the_damage_to_the_same_weights(tmp_path):
     wanted = params_of(tmp_path / "whole")
     for name, value in params_of(tmp_path / "run").items():
         np.testing.assert_array_equal(value, wanted[name])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1200 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=1200k", "tmpfs"]
+    try:
+        mounted = subprocess.run(["mount", *options, disk], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a small disk takes root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.thorough
+def test_a_full_disk_is_told_at_each_save_and_the_run_goes_on(tmp_path, small_disk):
+    options = [*TINY, "--config.train.keep_checkpoints=9", "--config.train.eval_batches=1"]
+    options += ["--config.logging.tensorboard=False"]
+    code, _, told = run(small_disk / "run", *options)
+    assert code == 5
+    *warnings, last = told.splitlines()
+    assert len(warnings) >= 2
+    for line in warnings:
+        assert re.match(r"warning: the state of step \d is not saved in .*/checkpoints \(.*", line)
+    assert re.match(r"error: the state of step 8 is not saved .* from step \d on\.$", last)
+    subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
+    code, _, told = run(small_disk / "run", *options)
+    assert (code, told) == (0, "")
+    assert run(tmp_path / "whole", *options)[0] == 0
+    wanted = params_of(tmp_path / "whole")
+    for name, value in params_of(small_disk / "run").items():
+        np.testing.assert_array_equal(value, wanted[name])
+    assert [line["step"] for line in metrics_of(small_disk / "run")] == list(range(1, 9))
+
+
+def test_a_save_without_room_or_that_fails_is_told_and_the_next_is_tried(
+    tmp_path, monkeypatch, capsys
+):
+    state = TrainState.create({"x": jnp.ones(4)}, optax.sgd(1.0), "float32")
+    with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
+        checkpointer.save(state, 1)
+        checkpointer.wait()
+        patched.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10))
+        checkpointer.save(state, 2)
+        assert "the state of step 2 is not saved" in checkpointer.failure
+        assert "256.0 KiB are needed, and 10 B are free" in capsys.readouterr().err
+        patched.undo()
+        patched.setattr(digests, "digest_folder", lambda folder: 1 / 0)  # in the saving thread
+        checkpointer.save(state, 3)
+        checkpointer.wait()
+        assert "step 3 is not saved" in checkpointer.failure
+        assert "the last one saved is that of step 1" in capsys.readouterr().err
+        patched.undo()
+        checkpointer.save(state, 4)
+        checkpointer.wait()
+        assert checkpointer.failure == "" and checkpointer.all_steps() == [4]

@@ -1,5 +1,6 @@
 """What a run writes and shows: metrics that survive kills, progress, curves, traces."""
 
+import errno
 import json
 import math
 import signal
@@ -121,6 +122,26 @@ def test_damaged_lines_are_left_out_told_and_kept_in_a_copy(tmp_path, capsys):
         f"warning: 6 lines of {path} cannot be read and are left out; see {path}.damaged\n"
     )
     assert b"garbage" in (tmp_path / "metrics.jsonl.damaged").read_bytes()
+
+
+def test_a_full_disk_keeps_lines_until_there_is_room(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with metrics.MetricsWriter(tmp_path, {}, tensorboard=False) as writer:
+        writer.write(1, {"train/loss": 1.0})
+        writer.flush(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(metrics.MetricsWriter, "_append", full)
+            patched.setattr(metrics.MetricsWriter, "_replace", full)
+            writer.write(1, {"eval/loss": 1.5})  # into a line that is on disk
+            for step in range(2, 5):
+                writer.write(step, {"train/loss": float(step)})
+        writer.write(5, {"train/loss": 5.0})
+    lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[0] == {"step": 1, "train/loss": 1.0, "eval/loss": 1.5}
+    assert capsys.readouterr().err.count("cannot be written now (No space left") == 1
 
 
 def test_a_gap_before_the_checkpoint_is_told(tmp_path, capsys):

@@ -5,6 +5,8 @@ once, also after a kill and a resume. A value that is not finite is written as `
 cannot express it (pandas reads it back as NaN). TensorBoard and W&B get the value itself.
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -59,6 +61,9 @@ class MetricsWriter:
         self._record = records[-1] if records else {}
         self._pending = False  # does `_record` hold values that the file lacks?
         self._on_disk = bool(records)  # does the file have a line for `_step`?
+        self._unwritten: list[dict[str, Any]] = []  # lines for which the disk had no room
+        self._replaces = False  # does one of them replace a line of the file?
+        self._told_failure = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds values to the line of `step`.
@@ -78,7 +83,8 @@ class MetricsWriter:
         self._record.update(metrics)
         self._pending = True
         if self._events:
-            self._events.add(step, metrics)
+            with self._going_on():
+                self._events.add(step, metrics)
         if self._wandb:
             self._wandb.log(dict(metrics), step=step)
 
@@ -89,16 +95,18 @@ class MetricsWriter:
         """
         if self._step <= step:
             self._commit()
-        with open(self._path, "a") as file:
-            os.fsync(file.fileno())
-        if self._events:
-            self._events.flush()
+        with self._going_on():
+            with open(self._path, "a") as file:
+                os.fsync(file.fileno())
+            if self._events:
+                self._events.flush()
 
     def close(self) -> None:
         """Writes what is left and closes the files."""
         self.flush(self._step)
         if self._events:
-            self._events.close()
+            with self._going_on():
+                self._events.close()
         if self._wandb:
             self._wandb.finish()
 
@@ -111,14 +119,38 @@ class MetricsWriter:
     def _commit(self) -> None:
         if not self._pending:
             return
-        if self._on_disk:
-            earlier = list(_records(self._path, up_to=self._step - 1))
-            self._replace([*earlier, self._record])
-        else:
-            # One write call for the whole line: only a kill inside it could tear the line.
-            with open(self._path, "ab", buffering=0) as file:
-                file.write(_line(self._record))
+        self._unwritten.append(dict(self._record))
+        self._replaces |= self._on_disk
+        with self._going_on():
+            if self._replaces:
+                last = {record["step"]: record for record in self._unwritten}  # its newest form
+                earlier = _records(self._path, up_to=min(last) - 1)
+                self._replace([*earlier, *last.values()])
+            else:
+                self._append(self._unwritten)
+            self._unwritten, self._replaces = [], False
         self._pending, self._on_disk = False, True
+
+    def _append(self, records: list[dict]) -> None:
+        """Appends lines in one write call: only a kill inside it could tear one."""
+        with open(self._path, "ab", buffering=0) as file:
+            size, data = file.tell(), b"".join(map(_line, records))
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)
+                raise
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Tells once that metrics cannot be written. They are kept, and tried again."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told_failure:
+                warn(f"{self._path} cannot be written now ({error.strerror}); the run goes on")
+            self._told_failure = True
 
     def _replace(self, records: list[dict]) -> None:
         """Replaces all of metrics.jsonl."""

@@ -8,9 +8,11 @@ It also holds digests of all its files, since Orbax's format does not tell alter
 others. Nothing is read that does not agree with them.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,14 +25,18 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 from gpt2.config import Config, ParallelConfig, load_config
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.model import GPT
+from gpt2.parallel import distributed
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import digests
 from gpt2.utils.scan import in_layout, is_scanned
+from gpt2.utils.text import format_bytes
 
 _METRIC = "eval/loss"
+_NOTES_BYTES = 1 << 18  # Orbax's, beside the arrays
+_FULL_BYTES = 1 << 20  # with less, a save that failed has failed for want of room
 _ITEMS = ("params", "rest", "layout", "metrics")
 
 
@@ -54,6 +60,12 @@ def _of_items(found: dict[str, list[int]], items: Sequence[str]) -> dict[str, li
 class Checkpointer:
     """Saves and restores the states of one run, under `workdir/checkpoints/STEP`.
 
+    A save that fails, on a full disk for example, is told and does not end the run; the checkpoints
+    before it stay. With several processes it ends them all, since each holds a part of the state.
+
+    Attributes:
+        failure: why the newest state that was to be saved is not; empty if it is.
+
     Args:
         workdir: the run's directory.
         num_latest: how many of the newest checkpoints to keep, beside the best by validation loss.
@@ -71,26 +83,34 @@ class Checkpointer:
         parameters_in_flight: int | None = None,
     ):
         self._directory = Path(workdir).resolve() / "checkpoints"
+        self._num_latest, self._read_only = num_latest, read_only
+        self._parameters_in_flight = parameters_in_flight
+        self._manager = self._open()
+        self._lowest_loss = (self.best() or (0, math.inf))[1]
+        self._saving: int | None = None
+        self.failure = ""
+
+    def _open(self) -> ocp.CheckpointManager:
         best = keep.BestN(
             get_metric_fn=lambda metrics: metrics[_METRIC],
             reverse=True,
             n=1,
             keep_checkpoints_without_metrics=False,
         )
-        self._manager = ocp.CheckpointManager(
+        latest = keep.LatestN(self._num_latest)
+        return ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(num_latest), best]),
+                preservation_policy=keep.AnyPreservationPolicy([latest, best]),
                 best_fn=lambda metrics: metrics[_METRIC],
                 best_mode="min",
-                read_only=read_only,
-                create=not read_only,
-                cleanup_tmp_directories=not read_only,
-                enable_async_checkpointing=parameters_in_flight is None,
+                read_only=self._read_only,
+                create=not self._read_only,
+                cleanup_tmp_directories=not self._read_only,
+                enable_async_checkpointing=self._parameters_in_flight is None,
             ),
-            handler_registry=_handlers(parameters_in_flight),
+            handler_registry=_handlers(self._parameters_in_flight),
         )
-        self._lowest_loss = (self.best() or (0, math.inf))[1]
 
     def best(self) -> tuple[int, float] | None:
         """Returns the step with the lowest validation loss, and that loss, or None."""
@@ -116,21 +136,30 @@ class Checkpointer:
             step: optimizer steps done.
             scores: of its validation, with `eval/loss`; None if it was not validated.
         """
+        self.wait()
         if step in self._manager.all_steps():
+            return
+        if lacking := self._lacking_room(state):
+            self._tell_failure(step, lacking)
+            return
+        rest = dataclasses.replace(state, params=None)
+        self._saving = step
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    rest=ocp.args.StandardSave(rest),
+                    layout=ocp.args.JsonSave({"scan_layers": is_scanned(state.params)}),
+                    digests=ocp.args.JsonSave({}),
+                ),
+                metrics=None if scores is None else {_METRIC: scores[_METRIC]},
+            )
+        except Exception as error:  # of many kinds
+            self._recover(error)
             return
         if scores is not None:
             self._lowest_loss = min(self._lowest_loss, scores[_METRIC])
-        rest = dataclasses.replace(state, params=None)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                rest=ocp.args.StandardSave(rest),
-                layout=ocp.args.JsonSave({"scan_layers": is_scanned(state.params)}),
-                digests=ocp.args.JsonSave({}),
-            ),
-            metrics=None if scores is None else {_METRIC: scores[_METRIC]},
-        )
 
     def restore(self, step: int, state: TrainState) -> TrainState:
         """Restores a state.
@@ -158,11 +187,19 @@ class Checkpointer:
         return _place(items["params"], params)
 
     def wait(self) -> None:
-        """Returns once everything saved is on disk."""
-        self._manager.wait_until_finished()
+        """Returns once everything saved is on disk, or has failed."""
+        if self._saving is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # of many kinds
+            self._recover(error)
+        else:
+            self._saving, self.failure = None, ""
 
     def close(self) -> None:
         """Waits until everything saved is on disk, and ends the saving threads."""
+        self.wait()
         self._manager.close()
 
     def __enter__(self) -> "Checkpointer":
@@ -170,6 +207,34 @@ class Checkpointer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _lacking_room(self, state: TrainState) -> str:
+        """Says how much room a state lacks on the disk, if any."""
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + _NOTES_BYTES
+        free = shutil.disk_usage(self._directory).free
+        if distributed.from_first(free >= needed):
+            return ""
+        return f"{format_bytes(needed)} are needed, and {format_bytes(free)} are free"
+
+    def _recover(self, error: Exception) -> None:
+        """Goes on after a save that failed, with the checkpoints before it."""
+        if jax.process_count() > 1:
+            raise error
+        step, self._saving = self._saving, None
+        with contextlib.suppress(Exception):
+            self._manager.close()
+        self._manager = self._open()  # which removes what the save left
+        self._lowest_loss = (self.best() or (0, math.inf))[1]
+        full = shutil.disk_usage(self._directory).free < _FULL_BYTES
+        about = "no room is left on the disk" if full else str(error).strip().partition("\n")[0]
+        assert step is not None  # one was under way
+        self._tell_failure(step, about)
+
+    def _tell_failure(self, step: int, why: str) -> None:
+        self.failure = f"the state of step {step} is not saved in {self._directory} ({why})"
+        steps = self.all_steps()
+        last = f"the last one saved is that of step {steps[-1]}" if steps else "none is saved yet"
+        warn(f"{self.failure}; {last}, and the run goes on")
 
     def _is_scanned(self, step: int) -> bool:
         return self._restore(step, layout=ocp.args.JsonRestore())["layout"]["scan_layers"]
