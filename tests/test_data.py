@@ -4,6 +4,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,6 +224,39 @@ def test_prepared_once_and_anew_when_anything_differs(tmp_path, make):
     path.write_text(_document(2, 500))
     others.append(make(f"text:{path}"))
     assert len({d.directory for d in [first, *others]}) == 4
+
+
+def test_a_text_of_equal_size_and_time_is_prepared_anew(tmp_path, make):
+    path = tmp_path / "input.txt"
+    path.write_text("a" * 5000)
+    first, times = make(f"text:{path}"), path.stat()
+    path.write_text("a" * 4000 + "b" + "a" * 999)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert make(f"text:{path}").directory != first.directory
+
+
+def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, capsys):
+    path = tmp_path / "input.txt"
+    path.write_text(_document(1, 500))
+    whole = make(f"text:{path}")
+    wanted = whole.open("train").read(0, 10**6)
+    files = [each for each in whole.directory.iterdir() if each.is_file()]
+    assert len(files) > 4
+    for file in files:
+        for damage in ("cut", "altered", "missing"):
+            if damage == "missing" and file.name == "prepared.json":
+                continue  # then nothing is prepared
+            data = bytearray(file.read_bytes())
+            file.unlink()
+            if damage != "missing":
+                data[len(data) // 2] ^= 1
+                file.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
+            again = make(f"text:{path}")
+            told = capsys.readouterr().err
+            assert re.match(rf"warning: {again.directory} is damaged \(.*prepared anew", told), file
+            np.testing.assert_array_equal(again.open("train").read(0, 10**6), wanted)
+            make(f"text:{path}")
+            assert capsys.readouterr().err == ""
 
 
 def _prepare_slowly(data_dir, started):

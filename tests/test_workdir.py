@@ -157,6 +157,16 @@ def begun(tmp_path, monkeypatch):
     return begin, resume
 
 
+def test_a_text_with_one_other_character_is_refused(tmp_path, begun):
+    begin, resume = begun
+    text = "to be or not to be, that is the question. " * 2000
+    begin(data_at(tmp_path / "here", [text]))
+    for position in (30_001, 41_234, 55_555):
+        other = data_at(tmp_path / str(position), [text[:position] + "#" + text[position + 1 :]])
+        with pytest.raises(UserError, match=r"text that data\.corpus names is no longer what"):
+            resume(other)
+
+
 def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
     begin, resume = begun
     begin(data_at(tmp_path / "here"))

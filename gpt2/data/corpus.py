@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import difflib
 import glob
 import gzip
 import hashlib
@@ -17,6 +18,9 @@ from pathlib import Path
 
 from gpt2.data import hub
 from gpt2.errors import UserError
+
+# Files of up to this size in all are hashed at every start: 0.1 s.
+_HASHED_BYTES = 1 << 26
 
 # A document is its text, or the path of a UTF-8 file that holds it.
 Document = str | Path
@@ -46,9 +50,12 @@ def open_corpus(spec: str) -> Corpus:
     """
     prefix, colon, argument = spec.partition(":")
     if prefix not in READERS:
-        choices = ", ".join(reader.usage for reader in READERS.values())
+        usages = [*(reader.usage for reader in READERS.values()), "tokens:GLOB"]
+        near = difflib.get_close_matches(prefix, [*READERS, "tokens"], n=1, cutoff=0.7)
+        meant = f"Did you mean {near[0]}? " if near else ""
         raise UserError(
-            f"data.corpus={spec!r} is not a known corpus", f"Choose one of: {choices}, tokens:GLOB"
+            f"data.corpus={spec!r} is not a known corpus",
+            f"{meant}Choose one of: {', '.join(usages)}",
         )
     reader = READERS[prefix]
     if (":" in reader.usage) != bool(argument) or (colon and not argument):
@@ -96,9 +103,21 @@ def reading(file: Path | str) -> Iterator[None]:
 
 
 def file_fingerprint(files: list[Path], *more: str) -> str:
-    """Returns a hash of the paths, sizes and modification times of files, and of `more`."""
-    stats = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return hashlib.sha256(json.dumps([stats, more]).encode()).hexdigest()
+    """Returns a hash of the paths of files, of what they hold, and of `more`.
+
+    Files of more than `_HASHED_BYTES` in all are not read: sizes and modification times stand for
+    what they hold.
+    """
+    if _total_size(files) <= _HASHED_BYTES:
+        parts: list[tuple] = [(str(f.absolute()), _hash_content(f)) for f in files]
+    else:
+        parts = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(json.dumps([parts, more]).encode()).hexdigest()
+
+
+def _hash_content(path: Path) -> str:
+    with reading(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _total_size(files: list[Path]) -> int:

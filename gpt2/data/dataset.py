@@ -19,10 +19,14 @@ from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.splits import SPLITS, write_splits
 from gpt2.data.tokenizer_names import check_spec
-from gpt2.errors import UserError
-from gpt2.utils import files
+from gpt2.errors import UserError, warn
+from gpt2.utils import digests, files
 
-FORMAT = 2  # of a prepared directory; another number prepares everything anew
+FORMAT = 3  # of a prepared directory; another number prepares everything anew
+
+# Files of up to this size in all are read at every start, to notice damage. Of more, sizes alone
+# are looked at.
+_READ_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Dataset:
         splits: `train` and `validation`.
         zlib_bits_per_byte: bits that zlib at level 9 needs for a byte of the validation text,
             documents one after the other: a baseline for the model.
+        token_crc32: of each split's tokens; None for ready token shards, which nothing has read.
         shard_files: ready token shards that are read in place, instead of records.
     """
 
@@ -62,6 +67,7 @@ class Dataset:
     tokenizer: tokenizers.Tokenizer
     splits: dict[str, Split]
     zlib_bits_per_byte: float
+    token_crc32: dict[str, int] | None = None
     shard_files: dict[str, list] | None = None
 
     def open(self, split: str) -> records.TokenStream:
@@ -91,11 +97,15 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
     directory = data_root(data.data_dir) / f"{label}-{key}"
-    facts = directory / "prepared.json"
-    if not facts.exists():
+    damage = _find_damage(directory)
+    if damage is not None:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
-                if not facts.exists():  # another process may have prepared it meanwhile
+                if (
+                    _find_damage(directory) is not None
+                ):  # else another process prepared it meanwhile
+                    if damage:
+                        warn(f"{directory} is damaged ({damage}), and is prepared anew")
                     _write(directory, corpus, data, show_progress)
         except OSError as error:
             raise UserError(
@@ -105,6 +115,22 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     return _load(directory)
 
 
+def _find_damage(directory: Path) -> str | None:
+    """Returns what is wrong with a prepared corpus: an empty text if it is not there, else None."""
+    facts = directory / "prepared.json"
+    if not facts.exists():
+        return ""
+    try:
+        tree = json.loads(facts.read_text(encoding="utf-8"))
+        saved = tree["files"]
+        if tree["crc32"] != digests.crc32_of({k: v for k, v in tree.items() if k != "crc32"}):
+            return "prepared.json was altered"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return "prepared.json cannot be read"
+    total = sum(size for size, _ in saved.values())
+    return digests.find_damage(directory, saved, read=total <= _READ_BYTES) or None
+
+
 def _load(directory: Path) -> Dataset:
     tree = json.loads((directory / "prepared.json").read_text(encoding="utf-8"))
     return Dataset(
@@ -112,6 +138,7 @@ def _load(directory: Path) -> Dataset:
         tokenizer=tokenizers.load(directory / "tokenizer.json"),
         splits={name: Split(**tree["splits"][name]) for name in SPLITS},
         zlib_bits_per_byte=tree["zlib_bits_per_byte"],
+        token_crc32=tree.get("token_crc32"),
         shard_files=tree.get("shard_files"),
     )
 
@@ -130,10 +157,14 @@ def _write(
         else:
             _check_room(partial, corpus)
             facts = write_splits(corpus, data, partial, show_progress)
-        about = {"corpus": data.corpus, "tokenizer": data.tokenizer}
-        files.write_json(
-            partial / "prepared.json", about | {"val_fraction": data.val_fraction} | facts
-        )
+        about = {
+            "corpus": data.corpus,
+            "tokenizer": data.tokenizer,
+            "val_fraction": data.val_fraction,
+            "files": digests.digest_folder(partial),
+        }
+        tree = about | facts
+        files.write_json(partial / "prepared.json", tree | {"crc32": digests.crc32_of(tree)})
         files.sync_directory(partial)
         partial.rename(directory)
     finally:

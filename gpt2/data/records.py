@@ -6,6 +6,7 @@ a random read decodes little that it does not need.
 """
 
 import functools
+import zlib
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +39,9 @@ class RecordWriter:
     Args:
         directory: an existing empty directory.
         vocab_size: decides the type of a stored token: uint16 where it fits, else uint32.
+
+    Attributes:
+        crc32: of each split's tokens so far, as they are stored.
     """
 
     def __init__(self, directory: Path, vocab_size: int):
@@ -59,11 +63,14 @@ class RecordWriter:
         )
         self._waiting: dict[str, list[np.ndarray]] = {"train": [], "validation": []}
         self._num_waiting = dict.fromkeys(self._waiting, 0)
+        self.crc32 = dict.fromkeys(self._waiting, 0)
         self._writer.initialize_splits(list(self._waiting))
 
     def append(self, split: str, tokens: np.ndarray) -> None:
         """Appends token ids [num_tokens] to a split's stream."""
-        self._waiting[split].append(tokens.astype(self._dtype))
+        stored = tokens.astype(self._dtype)
+        self.crc32[split] = zlib.crc32(stored.tobytes(), self.crc32[split])
+        self._waiting[split].append(stored)
         self._num_waiting[split] += len(tokens)
         if self._num_waiting[split] >= FLUSH_RECORDS * RECORD_TOKENS:
             self._flush(split, RECORD_TOKENS)

@@ -85,7 +85,11 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
         )
     writer.close()
     bits_per_byte = 8 * num_compressed / totals["validation"]["num_bytes"]
-    return {"splits": totals, "zlib_bits_per_byte": bits_per_byte}
+    return {
+        "splits": totals,
+        "zlib_bits_per_byte": bits_per_byte,
+        "token_crc32": writer.crc32,
+    }
 
 
 def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[], Iterator[Piece]]]:

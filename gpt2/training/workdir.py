@@ -268,7 +268,8 @@ def _had_checkpoint(workdir: Path, saved: Config) -> bool:
 
 def _describe(dataset: Dataset) -> dict:
     """Describes a corpus by what it holds, not by where it lies, so that its files can move."""
-    return {
+    exact = {} if dataset.token_crc32 is None else {"token_crc32": dataset.token_crc32}
+    return exact | {
         "splits": {name: dataclasses.asdict(split) for name, split in dataset.splits.items()},
         "zlib_bits_per_byte": dataset.zlib_bits_per_byte,
         "training_sample_sha256": _hash_sample(dataset.open("train")),

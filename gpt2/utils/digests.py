@@ -25,8 +25,13 @@ def digest_folder(folder: Path) -> dict[str, list[int]]:
     }
 
 
-def find_damage(folder: Path, digests: dict[str, list[int]]) -> str:
+def find_damage(folder: Path, digests: dict[str, list[int]], *, read: bool = True) -> str:
     """Compares a folder with digests of its files. Files without a digest are not looked at.
+
+    Args:
+        folder: where the files are.
+        digests: of `digest_folder`.
+        read: compare what the files hold too, not their sizes alone.
 
     Returns:
         What is wrong with the first file that differs, or an empty text.
@@ -37,7 +42,7 @@ def find_damage(folder: Path, digests: dict[str, list[int]]) -> str:
             return f"{name} is missing"
         if (found := path.stat().st_size) != size:
             return f"{name} has {found} bytes, not {size}"
-    names = list(digests)
+    names = list(digests) if read else []
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = pool.map(_crc32, [folder / name for name in names])
         for name, crc in zip(names, sums, strict=True):
@@ -48,20 +53,21 @@ def find_damage(folder: Path, digests: dict[str, list[int]]) -> str:
 
 def to_text(digests: dict[str, list[int]]) -> str:
     """Returns digests as JSON that carries a digest of its own."""
-    return json.dumps({"files": digests, "crc32": _crc32_of(digests)})
+    return json.dumps({"files": digests, "crc32": crc32_of(digests)})
 
 
 def from_text(text: str) -> dict[str, list[int]] | None:
     """Returns the digests in what `to_text` has returned, or None if that was altered."""
     try:
         found = json.loads(text)
-        return found["files"] if found["crc32"] == _crc32_of(found["files"]) else None
+        return found["files"] if found["crc32"] == crc32_of(found["files"]) else None
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def _crc32_of(digests: Any) -> int:
-    return zlib.crc32(json.dumps(digests).encode())
+def crc32_of(tree: Any) -> int:
+    """Returns the CRC-32 of a tree that JSON can hold."""
+    return zlib.crc32(json.dumps(tree, sort_keys=True).encode())
 
 
 def _crc32(path: Path) -> int:
