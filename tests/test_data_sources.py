@@ -133,6 +133,17 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="cut short"):
         make(f"tokens:{path}", "gpt2")
+    for count in (-5, 2**30):
+        _write_shard(path, range(1000), header=True)
+        data = bytearray(path.read_bytes())
+        data[8:12] = np.int32(count).tobytes()
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="cut short"):
+            make(f"tokens:{path}", "gpt2")
+    _write_shard(path, range(50), header=False)
+    for share, split in ((0.01, "validation"), (0.99, "train")):
+        with pytest.raises(UserError, match=f"the {split} split of .* has no token to predict"):
+            make(f"tokens:{path}", "gpt2", val_fraction=share)
     _write_shard(path, [60_000] * 100, header=False)
     with pytest.raises(UserError, match="token 60000"):
         make(f"tokens:{path}", "gpt2")

@@ -30,7 +30,7 @@ def make(tmp_path_factory):
             "train": prepare.Split(len(train), 0, num_documents),
             "validation": prepare.Split(len(validation), 0, num_documents),
         }
-        return prepare.Dataset(directory, SimpleNamespace(eot=eot), splits, 0.0)
+        return prepare.Dataset(directory, SimpleNamespace(eot=eot), splits, 0.0, {})
 
     return make
 

@@ -368,7 +368,7 @@ def test_batches_are_int32_rows_of_known_tokens(tmp_path, document_mask):
     writer.close()
     split = dataset.Split(1000, 0, num_documents=10)
     splits, tokenizer = {"train": split, "validation": split}, SimpleNamespace(eot=99)
-    corpus = dataset.Dataset(tmp_path, tokenizer, splits, 0.0)
+    corpus = dataset.Dataset(tmp_path, tokenizer, splits, 0.0, {})
     options = dict(batch_size=4, context_length=16, document_mask=document_mask)
     validation = ValidationLoader(corpus, **options)
     assert len(validation) == -(-999 // (16 * 4))

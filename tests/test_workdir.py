@@ -208,6 +208,6 @@ def test_data_json_of_an_earlier_version_is_compared_in_what_it_holds(tmp_path, 
     begin(data)
     file = tmp_path / "run" / "data.json"
     tree = json.loads(file.read_text())
-    del tree["training_sample_sha256"]
+    del tree["token_crc32"]
     file.write_text(json.dumps(tree))
     resume(data)

@@ -59,7 +59,7 @@ class Dataset:
         splits: `train` and `validation`.
         zlib_bits_per_byte: bits that zlib at level 9 needs for a byte of the validation text,
             documents one after the other: a baseline for the model.
-        token_crc32: of each split's tokens; None for ready token shards, which nothing has read.
+        token_crc32: of each split's tokens.
         shard_files: ready token shards that are read in place, instead of records.
     """
 
@@ -67,7 +67,7 @@ class Dataset:
     tokenizer: tokenizers.Tokenizer
     splits: dict[str, Split]
     zlib_bits_per_byte: float
-    token_crc32: dict[str, int] | None = None
+    token_crc32: dict[str, int]
     shard_files: dict[str, list] | None = None
 
     def open(self, split: str) -> records.TokenStream:
@@ -138,7 +138,7 @@ def _load(directory: Path) -> Dataset:
         tokenizer=tokenizers.load(directory / "tokenizer.json"),
         splits={name: Split(**tree["splits"][name]) for name in SPLITS},
         zlib_bits_per_byte=tree["zlib_bits_per_byte"],
-        token_crc32=tree.get("token_crc32"),
+        token_crc32=tree["token_crc32"],
         shard_files=tree.get("shard_files"),
     )
 

@@ -55,6 +55,12 @@ def open_shards(data: DataConfig) -> Shards:
         num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
         train, validation = _cut(everything, num_train)
     splits = {"train": train, "validation": validation}
+    for name, parts in splits.items():
+        if sum(count for _, _, count in parts) < 2:
+            how = "Choose another --config.data.val_fraction" if by_share else "Add to its shards"
+            raise UserError(
+                f"the {name} split of data.corpus={data.corpus!r} has no token to predict", how
+            )
     return Shards(file_fingerprint(files, "tokens"), splits, by_share)
 
 
@@ -71,7 +77,7 @@ def index(shards: Shards, directory: Path) -> dict:
     token_bytes = np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
     token_bytes[tokenizer.eot] = 0
     compressor, num_compressed = zlib.compressobj(9), 0
-    splits = {}
+    splits, crc32 = {}, dict.fromkeys(shards.files, 0)
     for name, files in shards.files.items():
         stream = ShardStream(files)
         num_bytes = num_documents = 0
@@ -82,6 +88,7 @@ def index(shards: Shards, directory: Path) -> dict:
                     f"The {name} shards hold the token {tokens.max()}, which GPT-2 lacks",
                     "Give shards of GPT-2 tokens, uint16, with llm.c's header or none",
                 )
+            crc32[name] = zlib.crc32(tokens.astype(np.uint16).tobytes(), crc32[name])
             num_bytes += int(token_bytes[tokens].sum())
             num_documents += int((tokens == tokenizer.eot).sum())
             if name == "validation":
@@ -94,6 +101,7 @@ def index(shards: Shards, directory: Path) -> dict:
     return {
         "splits": splits,
         "zlib_bits_per_byte": 8 * num_compressed / max(splits["validation"]["num_bytes"], 1),
+        "token_crc32": crc32,
         "shard_files": shards.files,
     }
 
@@ -132,7 +140,7 @@ def _tokens_in(file: Path) -> tuple[str, int, int]:
         header = np.fromfile(file, np.int32, HEADER)
     if len(header) == HEADER and header[0] == MAGIC:
         skip, count = HEADER * 2, int(header[2])
-        if header[1] != VERSION or size < 2 * (skip + count):
+        if header[1] != VERSION or not 0 <= count <= size // 2 - skip:
             raise UserError(
                 f"{file} is cut short, or has llm.c's format {header[1]} instead of {VERSION}",
                 "Download it again",

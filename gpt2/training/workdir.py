@@ -8,17 +8,13 @@ environment.jsonl   with what the run was made, a line for each start
 """
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gpt2.config import Config, differences, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset
-from gpt2.data.records import TokenStream
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.data.tokenizer import load as load_tokenizer
 from gpt2.data.tokenizer_names import is_path
@@ -128,7 +124,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
         if (workdir / _DATA).exists():
             warn(f"{workdir / _DATA} cannot be read; whether the text is the same is not known")
         return
-    differing = {name for name in saved if saved[name] != found.get(name)}
+    differing = {name for name in saved if saved[name] != found.get(name, saved[name])}
     if differing:
         other = "tokenizer_sha256" in differing
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
@@ -268,22 +264,13 @@ def _had_checkpoint(workdir: Path, saved: Config) -> bool:
 
 def _describe(dataset: Dataset) -> dict:
     """Describes a corpus by what it holds, not by where it lies, so that its files can move."""
-    exact = {} if dataset.token_crc32 is None else {"token_crc32": dataset.token_crc32}
-    return exact | {
+    return {
         "splits": {name: dataclasses.asdict(split) for name, split in dataset.splits.items()},
         "zlib_bits_per_byte": dataset.zlib_bits_per_byte,
-        "training_sample_sha256": _hash_sample(dataset.open("train")),
+        "token_crc32": dataset.token_crc32,
         "tokenizer": dataset.tokenizer.name,
         "tokenizer_sha256": fingerprint(dataset.tokenizer),
     }
-
-
-def _hash_sample(stream: TokenStream) -> str:
-    """Returns a hash of pieces from all over a token stream: counts do not tell its order."""
-    digest = hashlib.sha256()
-    for start in np.linspace(0, len(stream), 64, endpoint=False, dtype=np.int64):
-        digest.update(stream.read(int(start), 256).tobytes())
-    return digest.hexdigest()
 
 
 def _is_move(name: str, old: Any, new: Any) -> bool:
