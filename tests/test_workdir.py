@@ -98,6 +98,18 @@ def test_a_damaged_file_beside_the_checkpoints_is_told_kept_and_written_anew(
     assert f"{path} was damaged and is written anew" in capsys.readouterr().err
 
 
+def test_micro_batches_may_change_unless_dropout_draws_by_them(tmp_path):
+    changed = dict(train=dict(accumulate_steps=2))
+    for dropout in (0.0, 0.1):
+        workdir = write_run(tmp_path / str(dropout), make_config(model=dict(dropout=dropout)))
+        config = make_config(model=dict(dropout=dropout), **changed)
+        if not dropout:
+            run_files.check_options(workdir, config)
+            continue
+        with pytest.raises(UserError, match=r"accumulate_steps=1, and 2 would draw other masks"):
+            run_files.check_options(workdir, config)
+
+
 @pytest.mark.parametrize("name", [".lock", "loss.png", "metrics.jsonl", "checkpoints"])
 def test_a_folder_in_place_of_a_file_is_refused_at_the_start(tmp_path, name):
     workdir = write_run(tmp_path / "run", make_config())

@@ -98,6 +98,12 @@ def check_options(workdir: Path, config: Config) -> None:
             f"Give another --workdir, or --config.train.num_steps={latest} or more",
         )
     for name, (old, new) in differences(saved, config).items():
+        if name == "train.accumulate_steps" and config.model.dropout:
+            raise UserError(
+                f"{workdir} holds a run with {name}={old}, and {new} would draw other masks of "
+                f"model.dropout={config.model.dropout}",
+                f"Use --config.{name}={old}, or give another --workdir",
+            )
         if name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
             continue
         if _is_move(name, old, new) and (workdir / "data.json").exists():  # check_data decides
