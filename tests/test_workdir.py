@@ -106,8 +106,17 @@ def test_micro_batches_may_change_unless_dropout_draws_by_them(tmp_path):
         if not dropout:
             run_files.check_options(workdir, config)
             continue
-        with pytest.raises(UserError, match=r"accumulate_steps=1, and 2 would draw other masks"):
+        with pytest.raises(UserError, match=r"holds a run with train\.accumulate_steps=1, not 2\."):
             run_files.check_options(workdir, config)
+
+
+def test_all_options_that_differ_are_named_at_once(tmp_path):
+    workdir = write_run(tmp_path, make_config())
+    other = make_config(optim=dict(weight_decay=0.2, beta1=0.8))
+    with pytest.raises(UserError) as error:
+        run_files.check_options(workdir, other)
+    assert "optim.beta1=0.9, not 0.8; optim.weight_decay=0.1, not 0.2." in str(error.value)
+    assert "--config.optim.beta1=0.9 --config.optim.weight_decay=0.1." in str(error.value)
 
 
 @pytest.mark.parametrize("name", [".lock", "loss.png", "metrics.jsonl", "checkpoints"])

@@ -97,21 +97,27 @@ def check_options(workdir: Path, config: Config) -> None:
             f"train.num_steps={config.train.num_steps}",
             f"Give another --workdir, or --config.train.num_steps={latest} or more",
         )
-    for name, (old, new) in differences(saved, config).items():
-        if name == "train.accumulate_steps" and config.model.dropout:
-            raise UserError(
-                f"{workdir} holds a run with {name}={old}, and {new} would draw other masks of "
-                f"model.dropout={config.model.dropout}",
-                f"Use --config.{name}={old}, or give another --workdir",
-            )
-        if name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0):
-            continue
-        if _is_move(name, old, new) and (workdir / "data.json").exists():  # check_data decides
-            continue
+    changed = {
+        name: values
+        for name, values in differences(saved, config).items()
+        if not _may_change(name, *values, workdir, config)
+    }
+    if changed:
+        what = [f"{name}={old}, not {new}" for name, (old, new) in changed.items()]
+        how = [f"--config.{name}={old}" for name, (old, _) in changed.items()]
         raise UserError(
-            f"{workdir} holds a run with {name}={old}, not {new}",
-            "Give another --workdir, or the old value of the option",
+            f"{workdir} holds a run with {'; '.join(what)}",
+            f"Give another --workdir, or {' '.join(how)}",
         )
+
+
+def _may_change(name: str, old: Any, new: Any, workdir: Path, config: Config) -> bool:
+    """Returns whether a run may continue with another value of an option."""
+    if name == "train.accumulate_steps" and config.model.dropout:
+        return False  # masks are drawn by micro-batch
+    if _is_move(name, old, new) and (workdir / _DATA).exists():
+        return True  # check_data decides
+    return name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0)
 
 
 def _precedes_config(path: Path) -> bool:
