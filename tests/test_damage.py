@@ -76,7 +76,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
             told = capsys.readouterr().err
             assert told.startswith(f"warning: checkpoint {newest} is damaged (")
             assert told.count("\n") == 2 and "continues from step 2" in told
-            if path.relative_to(newest).parts[0] == "params":
+            if path.relative_to(newest).parts[0] == "params" and damage is cut:
                 with pytest.raises(UserError, match=r"4 is damaged .* a copy, or use 2\.$"):
                     load_params(tmp_path, "latest")
             shutil.copy(copy / path.relative_to(newest), path)
@@ -116,6 +116,7 @@ def test_a_checkpoint_of_before_there_were_digests_is_read_or_named(tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_run_continues_from_before_the_damage_to_the_same_weights(tmp_path):
     options = [*TINY, "--config.train.keep_checkpoints=9", "--config.train.eval_batches=1"]
     code, _, told = run(tmp_path / "whole", *options)
