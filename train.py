@@ -123,7 +123,7 @@ def open_state(
         )
     # The weights are checked. From here on, the run writes to its workdir.
     run_files.begin(workdir, config, dataset, start)
-    checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints)
+    checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints, goes_on=True)
     if state is None:
         state = checkpointer.restore(start, program.state_shapes)
     return checkpointer, state
@@ -189,7 +189,7 @@ def train(
             checkpointer.wait()
 
     if checkpointer.failure:
-        how = f"Make room, and repeat the command to train from step {latest_step(workdir) or 0} on"
+        how = f"Mend that, and repeat the command to train from step {latest_step(workdir) or 0} on"
         raise UserError(checkpointer.failure, how, exit_code=5)
     if stop.requested and step < num_steps:
         print(f"stopped by {stop.requested.name} at step {step}; the same command continues")

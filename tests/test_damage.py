@@ -1,8 +1,10 @@
 """Damaged checkpoints are noticed, named and passed over. A full disk ends no run."""
 
+import errno
 import re
 import shutil
 import subprocess
+import time
 import types
 from pathlib import Path
 
@@ -108,6 +110,9 @@ def test_a_checkpoint_of_before_there_were_digests_is_read_or_named(tmp_path):
     save_checkpoints(tmp_path, 2, 4)
     for step in ("2", "4"):
         shutil.rmtree(tmp_path / "checkpoints" / step / "digests")
+    assert "missing" in find_damage(tmp_path, 4)  # the copy was cut short
+    for notes in (tmp_path / "checkpoints").glob("*/_CHECKPOINT_METADATA"):
+        notes.write_text(notes.read_text().replace('"digests"', '"other"'))
     load_params(tmp_path, "latest")
     for path in (tmp_path / "checkpoints" / "4" / "params").rglob("d/*"):
         path.write_bytes(bytes(path.stat().st_size))
@@ -174,7 +179,8 @@ def test_a_save_without_room_or_that_fails_is_told_and_the_next_is_tried(
     tmp_path, monkeypatch, capsys
 ):
     state = TrainState.create({"x": jnp.ones(4)}, optax.sgd(1.0), "float32")
-    with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
+    scores = {"eval/loss": 2.0}
+    with Checkpointer(tmp_path, goes_on=True) as checkpointer, monkeypatch.context() as patched:
         checkpointer.save(state, 1)
         checkpointer.wait()
         patched.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10))
@@ -183,11 +189,37 @@ def test_a_save_without_room_or_that_fails_is_told_and_the_next_is_tried(
         assert "256.0 KiB are needed, and 10 B are free" in capsys.readouterr().err
         patched.undo()
         patched.setattr(digests, "digest_folder", lambda folder: 1 / 0)  # in the saving thread
-        checkpointer.save(state, 3)
-        checkpointer.wait()
+        checkpointer.save(state, 3, scores)
+        while checkpointer._manager.is_saving_in_progress():
+            time.sleep(0.01)
+        assert checkpointer.improves(2.5)  # the better one was not saved
         assert "step 3 is not saved" in checkpointer.failure
         assert "the last one saved is that of step 1" in capsys.readouterr().err
         patched.undo()
         checkpointer.save(state, 4)
         checkpointer.wait()
         assert checkpointer.failure == "" and checkpointer.all_steps() == [4]
+    with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10))
+        with pytest.raises(UserError, match=r"step 5 is not saved .* Make room, and repeat"):
+            checkpointer.save(state, 5)
+
+
+def test_damaged_scores_of_an_older_checkpoint_neither_end_the_run_nor_count(tmp_path, capsys):
+    save_checkpoints(tmp_path, 2, 4)
+    scores = tmp_path / "checkpoints/2/metrics/metrics"
+    scores.write_text(scores.read_text().replace("8.0", "0.0"))
+    with pytest.raises(UserError, match=r"checkpoints/2 is damaged \(metrics/metrics was altered"):
+        Checkpointer(tmp_path, read_only=True)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.best() == (4, 6.0)
+    assert f"it is now {tmp_path}/damaged/2" in capsys.readouterr().err
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    save_checkpoints(tmp_path, 2)
+    monkeypatch.setattr(digests, "_crc32", fail)
+    assert re.search(r"cannot be read: Input/output error$", find_damage(tmp_path, 2))

@@ -119,7 +119,7 @@ def test_damaged_lines_are_left_out_told_and_kept_in_a_copy(tmp_path, capsys):
     metrics.MetricsWriter(tmp_path, {}, tensorboard=False, resume_step=6).close()
     assert [record["step"] for record in metrics.read_metrics(path)] == [1, 2, 3, 4, 5, 6]
     assert capsys.readouterr().err == (
-        f"warning: 6 lines of {path} cannot be read and are left out; see {path}.damaged\n"
+        f"warning: 7 lines of {path} cannot be read and are left out; see {path}.damaged\n"
     )
     assert b"garbage" in (tmp_path / "metrics.jsonl.damaged").read_bytes()
 
@@ -142,6 +142,34 @@ def test_a_full_disk_keeps_lines_until_there_is_room(tmp_path, monkeypatch, caps
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[0] == {"step": 1, "train/loss": 1.0, "eval/loss": 1.5}
     assert capsys.readouterr().err.count("cannot be written now (No space left") == 1
+
+
+def test_a_damaged_step_costs_its_own_line_alone(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with metrics.MetricsWriter(tmp_path, {}, tensorboard=False) as writer:
+        for step in range(1, 31):
+            writer.write(step, {"train/loss": 1.0})
+    whole = path.read_text()
+    for bad in (19, 1, 25, 3000):
+        path.write_text(whole.replace('"step": 11,', f'"step": {bad},'))
+        metrics.MetricsWriter(tmp_path, {}, tensorboard=False, resume_step=30).close()
+        steps = [line["step"] for line in metrics.read_metrics(path)]
+        assert steps == [step for step in range(1, 31) if step != 11]
+        assert "1 line of" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("*.damaged*"))) == 4
+
+
+def test_waiting_lines_are_written_at_the_end(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with metrics.MetricsWriter(tmp_path, {}, tensorboard=False) as writer:
+        monkeypatch.setattr(metrics.MetricsWriter, "_append", full)
+        for step in range(1, 5):
+            writer.write(step, {"train/loss": 1.0})
+        writer.flush(4)
+        monkeypatch.undo()
+    assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 4
 
 
 def test_a_gap_before_the_checkpoint_is_told(tmp_path, capsys):

@@ -43,5 +43,6 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(files.fcntl, "flock", flock)
     workdir.lock(tmp_path, start=0)
     (tmp_path / "checkpoints" / "4" / "params").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "4" / "_CHECKPOINT_METADATA").touch()
     with pytest.raises(UserError, match="another process"):  # which began and ended meanwhile
         workdir.lock(tmp_path, start=0)

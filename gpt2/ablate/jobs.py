@@ -20,6 +20,7 @@ from gpt2.errors import UserError
 from gpt2.utils import files
 
 _POLL_SECONDS = 0.2
+_FULL_BYTES = 1 << 16
 _DIVERGED = 3  # the exit code of train.py
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
@@ -152,10 +153,10 @@ class _Training:
             # The rest of the line names checkpoints, which depend on when the run was stopped.
             found = re.search(r"the loss is not finite at step \d+", error)
             return Outcome("diverged", found[0] if found else error)
-        if not shutil.disk_usage(self.run.folder).free:
-            error = "no space is left on the disk"
-        elif code < 0:
+        if code < 0:
             error = f"killed by {signal.Signals(-code).name}"
+        if shutil.disk_usage(self.run.folder).free < _FULL_BYTES:
+            error += " (no room is left on the disk)"
         return Outcome("failed", error or f"exit code {code}")
 
 

@@ -148,7 +148,8 @@ def _write(
 ) -> None:
     """Prepares into a directory of its own and renames it to its place."""
     partial = directory.with_name(f".{directory.name}.partial")
-    for broken in (partial, directory):  # left by a process or a person that stopped halfway
+    old = directory.with_name(f".{directory.name}.old")
+    for broken in (partial, old):  # left by a process that stopped halfway
         shutil.rmtree(broken, ignore_errors=True)
     partial.mkdir()
     try:
@@ -166,7 +167,10 @@ def _write(
         tree = about | facts
         files.write_json(partial / "prepared.json", tree | {"crc32": digests.crc32_of(tree)})
         files.sync_directory(partial)
+        if directory.exists():  # damaged; others may read from it until now
+            directory.rename(old)
         partial.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -5,8 +5,10 @@ once, also after a kill and a resume. A value that is not finite is written as `
 cannot express it (pandas reads it back as NaN). TensorBoard and W&B get the value itself.
 """
 
+import bisect
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.errors import UserError, warn
+from gpt2.utils import files
 from gpt2.utils.files import write_bytes, write_text
 from gpt2.utils.text import counted
 
@@ -51,9 +54,10 @@ class MetricsWriter:
         workdir = Path(workdir)
         self._path = workdir / "metrics.jsonl"
         self._wandb = _start_wandb(workdir, config) if wandb else None
-        self._events = _EventFile(workdir / "tensorboard", resume_step) if tensorboard else None
+        self._folder = workdir / "tensorboard"
+        self._events = _EventFile(self._folder, resume_step) if tensorboard else None
         workdir.mkdir(parents=True, exist_ok=True)
-        records = list(_records(self._path, up_to=resume_step))
+        records = _records(self._path, up_to=resume_step)
         log_every = config.get("train", {}).get("log_every", 1)
         _tell_of_damage(self._path, records, resume_step, log_every)
         self._replace(records)
@@ -63,7 +67,7 @@ class MetricsWriter:
         self._on_disk = bool(records)  # does the file have a line for `_step`?
         self._unwritten: list[dict[str, Any]] = []  # lines for which the disk had no room
         self._replaces = False  # does one of them replace a line of the file?
-        self._told_failure = False
+        self._told = set[Path]()  # files that could not be written
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds values to the line of `step`.
@@ -83,7 +87,7 @@ class MetricsWriter:
         self._record.update(metrics)
         self._pending = True
         if self._events:
-            with self._going_on():
+            with self._going_on(self._folder):
                 self._events.add(step, metrics)
         if self._wandb:
             self._wandb.log(dict(metrics), step=step)
@@ -95,18 +99,20 @@ class MetricsWriter:
         """
         if self._step <= step:
             self._commit()
-        with self._going_on():
-            with open(self._path, "a") as file:
-                os.fsync(file.fileno())
-            if self._events:
+        with self._going_on(self._path), open(self._path, "a") as file:
+            os.fsync(file.fileno())
+        if self._events:
+            with self._going_on(self._folder):
                 self._events.flush()
 
     def close(self) -> None:
         """Writes what is left and closes the files."""
         self.flush(self._step)
         if self._events:
-            with self._going_on():
+            with self._going_on(self._folder):
                 self._events.close()
+        if self._unwritten:
+            warn(f"{self._path} lacks {counted(len(self._unwritten), 'line')}, for want of room")
         if self._wandb:
             self._wandb.finish()
 
@@ -117,11 +123,13 @@ class MetricsWriter:
         self.close()
 
     def _commit(self) -> None:
-        if not self._pending:
+        if self._pending:
+            self._unwritten.append(dict(self._record))
+            self._replaces |= self._on_disk
+            self._pending, self._on_disk = False, True
+        if not self._unwritten:
             return
-        self._unwritten.append(dict(self._record))
-        self._replaces |= self._on_disk
-        with self._going_on():
+        with self._going_on(self._path):
             if self._replaces:
                 last = {record["step"]: record for record in self._unwritten}  # its newest form
                 earlier = _records(self._path, up_to=min(last) - 1)
@@ -129,7 +137,6 @@ class MetricsWriter:
             else:
                 self._append(self._unwritten)
             self._unwritten, self._replaces = [], False
-        self._pending, self._on_disk = False, True
 
     def _append(self, records: list[dict]) -> None:
         """Appends lines in one write call: only a kill inside it could tear one."""
@@ -143,14 +150,14 @@ class MetricsWriter:
                 raise
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Tells once that metrics cannot be written. They are kept, and tried again."""
+    def _going_on(self, path: Path) -> Iterator[None]:
+        """Tells once that a file cannot be written. Lines of metrics.jsonl are tried again."""
         try:
             yield
         except OSError as error:
-            if not self._told_failure:
-                warn(f"{self._path} cannot be written now ({error.strerror}); the run goes on")
-            self._told_failure = True
+            if path not in self._told:
+                warn(f"{path} cannot be written now ({error.strerror}); the run goes on")
+            self._told.add(path)
 
     def _replace(self, records: list[dict]) -> None:
         """Replaces all of metrics.jsonl."""
@@ -163,17 +170,33 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     Returns:
         One dict per logged step, oldest first; a value that was not finite is None.
     """
-    return list(_records(Path(path)))
+    return _records(Path(path))
 
 
-def _records(path: Path, up_to: float = math.inf) -> Iterator[dict[str, Any]]:
-    """Yields the whole lines of a metrics.jsonl whose step is at most `up_to`."""
-    step = -1
-    for line in _whole_lines(path):
-        record = _read_line(line)
-        if record and step < record["step"] <= up_to:
-            step = record["step"]
-            yield record
+def _records(path: Path, up_to: float = math.inf) -> list[dict[str, Any]]:
+    """Returns the whole lines of a metrics.jsonl whose step is at most `up_to`, in order."""
+    records = [record for line in _whole_lines(path) if (record := _read_line(line))]
+    return [record for record in _in_order(records) if record["step"] <= up_to]
+
+
+def _in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns as many records as possible whose steps ascend: a damaged step costs its own line.
+
+    This is the longest increasing subsequence (Fredman 1975), which ends in `last[-1]`.
+    """
+    steps = [record["step"] for record in records]
+    if all(first < second for first, second in itertools.pairwise(steps)):
+        return records
+    ends, last, before = list[int](), list[int](), list[int]()
+    for i, step in enumerate(steps):
+        length = bisect.bisect_left(ends, step)
+        ends[length:], last[length:] = [step, *ends[length + 1 :]], [i, *last[length + 1 :]]
+        before.append(last[length - 1] if length else -1)
+    chosen, i = [], last[-1]
+    while i >= 0:
+        chosen.append(records[i])
+        i = before[i]
+    return chosen[::-1]
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
@@ -199,12 +222,13 @@ def _tell_of_damage(
     path: Path, records: list[dict[str, Any]], resume_step: int, log_every: int
 ) -> None:
     """Names what a run that continues finds missing in its metrics. Keeps a damaged file."""
-    if damaged := sum(_read_line(line) is None for line in _whole_lines(path)):
-        copy = path.with_name(f"{path.name}.damaged")
+    if damaged := sum(1 for _ in _whole_lines(path)) - len(_records(path)):
+        copy = files.unused(path.with_name(f"{path.name}.damaged"))
         shutil.copy(path, copy)
         warn(f"{counted(damaged, 'line')} of {path} cannot be read and are left out; see {copy}")
-    last = records[-1]["step"] if records else 0
-    if last + log_every <= resume_step:
+    last, *earlier = [record["step"] for record in reversed(records[-2:])] or [0]
+    spacing = max(log_every, *(last - step for step in earlier), 1)  # which may have changed
+    if last + spacing <= resume_step:
         warn(f"{path} lacks what was logged between step {last} and step {resume_step}")
 
 

@@ -10,7 +10,7 @@ others. Nothing is read that does not agree with them.
 
 import contextlib
 import dataclasses
-import itertools
+import errno
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from gpt2.model import GPT
 from gpt2.parallel import distributed
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.utils import digests
+from gpt2.utils import digests, files
 from gpt2.utils.scan import in_layout, is_scanned
 from gpt2.utils.text import format_bytes
 
@@ -51,6 +51,7 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
         folder = Path(directory)
         found = digests.digest_folder(folder.parent)
         (folder / "digests").write_text(digests.to_text(_of_items(found, _ITEMS)))
+        files.sync_tree(folder.parent)  # before a rename makes them visible
 
 
 def _of_items(found: dict[str, list[int]], items: Sequence[str]) -> dict[str, list[int]]:
@@ -60,8 +61,7 @@ def _of_items(found: dict[str, list[int]], items: Sequence[str]) -> dict[str, li
 class Checkpointer:
     """Saves and restores the states of one run, under `workdir/checkpoints/STEP`.
 
-    A save that fails, on a full disk for example, is told and does not end the run; the checkpoints
-    before it stay. With several processes it ends them all, since each holds a part of the state.
+    A save that fails, on a full disk for example, leaves the checkpoints before it as they are.
 
     Attributes:
         failure: why the newest state that was to be saved is not; empty if it is.
@@ -70,6 +70,8 @@ class Checkpointer:
         workdir: the run's directory.
         num_latest: how many of the newest checkpoints to keep, beside the best by validation loss.
         read_only: neither create nor delete anything.
+        goes_on: a save that fails is told, and the next is tried. With several processes it ends
+            them all in any case, since each holds a part of the state.
         parameters_in_flight: bytes of parameters that may exist twice while saving or restoring,
             at least those of the largest array. With a limit, `save` returns only when all is
             saved. None: no limit.
@@ -80,10 +82,11 @@ class Checkpointer:
         workdir: Path | str,
         num_latest: int = 1,
         read_only: bool = False,
+        goes_on: bool = False,
         parameters_in_flight: int | None = None,
     ):
         self._directory = Path(workdir).resolve() / "checkpoints"
-        self._num_latest, self._read_only = num_latest, read_only
+        self._num_latest, self._read_only, self._goes_on = num_latest, read_only, goes_on
         self._parameters_in_flight = parameters_in_flight
         self._manager = self._open()
         self._lowest_loss = (self.best() or (0, math.inf))[1]
@@ -91,6 +94,7 @@ class Checkpointer:
         self.failure = ""
 
     def _open(self) -> ocp.CheckpointManager:
+        self._check_scores()
         best = keep.BestN(
             get_metric_fn=lambda metrics: metrics[_METRIC],
             reverse=True,
@@ -112,6 +116,16 @@ class Checkpointer:
             handler_registry=_handlers(self._parameters_in_flight),
         )
 
+    def _check_scores(self) -> None:
+        """Sees to it that the scores of all checkpoints, which Orbax reads at once, are whole."""
+        workdir = self._directory.parent
+        for step in saved_steps(workdir) if jax.process_index() == 0 else ():
+            if damage := find_damage(workdir, step, ("metrics",)):
+                about = describe_damage(workdir, step, damage)
+                if self._read_only:
+                    raise UserError(about, "Restore it from a copy, or move it out of checkpoints")
+                warn(f"{about}; it is now {_move_aside(workdir, step)}")
+
     def best(self) -> tuple[int, float] | None:
         """Returns the step with the lowest validation loss, and that loss, or None."""
         step = self._manager.best_step()
@@ -122,6 +136,8 @@ class Checkpointer:
 
     def improves(self, eval_loss: float) -> bool:
         """Says whether a validation loss is below that of every checkpoint so far."""
+        if jax.process_count() == 1 and not self._manager.is_saving_in_progress():
+            self.wait()  # which tells of a save that has failed meanwhile
         return eval_loss < self._lowest_loss
 
     def all_steps(self) -> list[int]:
@@ -139,13 +155,11 @@ class Checkpointer:
         self.wait()
         if step in self._manager.all_steps():
             return
-        if lacking := self._lacking_room(state):
-            self._tell_failure(step, lacking)
-            return
         rest = dataclasses.replace(state, params=None)
         self._saving = step
         try:
-            self._manager.save(
+            self._check_room(state)
+            saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.params),
@@ -155,6 +169,8 @@ class Checkpointer:
                 ),
                 metrics=None if scores is None else {_METRIC: scores[_METRIC]},
             )
+            if not saved:
+                raise OSError("Orbax has declined to save it")
         except Exception as error:  # of many kinds
             self._recover(error)
             return
@@ -208,33 +224,42 @@ class Checkpointer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _lacking_room(self, state: TrainState) -> str:
-        """Says how much room a state lacks on the disk, if any."""
+    def _check_room(self, state: TrainState) -> None:
+        """Raises an OSError if the disk has no room for a state."""
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + _NOTES_BYTES
         free = shutil.disk_usage(self._directory).free
-        if distributed.from_first(free >= needed):
-            return ""
-        return f"{format_bytes(needed)} are needed, and {format_bytes(free)} are free"
+        if not distributed.from_first(free >= needed):
+            about = f"{format_bytes(needed)} are needed, and {format_bytes(free)} are free"
+            raise OSError(errno.ENOSPC, about)
 
     def _recover(self, error: Exception) -> None:
-        """Goes on after a save that failed, with the checkpoints before it."""
-        if jax.process_count() > 1:
+        """Tells of a save that failed, and goes on with the checkpoints before it."""
+        no_room = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        if isinstance(error, TypeError | AttributeError | NameError):  # of the program
+            raise error
+        if jax.process_count() > 1 and not no_room:
             raise error
         step, self._saving = self._saving, None
-        with contextlib.suppress(Exception):
-            self._manager.close()
-        self._manager = self._open()  # which removes what the save left
-        self._lowest_loss = (self.best() or (0, math.inf))[1]
-        full = shutil.disk_usage(self._directory).free < _FULL_BYTES
-        about = "no room is left on the disk" if full else str(error).strip().partition("\n")[0]
         assert step is not None  # one was under way
-        self._tell_failure(step, about)
-
-    def _tell_failure(self, step: int, why: str) -> None:
-        self.failure = f"the state of step {step} is not saved in {self._directory} ({why})"
+        if no_room:
+            reason = error.args[-1]
+        else:
+            full = shutil.disk_usage(self._directory).free < _FULL_BYTES
+            reason = "no room is left on the disk" if full else str(error).strip().split("\n")[0]
+            with contextlib.suppress(Exception):
+                self._manager.close()
+            self._manager = self._open()  # which removes what the save left
+            if step in self.all_steps() and not find_damage(self._directory.parent, step):
+                warn(f"checkpoint {step} is saved, but an older one is not removed ({reason})")
+                self.failure = ""
+                return
+            self._lowest_loss = (self.best() or (0, math.inf))[1]
+        self.failure = f"the state of step {step} is not saved in {self._directory} ({reason})"
+        if not self._goes_on:
+            raise UserError(self.failure, "Make room, and repeat the command") from error
         steps = self.all_steps()
         last = f"the last one saved is that of step {steps[-1]}" if steps else "none is saved yet"
-        warn(f"{self.failure}; {last}, and the run goes on")
+        distributed.only_first(warn)(f"{self.failure}; {last}, and the run goes on")
 
     def _is_scanned(self, step: int) -> bool:
         return self._restore(step, layout=ocp.args.JsonRestore())["layout"]["scan_layers"]
@@ -282,16 +307,13 @@ def newest_whole_step(workdir: Path | str, after: int = -1) -> int | None:
 
 def set_aside(workdir: Path, after: int) -> list[Path]:
     """Moves checkpoints beyond step `after` to `workdir/damaged`, and returns where they are."""
-    moved = []
-    for step in saved_steps(workdir):
-        if step > after:
-            (workdir / "damaged").mkdir(exist_ok=True)
-            names = itertools.chain([str(step)], (f"{step}-{i}" for i in itertools.count(1)))
-            target = next(
-                path for name in names if not (path := workdir / "damaged" / name).exists()
-            )
-            moved.append((workdir / "checkpoints" / str(step)).rename(target))
-    return moved
+    return [_move_aside(workdir, step) for step in saved_steps(workdir) if step > after]
+
+
+def _move_aside(workdir: Path, step: int) -> Path:
+    (workdir / "damaged").mkdir(exist_ok=True)
+    target = files.unused(workdir / "damaged" / str(step))
+    return (workdir / "checkpoints" / str(step)).rename(target)
 
 
 def saved_steps(workdir: Path | str) -> list[int]:
@@ -308,26 +330,29 @@ def describe_damage(workdir: Path | str, step: int, damage: str) -> str:
 def _others(workdir: Path | str, step: int) -> str:
     """Returns what to use in place of a checkpoint that cannot be read."""
     others = [other for other in saved_steps(workdir) if other != step]
-    whole = [other for other in others if not find_damage(workdir, other)]
+    whole = [other for other in others if not find_damage(workdir, other, read=False)]
     if not whole:
         return "There is no other: restore it from a copy"
     return f"Restore it from a copy, or use {' or '.join(map(str, whole))}"
 
 
-def find_damage(workdir: Path | str, step: int, items: Sequence[str] = _ITEMS) -> str:
+def find_damage(
+    workdir: Path | str, step: int, items: Sequence[str] = _ITEMS, *, read: bool = True
+) -> str:
     """Reads all files of a checkpoint and compares them with the digests that were saved.
 
     Args:
         workdir: of the run.
         step: of the checkpoint.
         items: which parts of it.
+        read: compare what the files hold too, not their sizes alone.
 
     Returns:
         What is wrong with it, or an empty text. Checkpoints of a version that wrote no digests are
         not looked at.
     """
     folder = Path(workdir) / "checkpoints" / str(step)
-    if not (folder / "digests").exists() and (folder / "params").exists():
+    if not (folder / "digests").exists() and _is_older(folder):
         return ""
     try:
         saved = digests.from_text((folder / "digests" / "digests").read_text())
@@ -335,7 +360,16 @@ def find_damage(workdir: Path | str, step: int, items: Sequence[str] = _ITEMS) -
         saved = None
     if saved is None:
         return "digests/digests is missing or was altered"
-    return digests.find_damage(folder, _of_items(saved, items))
+    return digests.find_damage(folder, _of_items(saved, items), read=read)
+
+
+def _is_older(checkpoint: Path) -> bool:
+    """Returns whether a checkpoint without digests was saved without them, and not cut short."""
+    try:
+        notes = (checkpoint / "_CHECKPOINT_METADATA").read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return '"digests"' not in notes and (checkpoint / "params").exists()
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Any]:

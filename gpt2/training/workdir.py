@@ -15,7 +15,7 @@ from typing import Any
 from gpt2.config import Config, differences, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset
-from gpt2.data.tokenizer import Tokenizer, fingerprint
+from gpt2.data.tokenizer import fingerprint
 from gpt2.data.tokenizer import load as load_tokenizer
 from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable, warn
@@ -31,6 +31,7 @@ from gpt2.training.checkpoint import (
 )
 from gpt2.training.environment import record_start
 from gpt2.utils import files
+from gpt2.utils.digests import crc32_of
 from gpt2.utils.text import counted
 
 # Options that may change when a run continues. They do not decide what the model learns, except
@@ -115,7 +116,7 @@ def _may_change(name: str, old: Any, new: Any, workdir: Path, config: Config) ->
     """Returns whether a run may continue with another value of an option."""
     if name == "train.accumulate_steps" and config.model.dropout:
         return False  # masks are drawn by micro-batch
-    if _is_move(name, old, new) and (workdir / _DATA).exists():
+    if _is_move(name, old, new) and _read_data(workdir / _DATA) is not None:
         return True  # check_data decides
     return name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0)
 
@@ -134,8 +135,8 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
     saved, found = _read_data(workdir / _DATA), _describe(dataset)
     if saved is None:
         if (workdir / _DATA).exists():
-            warn(f"{workdir / _DATA} cannot be read; whether the text is the same is not known")
-        return
+            warn(f"{workdir / _DATA} is damaged; whether the text is the same is not known")
+        saved = _tokenizer_of(workdir / _TOKENIZER)
     differing = {name for name in saved if saved[name] != found.get(name, saved[name])}
     if differing:
         other = "tokenizer_sha256" in differing
@@ -147,19 +148,25 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 
 
 def _read_data(path: Path) -> dict | None:
-    """Returns what `_describe` gave when the run began, or None if it is missing or damaged."""
+    """Returns what `_describe` gave when the run began, or None if it is missing or damaged.
+
+    A file of before it had a sum of its own is believed.
+    """
     try:
         saved = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return saved if isinstance(saved, dict) and "splits" in saved else None
+    if not isinstance(saved, dict) or "splits" not in saved:
+        return None
+    return saved if saved.pop("crc32", crc32_of(saved)) == crc32_of(saved) else None
 
 
-def _holds_tokenizer(path: Path, tokenizer: Tokenizer) -> bool:
+def _tokenizer_of(path: Path) -> dict:
+    """Returns what tokenizer.json tells of `_describe`, nothing if it is missing or damaged."""
     try:
-        return fingerprint(load_tokenizer(path)) == fingerprint(tokenizer)
+        return {"tokenizer_sha256": fingerprint(load_tokenizer(path))}
     except UserError:
-        return False
+        return {}
 
 
 def lock(workdir: Path, start: int) -> None:
@@ -246,10 +253,12 @@ def write(workdir: Path, config: Config, dataset: Dataset) -> None:
     if latest_step(workdir) is None:
         (workdir / "metrics.jsonl").unlink(missing_ok=True)
     files.write_json(workdir / "config.json", config.to_dict())
-    if _read_data(workdir / _DATA) is None:
-        _keep_damaged(workdir / _DATA)
-        files.write_json(workdir / _DATA, _describe(dataset))
-    if not _holds_tokenizer(workdir / _TOKENIZER, dataset.tokenizer):
+    about = _describe(dataset)
+    if _read_data(workdir / _DATA) != about:
+        if _read_data(workdir / _DATA) is None:
+            _keep_damaged(workdir / _DATA)
+        files.write_json(workdir / _DATA, about | {"crc32": crc32_of(about)})
+    if _tokenizer_of(workdir / _TOKENIZER) != {"tokenizer_sha256": about["tokenizer_sha256"]}:
         _keep_damaged(workdir / _TOKENIZER)
         dataset.tokenizer.save(workdir / _TOKENIZER)
 
@@ -257,7 +266,7 @@ def write(workdir: Path, config: Config, dataset: Dataset) -> None:
 def _keep_damaged(path: Path) -> None:
     """Renames a file that is about to be written anew, and says so."""
     if path.exists():
-        damaged = path.rename(path.with_name(f"{path.name}.damaged"))
+        damaged = path.rename(files.unused(path.with_name(f"{path.name}.damaged")))
         warn(f"{path} was damaged and is written anew; what it held is in {damaged}")
 
 

@@ -36,18 +36,25 @@ def find_damage(folder: Path, digests: dict[str, list[int]], *, read: bool = Tru
     Returns:
         What is wrong with the first file that differs, or an empty text.
     """
-    for name, (size, _) in digests.items():  # before anything is read
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if (found := path.stat().st_size) != size:
-            return f"{name} has {found} bytes, not {size}"
-    names = list(digests) if read else []
+    try:
+        for name, (size, _) in digests.items():  # before anything is read
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if (found := path.stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
     with ThreadPoolExecutor(_THREADS) as pool:
-        sums = pool.map(_crc32, [folder / name for name in names])
-        for name, crc in zip(names, sums, strict=True):
-            if crc != digests[name][1]:
-                return f"{name} was altered"
+        sums = [(name, pool.submit(_crc32, folder / name)) for name in (digests if read else ())]
+        for name, crc in sums:
+            try:
+                damage = "" if crc.result() == digests[name][1] else f"{name} was altered"
+            except OSError as error:
+                damage = f"{name} cannot be read: {error.strerror}"
+            if damage:
+                pool.shutdown(cancel_futures=True)
+                return damage
     return ""
 
 

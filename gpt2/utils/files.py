@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -38,6 +39,18 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, tree: Any) -> None:
     """Replaces a file by a JSON value, indented for people, as `write_bytes` does."""
     write_text(path, json.dumps(tree, indent=2) + "\n")
+
+
+def unused(path: Path) -> Path:
+    """Returns a path of which nothing exists yet: `path`, or `path` with -1, -2, ... behind it."""
+    names = itertools.chain([path.name], (f"{path.name}-{i}" for i in itertools.count(1)))
+    return next(new for name in names if not (new := path.with_name(name)).exists())
+
+
+def sync_tree(directory: Path) -> None:
+    """Brings a directory, its files and those of all folders in it to the disk itself."""
+    for folder in (*(path for path in directory.rglob("*") if path.is_dir()), directory):
+        sync_directory(folder)
 
 
 @contextlib.contextmanager
