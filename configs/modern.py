@@ -1,8 +1,9 @@
-"""GPT-2 at the quickstart's size, with the four changes that the study supports.
+"""GPT-2 at the quickstart's size, with the four changes that a study here supports.
 
     python train.py --config=configs/modern.py
 
-Data, batch and number of steps are the quickstart's, so that the two compare.
+Data, batch and number of steps are the quickstart's, so that the two compare. Figures below: what
+300 steps lose in validation loss without the change, three seeds (docs/ablations.md).
 """
 
 from ml_collections import ConfigDict
@@ -13,6 +14,12 @@ from configs import quickstart
 def get_config() -> ConfigDict:
     """Returns the options."""
     config = quickstart.get_config()
-    config.model.update(position="rope", value_residual=True)
-    config.optim.update(name="muon", adam_learning_rate=4e-2)
+    config.model.update(
+        position="rope",  # 0.25: distances, not places, and no table to learn
+        value_residual=True,  # 0.13: later layers attend to the first one's values too
+    )
+    config.optim.update(
+        name="muon",  # 0.15: against AdamW with embeddings as fast as below
+        adam_learning_rate=4e-2,  # 0.22: of embeddings and norms, ten times that of kernels
+    )
     return config

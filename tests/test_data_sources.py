@@ -142,7 +142,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
             make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(50), header=False)
     for share, split in ((0.01, "validation"), (0.99, "train")):
-        with pytest.raises(UserError, match=f"the {split} split of .* has no token to predict"):
+        with pytest.raises(UserError, match=f"the {split} split of these shards has no token"):
             make(f"tokens:{path}", "gpt2", val_fraction=share)
     _write_shard(path, [60_000] * 100, header=False)
     with pytest.raises(UserError, match="token 60000"):

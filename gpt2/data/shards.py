@@ -55,12 +55,6 @@ def open_shards(data: DataConfig) -> Shards:
         num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
         train, validation = _cut(everything, num_train)
     splits = {"train": train, "validation": validation}
-    for name, parts in splits.items():
-        if sum(count for _, _, count in parts) < 2:
-            how = "Choose another --config.data.val_fraction" if by_share else "Add to its shards"
-            raise UserError(
-                f"the {name} split of data.corpus={data.corpus!r} has no token to predict", how
-            )
     return Shards(file_fingerprint(files, "tokens"), splits, by_share)
 
 
@@ -70,8 +64,15 @@ def index(shards: Shards, directory: Path) -> dict:
     It reads every token once, to count documents and bytes.
 
     Raises:
-        UserError: a token is not one of GPT-2's.
+        UserError: a token is not one of GPT-2's, or a split has no token to predict.
     """
+    for name, parts in shards.files.items():
+        if sum(count for _, _, count in parts) < 2:
+            share = "Choose another --config.data.val_fraction"
+            raise UserError(
+                f"the {name} split of these shards has no token to predict",
+                share if shards.by_share else "Add to its shards",
+            )
     tokenizer = build("gpt2")
     tokenizer.save(directory / "tokenizer.json")
     token_bytes = np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
