@@ -34,7 +34,8 @@ from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.reporter import Reporter, Writer
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
 from gpt2.training import workdir as run_files
-from gpt2.training.checkpoint import Checkpointer, latest_step
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.due import due_after
 from gpt2.training.feed import Feed
 from gpt2.training.plan import print_plan

@@ -20,7 +20,7 @@ from gpt2.errors import UserError
 from gpt2.utils import files
 
 _POLL_SECONDS = 0.2
-_FULL_BYTES = 1 << 16
+_FULL_BYTES = 1 << 16  # a run that failed with less room has probably failed for want of it
 _DIVERGED = 3  # the exit code of train.py
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1

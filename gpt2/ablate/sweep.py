@@ -15,6 +15,7 @@ from gpt2.ablate.results import Result, read_result
 from gpt2.ablate.runs import Run, check_unchanged, make_choosing_run, make_run
 from gpt2.config import MAX_SEED, Config, complete_record, differences
 from gpt2.errors import UserError
+from gpt2.training.workdir import differing_data, read_data
 from gpt2.utils.files import locked, write_json
 
 # Seeds of runs that choose values begin this much above those of runs that are compared.
@@ -156,11 +157,12 @@ class Sweep:
             )
         runs = [*self.choosing_runs(), *self.runs()]
         check_unchanged(runs)
-        texts: dict[Any, tuple[str, Run]] = {}
+        texts: dict[Any, tuple[dict | None, Run]] = {}
         for run in runs:
             if (path := run.workdir / "data.json").exists():
-                text, first = texts.setdefault(run.config.data, (path.read_text(), run))
-                if text != path.read_text():
+                found = read_data(path)
+                text, first = texts.setdefault(run.config.data, (found, run))
+                if text is None or found is None or differing_data(text, found):
                     raise UserError(
                         f"{run.folder} was trained on another text than {first.folder}, though "
                         "both name it alike",

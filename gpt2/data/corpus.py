@@ -19,7 +19,7 @@ from pathlib import Path
 from gpt2.data import hub
 from gpt2.errors import UserError
 
-# Files of up to this size in all are hashed at every start: 0.1 s.
+# Files of up to this size in all are hashed at every start.
 _HASHED_BYTES = 1 << 26
 
 # A document is its text, or the path of a UTF-8 file that holds it.

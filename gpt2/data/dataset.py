@@ -97,13 +97,11 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
     directory = data_root(data.data_dir) / f"{label}-{key}"
-    damage = _find_damage(directory)
-    if damage is not None:
+    if _find_damage(directory) is not None:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
-                if (
-                    _find_damage(directory) is not None
-                ):  # else another process prepared it meanwhile
+                # Another process may have prepared it meanwhile.
+                if (damage := _find_damage(directory)) is not None:
                     if damage:
                         warn(f"{directory} is damaged ({damage}), and is prepared anew")
                     _write(directory, corpus, data, show_progress)
@@ -120,15 +118,11 @@ def _find_damage(directory: Path) -> str | None:
     facts = directory / "prepared.json"
     if not facts.exists():
         return ""
-    try:
-        tree = json.loads(facts.read_text(encoding="utf-8"))
-        saved = tree["files"]
-        if tree["crc32"] != digests.crc32_of({k: v for k, v in tree.items() if k != "crc32"}):
-            return "prepared.json was altered"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return "prepared.json cannot be read"
-    total = sum(size for size, _ in saved.values())
-    return digests.find_damage(directory, saved, read=total <= _READ_BYTES) or None
+    tree = digests.read_sealed(facts)
+    if tree is None:
+        return "prepared.json was altered"
+    total = sum(size for size, _ in tree["files"].values())
+    return digests.find_damage(directory, tree["files"], read=total <= _READ_BYTES) or None
 
 
 def _load(directory: Path) -> Dataset:
@@ -164,8 +158,7 @@ def _write(
             "val_fraction": data.val_fraction,
             "files": digests.digest_folder(partial),
         }
-        tree = about | facts
-        files.write_json(partial / "prepared.json", tree | {"crc32": digests.crc32_of(tree)})
+        files.write_json(partial / "prepared.json", digests.seal(about | facts))
         files.sync_directory(partial)
         if directory.exists():  # damaged; others may read from it until now
             directory.rename(old)

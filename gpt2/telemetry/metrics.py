@@ -190,7 +190,7 @@ def _in_order(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ends, last, before = list[int](), list[int](), list[int]()
     for i, step in enumerate(steps):
         length = bisect.bisect_left(ends, step)
-        ends[length:], last[length:] = [step, *ends[length + 1 :]], [i, *last[length + 1 :]]
+        ends[length : length + 1], last[length : length + 1] = [step], [i]
         before.append(last[length - 1] if length else -1)
     chosen, i = [], last[-1]
     while i >= 0:

@@ -5,15 +5,16 @@ layers. Weights can therefore be read without the optimizer. A run may continue 
 restoring gives arrays the wanted shardings, and stacks or unstacks layers.
 
 It also holds digests of all its files, since Orbax's format does not tell altered values from
-others. Nothing is read that does not agree with them.
+others (`checkpoint_files.py` compares them).
 """
 
 import contextlib
 import dataclasses
 import errno
+import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,25 @@ from gpt2.config import Config, ParallelConfig, load_config
 from gpt2.errors import UserError, warn
 from gpt2.model import GPT
 from gpt2.parallel import distributed
+from gpt2.training.checkpoint_files import (
+    ITEMS,
+    describe_damage,
+    find_damage,
+    move_aside,
+    name_others,
+    of_items,
+    saved_steps,
+)
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.utils import digests, files
+from gpt2.utils import files
+from gpt2.utils.digests import digest_folder, seal
 from gpt2.utils.scan import in_layout, is_scanned
 from gpt2.utils.text import format_bytes
 
 _METRIC = "eval/loss"
 _NOTES_BYTES = 1 << 18  # Orbax's, beside the arrays
 _FULL_BYTES = 1 << 20  # with less, a save that failed has failed for want of room
-_ITEMS = ("params", "rest", "layout", "metrics")
 
 
 class _DigestHandler(ocp.JsonCheckpointHandler):
@@ -49,13 +59,10 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
     def finalize(self, directory: Any) -> None:
         """Called by the first process, after all items that were registered before this one."""
         folder = Path(directory)
-        found = digests.digest_folder(folder.parent)
-        (folder / "digests").write_text(digests.to_text(_of_items(found, _ITEMS)))
+        found = digest_folder(folder.parent)
+        tree = seal({"files": of_items(found, ITEMS)})
+        (folder / "digests").write_text(json.dumps(tree))
         files.sync_tree(folder.parent)  # before a rename makes them visible
-
-
-def _of_items(found: dict[str, list[int]], items: Sequence[str]) -> dict[str, list[int]]:
-    return {name: digest for name, digest in found.items() if name.split("/")[0] in items}
 
 
 class Checkpointer:
@@ -124,7 +131,7 @@ class Checkpointer:
                 about = describe_damage(workdir, step, damage)
                 if self._read_only:
                     raise UserError(about, "Restore it from a copy, or move it out of checkpoints")
-                warn(f"{about}; it is now {_move_aside(workdir, step)}")
+                warn(f"{about}; it is now {move_aside(workdir, step)}")
 
     def best(self) -> tuple[int, float] | None:
         """Returns the step with the lowest validation loss, and that loss, or None."""
@@ -227,7 +234,7 @@ class Checkpointer:
     def _check_room(self, state: TrainState) -> None:
         """Raises an OSError if the disk has no room for a state."""
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + _NOTES_BYTES
-        free = shutil.disk_usage(self._directory).free
+        free = shutil.disk_usage(self._directory.parent).free
         if not distributed.from_first(free >= needed):
             about = f"{format_bytes(needed)} are needed, and {format_bytes(free)} are free"
             raise OSError(errno.ENOSPC, about)
@@ -244,7 +251,7 @@ class Checkpointer:
         if no_room:
             reason = error.args[-1]
         else:
-            full = shutil.disk_usage(self._directory).free < _FULL_BYTES
+            full = shutil.disk_usage(self._directory.parent).free < _FULL_BYTES
             reason = "no room is left on the disk" if full else str(error).strip().split("\n")[0]
             with contextlib.suppress(Exception):
                 self._manager.close()
@@ -271,7 +278,7 @@ class Checkpointer:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(
                 f"checkpoint {self._directory / str(step)} cannot be read ({reason})",
-                _others(self._directory.parent, step),
+                name_others(self._directory.parent, step),
             ) from error
 
 
@@ -292,84 +299,6 @@ def _handlers(parameters_in_flight: int | None) -> Any:
         for kind in kinds:
             registry.add(name, kind, handler)
     return registry
-
-
-def latest_step(workdir: Path | str) -> int | None:
-    """Returns the newest step that a run has saved, or None."""
-    return max(saved_steps(workdir), default=None)
-
-
-def newest_whole_step(workdir: Path | str, after: int = -1) -> int | None:
-    """Returns the newest step beyond `after` whose checkpoint agrees with its digests, or None."""
-    steps = sorted((step for step in saved_steps(workdir) if step > after), reverse=True)
-    return next((step for step in steps if not find_damage(workdir, step)), None)
-
-
-def set_aside(workdir: Path, after: int) -> list[Path]:
-    """Moves checkpoints beyond step `after` to `workdir/damaged`, and returns where they are."""
-    return [_move_aside(workdir, step) for step in saved_steps(workdir) if step > after]
-
-
-def _move_aside(workdir: Path, step: int) -> Path:
-    (workdir / "damaged").mkdir(exist_ok=True)
-    target = files.unused(workdir / "damaged" / str(step))
-    return (workdir / "checkpoints" / str(step)).rename(target)
-
-
-def saved_steps(workdir: Path | str) -> list[int]:
-    """Returns the steps of which a run has checkpoints, whole or not, ascending."""
-    directory = Path(workdir) / "checkpoints"
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
-
-
-def describe_damage(workdir: Path | str, step: int, damage: str) -> str:
-    """Returns what `find_damage` has found, for people."""
-    return f"checkpoint {Path(workdir) / 'checkpoints' / str(step)} is damaged ({damage})"
-
-
-def _others(workdir: Path | str, step: int) -> str:
-    """Returns what to use in place of a checkpoint that cannot be read."""
-    others = [other for other in saved_steps(workdir) if other != step]
-    whole = [other for other in others if not find_damage(workdir, other, read=False)]
-    if not whole:
-        return "There is no other: restore it from a copy"
-    return f"Restore it from a copy, or use {' or '.join(map(str, whole))}"
-
-
-def find_damage(
-    workdir: Path | str, step: int, items: Sequence[str] = _ITEMS, *, read: bool = True
-) -> str:
-    """Reads all files of a checkpoint and compares them with the digests that were saved.
-
-    Args:
-        workdir: of the run.
-        step: of the checkpoint.
-        items: which parts of it.
-        read: compare what the files hold too, not their sizes alone.
-
-    Returns:
-        What is wrong with it, or an empty text. Checkpoints of a version that wrote no digests are
-        not looked at.
-    """
-    folder = Path(workdir) / "checkpoints" / str(step)
-    if not (folder / "digests").exists() and _is_older(folder):
-        return ""
-    try:
-        saved = digests.from_text((folder / "digests" / "digests").read_text())
-    except (OSError, UnicodeDecodeError):
-        saved = None
-    if saved is None:
-        return "digests/digests is missing or was altered"
-    return digests.find_damage(folder, _of_items(saved, items), read=read)
-
-
-def _is_older(checkpoint: Path) -> bool:
-    """Returns whether a checkpoint without digests was saved without them, and not cut short."""
-    try:
-        notes = (checkpoint / "_CHECKPOINT_METADATA").read_text()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return '"digests"' not in notes and (checkpoint / "params").exists()
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Any]:
@@ -399,9 +328,9 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
 
     with Checkpointer(workdir, read_only=True) as checkpointer:
         step = _find_step(checkpointer, workdir, which)
-        items = _ITEMS if config.optim.keeps_average else ("params", "layout")
+        items = ITEMS if config.optim.keeps_average else ("params", "layout")
         if damage := find_damage(workdir, step, items):
-            raise UserError(describe_damage(workdir, step, damage), _others(workdir, step))
+            raise UserError(describe_damage(workdir, step, damage), name_others(workdir, step))
         if config.optim.keeps_average:  # in the optimizer's state, which is read whole
             state = Program.from_config(config, [device]).state_shapes
             return config, checkpointer.restore(step, placed(state)).eval_params

@@ -8,7 +8,6 @@ environment.jsonl   with what the run was made, a line for each start
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry.metrics import read_metrics
-from gpt2.training.checkpoint import (
+from gpt2.training.checkpoint_files import (
     describe_damage,
     find_damage,
     latest_step,
@@ -31,7 +30,7 @@ from gpt2.training.checkpoint import (
 )
 from gpt2.training.environment import record_start
 from gpt2.utils import files
-from gpt2.utils.digests import crc32_of
+from gpt2.utils.digests import read_sealed, seal
 from gpt2.utils.text import counted
 
 # Options that may change when a run continues. They do not decide what the model learns, except
@@ -116,7 +115,7 @@ def _may_change(name: str, old: Any, new: Any, workdir: Path, config: Config) ->
     """Returns whether a run may continue with another value of an option."""
     if name == "train.accumulate_steps" and config.model.dropout:
         return False  # masks are drawn by micro-batch
-    if _is_move(name, old, new) and _read_data(workdir / _DATA) is not None:
+    if _is_move(name, old, new) and read_data(workdir / _DATA) is not None:
         return True  # check_data decides
     return name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0)
 
@@ -132,12 +131,12 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
     Raises:
         UserError: the corpus or the tokenizer is not what the run began with.
     """
-    saved, found = _read_data(workdir / _DATA), _describe(dataset)
+    saved, found = read_data(workdir / _DATA), _describe(dataset)
     if saved is None:
         if (workdir / _DATA).exists():
             warn(f"{workdir / _DATA} is damaged; whether the text is the same is not known")
         saved = _tokenizer_of(workdir / _TOKENIZER)
-    differing = {name for name in saved if saved[name] != found.get(name, saved[name])}
+    differing = differing_data(saved, found)
     if differing:
         other = "tokenizer_sha256" in differing
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
@@ -147,18 +146,18 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
         )
 
 
-def _read_data(path: Path) -> dict | None:
-    """Returns what `_describe` gave when the run began, or None if it is missing or damaged.
+def read_data(path: Path) -> dict | None:
+    """Returns what a run's data.json tells of its text, or None if it is missing or damaged.
 
     A file of before it had a sum of its own is believed.
     """
-    try:
-        saved = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(saved, dict) or "splits" not in saved:
-        return None
-    return saved if saved.pop("crc32", crc32_of(saved)) == crc32_of(saved) else None
+    saved = read_sealed(path, unsealed=True)
+    return saved if saved is not None and "splits" in saved else None
+
+
+def differing_data(saved: dict, found: dict) -> set[str]:
+    """Returns in what two texts differ, as far as both descriptions tell."""
+    return {name for name in saved if saved[name] != found.get(name, saved[name])}
 
 
 def _tokenizer_of(path: Path) -> dict:
@@ -253,11 +252,11 @@ def write(workdir: Path, config: Config, dataset: Dataset) -> None:
     if latest_step(workdir) is None:
         (workdir / "metrics.jsonl").unlink(missing_ok=True)
     files.write_json(workdir / "config.json", config.to_dict())
-    about = _describe(dataset)
-    if _read_data(workdir / _DATA) != about:
-        if _read_data(workdir / _DATA) is None:
-            _keep_damaged(workdir / _DATA)
-        files.write_json(workdir / _DATA, about | {"crc32": crc32_of(about)})
+    about, saved = _describe(dataset), read_data(workdir / _DATA)
+    if saved is None:
+        _keep_damaged(workdir / _DATA)
+    if saved != about:
+        files.write_json(workdir / _DATA, seal(about))
     if _tokenizer_of(workdir / _TOKENIZER) != {"tokenizer_sha256": about["tokenizer_sha256"]}:
         _keep_damaged(workdir / _TOKENIZER)
         dataset.tokenizer.save(workdir / _TOKENIZER)

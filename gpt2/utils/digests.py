@@ -58,22 +58,34 @@ def find_damage(folder: Path, digests: dict[str, list[int]], *, read: bool = Tru
     return ""
 
 
-def to_text(digests: dict[str, list[int]]) -> str:
-    """Returns digests as JSON that carries a digest of its own."""
-    return json.dumps({"files": digests, "crc32": crc32_of(digests)})
+def seal(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tree that JSON can hold, with its own CRC-32 as `crc32`."""
+    return tree | {"crc32": _crc32_of(tree)}
 
 
-def from_text(text: str) -> dict[str, list[int]] | None:
-    """Returns the digests in what `to_text` has returned, or None if that was altered."""
+def read_sealed(path: Path, *, unsealed: bool = False) -> dict[str, Any] | None:
+    """Reads the JSON of a tree that `seal` has returned, without its CRC-32.
+
+    Args:
+        path: of the file.
+        unsealed: believe a tree that carries no CRC-32.
+
+    Returns:
+        The tree, or None if the file is missing, cannot be read, or was altered.
+    """
     try:
-        found = json.loads(text)
-        return found["files"] if found["crc32"] == crc32_of(found["files"]) else None
-    except (ValueError, TypeError, KeyError):
+        tree = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    if not isinstance(tree, dict):
+        return None
+    if unsealed and "crc32" not in tree:
+        return tree
+    crc = tree.pop("crc32", None)
+    return tree if crc == _crc32_of(tree) else None
 
 
-def crc32_of(tree: Any) -> int:
-    """Returns the CRC-32 of a tree that JSON can hold."""
+def _crc32_of(tree: Any) -> int:
     return zlib.crc32(json.dumps(tree, sort_keys=True).encode())
 
 

@@ -1,0 +1,90 @@
+"""The folders of a run's checkpoints: which there are, and which are whole."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpt2.utils import digests, files
+
+# The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
+ITEMS = ("params", "rest", "layout", "metrics")
+
+
+def latest_step(workdir: Path | str) -> int | None:
+    """Returns the newest step that a run has saved, or None."""
+    return max(saved_steps(workdir), default=None)
+
+
+def newest_whole_step(workdir: Path | str, after: int = -1) -> int | None:
+    """Returns the newest step beyond `after` whose checkpoint agrees with its digests, or None."""
+    steps = sorted((step for step in saved_steps(workdir) if step > after), reverse=True)
+    return next((step for step in steps if not find_damage(workdir, step)), None)
+
+
+def set_aside(workdir: Path, after: int) -> list[Path]:
+    """Moves checkpoints beyond step `after` to `workdir/damaged`, and returns where they are."""
+    return [move_aside(workdir, step) for step in saved_steps(workdir) if step > after]
+
+
+def move_aside(workdir: Path, step: int) -> Path:
+    """Moves a checkpoint to `workdir/damaged`, and returns where it is."""
+    (workdir / "damaged").mkdir(exist_ok=True)
+    target = files.unused(workdir / "damaged" / str(step))
+    return (workdir / "checkpoints" / str(step)).rename(target)
+
+
+def saved_steps(workdir: Path | str) -> list[int]:
+    """Returns the steps of which a run has checkpoints, whole or not, ascending."""
+    directory = Path(workdir) / "checkpoints"
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+
+
+def describe_damage(workdir: Path | str, step: int, damage: str) -> str:
+    """Returns what `find_damage` has found, for people."""
+    return f"checkpoint {Path(workdir) / 'checkpoints' / str(step)} is damaged ({damage})"
+
+
+def name_others(workdir: Path | str, step: int) -> str:
+    """Returns what to use in place of a checkpoint that cannot be read."""
+    others = [other for other in saved_steps(workdir) if other != step]
+    whole = [other for other in others if not find_damage(workdir, other, read=False)]
+    if not whole:
+        return "There is no other: restore it from a copy"
+    return f"Restore it from a copy, or use {' or '.join(map(str, whole))}"
+
+
+def find_damage(
+    workdir: Path | str, step: int, items: Sequence[str] = ITEMS, *, read: bool = True
+) -> str:
+    """Reads all files of a checkpoint and compares them with the digests that were saved.
+
+    Args:
+        workdir: of the run.
+        step: of the checkpoint.
+        items: which parts of it.
+        read: compare what the files hold too, not their sizes alone.
+
+    Returns:
+        What is wrong with it, or an empty text. Checkpoints of a version that wrote no digests are
+        not looked at.
+    """
+    folder = Path(workdir) / "checkpoints" / str(step)
+    if not (folder / "digests").exists() and _is_older(folder):
+        return ""
+    saved = digests.read_sealed(folder / "digests" / "digests")
+    if saved is None:
+        return "digests/digests is missing or was altered"
+    return digests.find_damage(folder, of_items(saved["files"], items), read=read)
+
+
+def _is_older(checkpoint: Path) -> bool:
+    """Returns whether a checkpoint without digests was saved without them, and not cut short."""
+    try:
+        notes = (checkpoint / "_CHECKPOINT_METADATA").read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return '"digests"' not in notes and (checkpoint / "params").exists()
+
+
+def of_items(found: dict[str, list[int]], items: Sequence[str]) -> dict[str, list[int]]:
+    """Returns the digests of those files that belong to some parts of a checkpoint."""
+    return {name: digest for name, digest in found.items() if name.split("/")[0] in items}
