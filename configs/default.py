@@ -22,6 +22,7 @@ CHOICES = {
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"),
     "optim.cautious": ("none", "updates", "decay", "both"),
     "parallel.backend": ("pjit", "pmap"),
+    "parallel.fsdp_gather": ("auto", "layer", "step"),
     "memory.remat": ("none", "full", "dots", "dots_no_batch"),
 }
 
@@ -141,6 +142,8 @@ def get_config() -> ConfigDict:
             data=-1,  # devices that split the batch; -1: the rest
             fsdp=1,  # devices that split the batch and the stored parameters
             tensor=1,  # devices that split heads, MLP and vocabulary
+            fsdp_gather="auto",  # when parameters are gathered: layer holds least; step sends
+            # least with many micro-batches; auto: docs/parallelism.md
         )
     )
     config.memory = ConfigDict(

@@ -3,7 +3,9 @@
     python train.py --config=configs/modern.py
 
 Data, batch and number of steps are the quickstart's, so that the two compare. Figures below: what
-300 steps lose in validation loss without the change, three seeds (docs/ablations.md).
+300 steps lose in validation loss without the change, three seeds, each taken out of a recipe that
+had three more (docs/ablations.md).
+Expect: validation loss 2.97, a mean of five seeds, where the quickstart ends at 3.80.
 """
 
 from ml_collections import ConfigDict
@@ -20,6 +22,6 @@ def get_config() -> ConfigDict:
     )
     config.optim.update(
         name="muon",  # 0.15: against AdamW with embeddings as fast as below
-        adam_learning_rate=4e-2,  # 0.22: of embeddings and norms, ten times that of kernels
+        adam_learning_rate=4e-2,  # 0.22: of embeddings, norms and biases, ten times that of kernels
     )
     return config

@@ -54,9 +54,13 @@ LAYOUTS = {
     "one device": ParallelConfig(),
     "pmap x 8": ParallelConfig(backend="pmap"),
     "data 8": ParallelConfig(data=8),
-    "fsdp 8": ParallelConfig(data=1, fsdp=8),
+    "fsdp 8": ParallelConfig(data=1, fsdp=8, fsdp_gather="step"),
+    "fsdp 8 by layer": ParallelConfig(data=1, fsdp=8, fsdp_gather="layer"),
     "data 2 x tensor 4": ParallelConfig(data=2, tensor=4),
-    "data 2 x fsdp 2 x tensor 2": ParallelConfig(data=2, fsdp=2, tensor=2),
+    "data 2 x fsdp 2 x tensor 2": ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="step"),
+    "data 2 x fsdp 2 x tensor 2 by layer": ParallelConfig(
+        data=2, fsdp=2, tensor=2, fsdp_gather="layer"
+    ),
 }
 # Of tests/test_optim_layouts.py alone.
 FOR_OPTIMIZERS = {"fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2)}

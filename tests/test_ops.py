@@ -215,36 +215,57 @@ def test_an_implementation_without_a_form_for_the_scores_is_refused():
 @pytest.mark.parametrize("with_segments", [False, True])
 @pytest.mark.parametrize("implementation", ["blocked", "splash"])
 def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_segments):
-    """As the pjit backend computes: shards of the batch under vmap, heads split by `tensor`."""
+    """As the pjit backend computes: each device's rows by themselves, heads split by `tensor`."""
     monkeypatch.setattr(model_attention, "resolve", lambda name, *_, **__: name)
     mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
     qkv = tuple(normal(i, 4, 1, 128, 2, 8) for i in range(3))
     segments = jnp.sort(jax.random.randint(jax.random.key(3), (4, 1, 128), 0, 4))
 
-    def values_and_gradients(implementation, **options):
-        def gradient(scale, qkv, segments):
-            def scalar(scale):
-                segments_or_none = segments if with_segments else None
-                scaled = (scale * x for x in qkv)
-                options = dict(implementation=implementation, segments=segments_or_none)
-                out = model_attention.spread_attention(*scaled, **options)
-                return jnp.sin(out).sum()
+    def gradient(implementation, scale, qkv, segments):
+        def scalar(scale):
+            out = model_attention.spread_attention(
+                *(scale * x for x in qkv),
+                implementation=implementation,
+                segments=segments if with_segments else None,
+            )
+            return jnp.sin(out).sum()
 
-            return jax.value_and_grad(scalar)(scale)
+        return jax.value_and_grad(scalar)(scale)
 
-        over_shards = jax.vmap(gradient, in_axes=(None, 0, 0), **options)
-        return jax.jit(over_shards)(jnp.ones((2, 8)), qkv, segments)
+    scale = jnp.ones((2, 8))
+    expected = jax.vmap(partial(gradient, "reference"), in_axes=(None, 0, 0))(scale, qkv, segments)
 
-    expected = values_and_gradients("reference")
+    def on_device(*args):
+        one = jax.tree.map(lambda x: x[0], args[1:])
+        return jax.tree.map(lambda x: x[None], gradient(implementation, args[0], *one))
+
     with spread_activations(mesh):
-        assert_close(values_and_gradients(implementation, spmd_axis_name=BATCH_AXES), expected)
+        computed = jax.jit(by_rows(on_device, mesh, whole=1))(scale, qkv, segments)
+    assert_close(computed, expected)
+
+
+def by_rows(function, mesh, whole=0):
+    """Returns `function` for each device's rows of its arguments; the first `whole` have none."""
+    rows = PartitionSpec(BATCH_AXES)
+
+    def mapped(*args):
+        return jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=tuple(PartitionSpec() if i < whole else rows for i in range(len(args))),
+            out_specs=rows,
+            axis_names=set(BATCH_AXES),
+            check_vma=False,
+        )(*args)
+
+    return mapped
 
 
 def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
     mesh = make_mesh(ParallelConfig(data=4, tensor=2))
-    spread = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None, None, "tensor"))
+    spread = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None, "tensor"))
     # Two groups of heads in a sequence, so that the loop over groups crosses devices.
-    qkv = 3 * (jax.ShapeDtypeStruct((4, 1, 1024, 4, 8), "float32", sharding=spread),)
+    qkv = 3 * (jax.ShapeDtypeStruct((4, 1024, 4, 8), "float32", sharding=spread),)
 
     def sent():
         def values_and_gradients(*qkv):
@@ -252,10 +273,10 @@ def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
             out, pull_back = jax.vjp(blocked, *qkv)
             return out, *pull_back(out)
 
-        over_shards = jax.vmap(values_and_gradients, spmd_axis_name=BATCH_AXES)
         with spread_activations(mesh):
+            on_rows = by_rows(values_and_gradients, mesh)
             return collectives(
-                jax.jit(over_shards, out_shardings=spread).lower(*qkv).compile().as_text()
+                jax.jit(on_rows, out_shardings=spread).lower(*qkv).compile().as_text()
             )
 
     assert not sent()

@@ -202,7 +202,9 @@ def _wrapped(name: str) -> str:
 def _add_legend(figure: Any, axes: Any) -> None:
     """Names the curves below the picture, where they hide nothing."""
     lines, names = axes.get_legend_handles_labels()
-    columns = max(1, min(len(names), round(figure.get_figwidth() / 3)))
+    longest = max((len(line) for name in names for line in name.split("\n")), default=1)
+    width = 0.6 + 0.075 * longest  # inches, at this size of letters
+    columns = max(1, min(len(names), int(figure.get_figwidth() / width)))
     figure.legend(lines, names, frameon=False, fontsize=9, loc="outside lower left", ncols=columns)
 
 

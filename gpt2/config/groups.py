@@ -91,6 +91,7 @@ class ParallelConfig:
     data: int = DEFAULTS.parallel.data
     fsdp: int = DEFAULTS.parallel.fsdp
     tensor: int = DEFAULTS.parallel.tensor
+    fsdp_gather: str = DEFAULTS.parallel.fsdp_gather
 
     def __post_init__(self):
         require_choices("parallel", self)

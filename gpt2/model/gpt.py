@@ -32,6 +32,7 @@ __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
 # Bytes of float32 logits that the loss computes at a time: 10,000 tokens with GPT-2's vocabulary.
 # Matrix products of that size keep any device busy. The loss holds no more logits at once.
 LOGITS_BYTES = 2 * 2**30
+SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
 CPU_LOGITS_BYTES = 2**27  # a CPU is as fast with far fewer
 
 
@@ -142,7 +143,7 @@ class GPT(nn.Module):
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
         B, T = tokens.shape
         with jax.named_scope("head"):
-            head = self._head()
+            head, pieces = self._head(), self._output().pieces
             return cross_entropy(
                 hidden,
                 head,
@@ -152,7 +153,8 @@ class GPT(nn.Module):
                 z_loss=z_loss,
                 label_smoothing=label_smoothing,
                 dtype=cfg.compute_dtype,
-                chunk=_positions_per_chunk(B, T, head.shape[0]),
+                chunk=_positions_per_chunk(B, T, head.shape[0], is_scarce=pieces is not None),
+                pieces=pieces,
             )
 
     def extend(
@@ -180,7 +182,9 @@ class GPT(nn.Module):
             chex.assert_tree_shape_prefix(cache.layers, (B, cfg.kv_heads))
         hidden, cache = self._hidden(tokens, cache=cache)
         last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
-        logits = self._logits(last, self._table())  # unpadded: padding would copy it at every token
+        logits = self._logits(
+            last, self._output().embedding
+        )  # unpadded: padding would copy it at every token
         return logits[:, 0], cache.replace(length=cache.length + num_new)
 
     def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None):
@@ -242,14 +246,14 @@ class GPT(nn.Module):
             stream, layers[number] = block(stream, layers[number], None, inputs, deterministic)
         return stream[0], layers
 
-    def _table(self) -> jax.Array:
-        """Returns the output embedding, [V, D]."""
-        return (self.wte if self.config.tie_embeddings else self.lm_head).embedding
+    def _output(self) -> Embedding:
+        """Returns the layer that holds the output embedding."""
+        return self.wte if self.config.tie_embeddings else self.lm_head
 
     def _head(self) -> jax.Array:
         """Returns the output embedding with padded vocabulary, [V padded, D]."""
         padding = -self.config.vocab_size % vocab_multiple()
-        head = jnp.pad(self._table(), ((0, padding), (0, 0)))
+        head = jnp.pad(self._output().embedding, ((0, padding), (0, 0)))
         # Pad as stored, by columns, and only then split by rows.
         return constrain(constrain(head, "rows", "table"), "vocab", "embed")
 
@@ -323,9 +327,10 @@ def num_params(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def _positions_per_chunk(batch_size: int, length: int, vocab_size: int) -> int:
+def _positions_per_chunk(batch_size: int, length: int, vocab_size: int, is_scarce: bool) -> int:
     """Returns how many positions' logits are computed at a time; 0: all `length` of them."""
-    budget = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if platform() == "cpu" else LOGITS_BYTES
+    budget = SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES
+    budget = min(budget, CPU_LOGITS_BYTES) if platform() == "cpu" else budget
     fitting = max(1, budget // (4 * batch_size * vocab_size))
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
     return 0 if length <= fitting else 1 << fitting.bit_length() - 1

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from gpt2.config import GPTConfig
 from gpt2.ops import ACTIVATIONS, GATES, linear, norm
-from gpt2.parallel.rules import constrain
+from gpt2.parallel.pieces import gather, look_up
+from gpt2.parallel.rules import constrain, pieces_of
 
 
 class Linear(nn.Module):
@@ -40,7 +41,10 @@ class Linear(nn.Module):
         """Maps `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute type."""
         dtype = self.config.param_dtype
         init = nn.with_logical_partitioning(nn.initializers.normal(self._stddev()), self.axes)
-        kernel = self.param("kernel", init, self.shape, dtype, unbox=True)
+        cfg = self.config
+        pieces = pieces_of(self.axes, forget=cfg.remat == "none" and not cfg.scan_layers)
+        shape = pieces.piece_shape(self.shape) if pieces else self.shape
+        kernel = self.param("kernel", init, shape, dtype, unbox=True)
         bias = None
         if self.config.bias:
             out = self.num_contract
@@ -53,6 +57,7 @@ class Linear(nn.Module):
             num_contract=self.num_contract,
             activation=self.activation,
             dtype=self.config.compute_dtype,
+            pieces=pieces,
         )
 
     def _stddev(self) -> float:
@@ -146,15 +151,20 @@ class Embedding(nn.Module):
     width: int = 0
 
     def setup(self):
-        """Creates the table, `[num_rows, D]`."""
+        """Creates the table, `[num_rows, D]`, of which `embedding` may be a piece."""
         init = nn.with_logical_partitioning(nn.initializers.normal(self.stddev), self.axes)
-        shape = (self.num_rows, self.width or self.config.embed_dim)
+        shape: tuple[int, ...] = (self.num_rows, self.width or self.config.embed_dim)
+        self.pieces = pieces_of(self.axes)
+        shape = self.pieces.piece_shape(shape) if self.pieces else shape
         dtype = self.config.param_dtype
         self.embedding: jax.Array = self.param("embedding", init, shape, dtype, unbox=True)
 
     def __call__(self, indices: jax.Array) -> jax.Array:
         """Returns the rows of `indices` [B, T], int32, as [B, T, D] in the compute type."""
-        return jnp.take(self.embedding, indices, axis=0).astype(self.config.compute_dtype)
+        dtype = self.config.compute_dtype
+        if self.pieces:
+            return look_up(self.embedding, indices, dtype)
+        return jnp.take(self.embedding, indices, axis=0).astype(dtype)
 
     def first(self, num_rows: int) -> jax.Array:
         """Returns the first rows, [num_rows, D] in the compute type.
@@ -162,7 +172,8 @@ class Embedding(nn.Module):
         Their gradient needs no scatter, unlike that of `__call__`.
         """
         chex.assert_axis_dimension_gteq(self.embedding, 0, num_rows)
-        return self.embedding[:num_rows].astype(self.config.compute_dtype)
+        rows, dtype = self.embedding[:num_rows], self.config.compute_dtype
+        return gather(rows, self.pieces, dtype) if self.pieces else rows.astype(dtype)
 
 
 class MLP(nn.Module):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gpt2.ops.dot import dot
+from gpt2.ops.linear import Pieces
 
 IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
 
@@ -30,6 +31,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     dtype: DTypeLike | None = None,
     chunk: int = 0,
+    pieces: Pieces | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the negative log-likelihood of the targets under `softmax(hidden @ embedding^T)`.
 
@@ -47,15 +49,16 @@ def cross_entropy(
         dtype: type of the operands of matrix products, that of `hidden` if not given. Logits,
             softmax and sums are float32.
         chunk: positions (of T) whose logits exist at one time; 0 for all of them.
+        pieces: if given, `embedding` is a piece, which is gathered once, in `dtype`.
 
     Returns:
         The loss summed over targets, in nats, and the number of targets, both float32.
     """
-    _check_shapes(hidden, embedding, targets, vocab_size)
+    _check_shapes(hidden, embedding, targets, vocab_size, pieces)
     dtype = jnp.dtype(dtype or hidden.dtype)
     count = (targets >= 0).sum(dtype=jnp.float32)
     form = _Form(vocab_size, logit_softcap, z_loss, label_smoothing)
-    return _loss_sum(hidden.astype(dtype), embedding, targets, form, dtype, chunk), count
+    return _loss_sum(hidden.astype(dtype), embedding, targets, form, dtype, chunk, pieces), count
 
 
 def cross_entropy_reference(
@@ -88,12 +91,13 @@ def cross_entropy_reference(
     return jnp.where(valid, losses, 0.0).sum(), valid.sum(dtype=jnp.float32)
 
 
-def _check_shapes(hidden, embedding, targets, vocab_size):
+def _check_shapes(hidden, embedding, targets, vocab_size, pieces=None):
     """Targets of fewer rows or positions would broadcast, and be counted too few."""
     chex.assert_rank(hidden, 3)
     chex.assert_shape(targets, hidden.shape[:2])
     chex.assert_type(targets, int)
-    chex.assert_shape(embedding, (None, hidden.shape[2]))
+    shape = pieces.whole_shape(embedding.shape) if pieces else embedding.shape
+    chex.assert_equal(shape[1:], hidden.shape[2:])
     chex.assert_axis_dimension_gteq(embedding, 0, vocab_size)
 
 
@@ -107,40 +111,49 @@ class _Form:
     label_smoothing: float
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _loss_sum(hidden, embedding, targets, form, dtype, chunk):
-    weights = embedding.astype(dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _loss_sum(hidden, embedding, targets, form, dtype, chunk, pieces):
+    weights, rows_of = _whole(embedding, dtype, pieces)
 
     def add_chunk(loss, rows):
         hidden, targets = rows
         logits = _logits(hidden, weights, form)
         _, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden, embedding, targets, form)
+        target = _target_logits(hidden, rows_of, targets, form)
         return loss + _losses(form, logits, normaliser, highest, target, targets), None
 
     return _scan(add_chunk, jnp.float32(0.0), hidden, targets, chunk)[0]
 
 
-def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk):
-    weights = embedding.astype(dtype)
+def _whole(embedding, dtype, pieces):
+    """Returns all rows in `dtype`, and an array to take single rows from: cheapest as stored."""
+    if not pieces:
+        return embedding.astype(dtype), embedding
+    weights = pieces.gather(embedding.astype(dtype))
+    return weights, weights
+
+
+def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk, pieces):
+    weights, rows_of = _whole(embedding, dtype, pieces)
 
     def add_chunk(sums, rows):
         loss, dembedding = sums
         hidden, targets = rows
         logits = _logits(hidden, weights, form)
         exponentials, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden, embedding, targets, form)
+        target = _target_logits(hidden, rows_of, targets, form)
         loss += _losses(form, logits, normaliser, highest, target, targets)
         dlogits = _dlogits(form, logits, exponentials, normaliser, highest, targets).astype(dtype)
         dembedding += dot(dlogits, hidden, (0, 1), (0, 1))
         return (loss, dembedding), dot(dlogits, weights, (2,), (0,)).astype(dtype)
 
-    sums = jnp.float32(0.0), jnp.zeros(embedding.shape, jnp.float32)
+    sums = jnp.float32(0.0), jnp.zeros(weights.shape, jnp.float32)
     (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
+    dembedding = pieces.scatter(dembedding) if pieces else dembedding
     return loss, (dhidden, dembedding.astype(embedding.dtype))
 
 
-def _loss_sum_bwd(form, dtype, chunk, residuals, dloss):
+def _loss_sum_bwd(form, dtype, chunk, pieces, residuals, dloss):
     dhidden, dembedding = residuals
     return (
         (dhidden * dloss).astype(dhidden.dtype),

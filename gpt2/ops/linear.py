@@ -10,6 +10,7 @@ so that each result has the layout in which it is stored, and nothing is transpo
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import chex
 import jax
@@ -20,6 +21,22 @@ from gpt2.ops.dot import dot
 from gpt2.ops.narrow import bits, floats
 
 
+class Pieces(Protocol):
+    """How a kernel of which each device holds a piece is made whole: `gpt2.parallel.pieces`."""
+
+    def gather(self, piece: jax.Array) -> jax.Array:
+        """Returns the whole kernel."""
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """Returns the piece of the sum of all devices' gradients."""
+
+    def before_backward(self, piece: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns its arguments, of which the backward pass gathers and multiplies."""
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a kernel whose pieces have this shape."""
+
+
 def linear(
     x: jax.Array,
     kernel: jax.Array,
@@ -28,6 +45,7 @@ def linear(
     num_contract: int = 1,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     dtype: DTypeLike | None = None,
+    pieces: Pieces | None = None,
 ) -> jax.Array:
     """Contracts the last axes of `activation(x)` with the first of `kernel` and adds `bias`.
 
@@ -42,13 +60,15 @@ def linear(
         activation: an elementwise function or None. The backward pass keeps its input and computes
             its value again.
         dtype: compute and result type; that of `x` if not given.
+        pieces: if given, `kernel` is a piece. The whole is gathered in `dtype`, once forward and
+            once backward, and never kept.
 
     Returns:
         `[..., O1, .., Om]` in `dtype`.
     """
-    _check_shapes(x, kernel, bias, num_contract)
+    _check_shapes(x, kernel, bias, num_contract, pieces)
     dtype = jnp.dtype(dtype or x.dtype)
-    return _linear(x.astype(dtype), kernel, bias, num_contract, activation, dtype)
+    return _linear(x.astype(dtype), kernel, bias, num_contract, activation, dtype, pieces)
 
 
 def linear_reference(x, kernel, bias=None, *, num_contract=1, activation=None, dtype=None):
@@ -60,33 +80,40 @@ def linear_reference(x, kernel, bias=None, *, num_contract=1, activation=None, d
     return (y if bias is None else y + bias).astype(dtype)
 
 
-def _check_shapes(x, kernel, bias, num_contract):
+def _check_shapes(x, kernel, bias, num_contract, pieces=None):
     """A bias of another shape than the outputs' would broadcast."""
     chex.assert_type([x, kernel], float)
-    chex.assert_shape(kernel, (*x.shape[-num_contract:], ...))
+    shape = pieces.whole_shape(kernel.shape) if pieces else kernel.shape
+    chex.assert_equal(shape[:num_contract], x.shape[-num_contract:])
     if bias is not None:
-        chex.assert_shape(bias, kernel.shape[num_contract:])
+        chex.assert_shape(bias, shape[num_contract:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _linear(x, kernel, bias, num_contract, activation, dtype):
+def _whole(kernel, dtype, pieces):
+    return pieces.gather(kernel.astype(dtype)) if pieces else kernel.astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _linear(x, kernel, bias, num_contract, activation, dtype, pieces):
     contract_x = range(x.ndim - num_contract, x.ndim)
     x = activation(x) if activation else x
-    y = dot(x, kernel.astype(dtype), contract_x, range(num_contract))
+    y = dot(x, _whole(kernel, dtype, pieces), contract_x, range(num_contract))
     return (y if bias is None else y + bias).astype(dtype)
 
 
-def _linear_fwd(x, kernel, bias, num_contract, activation, dtype):
-    return _linear(x, kernel, bias, num_contract, activation, dtype), (bits(x), kernel, bias)
+def _linear_fwd(x, kernel, bias, *options):
+    return _linear(x, kernel, bias, *options), (bits(x), kernel, bias)
 
 
-def _linear_bwd(num_contract, activation, dtype, residuals, dy):
+def _linear_bwd(num_contract, activation, dtype, pieces, residuals, dy):
     x, kernel, bias = residuals
+    if pieces:
+        kernel, dy = pieces.before_backward(kernel, dy)
     rows = range(x.ndim - num_contract)  # the axes over which examples and positions run
     outputs = kernel.ndim - num_contract
     dx = dot(
         dy,
-        kernel.astype(dtype),
+        _whole(kernel, dtype, pieces),
         range(dy.ndim - outputs, dy.ndim),
         range(num_contract, kernel.ndim),
     ).astype(dtype)
@@ -99,6 +126,8 @@ def _linear_bwd(num_contract, activation, dtype, residuals, dy):
     else:
         x = floats(x, dtype)
     dkernel = dot(x, dy, rows, rows).astype(kernel.dtype)
+    if pieces:
+        dkernel = pieces.scatter(dkernel)
     dbias = None
     if bias is not None:
         # A matrix product with ones is computed at once; a sum would wait, and dy with it

@@ -29,6 +29,8 @@ def make_backend(
     parallel: ParallelConfig,
     logical_axes: Any,
     devices: list[jax.Device] | None = None,
+    *,
+    gather: str = "step",
 ) -> Backend:
     """Returns the backend that `parallel.backend` names, over all devices unless some are given.
 
@@ -36,11 +38,13 @@ def make_backend(
         parallel: the `parallel.` options.
         logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
         devices: all of the cluster's, if not given.
+        gather: what `parallel.fsdp_gather=auto` stands for.
     """
     mesh = make_mesh(parallel, devices)
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
-    return PjitBackend(mesh, logical_axes)
+    chosen = gather if parallel.fsdp_gather == "auto" else parallel.fsdp_gather
+    return PjitBackend(mesh, logical_axes, chosen)
 
 
 def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], State]) -> State:

@@ -55,8 +55,12 @@ def collectives(text: str) -> list[Collective]:
 
     def walk(name: str, times: int, unknown: bool) -> None:
         for line in computations[name]:
+            if "chain_id=" in line and not _starts_chain(computations[name]):
+                continue  # a part of a collective that has been counted
             if match := _INSTRUCTION.search(line):
                 collective = _parse(line, *match.groups(), num_devices=num_devices)
+                if name.startswith(_TPU_REDUCE_SCATTER) and collective.kind == "all-reduce":
+                    collective = dataclasses.replace(collective, kind="reduce-scatter")
                 if len(collective.group) > 1:
                     found.append(dataclasses.replace(collective, times=times, loop_unknown=unknown))
                 continue
@@ -64,10 +68,9 @@ def collectives(text: str) -> list[Collective]:
                 for called in _called(line):
                     walk(called, times, unknown)
                 continue
-            trips = _TRIP_COUNT.search(line)
+            turns = _turns(line, computations)
             for called in _called(line):
-                turns = int(trips.group(1)) if trips else 1
-                walk(called, times * turns, unknown or not trips)
+                walk(called, times * (turns or 1), unknown or turns is None)
 
     walk(entry, 1, False)
     return found
@@ -84,11 +87,40 @@ def summarize(found: Iterable[Collective]) -> dict[str, tuple[int, int, float]]:
 
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
+# A reduce-scatter of a TPU is a fusion that holds an all-reduce, and slices.
+_TPU_REDUCE_SCATTER = "all-reduce-scatter"
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CALLED = re.compile(
     r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
     r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+
+
+def _starts_chain(lines: list[str]) -> bool:
+    """Returns whether a fusion of a TPU starts a collective that other fusions continue.
+
+    All of them hold the instruction. The first one returns a tuple of what it has begun.
+    """
+    root = next((line for line in lines if line.lstrip().startswith("ROOT")), "")
+    return re.search(r"= \(.*\) custom-call\(", root) is not None
+
+
+def _turns(line: str, computations: dict[str, list[str]]) -> int | None:
+    """Returns how often a loop runs, or None.
+
+    Programs for TPUs do not say it. There the condition compares the number of the turn, which
+    `lax.scan` counts from 0, to a constant.
+    """
+    if trips := _TRIP_COUNT.search(line):
+        return int(trips[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = computations.get(condition[1], []) if condition else []
+    root = next((line for line in lines if line.lstrip().startswith("ROOT")), "")
+    limit = re.search(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", root)
+    values = (
+        re.search(rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)", x) for x in lines if limit
+    )
+    return next((int(value[1]) for value in values if value), None)
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -122,9 +154,9 @@ def _parse(line: str, result: str, kind: str, start: str | None, *, num_devices:
     ]
     group = _first_group(line, kind, num_devices)
     total = sum(sizes)
-    if kind == "reduce-scatter":
+    if kind == "reduce-scatter" and not start:
         total *= len(group)  # the result is a device's piece
-    elif kind == "all-gather" and start:
+    elif kind in ("all-gather", "reduce-scatter") and start:
         total = total * len(group) // (len(group) + 1)  # operands are part of the result
     elif kind == "collective-permute" and start:
         total = sizes[0]  # operands are part of this result too, with two words of state

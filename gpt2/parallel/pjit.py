@@ -1,21 +1,29 @@
 """The GSPMD backend: `jax.jit` with shardings over a mesh of data, fsdp and tensor axes.
 
-Rows of the batch are split over `data` x `fsdp` shards. Each shard's sum of gradients is its own
-slice of a `vmap`, so that micro-batches add up where they are. Gradients cross the network only in
-the one sum over shards that follows. Parameters are gathered over `fsdp` once per step, and their
-gradients are scattered back. XLA derives what `tensor` needs from the model's constraints.
+Rows of the batch are split over `data` x `fsdp`. A `shard_map` over these two axes gives each
+device its own rows, so that micro-batches add up where they are. XLA derives what `tensor` needs
+from the model's constraints. `parallel.fsdp_gather` says when parameters are gathered over `fsdp`:
+
+step    all of them before the first micro-batch. Whole gradients add up on each device, and are
+        scattered after the last one.
+layer   each kernel and table where the model uses it, in the compute type, forward and backward.
+        Its gradient is scattered at once and adds up in pieces (see pieces.py).
+
+Gradients cross the data axis once, after the last micro-batch.
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel import following, rules
 from gpt2.parallel.mesh import batch_sharding, local_rows
+from gpt2.parallel.pieces import Pieces
 from gpt2.parallel.state import State
 
 
@@ -25,14 +33,36 @@ class PjitBackend:
     Args:
         mesh: with the axes of `rules.MESH_AXES`.
         logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
+        gather: when parameters are gathered over `fsdp`: at each `step` or `layer`.
     """
 
-    def __init__(self, mesh: Mesh, logical_axes: Any):
+    def __init__(self, mesh: Mesh, logical_axes: Any, gather: str = "step"):
         self.mesh = mesh
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.gather = gather if mesh.shape["fsdp"] > 1 else "step"
+        self._by_layer = self.gather == "layer"
         self._storage = rules.specs(logical_axes, rules.STORAGE)
         self._compute = rules.specs(logical_axes, rules.COMPUTE)
         self._batch_sharding = batch_sharding(mesh)
+        # Axes of size 1 are left out, since a collective over one is not always optimised away.
+        self._batch_axes = tuple(axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1)
+        self._leaves = jax.tree.map(
+            self._make_leaf,
+            logical_axes,
+            self._storage,
+            self._compute,
+            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        )
+
+    def _make_leaf(self, names: Any, storage: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
+        by_layer = self._by_layer and rules.gathered_axis(tuple(names), self.mesh) is not None
+        split = [dim for dim, axes in enumerate(storage) if "fsdp" in jax.tree.leaves(axes)]
+        if self.mesh.shape["fsdp"] == 1 or not split:
+            return _Leaf(compute)
+        dim, tensor = split[0], self.mesh.shape["tensor"]
+        if by_layer or tensor == 1 or "tensor" not in jax.tree.leaves(storage[dim]):
+            tensor = 0
+        return _Leaf(storage if by_layer else compute, dim, by_layer, tensor)
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
@@ -58,73 +88,139 @@ class PjitBackend:
 
     def compile_train(self, step: Callable) -> Callable:
         """Returns the jitted `(state, batch) -> (state, metrics)`; the state is donated."""
+        map_sum = partial(self._map_sum, with_gradients=True)
 
         def train_step(state, batch):
             with rules.spread_activations(self.mesh):
-                state, metrics = step(state, batch, self._map_sum)
+                state, metrics = step(state, batch, map_sum)
             return jax.lax.with_sharding_constraint(state, self.state_shardings(state)), metrics
 
         return jax.jit(train_step, donate_argnums=0)
 
     def compile_eval(self, step: Callable) -> Callable:
         """Returns the jitted `(params, batch) -> metrics`."""
+        map_sum = partial(self._map_sum, with_gradients=False)
 
         def eval_step(params, batch):
             with rules.spread_activations(self.mesh):
-                return step(params, batch, self._map_sum)
+                return step(params, batch, map_sum)
 
         return jax.jit(eval_step)
 
-    def _map_sum(self, function: Callable) -> Callable:
-        """The `map_sum` of `gpt2.training.steps`: a vmap over shards of the batch, then one sum."""
+    def _map_sum(self, function: Callable, with_gradients: bool) -> Callable:
+        """The `map_sum` of `gpt2.training.steps`: each device's rows, then one sum over devices.
+
+        What `tensor` splits stays with XLA's partitioner.
+        """
+        mesh = self.mesh
+        by_itself = set(mesh.axis_names) if mesh.shape["tensor"] == 1 else set(rules.BATCH_AXES)
+
+        def on_device(params, rows):
+            if mesh.shape["tensor"] > 1:
+                spread = jax.tree.map(partial(rules.on_trace, mesh), self._compute)
+                params = jax.lax.with_sharding_constraint(params, spread)
+            with rules.holding_pieces() if self._by_layer else contextlib.nullcontext():
+                sums, grads = function(params, rows, jax.lax.axis_index(rules.BATCH_AXES))
+            if with_gradients:
+                grads = self._sum_gradients(grads)
+            return jax.lax.psum(sums, self._batch_axes), grads
 
         def mapped(params, batch):
             if self.num_shards == 1:
                 return function(params, batch, 0)
-            params = jax.lax.with_sharding_constraint(params, self._on_mesh(self._compute))
-            shards = jax.tree.map(
-                lambda x: x.reshape(self.num_shards, x.shape[0] // self.num_shards, *x.shape[1:]),
-                batch,
-            )
-            over_shards = jax.vmap(function, in_axes=(None, 0, 0), spmd_axis_name=rules.BATCH_AXES)
-            sums, grads = over_shards(params, shards, jnp.arange(self.num_shards))
-            return self._sum_shards(sums, grads)
+            leaves = self._leaves
+            before = self._on_mesh(jax.tree.map(lambda leaf: leaf.before, leaves))
+            params = jax.lax.with_sharding_constraint(params, before)
+            given, sent = (jax.tree.map(f, leaves) for f in (_Leaf.given, _Leaf.sent))
+            sums, grads = jax.shard_map(
+                on_device,
+                mesh=mesh,
+                in_specs=(given, PartitionSpec(rules.BATCH_AXES)),
+                out_specs=(PartitionSpec(), sent if with_gradients else None),
+                axis_names=by_itself,
+                check_vma=False,
+            )(params, batch)
+            if with_gradients:
+                grads = jax.tree.map(lambda grad, param: grad.reshape(param.shape), grads, params)
+            return sums, grads
 
         return mapped
 
-    def _sum_shards(self, sums, grads):
-        """Adds up what each shard holds: leaves [shards, ...], split over the batch axes.
+    def _sum_gradients(self, grads: Any) -> Any:
+        """Adds up gradients over the devices that split the batch, and keeps what is stored here.
 
         The collectives are explicit. XLA's partitioner would reduce whole gradients and drop what a
         device does not store, although a reduce-scatter moves half the bytes.
         """
-        # Axes of size 1 are left out, since a collective over one is not always optimised away.
-        axes = tuple(axis for axis in rules.BATCH_AXES if self.mesh.shape[axis] > 1)
+        leaves = self._leaves
 
-        def reduce_gradient(x, spec):
-            split = ["fsdp" in jax.tree.leaves(entry) for entry in spec]
-            if "fsdp" not in axes or not any(split):
-                return jax.lax.psum(x, axes)
-            x = jax.lax.psum_scatter(x, "fsdp", scatter_dimension=split.index(True), tiled=True)
-            return jax.lax.psum(x, "data") if "data" in axes else x
+        def sum_all(grads):
+            return jax.tree.map(self._sum_gradient, leaves, grads)
 
-        def reduce_tree(sums, grads):
-            sums, grads = jax.tree.map(lambda x: x[0], (sums, grads))
-            if grads is not None:
-                grads = jax.tree.map(reduce_gradient, grads, self._storage)
-            return jax.lax.psum(sums, axes), grads
+        if self.mesh.shape["tensor"] == 1:
+            return sum_all(grads)
+        specs = jax.tree.map(_Leaf.apart, leaves, self._compute)
+        return jax.shard_map(  # so that each device sums its own part
+            sum_all,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(specs,),
+            out_specs=specs,
+            axis_names={"tensor"},
+            check_vma=False,
+        )(jax.tree.map(_Leaf.set_apart, leaves, grads))
 
-        def stacked(specs):
-            return jax.tree.map(lambda spec: PartitionSpec(axes, *spec), specs)
-
-        scalar = jax.tree.map(lambda _: PartitionSpec(), sums)
-        compute, storage = (None, None) if grads is None else (self._compute, self._storage)
-        return jax.shard_map(
-            reduce_tree,
-            mesh=self.mesh,
-            in_specs=(stacked(scalar), stacked(compute)),
-            out_specs=(scalar, storage),
-        )(sums, grads)
+    def _sum_gradient(self, leaf: "_Leaf", grad: jax.Array) -> jax.Array:
+        if leaf.dim is None:
+            return jax.lax.psum(grad, self._batch_axes)
+        if not leaf.by_layer:
+            dim = leaf.dim + (leaf.tensor > 0)
+            grad = Pieces(dim, rules.fsdp_stages(self.mesh)).scatter(grad)
+        return jax.lax.psum(grad, "data") if "data" in self._batch_axes else grad
 
     def _on_mesh(self, specs: Any) -> Any:
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """How a parameter comes to the devices of a step, and its gradient from them.
+
+    Attributes:
+        before: its PartitionSpec when the step begins to use it.
+        dim: the axis that `fsdp` splits in storage, or None.
+        by_layer: whether devices are given pieces of it.
+        tensor: the number of parts into which `tensor` splits the axis `dim`, outside of `fsdp`; 0
+            if it does not.
+    """
+
+    before: PartitionSpec
+    dim: int | None = None
+    by_layer: bool = False
+    tensor: int = 0
+
+    def given(self) -> PartitionSpec:
+        """Returns the axes of the batch that split what a device is given."""
+        return self._fsdp_at(self.dim) if self.by_layer else PartitionSpec()
+
+    def sent(self) -> PartitionSpec:
+        """Returns the axes of the batch that split the sum of gradients."""
+        return PartitionSpec() if self.dim is None else self._fsdp_at(self.dim + (self.tensor > 0))
+
+    def set_apart(self, grad: jax.Array) -> jax.Array:
+        """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""
+        if not self.tensor:
+            return grad
+        assert self.dim is not None
+        return grad.reshape(*grad.shape[: self.dim], self.tensor, -1, *grad.shape[self.dim + 1 :])
+
+    def apart(self, compute: PartitionSpec) -> PartitionSpec:
+        """Returns how `tensor` splits what `set_apart` has returned."""
+        if not self.tensor:
+            return compute
+        assert self.dim is not None
+        return PartitionSpec(*compute[: self.dim + 1], None, *compute[self.dim + 1 :])
+
+    @staticmethod
+    def _fsdp_at(dim: int | None) -> PartitionSpec:
+        assert dim is not None
+        return PartitionSpec(*[None] * dim, "fsdp")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.errors import UserError
+from gpt2.parallel.pieces import Pieces, torus_sides
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -46,8 +47,8 @@ STORAGE: dict[str, tuple[str, ...]] = {
 # Parameters inside a step: as stored, gathered over `fsdp`.
 COMPUTE = {name: tuple(a for a in axes if a != "fsdp") for name, axes in STORAGE.items()}
 
-# Activations, and the output head, whose rows are padded to a number that divides. The batch is
-# already split when the model sees it (see pjit.py).
+# Activations, and the output head, whose rows are padded to a number that divides. The model sees
+# the batch of one device (see pjit.py).
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "batch": (),
     "length": (),
@@ -62,8 +63,10 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 }
 
 # Where the traced program will run: a mesh that splits activations, and the kind of its devices.
+# Within `per_device` the trace is that of one device's rows, and may hold pieces of parameters.
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+_has_pieces: contextvars.ContextVar[bool] = contextvars.ContextVar("has_pieces", default=False)
 
 
 def spec(names: tuple[str, ...], table: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
@@ -117,6 +120,52 @@ def spread_activations(mesh: Mesh) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def holding_pieces() -> Iterator[None]:
+    """Says that what is traced inside holds pieces of parameters, for `pieces_of`."""
+    token = _has_pieces.set(True)
+    try:
+        yield
+    finally:
+        _has_pieces.reset(token)
+
+
+def pieces_of(names: tuple[str, ...], *, forget: bool = False) -> Pieces | None:
+    """Returns how the traced program holds a parameter of which each device has a piece.
+
+    Args:
+        names: of the parameter's axes, as the model declares them.
+        forget: see `Pieces`.
+
+    Returns:
+        None if the parameter is whole.
+    """
+    mesh = _mesh.get()
+    if mesh is None or not _has_pieces.get() or (axis := gathered_axis(names, mesh)) is None:
+        return None
+    compute = spec(names, COMPUTE)
+    is_spread = mesh.shape["tensor"] > 1 and any(compute)
+    return Pieces(axis, fsdp_stages(mesh), forget, on_trace(mesh, compute) if is_spread else None)
+
+
+def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
+    """Returns the number of devices along `fsdp`, in factors: see `Pieces`."""
+    return torus_sides(mesh.devices[0, :, 0])
+
+
+def gathered_axis(names: tuple[str, ...], mesh: Mesh) -> int | None:
+    """Returns which axis of a parameter is gathered over `fsdp` where a layer uses it, or None.
+
+    It is that of every kernel and table. Vectors are too small to be worth it. A table whose
+    columns are split over `tensor` too is left whole, like them.
+    """
+    split = [axis for axis, name in enumerate(names) if "fsdp" in STORAGE[name]]
+    if mesh.shape["fsdp"] == 1 or not split or len(set(names) - {"layers"}) < 2:
+        return None
+    others = (mesh.shape[axis] for axis in STORAGE[names[split[0]]] if axis != "fsdp")
+    return split[0] if all(size == 1 for size in others) else None
+
+
+@contextlib.contextmanager
 def traced_for(device: jax.Device) -> Iterator[None]:
     """Makes `platform` that of `device` for what is traced inside."""
     token = _platform.set(platform_of(device))
@@ -156,17 +205,24 @@ def vocab_multiple() -> int:
 
 
 def constrain(x: jax.Array, *names: str) -> jax.Array:
-    """Spreads an activation by the names of its axes; does nothing outside a mesh."""
+    """Spreads an activation by the names of its axes; does nothing where none can be split."""
     mesh = _mesh.get()
-    if mesh is None:
+    if mesh is None or mesh.shape["tensor"] == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(names, ACTIVATIONS)))
+    return jax.lax.with_sharding_constraint(x, on_trace(mesh, spec(names, ACTIVATIONS)))
+
+
+def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """Returns the sharding of an array in the current trace, which may be that of one device."""
+    abstract = jax.sharding.get_abstract_mesh()
+    return NamedSharding(mesh if abstract.empty else abstract, spec)
 
 
 def map_devices(function: Callable, names: tuple[str, ...], constant_names: Any) -> Callable:
     """Returns `function`, made to run on each device's part of its arguments.
 
-    It is for kernels that XLA cannot split. Outside a mesh, `function` is returned as it is.
+    It is for kernels that XLA cannot split. Where nothing is split, `function` is returned as it
+    is.
 
     Args:
         function: `function(arrays, constants) -> array`, where `arrays` is a tuple of activations
@@ -175,31 +231,18 @@ def map_devices(function: Callable, names: tuple[str, ...], constant_names: Any)
         constant_names: of the axes of each of `constants`.
     """
     mesh = _mesh.get()
-    if mesh is None or mesh.size == 1:
+    if mesh is None or mesh.shape["tensor"] == 1:
         return function
     array = spec(names, ACTIVATIONS)
     constant = tuple(spec(names, ACTIVATIONS) for names in constant_names)
-    map_over = partial(jax.shard_map, mesh=mesh, out_specs=array, check_vma=False)
-
-    @jax.custom_vjp
-    def mapped(arrays, constants):
-        return map_over(function, in_specs=(array, constant))(arrays, constants)
-
-    def forward(arrays, constants):
-        return mapped(arrays, constants), (arrays, constants)
-
-    # JAX's own derivative of a shard_map adds up over mesh axes that its inputs do not name. These
-    # would include the axes of the batch, which only the backend's vmap names. Here every device
-    # differentiates its own part instead, and therefore computes `function` again.
-    def backward(residuals, gradient):
-        def pull_back(arrays, constants, gradient):
-            return jax.vjp(lambda arrays: function(arrays, constants), arrays)[1](gradient)[0]
-
-        mapped_back = map_over(pull_back, in_specs=(array, constant, array))
-        return mapped_back(*residuals, gradient), None
-
-    mapped.defvjp(forward, backward)
-    return mapped
+    return jax.shard_map(
+        function,
+        mesh=on_trace(mesh, array).mesh,
+        in_specs=(array, constant),
+        out_specs=array,
+        axis_names={"tensor"},
+        check_vma=False,
+    )
 
 
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

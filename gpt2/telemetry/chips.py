@@ -104,3 +104,9 @@ def find_chip(kind: str) -> Chip | None:
         return None
     # Whole names only: an RTX A1000 is not an A100.
     return next((c for c in _CHIPS if re.search(rf"\b{c.pattern}(?!\d)", kind, re.I)), None)
+
+
+def find_board(kind: str) -> Board | None:
+    """Returns the memory and links of a `device.device_kind`, or None."""
+    chip = find_chip(kind)
+    return next((board for name, board in BOARDS.items() if chip and find_chip(name) == chip), None)

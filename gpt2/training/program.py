@@ -16,13 +16,14 @@ import optax
 
 from gpt2 import launch
 from gpt2.config import Config
-from gpt2.model import GPT
+from gpt2.model import GPT, num_params
 from gpt2.ops import Scoring, resolve
 from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.inspect import check_sharded
 from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.rules import platform_of
+from gpt2.telemetry.chips import find_board
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_eval_step, make_train_step
@@ -61,7 +62,8 @@ class Program:
         check_program(config, devices)
         model = GPT(config.gpt())
         schedule, optimizer = _make_optimizer(config)
-        backend = make_backend(config.parallel, model.logical_axes(), list(devices))
+        gather = choose_gather(config, devices[0])
+        backend = make_backend(config.parallel, model.logical_axes(), list(devices), gather=gather)
         train_step = make_train_step(
             model,
             optimizer,
@@ -135,6 +137,21 @@ def _compile(step: Callable, *arguments: Any) -> CompiledStep:
 
 def _draw(model: GPT, key: jax.Array) -> Any:
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def choose_gather(config: Config, device: jax.Device) -> str:
+    """Returns what `parallel.fsdp_gather=auto` means on devices of this kind: `layer` or `step`.
+
+    With one micro-batch, `layer` holds less and sends no more: two gathers in 16 bits are one in
+    32. With several, `step` sends less. It needs room for all parameters and gradients, 8 bytes
+    each. They may take half of the device, since state and activations need the rest.
+    """
+    if config.train.accumulate_steps == 1:
+        return "layer"
+    shapes = jax.eval_shape(partial(_draw, GPT(config.gpt())), jax.random.key(0))
+    board = find_board(device.device_kind)
+    needed = 8 * num_params(shapes) / max(1, config.parallel.tensor)
+    return "layer" if board and needed > 0.5 * 1e9 * board.memory else "step"
 
 
 def _make_optimizer(config: Config) -> tuple[optax.Schedule, optax.GradientTransformation]:
