@@ -53,6 +53,8 @@ PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or 
 PLAN_DEVICES = flags.DEFINE_integer(
     "plan_devices", 0, "As --plan, for this many simulated devices.", lower_bound=0
 )
+PLAN_CHIPS = flags.DEFINE_string("plan_chips", None, "As --plan, for chips: v5e-8, h100-8, ...")
+PLAN_TEXT = flags.DEFINE_string("plan_text", None, "A file for the compiled step of a plan.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
 PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Number of this process, from 0.")
@@ -63,8 +65,9 @@ def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
     config = cli.parse_config(CONFIG)
-    if PLAN.value or PLAN_DEVICES.value:
+    if PLAN.value or PLAN_DEVICES.value or PLAN_CHIPS.value:
         return plan(config)
+    cli.refuse_ignored("plan_text", "there is no --plan")
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
@@ -99,7 +102,9 @@ def plan(config: Config) -> int:
     """Prints what a step takes, and returns the exit code. Refuses flags that a plan ignores."""
     for name in ("workdir", "visualize", "coordinator", "num_processes", "process_index"):
         cli.refuse_ignored(name, "--plan only compiles, in one process")
-    print_plan(config, PLAN_DEVICES.value)
+    if PLAN_CHIPS.value:
+        cli.refuse_ignored("plan_devices", "--plan_chips says how many devices there are")
+    print_plan(config, PLAN_DEVICES.value, PLAN_CHIPS.value or "", PLAN_TEXT.value or "")
     return 0
 
 

@@ -3,6 +3,7 @@
 A part of what `python -m tests.layouts` compares in full.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -31,6 +32,8 @@ CASES = [
     Case("fsdp 8", remat="full"),
     Case("data 2 x tensor 4", scanned=True),
     Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True),
+    Case("fsdp 8 by layer", accumulate=4, remat="full", scanned=True),
+    Case("data 2 x fsdp 2 x tensor 2 by layer"),
 ]
 SCALARS = 512  # bytes: losses, counts, and the norm of each gradient
 
@@ -94,6 +97,28 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
     rest = [c for c in sent(case) if c.kind not in ("all-gather", "reduce-scatter")]
     assert {c.kind for c in rest} == {"all-reduce"}
     assert sum(c.bytes * c.times for c in rest) <= param_bytes(case) - split + SCALARS
+
+
+def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_once():
+    case = Case("fsdp 8 by layer", accumulate=4, remat="full", scanned=True)
+    params = setup(case).shapes.params
+    kernels = 4 * num_params([leaf for leaf in jax.tree.leaves(params["h"]) if leaf.ndim > 2])
+    kernels -= 4 * params["h"]["attn"]["c_attn"]["bias"].size
+    tables = 4 * num_params([params["wte"], params["wpe"]])
+    vectors = param_bytes(case) * (1 - unsharded_share(params)) - kernels - tables
+    tokens = 4 * 32 // 4 * MODEL.context_length  # of a micro-batch, whose vectors are looked up
+    moved = {
+        kind: sum(c.bytes * c.times for c in sent(case) if c.kind == kind)
+        for kind in ("all-gather", "reduce-scatter", "all-to-all")
+    }
+    assert moved["all-gather"] == pytest.approx(4 * (2 * kernels + tables + tokens) + vectors)
+    assert moved["reduce-scatter"] == pytest.approx(4 * (kernels + tables) + vectors)
+    assert moved["all-to-all"] == 4 * 2 * tokens * MODEL.embed_dim // 8  # forward and backward
+    rest = [c for c in sent(case) if c.kind == "all-reduce"]
+    whole = param_bytes(case) * unsharded_share(params)
+    assert sum(c.bytes * c.times for c in rest) <= whole + SCALARS
+    by_step = setup(dataclasses.replace(case, layout="fsdp 8")).compiled.memory.peak
+    assert setup(case).compiled.memory.peak < by_step
 
 
 def test_accumulation_changes_nothing_that_crosses_the_data_axis():

@@ -25,8 +25,10 @@ from gpt2.parallel.inspect import (
     visualize,
 )
 from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
+from gpt2.parallel.pieces import Pieces, torus_sides
 from gpt2.telemetry.chips import BOARDS, find_chip
 from gpt2.training.plan import make_plan
+from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_train_step
 from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
@@ -289,6 +291,116 @@ def test_collectives_are_read_from_every_form_of_hlo():
     assert found["all-to-all"].group == (0, 4)
     assert [c.kind for c in found.values() if c.loop_unknown] == ["all-to-all"]
     assert summarize(collectives(HLO))["reduce-scatter"] == (3, 192, 144.0)
+
+
+# What compilers for TPUs and GPUs write: a reduce-scatter as a fusion, a gather that fusions with a
+# product continue, a loop whose condition tells its length; a reduce-scatter that has begun.
+CHIPS_HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%all-reduce-scatter.1 (p: f32[8,4]) -> f32[1,4] {
+  %ar = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %ds = f32[1,4]{1,0} dynamic-slice(%ar, %i)
+}
+
+%start (p: bf16[4]) -> (bf16[4], bf16[32]) {
+  %ag.1 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %c.1 = (bf16[4]{0}, bf16[32]{0}) custom-call(%p, %ag.1)
+}
+
+%async_collective_fusion.2 (p: bf16[4]) -> (bf16[8], bf16[32]) {
+  %ag.2 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="0"}
+  %conv = bf16[8]{0} convolution(%a, %b)
+  ROOT %t = (bf16[8]{0}, bf16[32]{0}) tuple(%conv, %ag.2)
+}
+
+%done (p: bf16[4]) -> bf16[32] {
+  %ag.3 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %c.3 = bf16[32]{0} custom-call(%p, %ag.3)
+}
+
+%cond (p: (s32[], f32[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(48)
+  %turn = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%turn, %limit), direction=LT
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %f1 = (bf16[4], bf16[32]) fusion(%x), kind=kCustom, calls=%start
+  %f2 = (bf16[8], bf16[32]) fusion(%f1), kind=kCustom, calls=%async_collective_fusion.2
+  %f3 = bf16[32] fusion(%f2), kind=kCustom, calls=%done
+  %f4 = f32[1,4] fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+%gemm (p: f32[8]) -> f32[8] {
+  %d = f32[8] dot(%p, %p)
+}
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body
+  %rs = ((f32[16]), f32[2]) reduce-scatter-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}
+  %g = f32[8] fusion(%p), kind=kCustom, calls=%gemm
+  %rsd = f32[2] reduce-scatter-done(%rs)
+  %ag = (f32[2], f32[16]) all-gather-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}
+  %agd = f32[16] all-gather-done(%ag)
+}
+"""
+
+
+def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap():
+    found = [(c.kind, c.bytes, c.times, c.overlapped) for c in collectives(CHIPS_HLO)]
+    assert found == [
+        ("all-gather", 64, 48, True),
+        ("reduce-scatter", 128, 48, False),
+        ("reduce-scatter", 64, 1, True),
+        ("all-gather", 64, 1, False),
+    ]
+    assert not any(c.loop_unknown for c in collectives(CHIPS_HLO))
+
+
+def test_a_group_that_fills_a_torus_in_order_has_its_sides():
+    class Chip:
+        def __init__(self, *coords):
+            self.coords = coords
+
+    cube = [Chip(x, y, z) for x in range(2) for y in range(4) for z in range(1)]
+    assert torus_sides(np.array(cube)) == (2, 4)
+    assert torus_sides(np.array(cube[::-1])) == (8,)  # another order
+    assert torus_sides(np.array(cube[:7])) == (7,)  # not filled
+    assert torus_sides(np.array(jax.devices())) == (8,)
+
+
+@pytest.mark.parametrize("stages", [(8,), (2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_pieces_are_gathered_and_summed_in_any_number_of_stages(stages, axis):
+    pieces, mesh = Pieces(axis, stages), make_mesh(ParallelConfig(data=1, fsdp=8))
+    whole = jax.random.normal(jax.random.key(0), (16, 24))
+    split = PartitionSpec(*[None] * axis, "fsdp")
+
+    def on_device(piece):
+        mine = jax.lax.axis_index("fsdp") + 1.0
+        return pieces.gather(piece), pieces.scatter(mine * pieces.gather(piece))
+
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=split, out_specs=(PartitionSpec(), split), check_vma=False
+    )
+    gathered, summed = jax.jit(mapped)(whole)
+    np.testing.assert_array_equal(gathered, whole)
+    np.testing.assert_allclose(summed, 36.0 * whole, rtol=1e-5)  # 1 + 2 + ... + 8
+
+
+def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
+    class V5e:
+        device_kind = "TPU v5 lite"
+
+    class H100:
+        device_kind = "NVIDIA H100 80GB HBM3"
+
+    large = config(gpt2_1558m).with_vocabulary(50257)
+    assert [choose_gather(large, chip) for chip in (V5e, H100)] == ["layer", "step"]
+    one = dataclasses.replace(large, train=dataclasses.replace(large.train, accumulate_steps=1))
+    assert choose_gather(one, H100) == "layer"
+    with pytest.raises(UserError, match=r"fsdp_gather=layer is ignored while nothing is stored"):
+        config(parallel__fsdp_gather="layer")
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"])

@@ -1,10 +1,12 @@
 """What train.py makes of its options: what they leave out, and what is refused at once."""
 
+import importlib.util
 import json
 import re
 
 import pytest
 
+from gpt2.parallel.collectives import collectives
 from tests.helpers import TINY, metrics_of, run
 
 SHORT = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=2"]
@@ -27,6 +29,8 @@ def test_a_share_of_the_validation_split_gives_no_bits_per_byte(tmp_path):
         ("--num_processes=2", "--num_processes would be ignored"),
         ("--process_index=0", "--process_index would be ignored"),
         ("--plan_devices=-1", "--plan_devices=-1"),
+        ("--plan_chips=v5e-9", "--plan_chips=v5e-9 names no devices. Use v5e-N with N of 1, 4, 8"),
+        ("--plan_chips=tpu", "Use CHIP-N, such as v5e-8 or h100-8"),
     ],
 )
 def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):
@@ -42,6 +46,27 @@ def test_a_plan_says_what_a_step_takes_and_leaves_nothing(tmp_path):
     assert code == 0, stderr
     assert re.search(r"devices +2 \(simulated\)\n.*tokens per step +64\n", stdout, re.DOTALL)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("chips", "package"), [("v5e-8", "libtpu"), ("h100-8", "jax_cuda12_plugin")]
+)
+def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
+    options = ["--config.parallel.data=1", "--config.parallel.fsdp=8", *SHORT]
+    options += ["--config.data.batch_size=8", "--config.precision.compute=bfloat16"]
+    options += ["--config.memory.scan_layers=True"]
+    text = tmp_path / "step.hlo"
+    code, stdout, stderr = run(None, f"--plan_chips={chips}", f"--plan_text={text}", *options)
+    if importlib.util.find_spec(package) is None:
+        extra = "plan-tpu" if chips == "v5e-8" else "plan-gpu"
+        assert code == 2 and f"Install it: pip install -e '.[{extra}]'" in stderr
+        pytest.skip(f"needs {package}")
+    assert code == 0, stderr
+    assert re.search(r"devices +8 \((TPU v5 lite|NVIDIA H100 80GB HBM3)\)\n", stdout)
+    assert "some have no known length" not in stdout
+    found = collectives(text.read_text())
+    # No sum of gradients is an all-reduce, but for what every device stores whole.
+    assert {c.kind for c in found if c.bytes > 20_000} == {"all-gather", "reduce-scatter"}
 
 
 def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):

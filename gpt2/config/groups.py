@@ -108,6 +108,12 @@ class ParallelConfig:
                 f"{' and '.join(rest)} are both -1, and only one axis can take the rest",
                 f"Give one of them a size. For example, use --config.{rest[-1]}=1",
             )
+        if self.fsdp_gather != "auto" and (self.fsdp == 1 or self.backend == "pmap"):
+            raise UserError(
+                f"parallel.fsdp_gather={self.fsdp_gather} is ignored while nothing is stored over "
+                "parallel.fsdp",
+                "Use --config.parallel.fsdp_gather=auto",
+            )
         if self.backend == "pmap" and (self.fsdp != 1 or self.tensor != 1):
             name = "fsdp" if self.fsdp != 1 else "tensor"
             raise UserError(

@@ -21,6 +21,7 @@ class Collective:
         bytes: of the whole array, gathered or not yet scattered, each time it runs.
         times: how often it runs per call of the program.
         loop_unknown: it runs in a loop of unknown length; `times` counts one turn of that loop.
+        overlapped: a matrix product runs between its start and its end.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Collective:
     bytes: int
     times: int = 1
     loop_unknown: bool = False
+    overlapped: bool = False
 
     @property
     def bytes_sent(self) -> float:
@@ -53,26 +55,33 @@ def collectives(text: str) -> list[Collective]:
     computations, entry = _computations(text)
     found = []
 
-    def walk(name: str, times: int, unknown: bool) -> None:
-        for line in computations[name]:
-            if "chain_id=" in line and not _starts_chain(computations[name]):
+    def walk(name: str, times: int, unknown: bool, after: list[str]) -> None:
+        lines = computations[name]
+        for i, line in enumerate(lines):
+            if "chain_id=" in line and not _starts_chain(lines):
                 continue  # a part of a collective that has been counted
             if match := _INSTRUCTION.search(line):
                 collective = _parse(line, *match.groups(), num_devices=num_devices)
                 if name.startswith(_TPU_REDUCE_SCATTER) and collective.kind == "all-reduce":
                     collective = dataclasses.replace(collective, kind="reduce-scatter")
                 if len(collective.group) > 1:
-                    found.append(dataclasses.replace(collective, times=times, loop_unknown=unknown))
+                    during = _until_done(line, lines[i + 1 :], after, computations)
+                    overlapped = any(_has_product(other, computations) for other in during)
+                    found.append(
+                        dataclasses.replace(
+                            collective, times=times, loop_unknown=unknown, overlapped=overlapped
+                        )
+                    )
                 continue
             if " while(" not in line:
                 for called in _called(line):
-                    walk(called, times, unknown)
+                    walk(called, times, unknown, lines[i + 1 :])
                 continue
             turns = _turns(line, computations)
             for called in _called(line):
-                walk(called, times * (turns or 1), unknown or turns is None)
+                walk(called, times * (turns or 1), unknown or turns is None, [])
 
-    walk(entry, 1, False)
+    walk(entry, 1, False, [])
     return found
 
 
@@ -94,6 +103,48 @@ _CALLED = re.compile(
     r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
     r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+
+
+def _until_done(
+    line: str, rest: list[str], after: list[str], computations: dict[str, list[str]]
+) -> list[str]:
+    """Returns the lines that run while a collective does; none if it is not asynchronous.
+
+    Args:
+        line: of the collective.
+        rest: what follows it in its computation.
+        after: what follows the call of that computation.
+        computations: all of them.
+    """
+    if "chain_id=" in line:  # of a TPU: other fusions hold the same instruction
+        shape = re.search(r" = (\S+) ", line)
+        again = [
+            other
+            for other in after
+            for called in _called(other)
+            if any(
+                "chain_id=" in x and shape and f" = {shape[1].partition('{')[0]}" in x
+                for x in computations.get(called, ())
+            )
+        ]
+        return again
+    name = re.match(r"\s*(?:ROOT )?(%?[\w.\-]+) = ", line)
+    if "-start(" not in line or name is None:
+        return []
+    end = re.compile(rf"-done\(.*{re.escape(name[1])}\)")
+    done = next((i for i, other in enumerate(rest) if end.search(other)), 0)
+    return rest[:done]
+
+
+def _has_product(line: str, computations: dict[str, list[str]], depth: int = 3) -> bool:
+    """Returns whether an instruction multiplies matrices, by itself or in what it calls."""
+    if re.search(r" (dot|convolution)\(|__cublas|__cudnn|tpu_custom_call", line):
+        return True
+    return depth > 0 and any(
+        _has_product(inner, computations, depth - 1)
+        for called in re.findall(r"calls=%?([\w.\-]+)", line)
+        for inner in computations.get(called, ())
+    )
 
 
 def _starts_chain(lines: list[str]) -> bool:

@@ -79,6 +79,10 @@ def describe_collectives(text: str) -> dict[str, str]:
         kind: f"{count} of {format_bytes(size)} in all, {format_bytes(sent)} sent by each device"
         for kind, (count, size, sent) in summarize(found).items()
     }
+    sent = sum(collective.bytes_sent for collective in found)
+    hidden = sum(collective.bytes_sent for collective in found if collective.overlapped)
+    if hidden:
+        rows["overlapped"] = f"{hidden / sent:.0%} of bytes are sent while products run"
     if any(collective.loop_unknown for collective in found):
         rows["loops"] = "some have no known length: what they send is counted once"
     return rows or {"collectives": "none"}

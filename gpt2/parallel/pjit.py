@@ -14,7 +14,7 @@ Gradients cross the data axis once, after the last micro-batch.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,10 @@ class PjitBackend:
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 
+    def gradient_shardings(self, params: Any) -> Any:
+        """Returns how gradients of parameters are spread while micro-batches add up."""
+        return self._on_mesh(jax.tree.map(lambda leaf: leaf.before, self._leaves))
+
     def init_state(self, init_fn: Callable[[jax.Array], State], key: jax.Array) -> State:
         """Returns `init_fn(key)`, each device computing only its own part of it."""
         shardings = self.state_shardings(jax.eval_shape(init_fn, key))
@@ -85,6 +89,11 @@ class PjitBackend:
             name: jax.make_array_from_process_local_data(self._batch_sharding, rows)
             for name, rows in batch.items()
         }
+
+    def batch_shapes(self, shape: tuple[int, int], names: Iterable[str]) -> dict[str, Any]:
+        """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
+        whole = jax.ShapeDtypeStruct(shape, "int32", sharding=self._batch_sharding)
+        return dict.fromkeys(names, whole)
 
     def compile_train(self, step: Callable) -> Callable:
         """Returns the jitted `(state, batch) -> (state, metrics)`; the state is donated."""

@@ -5,7 +5,8 @@ adds up gradients and counts. The state has no device axis (`in_axes=(None, 0)`)
 checkpoints are those of the pjit backend.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +32,10 @@ class PmapBackend:
         """Returns the sharding of every leaf of a state: whole on every device."""
         return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), state)
 
+    def gradient_shardings(self, params: Any) -> Any:
+        """Returns how gradients are spread while micro-batches add up: whole on every device."""
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), params)
+
     def init_state(self, init_fn: Callable[[jax.Array], State], key: jax.Array) -> State:
         """Returns `init_fn(key)`, computed by every device for itself."""
         return jax.jit(init_fn, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(key)
@@ -48,6 +53,12 @@ class PmapBackend:
             )
             for name, rows in batch.items()
         }
+
+    def batch_shapes(self, shape: tuple[int, int], names: Iterable[str]) -> dict[str, Any]:
+        """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
+        split = (self.num_shards, shape[0] // self.num_shards, shape[1])
+        whole = jax.ShapeDtypeStruct(split, "int32", sharding=self._batch_sharding)
+        return dict.fromkeys(names, whole)
 
     def compile_train(self, step: Callable) -> Callable:
         """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""

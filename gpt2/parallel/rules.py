@@ -129,6 +129,13 @@ def holding_pieces() -> Iterator[None]:
         _has_pieces.reset(token)
 
 
+def gathered_for(params: Any, micro_batch: Any) -> Any:
+    """Returns parameters whose pieces are gathered for this micro-batch, and not once for all."""
+    if not _has_pieces.get():
+        return params
+    return jax.lax.optimization_barrier((params, micro_batch))[0]
+
+
 def pieces_of(names: tuple[str, ...], *, forget: bool = False) -> Pieces | None:
     """Returns how the traced program holds a parameter of which each device has a piece.
 

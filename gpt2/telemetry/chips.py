@@ -83,7 +83,8 @@ _CHIPS = (
 
 # From the same pages. `near` is half of what they give for NVLink, or for Cloud TPU's links
 # between chips, in both directions; `far` the network adapter that each GPU has in the maker's own
-# system (DGX A100, H100, H200, B200; GB200 NVL72).
+# system (DGX A100, H100, H200, B200; GB200 NVL72). TPU v2 and v3: Jouppi et al. 2020, table 1, for
+# half a chip. Cards without NVLink: the speed of their PCIe slot.
 BOARDS = {
     "GB200": Board(memory=186, near=900, domain=72, far=50),
     "B200": Board(memory=180, near=900, domain=8, far=50),
@@ -95,6 +96,12 @@ BOARDS = {
     "TPU v5e": Board(memory=16, near=200, domain=256),
     "TPU v5p": Board(memory=95, near=600, domain=8960),
     "TPU v4": Board(memory=32, near=300, domain=4096),
+    "TPU v3": Board(memory=16, near=164, domain=2048),
+    "TPU v2": Board(memory=8, near=124, domain=512),
+    "L4": Board(memory=24, near=32, domain=8),
+    "A10G": Board(memory=24, near=32, domain=8),
+    "RTX 4090": Board(memory=24, near=32, domain=8),
+    "T4": Board(memory=16, near=16, domain=8),
 }
 
 
@@ -106,7 +113,13 @@ def find_chip(kind: str) -> Chip | None:
     return next((c for c in _CHIPS if re.search(rf"\b{c.pattern}(?!\d)", kind, re.I)), None)
 
 
-def find_board(kind: str) -> Board | None:
-    """Returns the memory and links of a `device.device_kind`, or None."""
+def board_name(kind: str) -> str | None:
+    """Returns the name in `BOARDS` of a `device.device_kind`, or None."""
     chip = find_chip(kind)
-    return next((board for name, board in BOARDS.items() if chip and find_chip(name) == chip), None)
+    names = (name for name in BOARDS if chip and _same(chip, find_chip(name)))
+    return next(names, None)
+
+
+def _same(chip: Chip, other: Chip | None) -> bool:
+    """Whether two rows are of one chip, which may have two names."""
+    return other is not None and chip._replace(pattern="") == other._replace(pattern="")

@@ -1,30 +1,37 @@
-"""Planning a run without running it: `python train.py --plan [--plan_devices=N]`.
+"""Planning a run without running it: `python train.py --plan`.
 
-The train step is compiled for N simulated CPU devices from shapes alone. Memory and collectives are
-read from the compiled program, so they are those of a run in the same layout. The compiler of a GPU
-or a TPU needs other work space, but the same state and gradients.
+The train step is compiled from shapes alone: for N simulated CPU devices (`--plan_devices=N`), or
+by the compiler of a GPU or a TPU that is not here (`--plan_chips=v5e-8`). Memory and collectives
+are read from the compiled program, so they are those of a run in the same layout. A simulated plan
+has the state and gradients of a run on other chips, and other work space.
 """
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
-import numpy as np
 
 from gpt2.config import Config
 from gpt2.data.tokenizer_names import tokens_by_name
 from gpt2.model import num_params
-from gpt2.parallel import rules
 from gpt2.parallel.collectives import Collective, collectives
 from gpt2.parallel.inspect import bytes_per_device, describe_spread
-from gpt2.telemetry.chips import BOARDS, Board, find_chip
+from gpt2.parallel.topologies import find_devices
+from gpt2.telemetry.chips import BOARDS, Board, board_name, find_chip
 from gpt2.telemetry.progress import print_summary
 from gpt2.telemetry.throughput import model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
+from gpt2.utils.files import write_text
 from gpt2.utils.text import format_bytes, format_count
 
 # The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
+
+
+class OutOfMemory(Exception):
+    """The compiler's word that a step does not fit a device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Plan:
             Activations include all else that the step holds, such as parameters gathered over
             `fsdp`.
         text: the compiled step, as HLO.
+        compile_seconds: what its compilation took.
     """
 
     config: Config
@@ -46,6 +54,7 @@ class Plan:
     state: TrainState
     memory: dict[str, int]
     text: str
+    compile_seconds: float
 
     @property
     def tokens(self) -> int:
@@ -67,8 +76,9 @@ class Plan:
         return again * self.flops / self.num_devices / (peak * ATTAINABLE)
 
     def network_seconds(self, name: str) -> float | None:
-        """Returns the seconds that a step's collectives take, one after another."""
-        return _seconds_sending(collectives(self.text), BOARDS[name])
+        """Returns the seconds that products wait for collectives, one after another."""
+        waiting = [c for c in collectives(self.text) if not c.overlapped]
+        return _seconds_sending(waiting, BOARDS[name])
 
 
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
@@ -80,37 +90,53 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     devices = jax.devices() if devices is None else devices
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     program = Program.from_config(config, devices)
-    state, mesh = program.state_shapes, program.backend.mesh
+    state = program.state_shapes
     shape = (config.data.batch_size, config.model.context_length)
     names = ("tokens", "targets") + ("segments",) * config.data.document_mask
-    batch = program.backend.put_batch({name: np.zeros(shape, np.int32) for name in names})
-    compiled = program.compile_train(state, batch)
+    batch = program.backend.batch_shapes(shape, names)
+    try:
+        compiled = program.compile_train(state, batch)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemory(_say_shortage(str(error))) from None
     memory = {
         "parameters": bytes_per_device(state.params),
         "optimizer": bytes_per_device(state.opt_state),
-        "gradients": _gradient_bytes(state.params, program.model.logical_axes(), mesh.shape),
+        "gradients": _gradient_bytes(program),
     }
     memory["activations"] = compiled.memory.peak - sum(memory.values())
-    return Plan(config, len(devices), state, memory, compiled.text())
+    return Plan(config, len(devices), state, memory, compiled.text(), compiled.compile_seconds)
 
 
-def print_plan(config: Config, num_devices: int = 0) -> None:
+def print_plan(config: Config, num_devices: int = 0, chips: str = "", text: str = "") -> None:
     """Plans a run and prints what it takes: all that `train.py --plan` does.
 
     Args:
         config: the options.
         num_devices: CPU devices to simulate; 0: plan for the devices that JAX finds.
+        chips: kind and number of devices that need not be here, as `find_devices` takes them.
+        text: a file for the compiled program, as HLO; empty: none.
 
     Raises:
-        UserError: as for `make_plan`.
+        UserError: as for `make_plan` and `find_devices`.
     """
-    if num_devices:
-        # Before anything asks JAX for a device.
+    # Before anything asks JAX for a device.
+    if num_devices or chips:
         jax.config.update("jax_platforms", "cpu")
+    if num_devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
-    plan = make_plan(config)
+    devices = find_devices(chips) if chips else jax.devices()
+    kind = "simulated" if num_devices else devices[0].device_kind
+    try:
+        plan = make_plan(config, devices)
+    except OutOfMemory as error:
+        print_summary({"plan": {"devices": f"{len(devices)} ({kind})", "does not fit": str(error)}})
+        return
+    if text:
+        write_text(Path(text), plan.text)
     memory = plan.memory | {"in all": sum(plan.memory.values())}
-    kind = "simulated" if num_devices else jax.devices()[0].device_kind
+    board = board_name(kind)
     print_summary(
         {
             "plan": {
@@ -118,23 +144,39 @@ def print_plan(config: Config, num_devices: int = 0) -> None:
                 "parameters": f"{num_params(plan.state.params):,}",
                 "tokens per step": f"{plan.tokens:,}",
                 "FLOPs per step": format_count(plan.flops),
+                "compiled in": f"{plan.compile_seconds:.1f} s",
             },
             "memory of a device": {
                 name: f"{format_bytes(size)} ({size:,} bytes)" for name, size in memory.items()
             },
         }
         | describe_spread(plan.state.params, plan.text)
-        | {f"at {ATTAINABLE:.0%} of peak": {name: _describe_time(plan, name) for name in BOARDS}}
+        | {
+            f"at {ATTAINABLE:.0%} of peak": {
+                name: _describe_time(plan, name, by_its_compiler=chips != "")
+                for name in ([board] if board else BOARDS)
+            }
+        }
     )
 
 
-def _describe_time(plan: Plan, name: str) -> str:
+def _say_shortage(message: str) -> str:
+    """Returns what a compiler says of the memory that it lacks, in one line."""
+    used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", message)
+    if used:
+        return f"the compiler needs {used[1]}iB of the {used[2]}iB of a device"
+    return message.strip().split("\n")[0]
+
+
+def _describe_time(plan: Plan, name: str, *, by_its_compiler: bool) -> str:
     share = sum(plan.memory.values()) / (1e9 * BOARDS[name].memory)
     compute, network = plan.compute_seconds(name), plan.network_seconds(name)
     fits = f"memory {share:.0%}" if share <= 1 else f"does not fit (memory {share:.0%})"
+    if by_its_compiler and name.startswith("TPU"):
+        fits = "fits, by its compiler"  # which refuses what does not
     if network is None:
         return f"computes {_milliseconds(compute)}, network unknown beyond one pod, {fits}"
-    seconds = compute + network  # nothing overlaps: gradients are sent after the last micro-batch
+    seconds = compute + network
     return (
         f"{_milliseconds(seconds)} a step, {_milliseconds(network)} of it sending, "
         f"{format_count(plan.tokens / seconds)} tokens/s, {fits}"
@@ -155,12 +197,14 @@ def _seconds_sending(found: list[Collective], board: Board) -> float | None:
     return seconds
 
 
-def _gradient_bytes(params, logical_axes, mesh_shape) -> int:
-    """Returns the bytes of a device's sum of gradients: all of them, split by `tensor` only."""
-
-    def local(leaf, spec):
-        split = "tensor" in jax.tree.leaves(tuple(spec))
-        return leaf.size * leaf.dtype.itemsize // (mesh_shape.get("tensor", 1) if split else 1)
-
-    sizes = jax.tree.map(local, params, rules.specs(logical_axes, rules.COMPUTE))
-    return sum(jax.tree.leaves(sizes))
+def _gradient_bytes(program: Program) -> int:
+    """Returns the bytes of a device's sum of gradients."""
+    shapes = program.state_shapes.params
+    shardings = program.backend.gradient_shardings(shapes)
+    return bytes_per_device(
+        jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            shardings,
+        )
+    )

@@ -23,7 +23,7 @@ from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.inspect import check_sharded
 from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.rules import platform_of
-from gpt2.telemetry.chips import find_board
+from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_eval_step, make_train_step
@@ -149,9 +149,9 @@ def choose_gather(config: Config, device: jax.Device) -> str:
     if config.train.accumulate_steps == 1:
         return "layer"
     shapes = jax.eval_shape(partial(_draw, GPT(config.gpt())), jax.random.key(0))
-    board = find_board(device.device_kind)
+    name = board_name(device.device_kind)
     needed = 8 * num_params(shapes) / max(1, config.parallel.tensor)
-    return "layer" if board and needed > 0.5 * 1e9 * board.memory else "step"
+    return "layer" if name and needed > 0.5 * 1e9 * BOARDS[name].memory else "step"
 
 
 def _make_optimizer(config: Config) -> tuple[optax.Schedule, optax.GradientTransformation]:

@@ -19,6 +19,7 @@ import optax
 from gpt2.config import LossConfig
 from gpt2.model import GPT
 from gpt2.optim import num_updates
+from gpt2.parallel.rules import gathered_for
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
@@ -63,6 +64,7 @@ def make_train_step(
 
         def sum_gradients(params, rows, device):
             def loss_and_count(params, micro_batch, index):
+                params = gathered_for(params, micro_batch)
                 keys = {"dropout": dropout_key(seed, state.step, index, device)} if dropout else {}
                 total, count = _loss(model, params, micro_batch, not dropout, keys, loss)
                 return total * scale, count
