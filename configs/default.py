@@ -15,6 +15,7 @@ CHOICES = {
     "model.init": ("normal", "xavier", "fan_in"),
     "model.attention": ("auto", "reference", "xla", "blocked", "cudnn", "splash"),
     "precision.compute": ("float32", "bfloat16", "float16"),
+    "precision.logits": ("float32", "bfloat16"),
     "optim.name": (
         *("adamw", "adam", "sgd", "lion", "adafactor", "ademamix"),
         *("schedule_free", "muon", "normuon", "soap"),
@@ -78,6 +79,7 @@ def get_config() -> ConfigDict:
         dict(
             params="float32",  # of stored parameters and optimizer state; no other type works
             compute="float32",  # float16 comes with dynamic loss scaling
+            logits="float32",  # in which the loss stores logits; bfloat16 moves half the bytes
         )
     )
     config.data = ConfigDict(

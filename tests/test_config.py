@@ -70,7 +70,13 @@ def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice
         assert set(CHOICES[name]) == set(names), name
     # The rest are told apart where they act: tests/test_switches.py, tests/test_optim.py and
     # tests/test_train_layouts.py train each of them.
-    others = {"precision.compute", "parallel.backend", "parallel.fsdp_gather", "optim.cautious"}
+    others = {
+        "precision.compute",
+        "precision.logits",
+        "parallel.backend",
+        "parallel.fsdp_gather",
+        "optim.cautious",
+    }
     others |= {f"model.{name}" for name in ("norm", "norm_position", "position", "init")}
     assert set(CHOICES) == implemented.keys() | others
 

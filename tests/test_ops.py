@@ -23,6 +23,7 @@ from gpt2.ops import (
     gelu_tanh,
     gelu_tanh_reference,
     linear,
+    linear_parts,
     linear_reference,
     norm,
     norm_reference,
@@ -30,6 +31,7 @@ from gpt2.ops import (
     rotate_reference,
     rotation,
 )
+from gpt2.ops import forms as ops_forms
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
 from gpt2.parallel.collectives import collectives
 from gpt2.parallel.mesh import make_mesh
@@ -359,6 +361,55 @@ def test_cross_entropy_equals_reference(length, chunk, padding, dtype, softcap, 
         for f in (fast, plain)
     ]
     assert_close(*gradients, dtype)
+
+
+def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
+    hidden, embedding = normal(0, 2, 64, 32), normal(1, 500, 32)
+    targets = jax.random.randint(jax.random.key(2), (2, 64), 0, 500)
+    loss = partial(cross_entropy, vocab_size=500, dtype="bfloat16")
+    options = [dict(logits_dtype=dtype) for dtype in ("float32", "bfloat16")]
+    exact, rounded = (loss(hidden, embedding, targets, **o)[0] / 128 for o in options)
+    assert 0 < abs(exact - rounded) < 2**-9 * exact  # half of bfloat16's last place
+    gradients = [
+        jax.grad(lambda h, o=o: loss(h, embedding, targets, **o)[0])(hidden) for o in options
+    ]
+    assert_close(gradients[1], gradients[0], "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_forms_of_every_platform_equal_the_references(monkeypatch, platform, dtype):
+    x, kernel, bias = normal(0, 2, 9, 5), normal(1, 5, 3, 2, 7), normal(2, 3, 2, 7)
+
+    def program():
+        loss = partial(cross_entropy, vocab_size=3, dtype=dtype)
+        step = lambda x, kernel: (  # noqa: E731
+            linear_parts(x, kernel, bias, dtype=dtype),
+            loss(x, kernel[:, :, 0, 0].T, jnp.zeros((2, 9), int)),
+        )
+        return str(jax.make_jaxpr(step)(x, kernel))
+
+    on_cpu = program()
+    monkeypatch.setattr(ops_forms, "platform", lambda: platform)
+    assert program() != on_cpu
+    for bias_or_none, activation in ((bias, gelu_tanh), (None, None)):
+        test_linear_equals_tensordot_and_its_derivative.hypothesis.inner_test(
+            9, 7, dtype, bias_or_none is not None, activation
+        )
+    test_linear_contracts_two_axes()
+    test_linear_kernel_gradient_is_not_rounded_through_bfloat16()
+    whole = lambda *a: jnp.moveaxis(linear_reference(*a, dtype=dtype), 2, 0)  # noqa: E731
+    parts = lambda *a: jnp.stack(linear_parts(*a, dtype=dtype))  # noqa: E731
+    args, every = (x, kernel, bias), (0, 1, 2)
+    assert_close(parts(*args), whole(*args), dtype)
+    gradients = [jax.grad(weighted(f, 3, 2, 9, 2, 7), every)(*args) for f in (parts, whole)]
+    assert_close(*gradients, dtype)
+    for kind in ("layernorm", "rmsnorm"):
+        test_norm_equals_reference.hypothesis.inner_test(9, 40, 10.0, kind, (dtype, dtype))
+    for softcap, extra in ((0.0, {}), (2.0, dict(z_loss=0.1, label_smoothing=0.1))):
+        test_cross_entropy_equals_reference.hypothesis.inner_test(
+            length=7, chunk=3, padding=2, dtype=dtype, softcap=softcap, extra=extra
+        )
 
 
 def test_uniform_logits_lose_log_of_true_vocabulary():

@@ -407,7 +407,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(rules, "traced_for", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(rules, "traced_for", lambda *_, **__: contextlib.nullcontext())
     cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="full")
     backend, _, state = state_of(parallel, cfg=cfg)
     step = make_train_step(GPT(cfg), optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2)

@@ -231,6 +231,7 @@ class GPTConfig(ModelConfig):
     vocab_size: int = 50257  # GPT-2's own; a run's comes from its tokenizer
     param_dtype: str = DEFAULTS.precision.params
     compute_dtype: str = DEFAULTS.precision.compute
+    logits_dtype: str = DEFAULTS.precision.logits
     remat: str = DEFAULTS.memory.remat
     scan_layers: bool = DEFAULTS.memory.scan_layers
 
@@ -239,6 +240,7 @@ class GPTConfig(ModelConfig):
         require_at_least("model.vocab_size", self.vocab_size, 1)
         require_choice("precision.params", self.param_dtype, CHOICES["precision.compute"])
         require_choice("precision.compute", self.compute_dtype, CHOICES["precision.compute"])
+        require_choice("precision.logits", self.logits_dtype, CHOICES["precision.logits"])
         require_choice("memory.remat", self.remat, CHOICES["memory.remat"])
 
     @classmethod

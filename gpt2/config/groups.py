@@ -15,9 +15,15 @@ class PrecisionConfig:
 
     params: str = DEFAULTS.precision.params
     compute: str = DEFAULTS.precision.compute
+    logits: str = DEFAULTS.precision.logits
 
     def __post_init__(self):
         require_choices("precision", self)
+        if self.logits not in ("float32", self.compute):
+            raise UserError(
+                f"precision.logits={self.logits} is narrower than precision.compute={self.compute}",
+                f"Use --config.precision.logits={self.compute}",
+            )
         if self.params != "float32":
             raise UserError(
                 f"precision.params={self.params} cannot hold an optimizer's small updates",

@@ -130,6 +130,7 @@ class Config:
             **dataclasses.asdict(self.model),
             param_dtype=self.precision.params,
             compute_dtype=self.precision.compute,
+            logits_dtype=self.precision.logits,
             remat=self.memory.remat,
             scan_layers=self.memory.scan_layers,
         )

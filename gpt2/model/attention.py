@@ -14,7 +14,8 @@ from flax import struct
 from gpt2.config import GPTConfig
 from gpt2.model.layers import Embedding, Linear, Mix, Norm
 from gpt2.ops import Scoring, alibi_slopes, attention, attention_cached, resolve, rotate
-from gpt2.parallel.rules import constrain, is_spread, map_devices, platform
+from gpt2.parallel.rules import constrain, is_spread, map_devices
+from gpt2.utils.platform import platform
 
 
 class LayerInputs(struct.PyTreeNode):
@@ -122,14 +123,14 @@ class Attention(nn.Module):
 
         def project(name, *shape):
             axes = ("qkv", "heads", "head_size")[-len(shape) :]
-            y = Linear(cfg, (D, *shape), ("embed", *axes), name=name)(x)
-            return constrain(y, "batch", "length", *axes)
+            in_parts = len(shape) > 2
+            y = Linear(cfg, (D, *shape), ("embed", *axes), in_parts=in_parts, name=name)(x)
+            each = y if in_parts else [y]
+            return [constrain(part, "batch", "length", "heads", "head_size") for part in each]
 
         if K == N:
-            qkv = project("c_attn", 3, N, H)
-            return tuple(x.squeeze(2) for x in jnp.split(qkv, 3, axis=2))
-        kv = project("c_kv", 2, K, H)
-        return project("c_q", N, H), *(x.squeeze(2) for x in jnp.split(kv, 2, axis=2))
+            return project("c_attn", 3, N, H)
+        return [*project("c_q", N, H), *project("c_kv", 2, K, H)]
 
     def _mix_values(self, v, first_values, index, tokens):
         """Mixes other values into this layer's; returns them and the first layer's.

@@ -23,7 +23,8 @@ from gpt2.model.attention import LayerInputs
 from gpt2.model.block import Block
 from gpt2.model.layers import Embedding, Norm
 from gpt2.ops import cross_entropy, rotation
-from gpt2.parallel.rules import constrain, platform, vocab_multiple
+from gpt2.parallel.rules import constrain, vocab_multiple
+from gpt2.utils.platform import platform
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import scan_layers, stack_layers
 
@@ -153,6 +154,7 @@ class GPT(nn.Module):
                 z_loss=z_loss,
                 label_smoothing=label_smoothing,
                 dtype=cfg.compute_dtype,
+                logits_dtype=cfg.logits_dtype,
                 chunk=_positions_per_chunk(B, T, head.shape[0], is_scarce=pieces is not None),
                 pieces=pieces,
             )

@@ -5,6 +5,7 @@ gpt2/model/gpt.py explains the letters of dimensions.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.config import GPTConfig
-from gpt2.ops import ACTIVATIONS, GATES, linear, norm
+from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm
 from gpt2.parallel.pieces import gather, look_up
 from gpt2.parallel.rules import constrain, pieces_of
 
@@ -25,6 +26,7 @@ class Linear(nn.Module):
         shape: of the kernel: contracted axes, then new ones.
         axes: names of the kernel's axes.
         num_contract: how many axes are contracted.
+        in_parts: whether to return a list of results, one for each index of the first new axis.
         is_projection: whether it is a branch's last map, whose result joins the residual stream.
         activation: applied to the input first, elementwise.
     """
@@ -33,11 +35,12 @@ class Linear(nn.Module):
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     num_contract: int = 1
+    in_parts: bool = False
     is_projection: bool = False
     activation: Callable[[jax.Array], jax.Array] | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
         """Maps `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute type."""
         dtype = self.config.param_dtype
         init = nn.with_logical_partitioning(nn.initializers.normal(self._stddev()), self.axes)
@@ -50,6 +53,8 @@ class Linear(nn.Module):
             out = self.num_contract
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[out:])
             bias = self.param("bias", zeros, self.shape[out:], dtype, unbox=True)
+        if self.in_parts:
+            return linear_parts(x, kernel, bias, dtype=cfg.compute_dtype, pieces=pieces)
         return linear(
             x,
             kernel,

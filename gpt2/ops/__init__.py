@@ -7,7 +7,7 @@ Every function here has a form written for speed, with its own backward rule, an
 from gpt2.ops.activation import ACTIVATIONS, GATES, gelu_tanh, gelu_tanh_reference
 from gpt2.ops.attention import attention, attention_cached, resolve
 from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference
-from gpt2.ops.linear import linear, linear_reference
+from gpt2.ops.linear import linear, linear_parts, linear_reference
 from gpt2.ops.norm import norm, norm_reference
 from gpt2.ops.rope import rotate, rotate_reference, rotation
 from gpt2.ops.scores import Scoring, alibi_slopes
@@ -24,6 +24,7 @@ __all__ = [
     "gelu_tanh",
     "gelu_tanh_reference",
     "linear",
+    "linear_parts",
     "linear_reference",
     "norm",
     "norm_reference",

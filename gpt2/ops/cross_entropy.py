@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gpt2.ops.dot import dot
+from gpt2.ops.forms import forms
 from gpt2.ops.linear import Pieces
 
 IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
@@ -30,6 +31,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     dtype: DTypeLike | None = None,
+    logits_dtype: DTypeLike = jnp.float32,
     chunk: int = 0,
     pieces: Pieces | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -46,8 +48,9 @@ def cross_entropy(
             et al. 2022, section 5).
         label_smoothing: the share of each target that goes to all tokens alike (Szegedy et al.
             2016, section 7).
-        dtype: type of the operands of matrix products, that of `hidden` if not given. Logits,
-            softmax and sums are float32.
+        dtype: type of the operands of matrix products, that of `hidden` if not given. Softmax and
+            sums are float32.
+        logits_dtype: in which logits are stored.
         chunk: positions (of T) whose logits exist at one time; 0 for all of them.
         pieces: if given, `embedding` is a piece, which is gathered once, in `dtype`.
 
@@ -57,7 +60,7 @@ def cross_entropy(
     _check_shapes(hidden, embedding, targets, vocab_size, pieces)
     dtype = jnp.dtype(dtype or hidden.dtype)
     count = (targets >= 0).sum(dtype=jnp.float32)
-    form = _Form(vocab_size, logit_softcap, z_loss, label_smoothing)
+    form = _Form(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
     return _loss_sum(hidden.astype(dtype), embedding, targets, form, dtype, chunk, pieces), count
 
 
@@ -109,6 +112,7 @@ class _Form:
     logit_softcap: float
     z_loss: float
     label_smoothing: float
+    logits_dtype: jnp.dtype
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -187,7 +191,7 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
 
 def _logits(hidden, embedding, form):
     """Returns the logits `[B, T, V]`, float32, padding masked out."""
-    logits = dot(hidden, embedding, (2,), (1,))
+    logits = dot(hidden, embedding, (2,), (1,), form.logits_dtype).astype(jnp.float32)
     if form.logit_softcap:
         logits = form.logit_softcap * jnp.tanh(logits / form.logit_softcap)
     if form.vocab_size < embedding.shape[0]:
@@ -204,12 +208,29 @@ def _exists(logits, form):
 def _softmax(logits):
     """Returns exponentials `[B, T, V]`, their sums and the logits' maximum `[B, T, 1]`.
 
-    The exponentials are stored once, for the sum and the gradient (docs/performance.md, XLA:CPU
-    note 8).
+    On CPUs the exponentials are stored once, for the sum and the gradient (docs/performance.md,
+    XLA:CPU note 8). In one pass, a sum is scaled whenever the maximum grows (Milakov and Gimelshein
+    2018, arXiv 1805.02867).
     """
+    if forms().one_pass:
+        highest, normaliser = (x[..., None] for x in _softmax_in_one_pass(logits))
+        return jnp.exp(logits - highest), normaliser, highest
     highest = logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - highest)
     return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
+
+
+def _softmax_in_one_pass(logits):
+    """Returns the maximum and the sum of exponentials below it, of each row, `[B, T]`."""
+
+    def join(one, other):
+        highest = jnp.maximum(one[0], other[0])
+        scaled = (total * jnp.exp(top - highest) for top, total in (one, other))
+        return highest, sum(scaled)
+
+    ones = jnp.ones_like(logits)
+    least = jnp.float32(jnp.finfo(jnp.float32).min)
+    return jax.lax.reduce((logits, ones), (least, jnp.float32(0.0)), join, (2,))
 
 
 def _losses(form, logits, normaliser, highest, target_logits, targets):

@@ -4,15 +4,20 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 def dot(
-    a: jax.Array, b: jax.Array, contract_a: Iterable[int], contract_b: Iterable[int]
+    a: jax.Array,
+    b: jax.Array,
+    contract_a: Iterable[int],
+    contract_b: Iterable[int],
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Contracts axes of `a` with axes of `b`, accumulated and returned in float32.
+    """Contracts axes of `a` with axes of `b`, accumulated in float32.
 
     Returns:
-        `[rest of a, rest of b]` float32, whatever the operands' type.
+        `[rest of a, rest of b]` in `dtype`.
     """
     dimensions = ((tuple(contract_a), tuple(contract_b)), ((), ()))
-    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=dtype)

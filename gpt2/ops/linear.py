@@ -8,6 +8,7 @@ so that each result has the layout in which it is stored, and nothing is transpo
 (docs/performance.md, XLA:CPU note 4).
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gpt2.ops.dot import dot
+from gpt2.ops.forms import forms
 from gpt2.ops.narrow import bits, floats
 
 
@@ -71,6 +73,35 @@ def linear(
     return _linear(x.astype(dtype), kernel, bias, num_contract, activation, dtype, pieces)
 
 
+def linear_parts(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    pieces: Pieces | None = None,
+) -> list[jax.Array]:
+    """Returns `linear` as a list of its results along the first new axis.
+
+    Args:
+        x, dtype, pieces: as for `linear`.
+        kernel: `[C, P, O1, .., Om]`.
+        bias: `[P, O1, .., Om]`.
+
+    Returns:
+        P arrays `[..., O1, .., Om]` in `dtype`.
+    """
+    if not forms().apart:
+        y = linear(x, kernel, bias, dtype=dtype, pieces=pieces)
+        axis = x.ndim - 1
+        return [part.squeeze(axis) for part in jnp.split(y, kernel.shape[1], axis)]
+    biases = [None] * kernel.shape[1] if bias is None else bias
+    return [
+        linear(x, kernel[:, part], biases[part], dtype=dtype, pieces=pieces)
+        for part in range(kernel.shape[1])
+    ]
+
+
 def linear_reference(x, kernel, bias=None, *, num_contract=1, activation=None, dtype=None):
     """Computes `linear` as one `tensordot`, with the derivative left to JAX."""
     _check_shapes(x, kernel, bias, num_contract)
@@ -95,46 +126,72 @@ def _whole(kernel, dtype, pieces):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _linear(x, kernel, bias, num_contract, activation, dtype, pieces):
-    contract_x = range(x.ndim - num_contract, x.ndim)
     x = activation(x) if activation else x
-    y = dot(x, _whole(kernel, dtype, pieces), contract_x, range(num_contract))
-    return (y if bias is None else y + bias).astype(dtype)
+    return _product(x, kernel, bias, num_contract, dtype, pieces)
 
 
-def _linear_fwd(x, kernel, bias, *options):
-    return _linear(x, kernel, bias, *options), (bits(x), kernel, bias)
+def _product(x, kernel, bias, num_contract, dtype, pieces):
+    kernel = _whole(kernel, dtype, pieces)
+    rows, outputs = x.shape[: x.ndim - num_contract], kernel.shape[num_contract:]
+    x, kernel, num_contract = _flatten(x, kernel, num_contract)
+    result = dtype if forms().narrow_results else jnp.float32
+    y = dot(x, kernel, range(x.ndim - num_contract, x.ndim), range(num_contract), result)
+    if bias is not None:
+        y = y + bias.astype(result).reshape(kernel.shape[num_contract:])
+    return y.astype(dtype).reshape(*rows, *outputs)
+
+
+def _flatten(x, kernel, num_contract):
+    """Returns two matrices of the same product, where the platform wants them."""
+    if not forms().flat:
+        return x, kernel, num_contract
+    contracted = math.prod(kernel.shape[:num_contract])
+    return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
+
+
+def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces):
+    activated = activation(x) if activation else x
+    kept = activated if activation and forms().keep_activations else None
+    y = _product(activated, kernel, bias, num_contract, dtype, pieces)
+    return y, (bits(x), kept, kernel, bias)
 
 
 def _linear_bwd(num_contract, activation, dtype, pieces, residuals, dy):
-    x, kernel, bias = residuals
+    x, kept, kernel, bias = residuals
     if pieces:
         kernel, dy = pieces.before_backward(kernel, dy)
+    x_shape, kernel_type = x.shape, kernel.dtype
+    kernel = _whole(kernel, dtype, pieces)
+    kernel_shape = kernel.shape
+    result = dtype if forms().narrow_results else jnp.float32
+    x, kernel, num_contract = _flatten(x, kernel, num_contract)
     rows = range(x.ndim - num_contract)  # the axes over which examples and positions run
-    outputs = kernel.ndim - num_contract
-    dx = dot(
-        dy,
-        _whole(kernel, dtype, pieces),
-        range(dy.ndim - outputs, dy.ndim),
-        range(num_contract, kernel.ndim),
-    ).astype(dtype)
+    dy = dy.reshape(*(x.shape[axis] for axis in rows), *kernel.shape[num_contract:])
+    outputs = range(len(rows), dy.ndim)
+    dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result).astype(dtype)
     if activation:
         # The barrier makes XLA compute the activation again, not keep the forward pass's value
         # (docs/performance.md, XLA:CPU note 5).
-        x, dx = jax.lax.optimization_barrier((x, dx))
+        if kept is None:
+            x, dx = jax.lax.optimization_barrier((x, dx))
         x, derive = jax.vjp(activation, floats(x, dtype))
         (dx,) = derive(dx)
+        x = x if kept is None else kept.reshape(x.shape)
     else:
         x = floats(x, dtype)
-    dkernel = dot(x, dy, rows, rows).astype(kernel.dtype)
+    dkernel = dot(x, dy, rows, rows).astype(kernel_type).reshape(kernel_shape)
     if pieces:
         dkernel = pieces.scatter(dkernel)
-    dbias = None
-    if bias is not None:
+    dx = dx.reshape(x_shape)
+    if bias is None:
+        return dx, dkernel, None
+    if forms().bias_by_product:
         # A matrix product with ones is computed at once; a sum would wait, and dy with it
         # (docs/performance.md, XLA:CPU note 6).
-        ones = jnp.ones(dy.shape[: len(rows)], dtype)
-        dbias = dot(ones, dy, rows, rows).astype(bias.dtype)
-    return dx, dkernel, dbias
+        dbias = dot(jnp.ones([x.shape[axis] for axis in rows], dtype), dy, rows, rows)
+    else:
+        dbias = dy.sum(tuple(rows), dtype=jnp.float32)
+    return dx, dkernel, dbias.astype(bias.dtype).reshape(bias.shape)
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from gpt2.ops.forms import forms
 from gpt2.ops.narrow import bits, floats
 
 
@@ -66,7 +67,12 @@ def _norm(x, scale, bias, center, eps, input_dtype, dtype):
 def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
     x32 = x.astype(jnp.float32)
     mean = x32.mean(axis=-1, keepdims=True) if center else 0.0
-    inverse = jax.lax.rsqrt(jnp.square(x32 - mean).mean(axis=-1, keepdims=True) + eps)
+    if forms().one_pass:
+        variance = jnp.square(x32).mean(axis=-1, keepdims=True) - jnp.square(mean)
+        variance = jnp.maximum(variance, 0.0)  # rounding
+    else:
+        variance = jnp.square(x32 - mean).mean(axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(variance + eps)
     y = (x32 - mean) * inverse * scale
     y = (y if bias is None else y + bias).astype(dtype)
     return y, (bits(x), scale, bias, mean, inverse)

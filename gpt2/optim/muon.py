@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
-from gpt2.parallel.rules import platform
+from gpt2.utils.platform import platform
 
 # Of the quintic polynomial, and how often it is applied (Jordan et al. 2024,
 # https://kellerjordan.github.io/posts/muon).

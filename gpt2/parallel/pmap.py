@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.parallel import rules
 from gpt2.parallel.mesh import local_rows
 from gpt2.parallel.state import State
+from gpt2.utils.platform import traced_for
 
 AXIS = "data"
 
@@ -64,7 +64,7 @@ class PmapBackend:
         """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
 
         def train_step(state, batch):
-            with rules.traced_for(self._devices[0]):
+            with traced_for(self._devices[0]):
                 return step(state, batch, _map_sum)
 
         return self._pmap(train_step, donate_argnums=0)
@@ -73,7 +73,7 @@ class PmapBackend:
         """Returns the pmapped `(params, batch) -> metrics`."""
 
         def eval_step(params, batch):
-            with rules.traced_for(self._devices[0]):
+            with traced_for(self._devices[0]):
                 return step(params, batch, _map_sum)
 
         return self._pmap(eval_step)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.errors import UserError
 from gpt2.parallel.pieces import Pieces, torus_sides
+from gpt2.utils.platform import platform, traced_for
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -62,10 +63,9 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "table": ("tensor",),
 }
 
-# Where the traced program will run: a mesh that splits activations, and the kind of its devices.
-# Within `per_device` the trace is that of one device's rows, and may hold pieces of parameters.
+# Where the traced program will run: a mesh that splits activations. Each device may hold pieces of
+# parameters.
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
-_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 _has_pieces: contextvars.ContextVar[bool] = contextvars.ContextVar("has_pieces", default=False)
 
 
@@ -113,7 +113,7 @@ def spread_activations(mesh: Mesh) -> Iterator[None]:
     """Makes `constrain` spread activations over `mesh` for what is traced inside."""
     token = _mesh.set(mesh)
     try:
-        with traced_for(mesh.devices.flat[0]):
+        with traced_for(mesh.devices.flat[0], splits=mesh.shape["tensor"] > 1):
             yield
     finally:
         _mesh.reset(token)
@@ -170,29 +170,6 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh) -> int | None:
         return None
     others = (mesh.shape[axis] for axis in STORAGE[names[split[0]]] if axis != "fsdp")
     return split[0] if all(size == 1 for size in others) else None
-
-
-@contextlib.contextmanager
-def traced_for(device: jax.Device) -> Iterator[None]:
-    """Makes `platform` that of `device` for what is traced inside."""
-    token = _platform.set(platform_of(device))
-    try:
-        yield
-    finally:
-        _platform.reset(token)
-
-
-def platform_of(device: jax.Device) -> str:
-    """Returns `cpu`, `gpu` or `tpu`: devices that are compiled for from afar say `cuda`."""
-    return "gpu" if device.platform in ("cuda", "rocm") else device.platform
-
-
-def platform() -> str:
-    """Returns `cpu`, `gpu` or `tpu`: where the traced program will run.
-
-    A backend sets it. Outside of a backend it is where JAX runs by default.
-    """
-    return _platform.get() or jax.default_backend()
 
 
 def is_spread(name: str) -> bool:

@@ -22,11 +22,11 @@ from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.inspect import check_sharded
 from gpt2.parallel.mesh import check_layout
-from gpt2.parallel.rules import platform_of
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_eval_step, make_train_step
+from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 
 

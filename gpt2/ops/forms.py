@@ -1,0 +1,72 @@
+"""Forms of operations by platform: one table, in place of questions in each operation.
+
+All forms compute the same, within rounding. They differ in what XLA's compilers for the platform
+make of them: docs/performance.md has the figures of each.
+"""
+
+import dataclasses
+
+from gpt2.utils.platform import platform, splits_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """How operations are written.
+
+    Attributes:
+        narrow_results: matrix products return 16-bit operands' type. They accumulate in float32
+            all the same, and nothing has to be cast.
+        flat: linear maps are products of two matrices. The bias then joins the product.
+        apart: queries, keys and values are a product each, so that none is copied out of a result.
+        bias_by_product: a bias gradient is a product with ones, which is computed at once.
+        bits: 16-bit floats are kept as integers.
+        keep_activations: the backward pass keeps an activation's value beside its input.
+        one_pass: statistics of a row are taken in one pass over it, where two are more exact by a
+            rounding or need fewer exponentials.
+    """
+
+    narrow_results: bool
+    flat: bool
+    apart: bool
+    bias_by_product: bool
+    bits: bool
+    keep_activations: bool
+    one_pass: bool
+
+
+_FORMS = {
+    "cpu": Forms(
+        narrow_results=False,
+        flat=False,
+        apart=False,
+        bias_by_product=True,
+        bits=True,
+        keep_activations=False,
+        one_pass=False,
+    ),
+    "gpu": Forms(
+        narrow_results=True,
+        flat=True,
+        apart=True,
+        bias_by_product=False,
+        bits=False,
+        keep_activations=True,
+        one_pass=True,
+    ),
+    "tpu": Forms(
+        narrow_results=True,
+        flat=False,
+        apart=True,
+        bias_by_product=False,
+        bits=False,
+        keep_activations=False,
+        one_pass=False,
+    ),
+}
+
+
+def forms() -> Forms:
+    """Returns the forms of the platform that is traced for."""
+    found = _FORMS[platform()]
+    # The partitioner cannot follow an axis that it splits into a flat one.
+    return dataclasses.replace(found, flat=False) if splits_axes() else found

@@ -1,0 +1,44 @@
+"""The platform that a program is traced for: what decides between forms of one operation."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import jax
+
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+_splits: contextvars.ContextVar[bool] = contextvars.ContextVar("splits", default=False)
+
+
+@contextlib.contextmanager
+def traced_for(device: jax.Device, *, splits: bool = False) -> Iterator[None]:
+    """Makes `platform` that of `device` for what is traced inside.
+
+    Args:
+        device: one of those that will run the program.
+        splits: whether XLA's partitioner splits axes of activations over devices.
+    """
+    tokens = _platform.set(platform_of(device)), _splits.set(splits)
+    try:
+        yield
+    finally:
+        _platform.reset(tokens[0])
+        _splits.reset(tokens[1])
+
+
+def platform_of(device: jax.Device) -> str:
+    """Returns `cpu`, `gpu` or `tpu`: devices that are compiled for from afar say `cuda`."""
+    return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+
+
+def platform() -> str:
+    """Returns `cpu`, `gpu` or `tpu`: where the traced program will run.
+
+    A backend sets it. Outside of a backend it is where JAX runs by default.
+    """
+    return _platform.get() or jax.default_backend()
+
+
+def splits_axes() -> bool:
+    """Returns whether XLA's partitioner splits axes of the traced program's activations."""
+    return _splits.get()
