@@ -10,6 +10,9 @@ Kept memory: freed blocks of up to 256 MB stay with the process. Larger blocks g
 kernel, since fragmentation would otherwise hold twice what a step of 124M needs.
 
 Order: XLA orders programs for little memory (docs/performance.md, XLA:CPU note 12).
+
+On NVIDIA GPUs, products that share an operand stay apart, and gathers of a layer's kernels do not
+wait for each other (docs/performance.md, GPUs and TPUs).
 """
 
 import ctypes
@@ -32,6 +35,10 @@ _CACHE, _LEAST_SECONDS = (
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
 )
 _chosen: dict[str, str] = {}  # variables of JAX's cache that this process set
+_GPU_FLAGS = (
+    "--xla_gpu_dot_merger_threshold_mb=0",
+    "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
+)
 _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 
@@ -50,6 +57,11 @@ def prepare_process() -> None:
             os.environ |= missing | {_STARTED_AGAIN: "1"}
             os.execv(sys.executable, sys.orig_argv)
         os.environ |= _missing_order()
+    elif importlib.util.find_spec("jax_cuda12_plugin"):
+        flags = os.environ.get("XLA_FLAGS", "")
+        # What a user sets wins.
+        missing = [flag for flag in _GPU_FLAGS if flag.partition("=")[0] not in flags]
+        os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
     if _CACHE not in os.environ:
         place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         chosen = {_CACHE: str(place / "gpt2-jax" / "xla"), _LEAST_SECONDS: "0.5"}
@@ -70,7 +82,10 @@ def cpu_environment() -> dict[str, str]:
 
 
 def describe_settings() -> str:
-    """Returns the settings for which this program started again, as text; empty if it did not."""
+    """Returns the settings that `prepare_process` made, as text; empty if there are none."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if ours := [flag for flag in _GPU_FLAGS if flag in flags]:
+        return f"XLA_FLAGS={' '.join(ours)}"
     if _STARTED_AGAIN not in os.environ:
         return ""
     return "huge pages, freed blocks kept (the program started itself again with GLIBC_TUNABLES)"

@@ -124,6 +124,8 @@ def print_plan(config: Config, num_devices: int = 0, chips: str = "", text: str 
     # Before anything asks JAX for a device.
     if num_devices or chips:
         jax.config.update("jax_platforms", "cpu")
+    if chips:  # programs of absent devices cannot be read back
+        jax.config.update("jax_enable_compilation_cache", False)
     if num_devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
     devices = find_devices(chips) if chips else jax.devices()

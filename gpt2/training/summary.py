@@ -60,7 +60,7 @@ def describe_run(
             "layout": f"{config.parallel.backend}, {axes}",
             "processes": str(jax.process_count()),
         }
-        | ({"allocator": settings} if (settings := describe_settings()) else {}),
+        | ({"settings": settings} if (settings := describe_settings()) else {}),
         "step": {
             "tokens": format_count(tokens)
             + (f" in {train.accumulate_steps} micro-batches" if train.accumulate_steps > 1 else ""),
