@@ -60,8 +60,8 @@ def prepare_process() -> None:
     elif importlib.util.find_spec("jax_cuda12_plugin"):
         flags = os.environ.get("XLA_FLAGS", "")
         # What a user sets wins.
-        missing = [flag for flag in _GPU_FLAGS if flag.partition("=")[0] not in flags]
-        os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+        ours = [flag for flag in _GPU_FLAGS if flag.partition("=")[0] not in flags]
+        os.environ["XLA_FLAGS"] = " ".join([flags, *ours]).strip()
     if _CACHE not in os.environ:
         place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         chosen = {_CACHE: str(place / "gpt2-jax" / "xla"), _LEAST_SECONDS: "0.5"}
