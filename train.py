@@ -65,7 +65,7 @@ def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
     config = cli.parse_config(CONFIG)
-    if PLAN.value or PLAN_DEVICES.value or PLAN_CHIPS.value:
+    if PLAN.value or PLAN_DEVICES.value or PLAN_CHIPS.value is not None:
         return plan(config)
     cli.refuse_ignored("plan_text", "there is no --plan")
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
@@ -102,10 +102,10 @@ def plan(config: Config) -> int:
     """Prints what a step takes, and returns the exit code. Refuses flags that a plan ignores."""
     for name in ("workdir", "visualize", "coordinator", "num_processes", "process_index"):
         cli.refuse_ignored(name, "--plan only compiles, in one process")
-    if PLAN_CHIPS.value:
+    if PLAN_CHIPS.value is not None:
         cli.refuse_ignored("plan_devices", "--plan_chips says how many devices there are")
-    print_plan(config, PLAN_DEVICES.value, PLAN_CHIPS.value or "", PLAN_TEXT.value or "")
-    return 0
+    fits = print_plan(config, PLAN_DEVICES.value, PLAN_CHIPS.value, PLAN_TEXT.value)
+    return 0 if fits else 1
 
 
 def open_state(

@@ -79,7 +79,7 @@ def get_config() -> ConfigDict:
         dict(
             params="float32",  # of stored parameters and optimizer state; no other type works
             compute="float32",  # float16 comes with dynamic loss scaling
-            logits="float32",  # in which the loss stores logits; bfloat16 moves half the bytes
+            logits="float32",  # in which the training loss stores logits; bfloat16: half the bytes
         )
     )
     config.data = ConfigDict(
@@ -145,7 +145,8 @@ def get_config() -> ConfigDict:
             fsdp=1,  # devices that split the batch and the stored parameters
             tensor=1,  # devices that split heads, MLP and vocabulary
             fsdp_gather="auto",  # when parameters are gathered: layer holds least; step sends
-            # least with many micro-batches; auto: docs/parallelism.md
+            # least with many micro-batches; auto: docs/parallelism.md. Means nothing where fsdp=-1
+            # finds no more than one device
         )
     )
     config.memory = ConfigDict(

@@ -35,6 +35,7 @@ _CACHE, _LEAST_SECONDS = (
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
 )
 _chosen: dict[str, str] = {}  # variables of JAX's cache that this process set
+_set_flags: list[str] = []  # of XLA for GPUs, by this process
 _GPU_FLAGS = (
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
@@ -57,11 +58,11 @@ def prepare_process() -> None:
             os.environ |= missing | {_STARTED_AGAIN: "1"}
             os.execv(sys.executable, sys.orig_argv)
         os.environ |= _missing_order()
-    elif importlib.util.find_spec("jax_cuda12_plugin"):
+    if any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
         flags = os.environ.get("XLA_FLAGS", "")
         # What a user sets wins.
-        ours = [flag for flag in _GPU_FLAGS if flag.partition("=")[0] not in flags]
-        os.environ["XLA_FLAGS"] = " ".join([flags, *ours]).strip()
+        _set_flags[:] = [flag for flag in _GPU_FLAGS if flag.partition("=")[0] not in flags]
+        os.environ["XLA_FLAGS"] = " ".join([flags, *_set_flags]).strip()
     if _CACHE not in os.environ:
         place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         chosen = {_CACHE: str(place / "gpt2-jax" / "xla"), _LEAST_SECONDS: "0.5"}
@@ -83,9 +84,8 @@ def cpu_environment() -> dict[str, str]:
 
 def describe_settings() -> str:
     """Returns the settings that `prepare_process` made, as text; empty if there are none."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if ours := [flag for flag in _GPU_FLAGS if flag in flags]:
-        return f"XLA_FLAGS={' '.join(ours)}"
+    if _set_flags and _may_have_accelerators():
+        return f"XLA_FLAGS={' '.join(_set_flags)}"
     if _STARTED_AGAIN not in os.environ:
         return ""
     return "huge pages, freed blocks kept (the program started itself again with GLIBC_TUNABLES)"

@@ -64,7 +64,7 @@ LAYOUTS = {
 }
 # Of tests/test_optim_layouts.py alone.
 FOR_OPTIMIZERS = {"fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2)}
-ON_TWO_PROCESSES = ("pmap x 8", "data 8", "fsdp 8", "data 2 x fsdp 2 x tensor 2")
+ON_TWO_PROCESSES = ("pmap x 8", "data 8", "fsdp 8", "fsdp 8 by layer", "data 2 x fsdp 2 x tensor 2")
 
 
 @dataclasses.dataclass(frozen=True)

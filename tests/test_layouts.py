@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gpt2.model import num_params
+from gpt2.ops import forms
 from gpt2.parallel.collectives import Collective, collectives
 from gpt2.parallel.inspect import bytes_per_device, unsharded_share
 from tests.layouts import (
@@ -18,6 +19,7 @@ from tests.layouts import (
     REFERENCE,
     TOLERANCE,
     Case,
+    Setup,
     continue_elsewhere,
     loss_difference,
     param_difference,
@@ -119,6 +121,14 @@ def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_onc
     assert sum(c.bytes * c.times for c in rest) <= whole + SCALARS
     by_step = setup(dataclasses.replace(case, layout="fsdp 8")).compiled.memory.peak
     assert setup(case).compiled.memory.peak < by_step
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_forms_of_other_platforms_train_alike_in_pieces(monkeypatch, reference, platform):
+    monkeypatch.setattr(forms, "platform", lambda: platform)
+    result = Setup(Case("data 2 x fsdp 2 x tensor 2 by layer", remat="full", scanned=True)).train()
+    assert loss_difference(result, reference) < TOLERANCE
+    assert param_difference(result, reference) < TOLERANCE
 
 
 def test_accumulation_changes_nothing_that_crosses_the_data_axis():

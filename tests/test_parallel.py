@@ -396,9 +396,16 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
         device_kind = "NVIDIA H100 80GB HBM3"
 
     large = config(gpt2_1558m).with_vocabulary(50257)
-    assert [choose_gather(large, chip) for chip in (V5e, H100)] == ["layer", "step"]
+    large = dataclasses.replace(large, parallel=ParallelConfig(data=1, fsdp=-1))
+    assert [choose_gather(large, 8 * [chip]) for chip in (V5e, H100)] == ["layer", "step"]
+    split = dataclasses.replace(large, parallel=ParallelConfig(data=1, fsdp=2, tensor=-1))
+    assert choose_gather(split, 8 * [V5e]) == "step"  # a quarter each
     one = dataclasses.replace(large, train=dataclasses.replace(large.train, accumulate_steps=1))
-    assert choose_gather(one, H100) == "layer"
+    assert choose_gather(one, 8 * [H100]) == "layer"
+    exact = dataclasses.replace(
+        one, precision=dataclasses.replace(one.precision, compute="float32")
+    )
+    assert choose_gather(exact, 8 * [H100]) == "step"
     with pytest.raises(UserError, match=r"fsdp_gather=layer is ignored while nothing is stored"):
         config(parallel__fsdp_gather="layer")
 

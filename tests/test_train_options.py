@@ -31,6 +31,9 @@ def test_a_share_of_the_validation_split_gives_no_bits_per_byte(tmp_path):
         ("--plan_devices=-1", "--plan_devices=-1"),
         ("--plan_chips=v5e-9", "--plan_chips=v5e-9 names no devices. Use v5e-N with N of 1, 4, 8"),
         ("--plan_chips=tpu", "Use CHIP-N, such as v5e-8 or h100-8"),
+        ("--plan_chips=", "Use CHIP-N, such as v5e-8 or h100-8"),
+        ("--plan_chips=h100-0", "--plan_chips=h100-0 names no devices"),
+        ("--config.precision.logits=bfloat16", "Use --config.precision.logits=float32"),
     ],
 )
 def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):

@@ -21,8 +21,9 @@ class PrecisionConfig:
         require_choices("precision", self)
         if self.logits not in ("float32", self.compute):
             raise UserError(
-                f"precision.logits={self.logits} is narrower than precision.compute={self.compute}",
-                f"Use --config.precision.logits={self.compute}",
+                f"precision.logits={self.logits} is for precision.compute=bfloat16 alone, not "
+                f"{self.compute}",
+                "Use --config.precision.logits=float32",
             )
         if self.params != "float32":
             raise UserError(

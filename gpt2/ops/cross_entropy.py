@@ -123,7 +123,7 @@ def _loss_sum(hidden, embedding, targets, form, dtype, chunk, pieces):
         hidden, targets = rows
         logits = _logits(hidden, weights, form)
         _, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden, rows_of, targets, form)
+        target = _target_logits(logits, hidden, rows_of, targets, form)
         return loss + _losses(form, logits, normaliser, highest, target, targets), None
 
     return _scan(add_chunk, jnp.float32(0.0), hidden, targets, chunk)[0]
@@ -145,7 +145,7 @@ def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk, pieces):
         hidden, targets = rows
         logits = _logits(hidden, weights, form)
         exponentials, normaliser, highest = _softmax(logits)
-        target = _target_logits(hidden, rows_of, targets, form)
+        target = _target_logits(logits, hidden, rows_of, targets, form)
         loss += _losses(form, logits, normaliser, highest, target, targets)
         dlogits = _dlogits(form, logits, exponentials, normaliser, highest, targets).astype(dtype)
         dembedding += dot(dlogits, hidden, (0, 1), (0, 1))
@@ -266,11 +266,15 @@ def _dlogits(form, logits, exponentials, normaliser, highest, targets):
     return dlogits
 
 
-def _target_logits(hidden, embedding, targets, form):
+def _target_logits(logits, hidden, embedding, targets, form):
     """Returns the targets' logits `[B, T, 1]`, float32.
 
-    They come from the targets' own rows, which costs less than a pass over the logits.
+    They come from the targets' own rows, which costs less than a pass over the logits. Logits that
+    were rounded are read again: the loss would be negative beside sums of rounded ones.
     """
+    if form.logits_dtype != jnp.float32:
+        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+        return jnp.where(is_target, logits, 0.0).sum(axis=-1, keepdims=True)
     rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
     logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
     cap = form.logit_softcap

@@ -21,8 +21,7 @@ class Forms:
         bias_by_product: a bias gradient is a product with ones, which is computed at once.
         bits: 16-bit floats are kept as integers.
         keep_activations: the backward pass keeps an activation's value beside its input.
-        one_pass: statistics of a row are taken in one pass over it, where two are more exact by a
-            rounding or need fewer exponentials.
+        one_pass: statistics of a row are taken in one pass over it, which costs exponentials.
     """
 
     narrow_results: bool
@@ -68,5 +67,8 @@ _FORMS = {
 def forms() -> Forms:
     """Returns the forms of the platform that is traced for."""
     found = _FORMS[platform()]
-    # The partitioner cannot follow an axis that it splits into a flat one.
-    return dataclasses.replace(found, flat=False) if splits_axes() else found
+    if not splits_axes():
+        return found
+    # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
+    # devices' results in the type of a product.
+    return dataclasses.replace(found, flat=False, narrow_results=False)

@@ -32,6 +32,9 @@ class Pieces(Protocol):
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Returns the piece of the sum of all devices' gradients."""
 
+    def without_axis(self, axis: int) -> "Pieces":
+        """Returns how parts of the kernel along an axis that is not split are split."""
+
     def before_backward(self, piece: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns its arguments, of which the backward pass gathers and multiplies."""
 
@@ -96,6 +99,7 @@ def linear_parts(
         axis = x.ndim - 1
         return [part.squeeze(axis) for part in jnp.split(y, kernel.shape[1], axis)]
     biases = [None] * kernel.shape[1] if bias is None else bias
+    pieces = pieces.without_axis(1) if pieces else None
     return [
         linear(x, kernel[:, part], biases[part], dtype=dtype, pieces=pieces)
         for part in range(kernel.shape[1])

@@ -68,7 +68,11 @@ def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
     x32 = x.astype(jnp.float32)
     mean = x32.mean(axis=-1, keepdims=True) if center else 0.0
     if forms().one_pass:
-        variance = jnp.square(x32).mean(axis=-1, keepdims=True) - jnp.square(mean)
+        # Relative to a value of the row, or a large mean would leave no digits for the variance.
+        near = x32 - x32[..., :1] if center else x32
+        variance = jnp.square(near).mean(axis=-1, keepdims=True)
+        if center:
+            variance -= jnp.square(near.mean(axis=-1, keepdims=True))
         variance = jnp.maximum(variance, 0.0)  # rounding
     else:
         variance = jnp.square(x32 - mean).mean(axis=-1, keepdims=True)

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 AXIS = "fsdp"
@@ -49,6 +49,15 @@ class Pieces:
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of an array whose pieces have this shape."""
         return (*shape[: self.axis], shape[self.axis] * self.number, *shape[self.axis + 1 :])
+
+    def without_axis(self, axis: int) -> "Pieces":
+        """Returns how parts of the array along a later axis, which is not split, are split."""
+        assert axis > self.axis, (axis, self.axis)
+        if self.spread is None:
+            return self
+        spec = (*self.spread.spec[:axis], *self.spread.spec[axis + 1 :])
+        spread = NamedSharding(self.spread.mesh, PartitionSpec(*spec))
+        return dataclasses.replace(self, spread=spread)
 
     def gather(self, piece: jax.Array) -> jax.Array:
         """Returns the whole array."""

@@ -74,7 +74,11 @@ def find_devices(name: str) -> list[jax.Device]:
     kind, number = (match[1], int(match[2])) if match else ("", 0)
     if kind in _TPUS and number in _TPUS[kind]:
         return _tpus(kind, _TPUS[kind][number])
-    if kind in _GPUS and (0 < number <= _GPUS_OF_A_MACHINE or number % _GPUS_OF_A_MACHINE == 0):
+    if (
+        kind in _GPUS
+        and number
+        and (number <= _GPUS_OF_A_MACHINE or number % _GPUS_OF_A_MACHINE == 0)
+    ):
         return _gpus(_GPUS[kind], number)
     known = ", ".join([*_TPUS, *_GPUS])
     sizes = ", ".join(map(str, _TPUS.get(kind, ())))

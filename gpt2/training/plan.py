@@ -14,6 +14,7 @@ import jax
 
 from gpt2.config import Config
 from gpt2.data.tokenizer_names import tokens_by_name
+from gpt2.errors import require_writable
 from gpt2.model import num_params
 from gpt2.parallel.collectives import Collective, collectives
 from gpt2.parallel.inspect import bytes_per_device, describe_spread
@@ -76,7 +77,7 @@ class Plan:
         return again * self.flops / self.num_devices / (peak * ATTAINABLE)
 
     def network_seconds(self, name: str) -> float | None:
-        """Returns the seconds that products wait for collectives, one after another."""
+        """Returns the seconds of collectives during which nothing is multiplied."""
         waiting = [c for c in collectives(self.text) if not c.overlapped]
         return _seconds_sending(waiting, BOARDS[name])
 
@@ -109,33 +110,41 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     return Plan(config, len(devices), state, memory, compiled.text(), compiled.compile_seconds)
 
 
-def print_plan(config: Config, num_devices: int = 0, chips: str = "", text: str = "") -> None:
+def print_plan(
+    config: Config, num_devices: int = 0, chips: str | None = None, text: str | None = None
+) -> bool:
     """Plans a run and prints what it takes: all that `train.py --plan` does.
 
     Args:
         config: the options.
         num_devices: CPU devices to simulate; 0: plan for the devices that JAX finds.
         chips: kind and number of devices that need not be here, as `find_devices` takes them.
-        text: a file for the compiled program, as HLO; empty: none.
+        text: a file for the compiled program, as HLO.
+
+    Returns:
+        False if the compiler says that the step does not fit.
 
     Raises:
-        UserError: as for `make_plan` and `find_devices`.
+        UserError: as for `make_plan` and `find_devices`, or `text` cannot be written.
     """
+    if text is not None:
+        require_writable("plan_text", Path(text).parent)
     # Before anything asks JAX for a device.
-    if num_devices or chips:
+    if num_devices or chips is not None:
         jax.config.update("jax_platforms", "cpu")
-    if chips:  # programs of absent devices cannot be read back
+    if chips is not None:  # programs of absent devices cannot be read back
         jax.config.update("jax_enable_compilation_cache", False)
     if num_devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
-    devices = find_devices(chips) if chips else jax.devices()
+    devices = jax.devices() if chips is None else find_devices(chips)
     kind = "simulated" if num_devices else devices[0].device_kind
     try:
         plan = make_plan(config, devices)
     except OutOfMemory as error:
         print_summary({"plan": {"devices": f"{len(devices)} ({kind})", "does not fit": str(error)}})
-        return
-    if text:
+        return False
+    if text is not None:
+        Path(text).parent.mkdir(parents=True, exist_ok=True)
         write_text(Path(text), plan.text)
     memory = plan.memory | {"in all": sum(plan.memory.values())}
     board = board_name(kind)
@@ -155,11 +164,12 @@ def print_plan(config: Config, num_devices: int = 0, chips: str = "", text: str 
         | describe_spread(plan.state.params, plan.text)
         | {
             f"at {ATTAINABLE:.0%} of peak": {
-                name: _describe_time(plan, name, by_its_compiler=chips != "")
+                name: _describe_time(plan, name, by_its_compiler=chips is not None)
                 for name in ([board] if board else BOARDS)
             }
         }
     )
+    return True
 
 
 def _say_shortage(message: str) -> str:
@@ -173,12 +183,14 @@ def _say_shortage(message: str) -> str:
 def _describe_time(plan: Plan, name: str, *, by_its_compiler: bool) -> str:
     share = sum(plan.memory.values()) / (1e9 * BOARDS[name].memory)
     compute, network = plan.compute_seconds(name), plan.network_seconds(name)
+    found = collectives(plan.text)
     fits = f"memory {share:.0%}" if share <= 1 else f"does not fit (memory {share:.0%})"
     if by_its_compiler and name.startswith("TPU"):
         fits = "fits, by its compiler"  # which refuses what does not
     if network is None:
         return f"computes {_milliseconds(compute)}, network unknown beyond one pod, {fits}"
-    seconds = compute + network
+    hidden = _seconds_sending([c for c in found if c.overlapped], BOARDS[name]) or 0.0
+    seconds = max(compute, hidden) + network
     return (
         f"{_milliseconds(seconds)} a step, {_milliseconds(network)} of it sending, "
         f"{format_count(plan.tokens / seconds)} tokens/s, {fits}"

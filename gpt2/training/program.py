@@ -21,7 +21,7 @@ from gpt2.ops import Scoring, resolve
 from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.inspect import check_sharded
-from gpt2.parallel.mesh import check_layout
+from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
 from gpt2.training.state import TrainState
@@ -62,7 +62,7 @@ class Program:
         check_program(config, devices)
         model = GPT(config.gpt())
         schedule, optimizer = _make_optimizer(config)
-        gather = choose_gather(config, devices[0])
+        gather = choose_gather(config, devices)
         backend = make_backend(config.parallel, model.logical_axes(), list(devices), gather=gather)
         train_step = make_train_step(
             model,
@@ -139,18 +139,22 @@ def _draw(model: GPT, key: jax.Array) -> Any:
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
 
-def choose_gather(config: Config, device: jax.Device) -> str:
-    """Returns what `parallel.fsdp_gather=auto` means on devices of this kind: `layer` or `step`.
+def choose_gather(config: Config, devices: Sequence[jax.Device]) -> str:
+    """Returns what `parallel.fsdp_gather=auto` means on these devices: `layer` or `step`.
 
-    With one micro-batch, `layer` holds less and sends no more: two gathers in 16 bits are one in
-    32. With several, `step` sends less. It needs room for all parameters and gradients, 8 bytes
-    each. They may take half of the device, since state and activations need the rest.
+    With one micro-batch and 16-bit computation, `layer` holds less and sends no more: two gathers
+    in 16 bits are one in 32. Else `step` sends less. It needs room for all parameters and
+    gradients, 8 bytes each. They may take half of the device, since state and activations need the
+    rest.
     """
-    if config.train.accumulate_steps == 1:
+    sizes = mesh_sizes(config.parallel, len(devices))
+    if sizes["fsdp"] == 1:
+        return "step"
+    if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
     shapes = jax.eval_shape(partial(_draw, GPT(config.gpt())), jax.random.key(0))
-    name = board_name(device.device_kind)
-    needed = 8 * num_params(shapes) / max(1, config.parallel.tensor)
+    name = board_name(devices[0].device_kind)
+    needed = 8 * num_params(shapes) / sizes["tensor"]
     return "layer" if name and needed > 0.5 * 1e9 * BOARDS[name].memory else "step"
 
 

@@ -7,6 +7,7 @@ batch. It adds up the results once, across all devices. `sums` is a tree of scal
 a tree like `params`, or None.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -100,6 +101,7 @@ def make_eval_step(model: GPT) -> Callable[[Any, Batch, MapSum], Metrics]:
 
     Metrics, float32 scalars: `loss_sum` in nats and `count` of targets, over the global batch.
     """
+    model = GPT(dataclasses.replace(model.config, logits_dtype="float32"))
 
     def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Metrics:
         def sum_loss(params, rows, device):
