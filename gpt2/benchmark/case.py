@@ -111,7 +111,7 @@ def make_config(case: dict[str, Any]) -> Config:
     tree["model"] |= shape
     tree["data"]["batch_size"] = case["batch_size"]
     tree["precision"]["compute"] = case["compute"]
-    tree["parallel"] = {name: case[name] for name in tree["parallel"]}
+    tree["parallel"].update({name: case[name] for name in tree["parallel"] if name in case})
     tree["memory"] = {name: case[name] for name in tree["memory"]}
     return with_options(Config.from_dict(tree), case["vary"])
 
