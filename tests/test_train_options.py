@@ -57,7 +57,8 @@ def test_a_plan_says_what_a_step_takes_and_leaves_nothing(tmp_path):
 def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
     options = ["--config.parallel.data=1", "--config.parallel.fsdp=8", *SHORT]
     options += ["--config.data.batch_size=8", "--config.precision.compute=bfloat16"]
-    options += ["--config.memory.scan_layers=True"]
+    options += ["--config.memory.scan_layers=True", "--config.model.embed_dim=1024"]
+    options += ["--config.model.num_heads=16", "--config.model.num_layers=2"]
     text = tmp_path / "step.hlo"
     code, stdout, stderr = run(None, f"--plan_chips={chips}", f"--plan_text={text}", *options)
     if importlib.util.find_spec(package) is None:
@@ -69,7 +70,8 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
     assert "some have no known length" not in stdout
     found = collectives(text.read_text())
     # No sum of gradients is an all-reduce, but for what every device stores whole.
-    assert {c.kind for c in found if c.bytes > 20_000} == {"all-gather", "reduce-scatter"}
+    large = {c.kind for c in found if c.bytes > 1_000_000}
+    assert large <= {"all-gather", "reduce-scatter", "all-to-all"} and "reduce-scatter" in large
 
 
 def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):

@@ -79,15 +79,16 @@ class Pieces:
         shape = gradient.shape
         apart = gradient.reshape(*shape[: self.axis], self.number, -1, *shape[self.axis + 1 :])
         apart = jnp.moveaxis(apart, self.axis, 0)
-        if len(self.stages) == 1:
-            return jax.lax.psum_scatter(apart, AXIS)
-        apart, stride = apart.reshape(*self.stages, *apart.shape[1:]), self.number
+        piece, stride = apart.shape[1:], self.number
+        # Three axes leave a compiler no order in which the pieces are not the outermost.
+        apart = apart.reshape(*self.stages, -1, piece[-1])
         for size in self.stages:
             stride //= size
             starts = (i + j for i in range(0, self.number, stride * size) for j in range(stride))
             groups = [[start + k * stride for k in range(size)] for start in starts]
-            apart = jax.lax.psum_scatter(apart, AXIS, axis_index_groups=groups)
-        return apart
+            together = groups if len(self.stages) > 1 else None
+            apart = jax.lax.psum_scatter(apart, AXIS, axis_index_groups=together)
+        return apart.reshape(piece)
 
     def _map_spread(self, function: Callable) -> Callable:
         """Returns `function`, for each device's part: XLA would not split its collectives."""
