@@ -24,43 +24,19 @@ class Forms:
         one_pass: statistics of a row are taken in one pass over it, which costs exponentials.
     """
 
-    narrow_results: bool
-    flat: bool
-    apart: bool
-    bias_by_product: bool
-    bits: bool
-    keep_activations: bool
-    one_pass: bool
+    narrow_results: bool = False
+    flat: bool = False
+    apart: bool = False
+    bias_by_product: bool = False
+    bits: bool = False
+    keep_activations: bool = False
+    one_pass: bool = False
 
 
 _FORMS = {
-    "cpu": Forms(
-        narrow_results=False,
-        flat=False,
-        apart=False,
-        bias_by_product=True,
-        bits=True,
-        keep_activations=False,
-        one_pass=False,
-    ),
-    "gpu": Forms(
-        narrow_results=True,
-        flat=True,
-        apart=True,
-        bias_by_product=False,
-        bits=False,
-        keep_activations=True,
-        one_pass=True,
-    ),
-    "tpu": Forms(
-        narrow_results=True,
-        flat=False,
-        apart=True,
-        bias_by_product=False,
-        bits=False,
-        keep_activations=False,
-        one_pass=False,
-    ),
+    "cpu": Forms(bias_by_product=True, bits=True),
+    "gpu": Forms(narrow_results=True, flat=True, apart=True, keep_activations=True, one_pass=True),
+    "tpu": Forms(narrow_results=True, apart=True),
 }
 
 

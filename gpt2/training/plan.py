@@ -7,6 +7,7 @@ has the state and gradients of a run on other chips, and other work space.
 """
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -76,9 +77,14 @@ class Plan:
         again = 4 / 3 if self.config.memory.remat == "full" else 1.0  # forward runs twice
         return again * self.flops / self.num_devices / (peak * ATTAINABLE)
 
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """What a step sends."""
+        return collectives(self.text)
+
     def network_seconds(self, name: str) -> float | None:
         """Returns the seconds of collectives during which nothing is multiplied."""
-        waiting = [c for c in collectives(self.text) if not c.overlapped]
+        waiting = [c for c in self.collectives if not c.overlapped]
         return _seconds_sending(waiting, BOARDS[name])
 
 
@@ -183,13 +189,12 @@ def _say_shortage(message: str) -> str:
 def _describe_time(plan: Plan, name: str, *, by_its_compiler: bool) -> str:
     share = sum(plan.memory.values()) / (1e9 * BOARDS[name].memory)
     compute, network = plan.compute_seconds(name), plan.network_seconds(name)
-    found = collectives(plan.text)
     fits = f"memory {share:.0%}" if share <= 1 else f"does not fit (memory {share:.0%})"
     if by_its_compiler and name.startswith("TPU"):
         fits = "fits, by its compiler"  # which refuses what does not
     if network is None:
         return f"computes {_milliseconds(compute)}, network unknown beyond one pod, {fits}"
-    hidden = _seconds_sending([c for c in found if c.overlapped], BOARDS[name]) or 0.0
+    hidden = _seconds_sending([c for c in plan.collectives if c.overlapped], BOARDS[name]) or 0.0
     seconds = max(compute, hidden) + network
     return (
         f"{_milliseconds(seconds)} a step, {_milliseconds(network)} of it sending, "

@@ -140,13 +140,15 @@ def _draw(model: GPT, key: jax.Array) -> Any:
 
 
 def choose_gather(config: Config, devices: Sequence[jax.Device]) -> str:
-    """Returns what `parallel.fsdp_gather=auto` means on these devices: `layer` or `step`.
+    """Returns when parameters are gathered over `fsdp` on these devices: by `layer` or by `step`.
 
-    With one micro-batch and 16-bit computation, `layer` holds less and sends no more: two gathers
-    in 16 bits are one in 32. Else `step` sends less. It needs room for all parameters and
-    gradients, 8 bytes each. They may take half of the device, since state and activations need the
-    rest.
+    It is what `parallel.fsdp_gather` says. `auto` takes `layer` with one micro-batch and 16-bit
+    computation: it holds less and sends no more, since two gathers in 16 bits are one in 32. Else
+    `step` sends less. It needs room for all parameters and gradients, 8 bytes each. They may take
+    half of the device, since state and activations need the rest.
     """
+    if config.parallel.fsdp_gather != "auto":
+        return config.parallel.fsdp_gather
     sizes = mesh_sizes(config.parallel, len(devices))
     if sizes["fsdp"] == 1:
         return "step"
