@@ -3,8 +3,6 @@
 gpt2/model/gpt.py explains the letters of dimensions.
 """
 
-from collections.abc import Callable
-
 import chex
 import flax.linen as nn
 import jax
@@ -14,7 +12,7 @@ from flax import struct
 from gpt2.config import GPTConfig
 from gpt2.model.layers import Embedding, Linear, Mix, Norm
 from gpt2.ops import Scoring, alibi_slopes, attention, attention_cached, resolve, rotate
-from gpt2.parallel.rules import constrain, is_spread, map_devices
+from gpt2.parallel.rules import constrain, map_devices
 from gpt2.utils.platform import platform
 
 
@@ -209,13 +207,6 @@ def spread_attention(
     )
     heads, constants = ("batch", "length", "heads", "head_size"), (("batch", "length"), ("heads",))
 
-    def map_kernel(kernel: Callable) -> Callable:
-        if name == "blocked" and not is_spread("heads"):
-            # XLA can split the batch of this one. `map_devices` would compute it again in the
-            # backward pass.
-            return kernel
-        return map_devices(kernel, heads, constants)
-
     return attention(
         q,
         k,
@@ -227,7 +218,7 @@ def spread_attention(
         dropout=dropout,
         dropout_key=dropout_key,
         interpret=platform() != "tpu",
-        map_kernel=map_kernel,
+        map_kernel=lambda kernel: map_devices(kernel, heads, constants),
     )
 
 
