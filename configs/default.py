@@ -23,6 +23,7 @@ CHOICES = {
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"),
     "optim.cautious": ("none", "updates", "decay", "both"),
     "parallel.backend": ("pjit", "pmap"),
+    "parallel.strategy": ("auto", "ddp", "zero1", "zero3", "megatron"),
     "parallel.fsdp_gather": ("auto", "layer", "step"),
     "memory.remat": ("none", "full", "dots", "dots_no_batch"),
 }
@@ -141,12 +142,27 @@ def get_config() -> ConfigDict:
     config.parallel = ConfigDict(
         dict(
             backend="pjit",  # pjit: jax.jit with shardings; pmap: data parallel only
+            strategy="auto",  # ddp: data alone; zero1: fsdp splits the optimizer's state alone;
+            # zero3: parameters and gradients too (Rajbhandari et al. 2020, arXiv 1910.02054);
+            # megatron: tensor splits the sequence too, between attention and MLP (Korthikanti et
+            # al. 2022, arXiv 2205.05198). The last three take all devices for their axis while its
+            # size is 1. auto: as the sizes say, fsdp as in zero3
             data=-1,  # devices that split the batch; -1: the rest
             fsdp=1,  # devices that split the batch and the stored parameters
             tensor=1,  # devices that split heads, MLP and vocabulary
             fsdp_gather="auto",  # when parameters are gathered: layer holds least; step sends
             # least with many micro-batches; auto: docs/parallelism.md. Means nothing where fsdp=-1
             # finds no more than one device
+            rules=dict(  # axis of a parameter: what stores it in parts, or none
+                table="tensor,fsdp",  # the width of an embedding
+                embed="fsdp",  # the model's width, in kernels
+                norm="fsdp",  # the width of a norm
+                heads="tensor",
+                mlp="tensor",
+                vocab="none",
+                position="none",
+                sequence="none",  # not of parameters, but of activations between attention and MLP
+            ),
         )
     )
     config.memory = ConfigDict(

@@ -34,6 +34,7 @@ from gpt2.config import (
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
+    RulesConfig,
     TrainConfig,
 )
 from gpt2.parallel import distributed, gather
@@ -60,6 +61,25 @@ LAYOUTS = {
     "data 2 x fsdp 2 x tensor 2": ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="step"),
     "data 2 x fsdp 2 x tensor 2 by layer": ParallelConfig(
         data=2, fsdp=2, tensor=2, fsdp_gather="layer"
+    ),
+    "zero1 x 8": ParallelConfig(strategy="zero1"),
+    "data 2 x zero1 x 2 x tensor 2": ParallelConfig(data=2, strategy="zero1", fsdp=2, tensor=2),
+    "data 2 x megatron x 4": ParallelConfig(data=2, strategy="megatron"),
+    "fsdp 2 by layer x megatron x 4": ParallelConfig(
+        data=1, fsdp=2, tensor=4, strategy="megatron", fsdp_gather="layer"
+    ),
+    "fsdp 4 x tensor 2 by other rules": ParallelConfig(
+        data=1,
+        fsdp=4,
+        tensor=2,
+        rules=RulesConfig(
+            embed="none",
+            norm="none",
+            heads="fsdp",
+            mlp="tensor,fsdp",
+            table="tensor",
+            position="fsdp",
+        ),
     ),
 }
 # Of tests/test_optim_layouts.py alone.

@@ -74,6 +74,7 @@ def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice
         "precision.compute",
         "precision.logits",
         "parallel.backend",
+        "parallel.strategy",
         "parallel.fsdp_gather",
         "optim.cautious",
     }
@@ -231,6 +232,30 @@ def test_wrong_type_names_the_type():
         ({"model__logit_softcap": 1e-30}, r"logit_softcap=1e-30 leaves all tokens alike"),
         ({"model__attention": "flash"}, r"attention=flash is not one of .*attention=auto\."),
         ({"parallel__fsdp": 0}, r"fsdp=0 is not a number .*--config\.parallel\.fsdp=1\."),
+        (
+            {"parallel__strategy": "ddp", "parallel__fsdp": 8},
+            r"strategy=ddp would ignore parallel\.fsdp=8\. Use .*strategy=auto",
+        ),
+        (
+            {"parallel__strategy": "zero3", "parallel__backend": "pmap"},
+            r"pmap is data parallel only and would ignore parallel\.strategy=zero3",
+        ),
+        (
+            {"parallel__strategy": "zero1", "parallel__fsdp_gather": "layer"},
+            r"fsdp_gather=layer is ignored while no parameters are stored over parallel\.fsdp",
+        ),
+        (
+            {"parallel__strategy": "megatron", "parallel__fsdp": -1},
+            r"fsdp and parallel\.tensor are both -1.*Give --config\.parallel\.tensor a size",
+        ),
+        (
+            {"parallel__rules": {**DEFAULTS.parallel.rules, "mlp": "tensor,fsdp"}},
+            r"rules\.mlp=tensor,fsdp is ignored while parallel\.fsdp=1\. Use .*mlp=tensor, or",
+        ),
+        (
+            {"parallel__rules": {**DEFAULTS.parallel.rules, "embed": "fsp"}},
+            r"parallel\.rules\.embed=fsp is not one of none, fsdp, .*rules\.embed=fsdp\.",
+        ),
         ({"train__init_from": "run:"}, r"init_from=run: names no source .*Use hf:DIR"),
         ({"train__init_from": "run:x@"}, r"init_from=run:x@ names no source"),
         ({"model__dropout": 1.0}, r"model\.dropout=1\.0 is not in \[0, 1\)"),

@@ -36,6 +36,10 @@ CASES = [
     Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True),
     Case("fsdp 8 by layer", accumulate=4, remat="full", scanned=True),
     Case("data 2 x fsdp 2 x tensor 2 by layer"),
+    Case("zero1 x 8", accumulate=4),
+    Case("data 2 x megatron x 4", remat="full", scanned=True),
+    Case("fsdp 2 by layer x megatron x 4", accumulate=4),
+    Case("fsdp 4 x tensor 2 by other rules", scanned=True),
 ]
 SCALARS = 512  # bytes: losses, counts, and the norm of each gradient
 
@@ -121,6 +125,25 @@ def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_onc
     assert sum(c.bytes * c.times for c in rest) <= whole + SCALARS
     by_step = setup(dataclasses.replace(case, layout="fsdp 8")).compiled.memory.peak
     assert setup(case).compiled.memory.peak < by_step
+
+
+def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
+    case = Case("zero1 x 8", accumulate=4)
+    shapes, spread = setup(case).shapes, setup(Case("fsdp 8", remat="full")).shapes
+    assert unsharded_share(shapes.params) == 1.0
+    assert bytes_per_device(shapes.opt_state) == bytes_per_device(spread.opt_state)
+    split = param_bytes(case) * (1 - unsharded_share(spread.params))
+    for kind in ("all-gather", "reduce-scatter"):
+        moved = sum(c.bytes * c.times for c in sent(case) if c.kind == kind)
+        assert moved == pytest.approx(split)
+
+
+def test_megatron_holds_parts_of_the_sequence_between_layers():
+    case = Case("data 2 x megatron x 4", remat="full", scanned=True)
+    whole = dataclasses.replace(case, layout="data 2 x tensor 4")
+    saved = setup(whole).compiled.memory.peak - setup(case).compiled.memory.peak
+    stream = 4 * 16 * MODEL.context_length * MODEL.embed_dim  # of a layer, on half of the rows
+    assert saved > 0.5 * MODEL.num_layers * stream * (1 - 1 / 4)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

@@ -35,8 +35,9 @@ from gpt2.ops import forms as ops_forms
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
 from gpt2.parallel.collectives import collectives
 from gpt2.parallel.mesh import make_mesh
-from gpt2.parallel.rules import BATCH_AXES, spread_activations
+from gpt2.parallel.rules import BATCH_AXES, Rules, spread_over
 
+RULES = Rules.from_config(ParallelConfig())
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 dtypes = st.sampled_from(sorted(TOLERANCE))
 few = settings(max_examples=6, deadline=None, derandomize=True)
@@ -241,7 +242,7 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
         one = jax.tree.map(lambda x: x[0], args[1:])
         return jax.tree.map(lambda x: x[None], gradient(implementation, args[0], *one))
 
-    with spread_activations(mesh):
+    with spread_over(mesh, RULES):
         computed = jax.jit(by_rows(on_device, mesh, whole=1))(scale, qkv, segments)
     assert_close(computed, expected)
 
@@ -275,7 +276,7 @@ def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
             out, pull_back = jax.vjp(blocked, *qkv)
             return out, *pull_back(out)
 
-        with spread_activations(mesh):
+        with spread_over(mesh, RULES):
             on_rows = by_rows(values_and_gradients, mesh)
             return collectives(
                 jax.jit(on_rows, out_shardings=spread).lower(*qkv).compile().as_text()

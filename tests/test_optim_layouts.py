@@ -109,7 +109,7 @@ def shape(*sizes):
 
 def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
     axes = {"h": {"kernel": jax.sharding.PartitionSpec("layers", "embed", "qkv", "heads", "norm")}}
-    storage = rules.specs(axes, rules.STORAGE | {"norm": ()})
+    storage = rules.specs(axes, {**rules.Rules.from_config(ParallelConfig()).storage, "norm": ()})
     params = {"h": {"kernel": shape(2, 64, 3, 4, 16)}}
 
     def spread(*sizes, parallel=SPREAD):

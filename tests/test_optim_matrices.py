@@ -29,6 +29,7 @@ from tests.peer import needs_peers
 
 pytestmark = pytest.mark.usefixtures("compiles_fast")
 
+RULES = rules.Rules.from_config(ParallelConfig())
 SMALL = GPTConfig(vocab_size=50, context_length=16, num_layers=2, num_heads=4, embed_dim=32)
 MESHES = {
     "fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2),
@@ -98,7 +99,7 @@ def on_mesh(optimizer, mesh):
     """Returns the jitted update, traced as the pjit backend traces it."""
 
     def update(grads, state):
-        with rules.spread_activations(mesh):
+        with rules.spread_over(mesh, RULES):
             return optimizer.update(grads, state)
 
     return jax.jit(update)
@@ -106,7 +107,7 @@ def on_mesh(optimizer, mesh):
 
 def stored(config, mesh):
     """Returns the shardings of hidden kernels between steps."""
-    specs = hidden(rules.specs(GPT(config).logical_axes(), rules.STORAGE))
+    specs = hidden(rules.specs(GPT(config).logical_axes(), RULES.storage))
     return jax.tree.map(partial(NamedSharding, mesh), specs)
 
 
@@ -370,7 +371,7 @@ def test_state_is_stored_over_the_devices_that_store_its_kernels():
     optimizer = OPTIMIZERS["soap"]
     grads = gradients(0)
     state = TrainState(jnp.int32(0), grads, optimizer.init(grads), None)
-    shardings = PjitBackend(mesh, axes).state_shardings(state)
+    shardings = PjitBackend(mesh, axes, RULES).state_shardings(state)
     assert shardings.opt_state.mu == shardings.opt_state.nu == shardings.params
     for grams in shardings.opt_state[3:]:
         specs = {sharding.spec[-2:] for sharding in jax.tree.leaves(grams)}

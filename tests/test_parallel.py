@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import gpt2_1558m, quickstart
-from gpt2.config import Config, GPTConfig, ParallelConfig
+from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.parallel import abstract_state, gather, make_backend, rules
@@ -26,6 +26,7 @@ from gpt2.parallel.inspect import (
 )
 from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
 from gpt2.parallel.pieces import Pieces, torus_sides
+from gpt2.parallel.rules import Rules
 from gpt2.telemetry.chips import BOARDS, find_chip
 from gpt2.training.plan import make_plan
 from gpt2.training.program import choose_gather
@@ -81,6 +82,17 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL, devices=None):
             512,
             dict(parallel__fsdp=512, model__embed_dim=256),
             "embed_dim=256 does not split over .*fsdp=512.*fsdp=256",
+        ),
+        (7, dict(parallel__strategy="zero3"), "embed_dim=128 does not .*=7. Use .*strategy=ddp"),
+        (
+            6,
+            dict(parallel__strategy="megatron"),
+            "num_heads=4 does not .*tensor=6. Use .*data=3 --config.parallel.tensor=2",
+        ),
+        (
+            8,
+            dict(parallel__strategy="megatron", model__context_length=65, parallel__tensor=4),
+            "context_length=65 does not split over parallel.tensor=4. Use .*strategy=ddp",
         ),
         (8, dict(data__batch_size=20), "batch_size=20 does not split .*data=8.* Use .*=16"),
         (
@@ -145,9 +157,56 @@ def test_a_parameter_that_no_rule_names_is_an_error():
 
 
 def test_storage_and_compute_differ_by_fsdp_alone():
-    for name, axes in rules.STORAGE.items():
-        assert set(axes) - set(rules.COMPUTE[name]) <= {"fsdp"}
-        assert "fsdp" not in rules.COMPUTE[name]
+    table = Rules.from_config(ParallelConfig())
+    assert any("fsdp" in axes for axes in table.storage.values())
+    for name, axes in table.storage.items():
+        assert tuple(axis for axis in axes if axis != "fsdp") == table.compute[name]
+
+
+def test_a_strategy_says_what_is_split():
+    whole = bytes_per_device(state_of(ParallelConfig(data=8))[2].params)
+    for options, params, moments in (
+        (dict(strategy="ddp"), 1, 1),
+        (dict(strategy="zero1"), 1, 8),
+        (dict(strategy="zero1", data=2, fsdp=4), 1, 4),
+        (dict(strategy="zero3"), 8, 8),
+        (dict(strategy="zero3", data=4), 2, 2),
+    ):
+        _, _, state = state_of(ParallelConfig(**options))
+        # Biases are whole everywhere: 0.8 % of this model.
+        assert bytes_per_device(state.params) == pytest.approx(whole / params, rel=0.06)
+        assert bytes_per_device(state.opt_state) == pytest.approx(2 * whole / moments, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        (dict(strategy="ddp"), (8, 1, 1)),
+        (dict(strategy="zero3"), (1, 8, 1)),
+        (dict(strategy="zero1", fsdp=4), (2, 4, 1)),
+        (dict(strategy="megatron", data=2), (2, 1, 4)),
+        (dict(strategy="megatron", tensor=2, fsdp=2), (2, 2, 2)),
+    ],
+)
+def test_a_strategy_takes_all_devices_for_its_axis_unless_told(options, sizes):
+    assert tuple(mesh_sizes(ParallelConfig(**options), 8).values()) == sizes
+
+
+def test_rules_that_split_a_parameter_twice_are_an_error():
+    parallel = ParallelConfig(data=1, fsdp=8, rules=RulesConfig(mlp="tensor,fsdp"))
+    message = (
+        "parallel.rules.embed and parallel.rules.mlp both split parameter h_0/mlp/c_fc/kernel over "
+        "fsdp. .* use --config.parallel.rules.embed=none"
+    )
+    with pytest.raises(UserError, match=message):
+        make_backend(parallel, GPT(SMALL).logical_axes())
+
+
+def test_layers_cannot_gather_what_rules_split_elsewhere():
+    elsewhere = RulesConfig(embed="none", norm="none", table="none", mlp="fsdp", heads="fsdp")
+    parallel = ParallelConfig(data=1, fsdp=4, tensor=2, rules=elsewhere, fsdp_gather="layer")
+    with pytest.raises(UserError, match=r"gathers nothing: .*Use .*fsdp_gather=step"):
+        make_backend(parallel, GPT(SMALL).logical_axes(), gather="layer")
 
 
 @pytest.mark.parametrize(
@@ -406,7 +465,9 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
         one, precision=dataclasses.replace(one.precision, compute="float32")
     )
     assert choose_gather(exact, 8 * [H100]) == "step"
-    with pytest.raises(UserError, match=r"fsdp_gather=layer is ignored while nothing is stored"):
+    with pytest.raises(
+        UserError, match=r"fsdp_gather=layer is ignored while no parameters are stored"
+    ):
         config(parallel__fsdp_gather="layer")
 
 

@@ -7,12 +7,12 @@ from gpt2.config.groups import (
     LoggingConfig,
     LossConfig,
     MemoryConfig,
-    ParallelConfig,
     PrecisionConfig,
     TrainConfig,
 )
 from gpt2.config.optim import OptimConfig
 from gpt2.config.overrides import option, read_option, with_options
+from gpt2.config.parallel import ParallelConfig, RulesConfig
 from gpt2.config.record import complete_record, read_record
 from gpt2.config.run import MAX_SEED, Config, differences, load_config
 
@@ -31,6 +31,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "RulesConfig",
     "TrainConfig",
     "complete_record",
     "differences",

@@ -91,46 +91,6 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelConfig:
-    """The `parallel.` options."""
-
-    backend: str = DEFAULTS.parallel.backend
-    data: int = DEFAULTS.parallel.data
-    fsdp: int = DEFAULTS.parallel.fsdp
-    tensor: int = DEFAULTS.parallel.tensor
-    fsdp_gather: str = DEFAULTS.parallel.fsdp_gather
-
-    def __post_init__(self):
-        require_choices("parallel", self)
-        sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
-        for name, size in sizes.items():
-            if size != -1 and size < 1:
-                raise UserError(
-                    f"parallel.{name}={size} is not a number of devices",
-                    f"For example, use --config.parallel.{name}={-1 if name == 'data' else 1}",
-                )
-        rest = [f"parallel.{name}" for name, size in sizes.items() if size == -1]
-        if len(rest) > 1:
-            raise UserError(
-                f"{' and '.join(rest)} are both -1, and only one axis can take the rest",
-                f"Give one of them a size. For example, use --config.{rest[-1]}=1",
-            )
-        if self.fsdp_gather != "auto" and (self.fsdp == 1 or self.backend == "pmap"):
-            raise UserError(
-                f"parallel.fsdp_gather={self.fsdp_gather} is ignored while nothing is stored over "
-                "parallel.fsdp",
-                "Use --config.parallel.fsdp_gather=auto",
-            )
-        if self.backend == "pmap" and (self.fsdp != 1 or self.tensor != 1):
-            name = "fsdp" if self.fsdp != 1 else "tensor"
-            raise UserError(
-                f"parallel.backend=pmap is data parallel only and would ignore "
-                f"parallel.{name}={sizes[name]}",
-                "Use --config.parallel.backend=pjit",
-            )
-
-
-@dataclasses.dataclass(frozen=True)
 class MemoryConfig:
     """The `memory.` options."""
 

@@ -19,11 +19,11 @@ from gpt2.config.groups import (
     LoggingConfig,
     LossConfig,
     MemoryConfig,
-    ParallelConfig,
     PrecisionConfig,
     TrainConfig,
 )
 from gpt2.config.optim import OptimConfig
+from gpt2.config.parallel import ParallelConfig
 from gpt2.config.record import read_record
 from gpt2.errors import UserError, require_at_least, unknown_option
 

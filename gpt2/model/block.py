@@ -45,11 +45,12 @@ class Block(nn.Module):
                 self._before("ln_1", x), cache, index, inputs, values, deterministic
             )
             between = self._after("ln_1", x, dropout(self._sandwich("ln_1_post", y)))
+            between = constrain(between, "batch", "sequence", "embed")
         with jax.named_scope("mlp"):
             read = x if cfg.parallel_block else between
             y = MLP(cfg, name="mlp")(self._before("ln_2", read))
             x = self._after("ln_2", between, dropout(self._sandwich("ln_2_post", y)))
-        return (constrain(x, "batch", "length", "embed"), values), cache
+        return (constrain(x, "batch", "sequence", "embed"), values), cache
 
     def _before(self, name, x):
         """Returns what a branch reads."""

@@ -213,9 +213,10 @@ class GPT(nn.Module):
             scale = (cfg.embed_dim / cfg.width_ratio) ** 0.5
             x = (x * scale + waves).astype(cfg.compute_dtype)
         x = self.dropout(x, deterministic=deterministic)
-        x = constrain(x, "batch", "length", "embed")
+        x = constrain(x, "batch", "sequence", "embed")
         x, layers = self._layers(x, cache, positions, segments, tokens, deterministic)
         x = x if cfg.norm_position == "post" else self.ln_f(x)
+        x = constrain(x, "batch", "length", "embed")
         chex.assert_shape(x, (B, T, cfg.embed_dim))
         x = x / cfg.width_ratio if cfg.mup_base_width else x  # the head's multiplier
         return x, None if cache is None else cache.replace(layers=layers)

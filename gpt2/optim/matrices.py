@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gpt2.errors import UserError
 from gpt2.optim.parameters import Path
-from gpt2.parallel.rules import map_matrices
+from gpt2.parallel.matrices import map_matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def map_stacks(function: Callable, trees: tuple[Any, ...], *scalars: jax.Array) 
     """Maps a function over all matrices, those of equal shapes in one call.
 
     Under the pjit backend the matrices of a call are dealt out over the devices
-    (`gpt2.parallel.rules.map_matrices`).
+    (`gpt2.parallel.matrices.map_matrices`).
 
     Args:
         function: `function(stacks, *scalars) -> tuple of stacks`, with an array `[S, ?, ?]` of each

@@ -22,6 +22,7 @@ from gpt2.config import ParallelConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
+from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State
 
 Backend = PjitBackend | PmapBackend
@@ -46,7 +47,7 @@ def make_backend(
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
     chosen = gather if parallel.fsdp_gather == "auto" else parallel.fsdp_gather
-    return PjitBackend(mesh, logical_axes, chosen)
+    return PjitBackend(mesh, logical_axes, Rules.from_config(parallel), chosen)
 
 
 def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], State]) -> State:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from gpt2.parallel.rules import matrix_spec
+from gpt2.parallel.matrices import matrix_spec
 
 
 def specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> Any:
@@ -17,7 +17,7 @@ def specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> Any:
     Args:
         opt_state: arrays or shapes.
         params: arrays or shapes, plain nested dictionaries.
-        storage: their PartitionSpecs.
+        storage: PartitionSpecs of state that has their shapes.
         mesh: with the axes of `rules.MESH_AXES`.
     """
     by_path = {

@@ -46,8 +46,8 @@ def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
     raise UserError(
         f"parallel.{' and parallel.'.join(asked)} leave {share:.1%} of the parameters whole on "
         f"every device, {next(iter(whole))} first",
-        "Give its axes rules in gpt2/parallel/rules.py. If the model is too small to spread, use "
-        "--config.parallel.data=-1 alone",
+        "Give its axes rules with --config.parallel.rules. If the model is too small, use "
+        "--config.parallel.strategy=ddp",
     )
 
 

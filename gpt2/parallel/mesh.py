@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import Config, ModelConfig, ParallelConfig
 from gpt2.errors import UserError
-from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, VOCAB_MULTIPLE
+from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, VOCAB_MULTIPLE, Rules
 from gpt2.utils.text import counted
 
 
@@ -40,7 +40,7 @@ def mesh_sizes(
     Raises:
         UserError: the sizes do not multiply to `num_devices`.
     """
-    sizes = {axis: getattr(parallel, axis) for axis in MESH_AXES}
+    sizes = parallel.sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
     rest = [axis for axis in MESH_AXES if sizes[axis] == -1]
     if rest and num_devices % fixed == 0:
@@ -64,7 +64,7 @@ def check_layout(config: Config, model: ModelConfig, num_devices: int) -> None:
         UserError: they do not divide; the message names the nearest sizes that work.
     """
     sizes = mesh_sizes(config.parallel, num_devices, model)
-    if misfit := _misfit(model, sizes):
+    if misfit := _misfit(model, sizes, config.parallel):
         raise UserError(misfit, _propose(config.parallel, num_devices, model))
     shards = sizes["data"] * sizes["fsdp"]
     micro_batches, batch_size = config.train.accumulate_steps, config.data.batch_size
@@ -102,23 +102,32 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
     return slice(start, stop)
 
 
-def _misfit(model: ModelConfig, sizes: dict[str, int]) -> str | None:
+def _misfit(model: ModelConfig, sizes: dict[str, int], parallel: ParallelConfig) -> str | None:
     """Returns which dimension of the model the mesh does not divide, as text, or None."""
-    tensor, fsdp = sizes["tensor"], sizes["fsdp"]
-    for name, dim in (
-        ("model.num_heads", model.num_heads),
-        ("model.num_kv_heads", model.kv_heads),
-        ("the MLP's width", model.hidden_dim),
-        ("the multiple that the vocabulary is padded to", VOCAB_MULTIPLE),
+    rules = Rules.from_config(parallel)
+    activations = rules.activations
+    table = {**rules.optimizer, "sequence": activations["sequence"], "rows": activations["vocab"]}
+    for axis, name, dim in (
+        ("heads", "model.num_heads", model.num_heads),
+        ("heads", "model.num_kv_heads", model.kv_heads),
+        ("mlp", "the MLP's width", model.hidden_dim),
+        ("rows", "the multiple that the vocabulary is padded to", VOCAB_MULTIPLE),
+        ("table", "model.embed_dim", model.embed_dim),
+        ("embed", "model.embed_dim", model.embed_dim),
+        ("norm", "model.embed_dim", model.embed_dim),
+        ("vocab", "model.vocab_size", model.vocab_size),
+        ("position", "model.context_length", model.context_length * (model.position == "learned")),
+        ("sequence", "model.context_length", model.context_length),
+        (
+            "table",
+            "the value embeddings' width",
+            model.kv_heads * model.head_size * model.value_embeddings,
+        ),
     ):
-        if dim % tensor:
-            return f"{name}={dim} does not split over parallel.tensor={tensor}"
-    over = f"parallel.fsdp={fsdp}" + (f" x parallel.tensor={tensor}" if tensor > 1 else "")
-    if model.embed_dim % (tensor * fsdp):  # as embedding tables are stored
-        return f"model.embed_dim={model.embed_dim} does not split over {over}"
-    width = model.kv_heads * model.head_size
-    if model.value_embeddings and width % (tensor * fsdp):
-        return f"the value embeddings' width={width} does not split over {over}"
+        over = [axis for axis in reversed(table[axis]) if sizes[axis] > 1]
+        if dim % math.prod(sizes[axis] for axis in over):
+            devices = " x ".join(f"parallel.{axis}={sizes[axis]}" for axis in over)
+            return f"{name}={dim} does not split over {devices}"
     return None
 
 
@@ -127,24 +136,32 @@ def _all_sizes(parallel: ParallelConfig, num_devices: int) -> list[dict[str, int
     if parallel.backend == "pmap":
         return [{"data": num_devices, "fsdp": 1, "tensor": 1}]
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    return [
+    meshes = [
         {"data": num_devices // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
         for fsdp in divisors
         for tensor in divisors
         if num_devices % (fsdp * tensor) == 0
     ]
+    axis = parallel.strategy_axis  # which takes all devices while its size is 1
+    return [sizes for sizes in meshes if axis is None or num_devices == 1 or sizes[axis] > 1]
 
 
 def _propose(parallel: ParallelConfig, num_devices: int, model: ModelConfig | None) -> str:
     """Returns the flags for the mesh nearest to the wanted one, factor by factor."""
     meshes = _all_sizes(parallel, num_devices)
-    fitting = [sizes for sizes in meshes if model is None or not _misfit(model, sizes)]
-    wanted = {axis: getattr(parallel, axis) for axis in MESH_AXES}
+    fitting = [sizes for sizes in meshes if model is None or not _misfit(model, sizes, parallel)]
+    if not fitting:
+        return "Use --config.parallel.strategy=ddp"
+    wanted = parallel.sizes
 
     def distance(sizes: dict[str, int]) -> float:
         fixed = (axis for axis in MESH_AXES if wanted[axis] != -1)
         return sum(abs(math.log(sizes[axis] / wanted[axis])) for axis in fixed)
 
     nearest = min(fitting, key=distance)
-    changed = [axis for axis in MESH_AXES if wanted[axis] not in (-1, nearest[axis])]
+    changed = [
+        axis
+        for axis in MESH_AXES
+        if nearest[axis] != wanted[axis] and (axis, wanted[axis]) != ("data", -1)
+    ]
     return "Use " + " ".join(f"--config.parallel.{axis}={nearest[axis]}" for axis in changed)

@@ -21,9 +21,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gpt2.errors import UserError
 from gpt2.parallel import following, rules
 from gpt2.parallel.mesh import batch_sharding, local_rows
 from gpt2.parallel.pieces import Pieces
+from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State
 
 
@@ -33,40 +35,53 @@ class PjitBackend:
     Args:
         mesh: with the axes of `rules.MESH_AXES`.
         logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
+        table: how everything is spread over the mesh.
         gather: when parameters are gathered over `fsdp`: at each `step` or `layer`.
+
+    Raises:
+        UserError: the rules do not suit the parameters.
     """
 
-    def __init__(self, mesh: Mesh, logical_axes: Any, gather: str = "step"):
+    def __init__(self, mesh: Mesh, logical_axes: Any, table: Rules, gather: str = "step"):
         self.mesh = mesh
+        self.rules = table
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.gather = gather if mesh.shape["fsdp"] > 1 else "step"
         self._by_layer = self.gather == "layer"
-        self._storage = rules.specs(logical_axes, rules.STORAGE)
-        self._compute = rules.specs(logical_axes, rules.COMPUTE)
+        self._storage = rules.specs(logical_axes, table.storage)
+        self._optimizer = rules.specs(logical_axes, table.optimizer)
+        self._compute = rules.specs(logical_axes, table.compute)
         self._batch_sharding = batch_sharding(mesh)
         # Axes of size 1 are left out, since a collective over one is not always optimised away.
         self._batch_axes = tuple(axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1)
         self._leaves = jax.tree.map(
             self._make_leaf,
             logical_axes,
-            self._storage,
+            self._optimizer,
             self._compute,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
         )
+        if self._by_layer and not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
+            raise UserError(
+                "parallel.fsdp_gather=layer gathers nothing: kernels and tables are gathered by "
+                "layer where parallel.rules.embed and parallel.rules.table split them over fsdp",
+                "Use --config.parallel.fsdp_gather=step",
+            )
 
-    def _make_leaf(self, names: Any, storage: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
-        by_layer = self._by_layer and rules.gathered_axis(tuple(names), self.mesh) is not None
-        split = [dim for dim, axes in enumerate(storage) if "fsdp" in jax.tree.leaves(axes)]
+    def _make_leaf(self, names: Any, reduced: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
+        found = rules.gathered_axis(tuple(names), self.mesh, self.rules)
+        by_layer = self._by_layer and found is not None
+        split = [dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)]
         if self.mesh.shape["fsdp"] == 1 or not split:
             return _Leaf(compute)
         dim, tensor = split[0], self.mesh.shape["tensor"]
-        if by_layer or tensor == 1 or "tensor" not in jax.tree.leaves(storage[dim]):
+        if by_layer or tensor == 1 or "tensor" not in jax.tree.leaves(reduced[dim]):
             tensor = 0
-        return _Leaf(storage if by_layer else compute, dim, by_layer, tensor)
+        return _Leaf(reduced if by_layer else compute, dim, by_layer, tensor)
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
-        opt_state = following.specs(state.opt_state, state.params, self._storage, self.mesh)
+        opt_state = following.specs(state.opt_state, state.params, self._optimizer, self.mesh)
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 
@@ -100,7 +115,7 @@ class PjitBackend:
         map_sum = partial(self._map_sum, with_gradients=True)
 
         def train_step(state, batch):
-            with rules.spread_activations(self.mesh):
+            with rules.spread_over(self.mesh, self.rules):
                 state, metrics = step(state, batch, map_sum)
             return jax.lax.with_sharding_constraint(state, self.state_shardings(state)), metrics
 
@@ -111,7 +126,7 @@ class PjitBackend:
         map_sum = partial(self._map_sum, with_gradients=False)
 
         def eval_step(params, batch):
-            with rules.spread_activations(self.mesh):
+            with rules.spread_over(self.mesh, self.rules):
                 return step(params, batch, map_sum)
 
         return jax.jit(eval_step)
@@ -196,7 +211,8 @@ class _Leaf:
 
     Attributes:
         before: its PartitionSpec when the step begins to use it.
-        dim: the axis that `fsdp` splits in storage, or None.
+        dim: the axis that `fsdp` splits in the optimizer's state, and so in its gradient's sum, or
+            None.
         by_layer: whether devices are given pieces of it.
         tensor: the number of parts into which `tensor` splits the axis `dim`, outside of `fsdp`; 0
             if it does not.

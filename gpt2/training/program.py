@@ -75,7 +75,10 @@ class Program:
         program = cls(
             config, model, schedule, optimizer, backend, train_step, make_eval_step(model)
         )
-        check_sharded(program.state_shapes.params, backend.mesh.shape)
+        sizes = dict(backend.mesh.shape)
+        if config.parallel.strategy == "zero1":  # parameters are whole along fsdp
+            del sizes["fsdp"]
+        check_sharded(program.state_shapes.params, sizes)
         return program
 
     def init(self, key: jax.Array) -> TrainState:
@@ -150,7 +153,7 @@ def choose_gather(config: Config, devices: Sequence[jax.Device]) -> str:
     if config.parallel.fsdp_gather != "auto":
         return config.parallel.fsdp_gather
     sizes = mesh_sizes(config.parallel, len(devices))
-    if sizes["fsdp"] == 1:
+    if sizes["fsdp"] == 1 or config.parallel.strategy == "zero1":
         return "step"
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
