@@ -11,7 +11,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import configs
-from gpt2.config import DEFAULTS, Config, read_record
+from gpt2.config import DEFAULTS, Config, flatten, read_record
 from gpt2.errors import UserError, exit_on_user_error, unknown_option
 
 
@@ -174,7 +174,7 @@ def _refuse_stale_vocabulary(options: ConfigDict) -> None:
 def _parse_flags(argv: list[str]) -> list[str]:
     options, otherwise = {}, "See --help"
     if "config" in flags.FLAGS:
-        options, otherwise = _config_options(), "See configs/default.py and --help"
+        options, otherwise = flatten(DEFAULTS.to_dict()), "See configs/default.py and --help"
     spellings = _spellings(options)
     try:
         for name, value in _given(flags.FLAGS.read_flags_from_files(argv[1:]), options):
@@ -263,7 +263,7 @@ def _check_type(name: str, value: str, kind: str) -> None:
 def _spellings(options: dict[str, Any]) -> dict[str, str]:
     """Maps every spelling that a person may use for an option of the config to the option."""
     spellings = {}
-    for name in options:
+    for name in reversed(options):  # the first of two of one name wins
         last = name.rpartition(".")[2]
         for spelling in (last, f"config.{last}", name, f"config.{name}"):
             spellings[spelling] = f"--config.{name}"
@@ -326,13 +326,3 @@ def _check_config_file(name: str) -> None:
         raise UserError(
             f"--config={name} fails ({about})", "Mend the file; compare it with those in configs/"
         ) from error
-
-
-def _config_options() -> dict[str, Any]:
-    """Returns the options by dotted name, with their defaults."""
-    options: dict[str, Any] = {}
-    for name, value in DEFAULTS.to_dict().items():
-        group = value if isinstance(value, dict) else {}
-        options |= {f"{name}.{member}": default for member, default in group.items()}
-        options |= {} if group else {name: value}
-    return options

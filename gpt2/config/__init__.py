@@ -1,7 +1,7 @@
 """Options: a typed, validated view of the ConfigDict that configs/ and the command line give."""
 
 from gpt2.config.architecture import SIZES, GPTConfig, ModelConfig
-from gpt2.config.choices import CHOICES, DEFAULTS
+from gpt2.config.choices import CHOICES, DEFAULTS, flatten
 from gpt2.config.groups import (
     DataConfig,
     LoggingConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "TrainConfig",
     "complete_record",
     "differences",
+    "flatten",
     "load_config",
     "option",
     "read_option",

@@ -1,5 +1,6 @@
 """The defaults of all options, and the names to choose from, as configs/default.py gives them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import FrozenConfigDict
@@ -9,6 +10,17 @@ from gpt2.errors import UserError, require_choice
 
 DEFAULTS = FrozenConfigDict(default.get_config())
 CHOICES = default.CHOICES
+
+
+def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+    """Returns the options of nested groups by dotted name, in order."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
 
 
 def require_choices(group: str, options: Any) -> None:

@@ -1,21 +1,13 @@
 """Options by their dotted names, such as `optim.name`: read from text, and set in a config."""
 
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
-from gpt2.config.choices import DEFAULTS
+from gpt2.config.choices import DEFAULTS, flatten
 from gpt2.config.run import Config
 from gpt2.errors import UserError, unknown_option
-
-
-def option_names() -> list[str]:
-    """Returns all options by their dotted names, in the order of configs/default.py."""
-    names: list[str] = []
-    for group, members in DEFAULTS.to_dict().items():
-        is_group = isinstance(members, Mapping)
-        names += [f"{group}.{member}" for member in members] if is_group else [group]
-    return names
 
 
 def read_option(name: str, text: str) -> Any:
@@ -24,12 +16,12 @@ def read_option(name: str, text: str) -> Any:
     Raises:
         UserError: there is no such option, or `text` is not of its type.
     """
-    names = option_names()
+    names = flatten(DEFAULTS.to_dict())
     if name not in names:
-        spellings = {each.rpartition(".")[2]: each for each in names}
+        spellings = {each.rpartition(".")[2]: each for each in reversed(names)}
         spellings |= {each: each for each in names}
         raise unknown_option(name, spellings, "See configs/default.py")
-    default = functools.reduce(getattr, name.split("."), DEFAULTS)
+    default = names[name]
     kind = type(default)
     try:
         return {"True": True, "False": False}[text] if kind is bool else kind(text)
@@ -57,6 +49,6 @@ def with_options(config: Config, options: Mapping[str, Any]) -> Config:
     """
     tree = config.to_dict()
     for name, value in options.items():
-        group, _, member = name.rpartition(".")
-        (tree[group] if group else tree)[member] = value
+        *groups, member = name.split(".")
+        functools.reduce(operator.getitem, groups, tree)[member] = value
     return Config.from_dict(tree)

@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from gpt2.config.architecture import GPTConfig, ModelConfig
-from gpt2.config.choices import DEFAULTS
+from gpt2.config.choices import DEFAULTS, flatten
 from gpt2.config.groups import (
     DataConfig,
     LoggingConfig,
@@ -151,18 +151,8 @@ def load_config(workdir: Path) -> Config:
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Returns the options in which two configs differ: dotted name -> (old, new)."""
-    old_flat, new_flat = _flatten(old.to_dict()), _flatten(new.to_dict())
+    old_flat, new_flat = flatten(old.to_dict()), flatten(new.to_dict())
     return {k: (old_flat[k], new_flat[k]) for k in new_flat if old_flat[k] != new_flat[k]}
-
-
-def _flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 def _build(cls, tree: Mapping, prefix: str):
