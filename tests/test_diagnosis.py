@@ -1,6 +1,7 @@
 """What went bad first is named: a weight, a batch, a micro-batch, an activation, a gradient."""
 
 import contextlib
+import functools
 import itertools
 
 import jax
@@ -62,6 +63,11 @@ def make_program(layout="one device", scanned=False, remat="none", **train):
     return Program.from_config(config, jax.devices()[:number])
 
 
+@functools.cache
+def compiled(program):
+    return program.backend.compile_train(program.train_step)
+
+
 def make_batch(step, poisoned=None, shards=1):
     """A batch; `poisoned` is the micro-batch in which one row of one device has the token."""
     tokens = np.random.default_rng(step).integers(0, POISON, (ROWS, T + 1)).astype(np.int32)
@@ -111,7 +117,7 @@ def plant(state, path, value=np.nan, index=-1, layer=None):
 def diagnose(tmp_path, program, planted, poison=(None, None)):
     """Trains until a step is not finite, and returns what a run would say."""
     feed = StubFeed(program, poison)
-    step = jax.tree_util.Partial(program.backend.compile_train(program.train_step))
+    step = compiled(program)
     first_state = lambda: planted(program.init_state())  # noqa: E731
     diagnosis = Diagnosis(program, feed, tmp_path, StubCheckpointer(), step, first_state)
     state = first_state()
@@ -136,7 +142,7 @@ class StubCheckpointer:
     ("layout", "scanned", "remat"),
     [
         ("one device", False, "none"),
-        ("pmap", True, "full"),
+        pytest.param("pmap", True, "full", marks=pytest.mark.thorough),
         pytest.param("one device", True, "none", marks=pytest.mark.thorough),
         pytest.param("by layer", True, "full", marks=pytest.mark.thorough),
         pytest.param("by step", False, "full", marks=pytest.mark.thorough),
@@ -170,7 +176,7 @@ break_gradient.defvjp(
 )
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_gradient_is_named_with_its_micro_batch(tmp_path, monkeypatch, scanned):
     norm = layers.norm
     monkeypatch.setattr(layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw))
@@ -187,7 +193,7 @@ def test_a_gradient_is_named_with_its_micro_batch(tmp_path, monkeypatch, scanned
 def test_nothing_is_named_where_the_same_step_is_finite_when_repeated(tmp_path):
     program = make_program()
     feed = StubFeed(program)
-    step = program.backend.compile_train(program.train_step)
+    step = compiled(program)
     diagnosis = Diagnosis(
         program, feed, tmp_path, StubCheckpointer(), step, lambda: program.init_state()
     )

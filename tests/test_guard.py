@@ -115,6 +115,7 @@ def test_after_too_many_bad_steps_the_state_stays_to_be_looked_at():
     assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.thorough
 def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
     program = make_program(compute="float16", skip_bad_steps=1)
     state = first_state(program)
