@@ -96,7 +96,7 @@ class Diagnosis:
         if name := self._bad_parameter(state.params):
             return f"parameter {name} was not finite before the step"
         number = self.program.config.train.accumulate_steps
-        if found := self._look(state.params, batch, error.step - 1, number):
+        if found := self._compile_look(error.step - 1, number)(state.params, batch):
             index, tensor = found
             where = f"in micro-batch {index + 1} of {number}, " if number > 1 else ""
             return f"{where}the first tensor that is not finite is {tensor}"
@@ -124,9 +124,10 @@ class Diagnosis:
     def _find_in_validation(self, params: Any) -> str:
         if name := self._bad_parameter(params):
             return f"parameter {name} is not finite after the step"
+        look = self._compile_look()
         with self.feed.eval_batches(self.feed.num_eval_batches) as batches:
             for index, batch in enumerate(batches):
-                if found := self._look(params, batch):
+                if found := look(params, batch):
                     where = f"in batch {index + 1} of the validation split"
                     return f"{where}, the first tensor that is not finite is {found[1]}"
         return "every tensor is finite, and their sum is not"
@@ -138,31 +139,36 @@ class Diagnosis:
         bad = _bad_names(flags)
         return min(bad, key=self._rank, default="")
 
-    def _look(
-        self, params: Any, batch: Any, step: int | None = None, number: int = 1
-    ) -> tuple[int, str] | None:
-        """Returns the first micro-batch that is not finite, and its first tensor that is not.
+    def _compile_look(
+        self, step: int | None = None, number: int = 1
+    ) -> Callable[[Any, Any], tuple[int, str] | None]:
+        """Returns `(params, batch) -> (index, name)` of what is not finite, or None.
+
+        It is the first micro-batch that is not, counted from 0, and its first tensor that is not.
 
         Args:
-            params: placed.
-            batch: on the devices.
             step: of training, counted from 0; None: no gradients.
             number: of micro-batches.
         """
         program = self.program
-        probe = make_probe_step(
-            program.model,
-            seed=program.config.seed,
-            step=step,
-            accumulate_steps=number,
-            loss=program.config.loss if step is not None else LossConfig(),
+        probe = program.backend.compile_eval(
+            make_probe_step(
+                program.model,
+                seed=program.config.seed,
+                step=step,
+                accumulate_steps=number,
+                loss=LossConfig() if step is None else program.config.loss,
+            )
         )
-        found = program.backend.compile_eval(probe)(params, batch)
-        found = jax.device_get(gather(found, program.backend.mesh))
-        for index in range(number):
-            if name := self._first_name(jax.tree.map(lambda flags, i=index: flags[i], found)):
-                return index, name
-        return None
+
+        def look(params: Any, batch: Any) -> tuple[int, str] | None:
+            flags = jax.device_get(gather(probe(params, batch), program.backend.mesh))
+            for index in range(number):
+                if name := self._first_name(jax.tree.map(lambda leaf, i=index: leaf[i], flags)):
+                    return index, name
+            return None
+
+        return look
 
     def _first_name(self, flags: dict[str, Any]) -> str:
         """Returns the first tensor of one micro-batch that is not finite, or an empty text."""
