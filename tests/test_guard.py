@@ -176,13 +176,20 @@ def numpy_rule(pairs, z):
 
 def test_outliers_are_those_of_the_rule():
     pairs = np.random.default_rng(0).normal((3.0, 1.0), (0.1, 0.2), (2 * WINDOW + 40, 2))
-    spikes = {LEAST - 9: (9, 1), LEAST + 9: (3, 9), 150: (9, 1), 151: (9, 1), 290: (0.1, 0.01)}
+    spikes = {
+        LEAST - 9: (9, 1),
+        LEAST + 4: (3, 3),
+        LEAST + 9: (3, 9),
+        150: (9, 1),
+        151: (9, 1),
+        290: (0.1, 0.01),
+    }
     for index, pair in spikes.items():
         pairs[index] = pair
     kept, guard = judge(Guard.create(TrainConfig(skip_outliers=6.0)), pairs)
     assert kept == numpy_rule(pairs, 6.0)
     left_out = {index for index, keep in enumerate(kept) if not keep}
-    assert {LEAST + 9, 150} <= left_out and not left_out & {LEAST - 9, 290}
+    assert {LEAST + 4, LEAST + 9, 150} <= left_out and not left_out & {LEAST - 9, 290}
     assert guard.skipped == len(left_out) and guard.bad_in_a_row == 0
 
 
