@@ -47,8 +47,8 @@ def make_watch_step(
 def count_values(tensor: jax.Array) -> Histogram:
     """Returns the histogram of a tensor, in buckets of equal width from its least value on.
 
-    It goes over the tensor once for each bucket. A scatter would take less on a CPU, but could not
-    be spread over devices without gathering the tensor.
+    It goes over the tensor once for each bucket. Such sums stay where a sharded tensor lies. A
+    scatter would take less on a CPU.
     """
     low, high = tensor.min(), tensor.max()
     ends = low + (high - low) * jnp.arange(1, NUM_BUCKETS) / NUM_BUCKETS
