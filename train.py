@@ -10,8 +10,7 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()  # before the imports below, which take seconds
 
-import contextlib
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.config import Config
 from gpt2.data.dataset import Dataset, prepare
-from gpt2.errors import DivergedError, UserError
+from gpt2.errors import UserError
 from gpt2.evals.validation import Validator
 from gpt2.generate import sample_texts
 from gpt2.parallel import distributed, gather
@@ -33,9 +32,11 @@ from gpt2.telemetry.profiler import Profiler
 from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.reporter import Reporter, Writer
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
+from gpt2.telemetry.watchdog import Watchdog
 from gpt2.training import workdir as run_files
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
+from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.due import due_after
 from gpt2.training.feed import Feed
 from gpt2.training.plan import print_plan
@@ -119,20 +120,23 @@ def open_state(
     2. the weights that `train.init_from` names;
     3. weights drawn from the seed.
     """
-    config, state = program.config, None
-    if not start:
-        initial = config.train.init_from
-        state = program.init_state(
-            jax.device_get(load_initial_params(initial, program.model.config, dataset.tokenizer))
-            if initial
-            else None
-        )
+    config = program.config
+    state = None if start else first_state(program, dataset)
     # The weights are checked. From here on, the run writes to its workdir.
     run_files.begin(workdir, config, dataset, start)
     checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints, goes_on=True)
     if state is None:
         state = checkpointer.restore(start, program.state_shapes)
     return checkpointer, state
+
+
+def first_state(program: Program, dataset: Dataset) -> TrainState:
+    """Returns the state before the first step: 2. or 3. of `open_state`."""
+    params, source = None, program.config.train.init_from
+    if source:
+        params = load_initial_params(source, program.model.config, dataset.tokenizer)
+        params = jax.device_get(params)
+    return program.init_state(params)
 
 
 def train(
@@ -151,6 +155,7 @@ def train(
     with clock.phase("compile"):
         batch, eval_batch = feed.examples()
         train_step = program.compile_train(state, batch)
+        watch = program.compile_watch(state, batch)
         eval_step = program.compile_eval(state.params, eval_batch)
         jax.block_until_ready(state)
     clock.peak_flops = total_peak_flops(config.precision.compute)  # on a CPU, measured when idle
@@ -158,22 +163,33 @@ def train(
     distributed.only_first(print_summary)(summary)
     validate = Validator(eval_step, feed)
     writers = make_writers(config, workdir, start) or []  # in the first process alone
-    reporter = Reporter(writers, clock, log_every=config.train.log_every, num_steps=num_steps)
+    reporter = Reporter(
+        writers,
+        clock,
+        log_every=config.train.log_every,
+        num_steps=num_steps,
+        skip_bad_steps=config.train.skip_bad_steps,
+    )
     profiler = Profiler(
         workdir / "profile", config.logging.profile_start, config.logging.profile_steps
     )
+    watchdog = Watchdog(clock, config.train.hang_seconds)
     batches = feed.train_batches(start, num_steps)
+
+    start_over = partial(first_state, program, feed.dataset)
+    diagnosis = Diagnosis(program, feed, workdir, checkpointer, train_step, start_over)
 
     # Metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
-    with checkpointer, reporter, profiler, batches, StopSignal() as stop:
-        with ends_if_diverged(workdir, checkpointer), clock.phase("step"):
+    with checkpointer, reporter, profiler, batches, watchdog, StopSignal() as stop:
+        with diagnosis.ends_if_diverged(lambda: state), clock.phase("step"):
             for step in range(start + 1, num_steps + 1):
                 with clock.phase("data wait"):
                     batch = next(batches)
                 profiler.step(step - 1, state)
+                statistics = watch(step, state, batch)
                 state, metrics = train_step(state, batch)
-                reporter.step(step, metrics)
+                reporter.step(step, metrics, feed.epoch_end(step), statistics)
 
                 due = due_after(step, config.train, stopping=stop.reached(step))
                 if due.validation or due.checkpoint:
@@ -201,7 +217,7 @@ def train(
         print(f"stopped by {stop.requested.name} at step {step}; the same command continues")
         return 128 + stop.requested
     if not scores:  # the run was killed after its last checkpoint
-        with ends_if_diverged(workdir, checkpointer), clock.phase("validation"):
+        with diagnosis.ends_if_diverged(lambda: state), clock.phase("validation"):
             scores = validate(step, state.eval_params)
     show_results(workdir, scores, feed, clock)
     write_samples(workdir, config, feed.dataset, gather(state.eval_params, program.backend.mesh))
@@ -219,23 +235,6 @@ def make_writers(config: Config, workdir: Path, start: int) -> list[Writer]:
         resume_step=start,
     )
     return [files, Progress(config.train.num_steps, start)]
-
-
-@contextlib.contextmanager
-def ends_if_diverged(workdir: Path, checkpointer: Checkpointer) -> Iterator[None]:
-    """Ends all processes if the body fails in this one. Explains a loss that diverged."""
-    with distributed.ends_together():
-        try:
-            yield
-        except DivergedError as error:
-            checkpointer.wait()
-            how = "Lower --config.optim.learning_rate; there is no checkpoint yet"
-            if good := latest_step(workdir):
-                how = (
-                    "Start a new run with a lower --config.optim.learning_rate and "
-                    f"--config.train.init_from=run:{workdir}@{good}, the last good checkpoint"
-                )
-            raise UserError(str(error), how, exit_code=3) from None
 
 
 @distributed.only_first

@@ -136,6 +136,12 @@ def get_config() -> ConfigDict:
             eval_batches=0,  # batches per validation; 0: the whole split, which bits per byte need
             checkpoint_every=1000,  # steps; 0: only at the end
             keep_checkpoints=1,  # number of newest checkpoints to keep, beside the best
+            skip_bad_steps=0,  # steps in a row whose loss or gradients are not finite that may be
+            # left out; 0: the first one ends the run
+            skip_outliers=0.0,  # standard deviations above recent losses or gradient norms beyond
+            # which a step is left out, for example 6 (OLMo-core's SkipStepOptimizer); 0: off
+            hang_seconds=60.0,  # without a step, and ten times as long as a step takes, after which
+            # a run counts as hanging and ends; 0: never
             init_from="",  # hf:DIR, run:DIR or run:DIR@STEP; empty: from scratch
         )
     )
@@ -175,6 +181,7 @@ def get_config() -> ConfigDict:
         dict(
             tensorboard=True,
             wandb=False,
+            watch_every=0,  # steps between norms and histograms of every tensor; 0: off
             profile_start=0,  # first step of the trace, counted from 0
             profile_steps=0,  # steps in the trace; 0: none
         )

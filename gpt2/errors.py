@@ -31,15 +31,17 @@ class UserError(Exception):
 
 
 class DivergedError(ArithmeticError):
-    """The loss is not finite.
+    """A number that a run depends on is not finite.
 
     Args:
         step: the optimizer step that gave it.
+        what: which number.
+        before: whether it was computed from the state before the step, not after it.
     """
 
-    def __init__(self, step: int):
-        self.step = step
-        super().__init__(f"the loss is not finite at step {step}")
+    def __init__(self, step: int, what: str, *, before: bool):
+        self.step, self.before = step, before
+        super().__init__(f"{what} not finite at step {step}")
 
 
 def exit_on_user_error(main: Callable) -> Callable:

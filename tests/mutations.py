@@ -43,6 +43,49 @@ MATRICES = "tests/test_optim_matrices.py -k "
 
 FAULTS = [
     Fault(
+        "a guard keeps what is not finite",
+        "gpt2/training/guard.py",
+        "goes_on = finite & (",
+        "goes_on = (",
+        "tests/test_guard.py -k never_been",
+    ),
+    Fault(
+        "a step that is left out keeps its moments",
+        "gpt2/training/steps.py",
+        "new_state = _choose(overflows | keep, new_state, state).replace(guard=guard)",
+        "new_state = _choose(overflows | keep, new_state, "
+        "state.replace(opt_state=new_state.opt_state)).replace(guard=guard)",
+        "tests/test_guard.py -k never_been",
+    ),
+    Fault(
+        "outliers are told by all values, known or not",
+        "gpt2/training/guard.py",
+        "std = jnp.std(self.recent, axis=1, ddof=1, where=known)",
+        "std = jnp.std(self.recent, axis=1, ddof=1)",
+        "tests/test_guard.py -k rule",
+    ),
+    Fault(
+        "the gradient that is named is the last that broke",
+        "gpt2/training/diagnosis.py",
+        "name = max(bad, key=self._rank",
+        "name = min(bad, key=self._rank",
+        "tests/test_diagnosis.py -k gradient",
+    ),
+    Fault(
+        "micro-batches are named in the wrong order",
+        "gpt2/training/diagnosis.py",
+        "here = jnp.arange(accumulate_steps) == index",
+        "here = jnp.arange(accumulate_steps)[::-1] == index",
+        "tests/test_diagnosis.py -k named",
+    ),
+    Fault(
+        "a pause counts as a hang",
+        "gpt2/telemetry/watchdog.py",
+        "self._clock.current not in _WATCHED",
+        "False",
+        "tests/test_telemetry_watch.py -k watchdog",
+    ),
+    Fault(
         "rope turns with another base",
         "gpt2/model/gpt.py",
         "rotation(positions, cfg.head_size, cfg.rope_base)",

@@ -317,6 +317,10 @@ def test_wrong_type_names_the_type():
             r"profile_start=9 is after the last.*at most --config\.logging\.profile_start=8",
         ),
         ({"logging__profile_start": 5}, r"ignored while logging\.profile_steps=0"),
+        ({"logging__watch_every": -1}, r"logging\.watch_every=-1 is below 0"),
+        ({"train__skip_bad_steps": -1}, r"train\.skip_bad_steps=-1 is below 0"),
+        ({"train__skip_outliers": float("inf")}, r"train\.skip_outliers=inf is not a finite"),
+        ({"train__hang_seconds": -1.0}, r"train\.hang_seconds=-1\.0 is below 0"),
     ],
 )
 def test_mistakes_are_refused(options, message):

@@ -1,5 +1,6 @@
 """Batches: functions of (seed, step), every window once an epoch, every token once a validation."""
 
+import dataclasses
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from gpt2.data import dataset as prepare
 from gpt2.data import records
 from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2.errors import UserError
+from gpt2.training.feed import Feed
+from tests.test_config import build
 
 EOT = 99_999
 
@@ -237,3 +240,16 @@ def test_reading_is_fast_enough_not_to_be_waited_for(make):
         for step in range(10):
             loader.batch(step)
         assert 640 / (time.process_time() - begin) > least
+
+
+def test_the_end_of_each_epoch_is_told_at_the_step_that_reads_its_last_window(counting):
+    config = build(
+        data__batch_size=50, model__context_length=16, train__eval_batches=1, data__tokenizer="byte"
+    )
+    whole = prepare.Split(101, 1, 9)
+    dataset = dataclasses.replace(counting, splits=counting.splits | {"validation": whole})
+    feed = Feed(config, dataset, SimpleNamespace(local_rows=lambda _: slice(None), put_batch=None))
+    windows = TrainLoader(counting, batch_size=50, context_length=16, seed=0).num_windows
+    told = {step: text for step in range(1, 20) if (text := feed.epoch_end(step))}
+    assert list(told) == [-(-epoch * windows // 50) for epoch in (1, 2, 3)]
+    assert told[7] == f"step 7 ends epoch 1: all {windows} windows have been seen"

@@ -3,6 +3,8 @@
 import itertools
 import re
 
+import pytest
+
 from tests.helpers import TINY, run
 
 WATCHED_RUN = """
@@ -58,15 +60,22 @@ def watched_wait(tree):
 program.compile_once, jax.block_until_ready = watch, watched_wait
 cli.run(train.main, default_config="quickstart")
 """
+WATCHING = [
+    "--config.train.skip_bad_steps=2",
+    "--config.train.skip_outliers=6.0",
+    "--config.logging.watch_every=3",
+]
 
 
-def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_path):
+@pytest.mark.parametrize("more", [[], pytest.param(WATCHING, marks=pytest.mark.thorough)])
+def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_path, more):
     (tmp_path / "watched.py").write_text(WATCHED_RUN)
     options = [
         *TINY,
         "--config.data.corpus=synthetic",
         "--config.train.eval_every=0",
         "--config.train.checkpoint_every=0",
+        *more,
     ]
     code, stdout, stderr = run(tmp_path / "run", *options, script=tmp_path / "watched.py")
     assert code == 0, stderr

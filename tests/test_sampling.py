@@ -14,7 +14,7 @@ from gpt2.errors import UserError
 from gpt2.generate import Sampling, generate, stream
 from gpt2.model import GPT, GPTConfig
 from gpt2.parallel.mesh import make_mesh
-from gpt2.parallel.rules import spread_activations
+from gpt2.parallel.rules import Rules, spread_over
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import stack_layers
 
@@ -174,8 +174,9 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
     params = make_params(cfg)
     ln_f = jax.tree.map(jnp.zeros_like, params["ln_f"]) | {"bias": jnp.ones(32)}
     params = params | {"ln_f": ln_f, "lm_head": {"embedding": -jnp.ones((61, 32))}}
-    mesh = make_mesh(ParallelConfig(data=4, tensor=2))
-    with jax.set_mesh(mesh), spread_activations(mesh):
+    parallel = ParallelConfig(data=4, tensor=2)
+    mesh = make_mesh(parallel)
+    with jax.set_mesh(mesh), spread_over(mesh, Rules.from_config(parallel)):
         logits = jax.jit(GPT(cfg).apply)({"params": params}, jnp.zeros((4, 8), jnp.int32))
     chex.assert_shape(logits, (4, 8, 61))
     assert logits.max() < -31

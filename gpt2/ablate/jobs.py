@@ -151,7 +151,7 @@ class _Training:
         error = last_error(self.run.folder / "log.txt", self._log_start)
         if code == _DIVERGED:
             # The rest of the line names checkpoints, which depend on when the run was stopped.
-            found = re.search(r"the loss is not finite at step \d+", error)
+            found = re.search(r"the [a-z ]+ not finite at step \d+", error)
             return Outcome("diverged", found[0] if found else error)
         if code < 0:
             error = f"killed by {signal.Signals(-code).name}"

@@ -75,13 +75,18 @@ class TrainConfig:
     eval_batches: int = DEFAULTS.train.eval_batches
     checkpoint_every: int = DEFAULTS.train.checkpoint_every
     keep_checkpoints: int = DEFAULTS.train.keep_checkpoints
+    skip_bad_steps: int = DEFAULTS.train.skip_bad_steps
+    skip_outliers: float = DEFAULTS.train.skip_outliers
+    hang_seconds: float = DEFAULTS.train.hang_seconds
     init_from: str = DEFAULTS.train.init_from
 
     def __post_init__(self):
         for name in ("num_steps", "accumulate_steps", "log_every", "keep_checkpoints"):
             require_at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("eval_every", "eval_batches", "checkpoint_every"):
+        for name in ("eval_every", "eval_batches", "checkpoint_every", "skip_bad_steps"):
             require_at_least(f"train.{name}", getattr(self, name), 0)
+        for name in ("skip_outliers", "hang_seconds"):
+            require_finite(f"train.{name}", getattr(self, name), minimum=0.0)
         prefix, _, place = self.init_from.partition(":")
         if self.init_from and (prefix not in ("hf", "run") or not place or place.endswith("@")):
             raise UserError(
@@ -107,10 +112,12 @@ class LoggingConfig:
 
     tensorboard: bool = DEFAULTS.logging.tensorboard
     wandb: bool = DEFAULTS.logging.wandb
+    watch_every: int = DEFAULTS.logging.watch_every
     profile_start: int = DEFAULTS.logging.profile_start
     profile_steps: int = DEFAULTS.logging.profile_steps
 
     def __post_init__(self):
+        require_at_least("logging.watch_every", self.watch_every, 0)
         require_at_least("logging.profile_start", self.profile_start, 0)
         require_at_least("logging.profile_steps", self.profile_steps, 0)
         if self.profile_start and not self.profile_steps:

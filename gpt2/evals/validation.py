@@ -37,7 +37,7 @@ class Validator:
         with self._feed.eval_batches(num_batches or self._feed.num_eval_batches) as batches:
             scores = validate(self._eval_step, params, batches, self._targets_per_byte)
         if not math.isfinite(scores["eval/loss"]):
-            raise DivergedError(step)
+            raise DivergedError(step, "the validation loss is", before=False)
         return scores
 
 

@@ -7,6 +7,7 @@ put_batch(host_batch)    -> device arrays   from this process's rows
 batch_shapes(shape, names)                  the same without values
 gradient_shardings(params)                  while micro-batches add up
 compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
+compile_watch(step)      -> (state, batch) -> statistics           nothing donated
 compile_eval(step)       -> (params, batch) -> metrics
 
 A state is any pytree with `params` and `opt_state`, see state.py.

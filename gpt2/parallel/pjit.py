@@ -121,6 +121,16 @@ class PjitBackend:
 
         return jax.jit(train_step, donate_argnums=0)
 
+    def compile_watch(self, step: Callable) -> Callable:
+        """Returns the jitted `(state, batch) -> statistics`, whole on every device."""
+        map_sum = partial(self._map_sum, with_gradients=True)
+
+        def watch_step(state, batch):
+            with rules.spread_over(self.mesh, self.rules):
+                return step(state, batch, map_sum)
+
+        return jax.jit(watch_step, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
     def compile_eval(self, step: Callable) -> Callable:
         """Returns the jitted `(params, batch) -> metrics`."""
         map_sum = partial(self._map_sum, with_gradients=False)

@@ -69,6 +69,15 @@ class PmapBackend:
 
         return self._pmap(train_step, donate_argnums=0)
 
+    def compile_watch(self, step: Callable) -> Callable:
+        """Returns the pmapped `(state, batch) -> statistics`."""
+
+        def watch_step(state, batch):
+            with traced_for(self._devices[0]):
+                return step(state, batch, _map_sum)
+
+        return self._pmap(watch_step)
+
     def compile_eval(self, step: Callable) -> Callable:
         """Returns the pmapped `(params, batch) -> metrics`."""
 

@@ -17,12 +17,33 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt2.errors import UserError, warn
 from gpt2.utils import files
 from gpt2.utils.files import write_bytes, write_text
 from gpt2.utils.text import counted
+
+NUM_BUCKETS = 32  # TensorBoard draws 30
+
+
+class Histogram(NamedTuple):
+    """How many values of a tensor lie in each of `NUM_BUCKETS` buckets of equal width.
+
+    Attributes:
+        low, high: the least and the largest value, float scalars.
+        counts: [NUM_BUCKETS] int32.
+    """
+
+    low: Any
+    high: Any
+    counts: Any
+
+    @property
+    def edges(self) -> list[float]:
+        """The ends of the buckets, one more than there are buckets."""
+        width = (float(self.high) - float(self.low)) / NUM_BUCKETS
+        return [float(self.low) + i * width for i in range(NUM_BUCKETS)] + [float(self.high)]
 
 
 class MetricsWriter:
@@ -91,6 +112,21 @@ class MetricsWriter:
                 self._events.add(step, metrics)
         if self._wandb:
             self._wandb.log(dict(metrics), step=step)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Hands histograms by name to TensorBoard and W&B; metrics.jsonl holds none."""
+        if self._events:
+            with self._going_on(self._folder):
+                self._events.add_histograms(step, histograms)
+        if self._wandb:
+            import wandb
+
+            pairs: dict[str, Any] = {n: (each.counts, each.edges) for n, each in histograms.items()}
+            shown = {name: wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()}
+            self._wandb.log(shown, step=step)
+
+    def say(self, text: str) -> None:
+        """Does nothing: the screen shows it."""
 
     def flush(self, step: int) -> None:
         """Writes all values up to `step` to the disk itself, past the caches of the system.
@@ -267,6 +303,22 @@ class _EventFile:
         now = time.time()
         for name, value in metrics.items():
             summary = self._scalar(name, value)
+            self._file.write_event(self._event(step=step, wall_time=now, summary=summary))
+
+    def add_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        from tensorboardX.summary import histogram_raw
+
+        now = time.time()
+        for name, each in histograms.items():
+            edges, counts = each.edges, [int(count) for count in each.counts]
+            # Sums are of the buckets' middles. TensorBoard asks for them, and shows none.
+            middles = [(start + end) / 2 for start, end in itertools.pairwise(edges)]
+            sums = [
+                sum(c * m**power for c, m in zip(counts, middles, strict=True)) for power in (1, 2)
+            ]
+            summary = histogram_raw(
+                name, edges[0], edges[-1], sum(counts), *sums, edges[1:], counts
+            )
             self._file.write_event(self._event(step=step, wall_time=now, summary=summary))
 
     def flush(self) -> None:

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from gpt2.utils.text import format_count, format_duration
+from gpt2.telemetry.metrics import Histogram
+from gpt2.utils.text import format_bytes, format_count, format_duration
 
 # How each metric reads in a line, in this order; others appear only in metrics.jsonl.
 _SHOWN = {
@@ -21,6 +22,7 @@ _SHOWN = {
     "eval/bits_per_byte": lambda value: f"bits/byte {value:.4f}",
     "perf/tokens_per_second": lambda value: f"{format_count(value)} tokens/s",
     "perf/mfu": lambda value: f"MFU {value:.1%}",
+    "perf/peak_memory_bytes": lambda value: f"peak {format_bytes(value)}",
 }
 _ON_BAR = ("train/loss", "eval/loss", "perf/tokens_per_second", "perf/mfu")
 
@@ -96,11 +98,17 @@ class Progress:
             width = len(str(self._total))
             self._print(f"step {step:>{width}}/{self._total} | {line} | {left} left")
 
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Does nothing: a line has no room for them."""
+
+    def say(self, text: str) -> None:
+        """Prints a line of its own, above the bar if there is one."""
+        self._print(text)
+
     def flush(self, step: int) -> None:
         """Does nothing: what is written is on the screen."""
 
     def _print(self, text: str) -> None:
-        """Prints a line of its own, above the bar if there is one."""
         if self._bar:
             self._bar.console.print(text, markup=False, highlight=False)
         else:

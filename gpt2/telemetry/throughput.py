@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
 import jax
@@ -130,6 +130,8 @@ class StepClock:
     Attributes:
         tokens_per_step: as given.
         peak_flops: FLOP/s of all the devices together; None: unknown, and MFU is left out.
+        num_steps: steps counted.
+        newest_seconds: what each of the newest steps took, oldest first; the wait for data counts.
     """
 
     def __init__(
@@ -145,6 +147,14 @@ class StepClock:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._window = (0.0, 0.0)  # seconds of step and of data wait when the window began
         self._steps = 0  # in the window
+        self._counted = 0.0  # seconds of step and of data wait before the newest step
+        self.num_steps = 0
+        self.newest_seconds: deque[float] = deque(maxlen=100)
+
+    @property
+    def current(self) -> str:
+        """The phase under way."""
+        return self._phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -158,8 +168,13 @@ class StepClock:
             self._switch(outer)
 
     def count_step(self) -> None:
-        """Counts one optimizer step in the window."""
+        """Counts one optimizer step."""
+        self._switch(self._phase)
+        seconds = self._seconds["step"] + self._seconds["data wait"]
+        self.newest_seconds.append(seconds - self._counted)
+        self._counted = seconds
         self._steps += 1
+        self.num_steps += 1
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed since the last call, and begins a new window.

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
-from gpt2.config import Config, ParallelConfig, load_config
+from gpt2.config import Config, ParallelConfig, TrainConfig, load_config
 from gpt2.errors import UserError, warn
 from gpt2.model import GPT
 from gpt2.parallel import distributed
@@ -38,6 +38,7 @@ from gpt2.training.checkpoint_files import (
     of_items,
     saved_steps,
 )
+from gpt2.training.guard import Guard
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import files
@@ -162,7 +163,6 @@ class Checkpointer:
         self.wait()
         if step in self._manager.all_steps():
             return
-        rest = dataclasses.replace(state, params=None)
         self._saving = step
         try:
             self._check_room(state)
@@ -170,8 +170,13 @@ class Checkpointer:
                 step,
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.params),
-                    rest=ocp.args.StandardSave(rest),
-                    layout=ocp.args.JsonSave({"scan_layers": is_scanned(state.params)}),
+                    rest=ocp.args.StandardSave(_rest(state)),
+                    layout=ocp.args.JsonSave(
+                        {
+                            "scan_layers": is_scanned(state.params),
+                            "guard": state.guard is not None,
+                        }
+                    ),
                     digests=ocp.args.JsonSave({}),
                 ),
                 metrics=None if scores is None else {_METRIC: scores[_METRIC]},
@@ -194,18 +199,22 @@ class Checkpointer:
         Raises:
             UserError: the checkpoint cannot be read.
         """
-        saved = _as_saved(state, self._is_scanned(step))
+        layout = self._layout(step)
+        saved = _as_saved(state, layout["scan_layers"])
+        # Its options may change when a run continues. Checkpoints of before know of no guard.
+        saved = saved.replace(guard=_guard_like(state) if layout.get("guard") else None)
         items = self._restore(
             step,
             params=ocp.args.StandardRestore(saved.params),
-            rest=ocp.args.StandardRestore(dataclasses.replace(saved, params=None)),
+            rest=ocp.args.StandardRestore(_rest(saved)),
         )
-        restored = dataclasses.replace(items["rest"], params=items["params"])
-        return _place(restored, state)
+        restored = TrainState(**items["rest"] | {"params": items["params"]})
+        guard = state.guard and (restored.guard or _zeros(state.guard))
+        return _place(restored.replace(guard=guard), state)
 
     def restore_params(self, step: int, params: Any) -> Any:
         """Restores the parameters alone; arguments and errors are those of `restore`."""
-        saved = _as_saved(params, self._is_scanned(step))
+        saved = _as_saved(params, self._layout(step)["scan_layers"])
         items = self._restore(step, params=ocp.args.StandardRestore(saved))
         return _place(items["params"], params)
 
@@ -268,8 +277,8 @@ class Checkpointer:
         last = f"the last one saved is that of step {steps[-1]}" if steps else "none is saved yet"
         distributed.only_first(warn)(f"{self.failure}; {last}, and the run goes on")
 
-    def _is_scanned(self, step: int) -> bool:
-        return self._restore(step, layout=ocp.args.JsonRestore())["layout"]["scan_layers"]
+    def _layout(self, step: int) -> dict[str, bool]:
+        return self._restore(step, layout=ocp.args.JsonRestore())["layout"]
 
     def _restore(self, step: int, **items: Any) -> Any:
         try:
@@ -366,6 +375,32 @@ def _find_step(checkpointer: Checkpointer, workdir: Path | str, which: str | int
 def _as_saved(target: Any, scanned: bool) -> Any:
     """Returns the shapes and shardings of `target` with its layers as they were saved."""
     return in_layout(target, scanned=scanned, stack=_stack_shapes, take=_take_shape)
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    """Returns what is saved beside the parameters, by name."""
+    members = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    if state.guard is None:
+        del members["guard"]
+    return members | {"params": None}
+
+
+def _guard_like(state: TrainState) -> Guard:
+    """Returns the shapes and shardings of the guard of a state, which may have none."""
+    if state.guard is not None:
+        return state.guard
+    shapes = jax.eval_shape(partial(Guard.create, TrainConfig(skip_bad_steps=1)))
+    sharding = state.step.sharding
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+    )
+
+
+def _zeros(shapes: Any) -> Any:
+    def make() -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
 
 
 def _place(restored: Any, target: Any) -> Any:

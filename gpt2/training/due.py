@@ -30,12 +30,12 @@ def due_after(step: int, train: TrainConfig, *, stopping: bool) -> Due:
     """
     last = step == train.num_steps
     return Due(
-        validation=last or _recurs(step, train.eval_every),
-        checkpoint=last or stopping or _recurs(step, train.checkpoint_every),
+        validation=last or recurs(step, train.eval_every),
+        checkpoint=last or stopping or recurs(step, train.checkpoint_every),
         end=last or stopping,
     )
 
 
-def _recurs(step: int, every: int) -> bool:
+def recurs(step: int, every: int) -> bool:
     """Returns whether `step` is a multiple of `every`; an `every` of 0 means never."""
     return every > 0 and step % every == 0

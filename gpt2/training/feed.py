@@ -6,6 +6,7 @@ from gpt2.config import Config
 from gpt2.data.dataset import Dataset
 from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2.parallel import Backend
+from gpt2.utils.text import counted
 
 
 class Feed:
@@ -42,6 +43,7 @@ class Feed:
             **shape,
         )
         self.dataset = dataset
+        self._batch_size = config.data.batch_size
         self._train_rows = backend.local_rows(config.data.batch_size)
         self._eval_rows = backend.local_rows(config.micro_batch_size)
         self._put = backend.put_batch
@@ -52,6 +54,14 @@ class Feed:
     def train_batches(self, start: int, stop: int) -> Prefetcher:
         """Returns the batches of the steps from `start` to `stop` - 1, counted from 0."""
         return Prefetcher(self._train_batch, range(start, stop), self._put)
+
+    def epoch_end(self, step: int) -> str:
+        """Returns what to say if the step, counted from 1, ends an epoch; else an empty text."""
+        windows = self._train.num_windows
+        epoch, before = (count * self._batch_size // windows for count in (step, step - 1))
+        if epoch == before:
+            return ""
+        return f"step {step} ends epoch {epoch}: all {counted(windows, 'window')} have been seen"
 
     def eval_batches(self, number: int) -> Prefetcher:
         """Returns the first batches of the validation split."""

@@ -24,8 +24,10 @@ from gpt2.parallel.inspect import check_sharded
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
+from gpt2.training.due import recurs
 from gpt2.training.state import TrainState
-from gpt2.training.steps import make_eval_step, make_train_step
+from gpt2.training.statistics import Statistics, make_watch_step
+from gpt2.training.steps import make_eval_step, make_train_step, make_update
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 
@@ -41,6 +43,7 @@ class Program:
         optimizer: an optax chain that contains the schedule.
         backend: see `gpt2.parallel`.
         train_step: pure, see `gpt2.training.steps.make_train_step`.
+        watch_step: pure, see `gpt2.training.statistics.make_watch_step`.
         eval_step: pure, see `gpt2.training.steps.make_eval_step`.
     """
 
@@ -50,6 +53,7 @@ class Program:
     optimizer: optax.GradientTransformation
     backend: Backend
     train_step: Callable
+    watch_step: Callable
     eval_step: Callable
 
     @classmethod
@@ -64,16 +68,20 @@ class Program:
         schedule, optimizer = _make_optimizer(config)
         gather = choose_gather(config, devices)
         backend = make_backend(config.parallel, model.logical_axes(), list(devices), gather=gather)
-        train_step = make_train_step(
-            model,
-            optimizer,
-            schedule,
+        options: dict[str, Any] = dict(
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
             loss=config.loss,
         )
         program = cls(
-            config, model, schedule, optimizer, backend, train_step, make_eval_step(model)
+            config,
+            model,
+            schedule,
+            optimizer,
+            backend,
+            train_step=make_train_step(model, optimizer, schedule, **options),
+            watch_step=make_watch_step(make_update(model, optimizer, schedule, **options)),
+            eval_step=make_eval_step(model),
         )
         sizes = dict(backend.mesh.shape)
         if config.parallel.strategy == "zero1":  # parameters are whole along fsdp
@@ -86,7 +94,8 @@ class Program:
         return self._first_state(_draw(self.model, key))
 
     def _first_state(self, params: Any) -> TrainState:
-        return TrainState.create(params, self.optimizer, self.config.precision.compute)
+        config = self.config
+        return TrainState.create(params, self.optimizer, config.precision.compute, config.train)
 
     def init_state(self, params: Any = None) -> TrainState:
         """Returns the state before the first step. Each device draws its own part.
@@ -126,6 +135,19 @@ class Program:
             batch: from `backend.put_batch`. Several processes under pmap need arrays for both.
         """
         return _compile(self.backend.compile_train(self.train_step), state, batch)
+
+    def compile_watch(
+        self, state: TrainState, batch: Any
+    ) -> Callable[[int, TrainState, Any], Statistics | None]:
+        """Returns `(step, state, batch) -> statistics`, or None at a step that is not watched.
+
+        It compiles nothing without `logging.watch_every`. Arguments are as for `compile_train`.
+        """
+        every = self.config.logging.watch_every
+        if not every:
+            return lambda step, state, batch: None
+        compiled = _compile(self.backend.compile_watch(self.watch_step), state, batch)
+        return lambda step, state, batch: compiled(state, batch) if recurs(step, every) else None
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
         """Compiles `(params, batch) -> metrics`; arguments as for `compile_train`."""

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from gpt2.config import TrainConfig
 from gpt2.optim import averaged_params
+from gpt2.training.guard import Guard
 
 
 class LossScale(struct.PyTreeNode):
@@ -44,16 +46,22 @@ class TrainState(struct.PyTreeNode):
         params: the model's parameters, plain nested dictionaries.
         opt_state: the optimizer's.
         loss_scale: for float16, else None.
+        guard: for `train.skip_bad_steps` and `train.skip_outliers`, else None.
     """
 
     step: jax.Array
     params: Any
     opt_state: optax.OptState
     loss_scale: LossScale | None
+    guard: Guard | None = None
 
     @classmethod
     def create(
-        cls, params: Any, optimizer: optax.GradientTransformation, compute_dtype: str
+        cls,
+        params: Any,
+        optimizer: optax.GradientTransformation,
+        compute_dtype: str,
+        train: TrainConfig | None = None,
     ) -> "TrainState":
         """Returns the state before the first step."""
         return cls(
@@ -61,6 +69,7 @@ class TrainState(struct.PyTreeNode):
             params=params,
             opt_state=optimizer.init(params),
             loss_scale=LossScale.create() if compute_dtype == "float16" else None,
+            guard=Guard.create(train) if train else None,
         )
 
     @property

@@ -10,7 +10,7 @@ a tree like `params`, or None.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -35,7 +35,23 @@ def on_one_device(function: Callable) -> Callable:
     return lambda params, batch: function(params, batch, 0)
 
 
-def make_train_step(
+class Update(NamedTuple):
+    """What one optimizer step computes.
+
+    Attributes:
+        state: after the step.
+        metrics: see `make_train_step`.
+        grads: mean gradients of the global batch, before clipping, a tree like the parameters.
+        updates: what the optimizer adds to the parameters, a tree like them.
+    """
+
+    state: TrainState
+    metrics: Metrics
+    grads: Any
+    updates: Any
+
+
+def make_update(
     model: GPT,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
@@ -43,22 +59,18 @@ def make_train_step(
     seed: int,
     accumulate_steps: int = 1,
     loss: LossConfig = LossConfig(),
-) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
-    """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
+) -> Callable[[TrainState, Batch, MapSum], Update]:
+    """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
     Losses and gradients are summed with their token counts and divided once, so the result is the
-    mean over the global batch, whatever the layout. Under float16, a step whose gradients are not
-    finite changes only the loss scale and the step count; the schedule does not advance.
-
-    Metrics, float32 scalars: `train/loss` (nats per token, with what `loss` adds),
-    `train/grad_norm` (before clipping) and `train/learning_rate` (as this step applied it).
+    mean over the global batch, whatever the layout. A step that is left out changes only the step
+    count and what tells such steps: the loss scale of float16, or the guard. The schedule does not
+    advance.
     """
     dropout = model.config.dropout > 0
 
-    def train_step(
-        state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
-    ) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Update:
         chex.assert_shape(state.step, ())
         chex.assert_type(state.step, int)
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
@@ -67,7 +79,7 @@ def make_train_step(
             def loss_and_count(params, micro_batch, index):
                 params = gathered_for(params, micro_batch)
                 keys = {"dropout": dropout_key(seed, state.step, index, device)} if dropout else {}
-                total, count = _loss(model, params, micro_batch, not dropout, keys, loss)
+                total, count = model_loss(model, params, micro_batch, not dropout, keys, loss)
                 return total * scale, count
 
             gradients = partial(jax.value_and_grad(loss_and_count, has_aux=True), params)
@@ -82,18 +94,76 @@ def make_train_step(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
         new_state = state.replace(params=params, opt_state=opt_state)
-        if state.loss_scale is not None:
-            finite = jnp.isfinite(grad_norm)
-            new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
-            new_state = new_state.replace(loss_scale=state.loss_scale.update(finite))
         metrics = {
             "train/loss": total / divisor,
             "train/grad_norm": grad_norm,
             "train/learning_rate": jnp.float32(schedule(num_updates(state.opt_state))),
         }
-        return new_state.replace(step=state.step + 1), metrics
+        new_state, about_skips = _or_leave_out(state, new_state, metrics)
+        new_state = new_state.replace(step=state.step + 1)
+        return Update(new_state, metrics | about_skips, grads, updates)
+
+    return update
+
+
+def make_train_step(
+    model: GPT,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    **options: Any,
+) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
+    """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
+
+    Metrics, float32 scalars: `train/loss` (nats per token, with what `loss` adds),
+    `train/grad_norm` (before clipping) and `train/learning_rate` (as this step applied it). Where
+    steps may be left out, also `bad_in_a_row` (steps up to this one that were not finite, with
+    float16 only those for which the loss scale is not to blame). With a guard, also
+    `train/skipped_steps` (so far) and `skipped` (1 if this one is left out).
+
+    Args:
+        model, optimizer, schedule, **options: as for `make_update`, which tells what a step does.
+    """
+    update = make_update(model, optimizer, schedule, **options)
+
+    def train_step(
+        state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
+    ) -> tuple[TrainState, Metrics]:
+        new_state, metrics, _, _ = update(state, batch, map_sum)
+        return new_state, metrics
 
     return train_step
+
+
+def _or_leave_out(
+    state: TrainState, new_state: TrainState, metrics: Metrics
+) -> tuple[TrainState, Metrics]:
+    """Returns `new_state`, or `state` if the step is left out, and metrics about that."""
+    loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+    overflows: Any = False
+    about_skips: Metrics = {}
+    if state.loss_scale is not None:
+        finite = jnp.isfinite(grad_norm)
+        new_state = _choose(finite, new_state, state)
+        new_state = new_state.replace(loss_scale=state.loss_scale.update(finite))
+        # A scale that cannot be lowered is not to blame.
+        overflows = jnp.isfinite(loss) & ~finite & (state.loss_scale.scale > 1)
+        is_bad = ~overflows & ~(finite & jnp.isfinite(loss))
+        about_skips = {"bad_in_a_row": is_bad.astype(jnp.float32)}
+    if state.guard is not None:
+        keep, guard = state.guard.judge(loss, grad_norm)
+        guard = _choose(overflows, state.guard, guard)
+        new_state = _choose(overflows | keep, new_state, state).replace(guard=guard)
+        about_skips = {
+            "train/skipped_steps": guard.skipped,
+            "skipped": guard.skipped - state.guard.skipped,
+            "bad_in_a_row": guard.bad_in_a_row,
+        }
+        about_skips = {name: jnp.float32(value) for name, value in about_skips.items()}
+    return new_state, about_skips
+
+
+def _choose(condition: Any, tree: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), tree, other)
 
 
 def make_eval_step(model: GPT) -> Callable[[Any, Batch, MapSum], Metrics]:
@@ -105,7 +175,7 @@ def make_eval_step(model: GPT) -> Callable[[Any, Batch, MapSum], Metrics]:
 
     def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Metrics:
         def sum_loss(params, rows, device):
-            total, count = _loss(model, params, rows, deterministic=True, keys={})
+            total, count = model_loss(model, params, rows, deterministic=True, keys={})
             return {"loss_sum": total, "count": count}, None
 
         return map_sum(sum_loss)(params, batch)[0]
@@ -113,7 +183,25 @@ def make_eval_step(model: GPT) -> Callable[[Any, Batch, MapSum], Metrics]:
     return eval_step
 
 
-def _loss(model, params, batch, deterministic, keys, loss=LossConfig()):
+def model_loss(
+    model: GPT,
+    params: Any,
+    batch: Batch,
+    deterministic: bool,
+    keys: dict[str, jax.Array],
+    loss: LossConfig = LossConfig(),
+    **options: Any,
+) -> Any:
+    """Returns the summed loss of a batch and its number of targets, as `GPT.loss` does.
+
+    Args:
+        model, params: of the run.
+        batch: as for `make_update`.
+        deterministic: without dropout.
+        keys: random keys by purpose.
+        loss: what to add to cross-entropy.
+        **options: for `GPT.apply`, which may return more.
+    """
     chex.assert_rank(batch["tokens"], 2)
     chex.assert_equal_shape(list(batch.values()))
     chex.assert_type(list(batch.values()), int)
@@ -127,4 +215,5 @@ def _loss(model, params, batch, deterministic, keys, loss=LossConfig()):
         label_smoothing=loss.label_smoothing,
         rngs=keys,
         method="loss",
+        **options,
     )

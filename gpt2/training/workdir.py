@@ -34,7 +34,8 @@ from gpt2.utils.digests import read_sealed, seal
 from gpt2.utils.text import counted
 
 # Options that may change when a run continues. They do not decide what the model learns, except
-# `train.num_steps`, which moves the end of the learning-rate schedule.
+# `train.num_steps`, which moves the end of the learning-rate schedule, and those that leave out
+# steps, since a run that diverged may continue with them.
 _MAY_CHANGE = (
     "parallel.",
     "memory.",
@@ -47,6 +48,8 @@ _MAY_CHANGE = (
     "train.eval_",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.skip_",
+    "train.hang_seconds",
 )
 
 _LOCK = ".lock"

@@ -14,6 +14,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+PROBES = "probes"  # a collection of variables: what is noted of a layer beside its result
+
 _LAYER = re.compile(r"h_(\d+)")
 
 
@@ -31,7 +33,7 @@ def scan_layers(
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
         block,
-        variable_axes={"params": 0},
+        variable_axes={"params": 0, PROBES: 0},
         split_rngs={"params": True, "dropout": True},
         in_axes=tuple(0 if name in per_layer else nn.broadcast for name in others),
         length=num_layers,

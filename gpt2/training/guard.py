@@ -1,0 +1,82 @@
+"""Leaves out steps that would spoil a run: those that are not finite, and outliers.
+
+All is decided on the devices, so that the host need not wait for a loss.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from gpt2.config import TrainConfig
+
+WINDOW = 128  # steps from which outliers are told, as in OLMo
+LEAST = WINDOW // 2  # steps before the first outlier
+
+
+class Guard(struct.PyTreeNode):
+    """What a run remembers to tell steps that it leaves out.
+
+    A step that is left out changes neither parameters nor the optimizer's state. The next step has
+    the next batch.
+
+    Attributes:
+        skipped: int32 scalar, steps left out so far.
+        bad_in_a_row: int32 scalar, steps up to now whose loss or gradients were not finite. Once
+            it is above `max_bad`, no step changes the state, which is then looked at.
+        recent: float32 [2, WINDOW], losses and gradient norms of the last finite steps.
+        num_finite: int32 scalar, finite steps so far.
+        max_bad: `train.skip_bad_steps`.
+        max_z: `train.skip_outliers`.
+    """
+
+    skipped: jax.Array
+    bad_in_a_row: jax.Array
+    recent: jax.Array
+    num_finite: jax.Array
+    max_bad: int = struct.field(pytree_node=False)
+    max_z: float = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(cls, train: TrainConfig) -> "Guard | None":
+        """Returns the guard at the start of a run, or None if its options leave out no step."""
+        if not (train.skip_bad_steps or train.skip_outliers):
+            return None
+        return cls(
+            skipped=jnp.int32(0),
+            bad_in_a_row=jnp.int32(0),
+            recent=jnp.zeros((2, WINDOW), jnp.float32),
+            num_finite=jnp.int32(0),
+            max_bad=train.skip_bad_steps,
+            max_z=train.skip_outliers,
+        )
+
+    def judge(self, loss: jax.Array, grad_norm: jax.Array) -> tuple[jax.Array, "Guard"]:
+        """Returns whether a step may change the state, a boolean scalar, and the next guard.
+
+        Args:
+            loss, grad_norm: float32 scalars of the step.
+        """
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        goes_on = finite & (self.bad_in_a_row <= self.max_bad)
+        step = jnp.stack([loss, grad_norm]).astype(jnp.float32)
+        keep = goes_on & ~self._is_outlier(step) if self.max_z else goes_on
+        entered = self.recent.at[:, self.num_finite % WINDOW].set(step)
+        return keep, self.replace(
+            skipped=self.skipped + ~keep,
+            bad_in_a_row=jnp.where(goes_on, 0, self.bad_in_a_row + 1),
+            recent=jnp.where(finite, entered, self.recent),
+            num_finite=self.num_finite + finite,
+        )
+
+    def _is_outlier(self, step: jax.Array) -> jax.Array:
+        """Returns whether loss or gradient norm [2] stands out above the recent ones.
+
+        This is the rule of OLMo's SkipStepOptimizer (OLMo-core, optim/skip_step_optimizer.py) for
+        values that are too large. Outliers enter the window too, so that a run cannot leave out
+        steps for ever.
+        """
+        count = jnp.minimum(self.num_finite, WINDOW)
+        known = jnp.arange(WINDOW) < count
+        mean = jnp.mean(self.recent, axis=1, where=known)
+        std = jnp.std(self.recent, axis=1, ddof=1, where=known)
+        return (count >= LEAST) & jnp.any(step - mean > self.max_z * std)

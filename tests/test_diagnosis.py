@@ -1,0 +1,243 @@
+"""What went bad first is named: a weight, a batch, a micro-batch, an activation, a gradient."""
+
+import contextlib
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2.config import (
+    Config,
+    DataConfig,
+    LoggingConfig,
+    LossConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from gpt2.errors import DivergedError, UserError
+from gpt2.model import layers
+from gpt2.training.diagnosis import Diagnosis, forward_order
+from gpt2.training.program import Program
+
+pytestmark = pytest.mark.usefixtures("compiles_fast")
+
+MICRO_BATCHES, ROWS, T = 4, 32, 8
+POISON = 50  # a token whose row of the embedding is not finite
+MODEL = ModelConfig(
+    vocab_size=64,
+    context_length=T,
+    num_layers=2,
+    num_heads=2,
+    embed_dim=16,
+    tie_embeddings=False,
+)
+LAYOUTS = {
+    "one device": (ParallelConfig(), 1),
+    "pmap": (ParallelConfig(backend="pmap"), 8),
+    "by layer": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="layer"), 8),
+    "by step": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="step"), 8),
+}
+
+
+def make_program(layout="one device", scanned=False, remat="none", **train):
+    parallel, number = LAYOUTS[layout]
+    config = Config(
+        seed=0,
+        model=MODEL,
+        precision=PrecisionConfig(),
+        data=DataConfig(batch_size=ROWS),
+        loss=LossConfig(),
+        optim=OptimConfig(warmup_steps=0, learning_rate=1e-2, end_learning_rate=1e-3),
+        train=TrainConfig(num_steps=10, accumulate_steps=MICRO_BATCHES, **train),
+        parallel=parallel,
+        memory=MemoryConfig(scan_layers=scanned, remat=remat),
+        logging=LoggingConfig(),
+    )
+    return Program.from_config(config, jax.devices()[:number])
+
+
+@functools.cache
+def compiled(program):
+    return program.backend.compile_train(program.train_step)
+
+
+def make_batch(step, poisoned=None, shards=1):
+    """A batch; `poisoned` is the micro-batch in which one row of one device has the token."""
+    tokens = np.random.default_rng(step).integers(0, POISON, (ROWS, T + 1)).astype(np.int32)
+    if poisoned is not None:
+        rows = ROWS // shards  # of a device; the last one's
+        tokens[ROWS - rows + poisoned * (rows // MICRO_BATCHES), 3] = POISON
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+class StubFeed:
+    """Batches as a run's feed gives them, of which one is poisoned."""
+
+    num_eval_batches = 3
+
+    def __init__(self, program, poison=(None, None)):
+        self.program, self.poison = program, poison
+
+    def batch(self, index):
+        at, micro_batch = self.poison
+        shards = self.program.backend.num_shards
+        return self.program.backend.put_batch(
+            make_batch(index, micro_batch if index == at else None, shards)
+        )
+
+    @contextlib.contextmanager
+    def train_batches(self, start, stop):
+        yield map(self.batch, range(start, stop))
+
+    def eval_batches(self, number):
+        return self.train_batches(0, number)
+
+
+def plant(state, path, value=np.nan, index=-1, layer=None):
+    """Returns a state with one number of a parameter replaced."""
+    *names, last = path.split("/")
+    params = jax.tree.map(lambda leaf: leaf, state.params)
+    node = params
+    for name in names:
+        node = node[name]
+    leaf = node[last]
+    row = leaf if layer is None else leaf[layer]
+    flat = row.reshape(-1).at[index].set(value).reshape(row.shape)
+    node[last] = jax.device_put(flat if layer is None else leaf.at[layer].set(flat), leaf.sharding)
+    return state.replace(params=params)
+
+
+def diagnose(tmp_path, program, planted, poison=(None, None)):
+    """Trains until a step is not finite, and returns what a run would say."""
+    feed = StubFeed(program, poison)
+    step = compiled(program)
+    first_state = lambda: planted(program.init_state())  # noqa: E731
+    diagnosis = Diagnosis(program, feed, tmp_path, StubCheckpointer(), step, first_state)
+    state = first_state()
+    with pytest.raises(UserError) as told, diagnosis.ends_if_diverged(lambda: state):
+        for number in itertools.count(1):
+            state, metrics = step(state, feed.batch(number - 1))
+            values = [float(metrics[name]) for name in ("train/loss", "train/grad_norm")]
+            if not np.isfinite(values).all():
+                what = "the gradients are" if np.isfinite(values[0]) else "the loss is"
+                raise DivergedError(number, what, before=True)
+            assert number < 6
+    assert told.value.exit_code == 3
+    return str(told.value)
+
+
+class StubCheckpointer:
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("layout", "scanned", "remat"),
+    [
+        ("one device", False, "none"),
+        pytest.param("pmap", True, "full", marks=pytest.mark.thorough),
+        pytest.param("one device", True, "none", marks=pytest.mark.thorough),
+        pytest.param("by layer", True, "full", marks=pytest.mark.thorough),
+        pytest.param("by step", False, "full", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned, remat):
+    program = make_program(layout, scanned, remat)
+    name, layer = ("h/mlp/c_fc/kernel", 1) if scanned else ("h_1/mlp/c_fc/kernel", None)
+    told = diagnose(tmp_path, program, lambda state: plant(state, name, layer=layer))
+    assert told.startswith(
+        "the loss is not finite at step 1: parameter h_1/mlp/c_fc/kernel was not finite before"
+    )
+    # The row overflows in the block, and only where its token is looked up.
+    huge = lambda state: plant(state, "wte/embedding", 3e38, slice(POISON * 16, None))  # noqa: E731
+    for at, micro_batch in ((0, 0), (3, 2)):
+        told = diagnose(tmp_path, program, huge, (at, micro_batch))
+        assert told.startswith(
+            f"the loss is not finite at step {at + 1}: in micro-batch {micro_batch + 1} of 4, the "
+            "first tensor that is not finite is the output of h_0/ln_1. Lower"
+        ), told
+
+
+@jax.custom_vjp
+def break_gradient(x):
+    return x
+
+
+# The gradient breaks where the stream is large, as it is for the poisoned token alone.
+break_gradient.defvjp(
+    lambda x: (x, x), lambda x, dy: (jnp.where(jnp.abs(x).max() > 50, jnp.nan, dy),)
+)
+
+
+@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_a_gradient_is_named_with_its_micro_batch(tmp_path, monkeypatch, scanned):
+    norm = layers.norm
+    monkeypatch.setattr(layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw))
+    loud = lambda state: plant(  # noqa: E731
+        state, "wte/embedding", np.tile([100.0, -100.0], 8), slice(POISON * 16, (POISON + 1) * 16)
+    )
+    told = diagnose(tmp_path, make_program(scanned=scanned), loud, (2, 1))
+    assert told.startswith(
+        "the gradients are not finite at step 3: in micro-batch 2 of 4, the first tensor that is "
+        "not finite is the gradient of h_1/mlp/c_proj/"
+    ), told
+
+
+def test_nothing_is_named_where_the_same_step_is_finite_when_repeated(tmp_path):
+    program = make_program()
+    feed = StubFeed(program)
+    step = compiled(program)
+    diagnosis = Diagnosis(
+        program, feed, tmp_path, StubCheckpointer(), step, lambda: program.init_state()
+    )
+    error = DivergedError(3, "the loss is", before=True)
+    told = diagnosis.find_origin(error, program.init_state())
+    assert told == "the same step, repeated, is finite, which points to the hardware"
+
+
+def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
+    program = make_program()
+    feed = StubFeed(program, (1, 0))
+    diagnosis = Diagnosis(program, feed, tmp_path, None, None, None)
+    error = DivergedError(3, "the validation loss is", before=False)
+    state = program.init_state()
+    told = diagnosis.find_origin(error, plant(state, "ln_f/scale"))
+    assert told == "parameter ln_f/scale is not finite after the step"
+    huge = plant(state, "wte/embedding", 3e38, slice(POISON * 16, None))
+    assert diagnosis.find_origin(error, huge) == (
+        "in batch 2 of the validation split, the first tensor that is not finite is "
+        "the output of h_0/ln_1"
+    )
+    assert diagnosis.find_origin(error, state) == "every tensor is finite, and their sum is not"
+
+
+def test_the_order_of_tensors_is_that_of_the_forward_pass_in_either_layout():
+    orders = []
+    for scanned in (False, True):
+        program = make_program(scanned=scanned, remat="full")
+        orders.append(forward_order(program.model, program.state_shapes.params))
+    assert orders[0] == orders[1]
+    outputs = [module for module, end in orders[0] if end == "output"]
+    block = ["ln_1", "attn/c_attn", "attn/c_proj", "attn", "ln_2", "mlp/c_fc", "mlp/c_proj", "mlp"]
+    layers = [[*(f"h_{i}/{name}" for name in block), f"h_{i}"] for i in range(2)]
+    assert outputs == ["wte", "wpe", *layers[0], *layers[1], "ln_f"]
+
+
+def test_the_error_goes_on_if_the_origin_cannot_be_found(tmp_path, monkeypatch):
+    program = make_program()
+    diagnosis = Diagnosis(program, StubFeed(program), tmp_path, StubCheckpointer(), None, None)
+    monkeypatch.setattr(
+        Diagnosis, "find_origin", lambda *_: (_ for _ in ()).throw(MemoryError("none\nleft"))
+    )
+    with pytest.raises(UserError) as told, diagnosis.ends_if_diverged(lambda: None):
+        raise DivergedError(7, "the loss is", before=True)
+    assert str(told.value).startswith(
+        "the loss is not finite at step 7: where it began is not known (MemoryError: none). Lower"
+    )

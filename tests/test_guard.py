@@ -1,0 +1,210 @@
+"""Steps that are left out: the others come out as if their batches had never been."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2.config import MemoryConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.guard import LEAST, WINDOW, Guard
+from gpt2.training.program import Program
+from tests.test_config import build
+
+pytestmark = pytest.mark.usefixtures("compiles_fast")
+
+T, ROWS, POISON = 8, 16, 50
+MODEL = ModelConfig(
+    vocab_size=64, context_length=T, num_layers=2, num_heads=2, embed_dim=16, tie_embeddings=False
+)
+LAYOUTS = {
+    "one device": (ParallelConfig(), False),
+    "pmap": (ParallelConfig(backend="pmap"), True),
+    "by layer": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="layer"), True),
+}
+
+
+@functools.cache
+def make_program(layout="one device", compute="float32", **train):
+    parallel, scanned = LAYOUTS[layout]
+    # A schedule that shows how many updates there were.
+    optim = OptimConfig(warmup_steps=2, learning_rate=1e-2, end_learning_rate=1e-3)
+    config = dataclasses.replace(
+        build(data__batch_size=ROWS, precision__compute=compute),
+        model=dataclasses.replace(MODEL, num_layers=1 if compute == "float16" else 2),
+        optim=optim,
+        parallel=parallel,
+        memory=MemoryConfig(scan_layers=scanned),
+        train=TrainConfig(num_steps=10, accumulate_steps=2, **train),
+    )
+    return Program.from_config(config, jax.devices()[: 8 if scanned else 1])
+
+
+@functools.cache
+def compiled(program):
+    return program.backend.compile_train(program.train_step)
+
+
+def make_batch(index, poisoned):
+    tokens = np.random.default_rng(index).integers(0, POISON, (ROWS, T + 1)).astype(np.int32)
+    tokens[ROWS - 1, 3] = POISON if poisoned else 0
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def first_state(program):
+    """The state of a run in which one token is not finite."""
+    state = program.init_state()
+    table = state.params["wte"]["embedding"]
+    table = jax.device_put(table.at[POISON].set(jnp.nan), table.sharding)
+    return state.replace(params=state.params | {"wte": {"embedding": table}})
+
+
+def train(program, batches, poisoned=(), state=None):
+    """Returns the state after the batches of these numbers, and the metrics of each step."""
+    step, seen = compiled(program), []
+    state = first_state(program) if state is None else state
+    for index in batches:
+        state, metrics = step(
+            state, program.backend.put_batch(make_batch(index, index in poisoned))
+        )
+        seen.append({name: float(value) for name, value in metrics.items()})
+    return state, seen
+
+
+@pytest.mark.parametrize(
+    "layout", ["one device", "pmap", pytest.param("by layer", marks=pytest.mark.thorough)]
+)
+def test_a_step_that_is_left_out_is_as_if_its_batch_had_never_been(layout):
+    program = make_program(layout, skip_bad_steps=2)
+    poisoned = {2, 3, 6}
+    state, seen = train(program, range(8), poisoned)
+    without, others = train(program, [i for i in range(8) if i not in poisoned])
+    chex.assert_trees_all_equal(
+        (state.params, state.opt_state), (without.params, without.opt_state)
+    )
+    assert (state.step, without.step) == (8, 5)
+    kept = [metrics for i, metrics in enumerate(seen) if i not in poisoned]
+    for name in ("train/loss", "train/grad_norm", "train/learning_rate"):
+        assert [metrics[name] for metrics in kept] == [metrics[name] for metrics in others]
+    assert [metrics["skipped"] for metrics in seen] == [0, 0, 1, 1, 0, 0, 1, 0]
+    assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 0, 0, 1, 0]
+    assert [metrics["train/skipped_steps"] for metrics in seen] == [0, 0, 1, 2, 2, 2, 3, 3]
+    assert np.isnan([seen[i]["train/loss"] for i in poisoned]).all()
+
+
+def test_without_the_option_the_same_step_spoils_the_run():
+    state, seen = train(make_program(), range(4), {2})
+    assert not np.isfinite(seen[3]["train/loss"])
+    assert state.guard is None and "skipped" not in seen[0]
+
+
+def test_a_guard_changes_no_step_that_is_finite():
+    states = [train(make_program(**on), range(5))[0] for on in ({}, {"skip_bad_steps": 2})]
+    chex.assert_trees_all_equal(states[0].params, states[1].params)
+
+
+def test_after_too_many_bad_steps_the_state_stays_to_be_looked_at():
+    program = make_program(skip_bad_steps=2)
+    before, _ = train(program, range(2))
+    state, seen = train(program, range(7), {2, 3, 4})
+    chex.assert_trees_all_equal(state.params, before.params)
+    assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.thorough
+def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
+    program = make_program(compute="float16", skip_bad_steps=1)
+    state = first_state(program)
+    huge = state.loss_scale.replace(scale=jnp.float32(2.0**24))
+    state, seen = train(program, range(3), {2}, state.replace(loss_scale=huge))
+    assert not np.isfinite(seen[0]["train/grad_norm"])
+    assert [metrics["skipped"] for metrics in seen] == [0, 0, 1]
+    assert state.loss_scale.scale < 2.0**24
+    least = state.loss_scale.replace(scale=jnp.float32(1.0))
+    program = make_program(compute="float16")
+    state = first_state(program).replace(loss_scale=least)
+    _, seen = train(program, range(2), {1}, state)
+    assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 1]
+
+
+def test_what_was_left_out_is_counted_on_after_a_restart(tmp_path):
+    program = make_program(skip_bad_steps=3, skip_outliers=6.0)
+    whole, metrics = train(program, range(6), {1, 2, 3})
+    with Checkpointer(tmp_path) as checkpointer:
+        state, _ = train(program, range(3), {1, 2, 3})
+        checkpointer.save(state, 3)
+        checkpointer.wait()
+        restored = checkpointer.restore(3, program.state_shapes)
+        chex.assert_trees_all_equal(restored, state)
+        again, rest = train(program, range(3, 6), {1, 2, 3}, restored)
+        chex.assert_trees_all_equal(again, whole)
+        np.testing.assert_equal(rest, metrics[3:])
+        # The options may change: without a guard it is dropped, and with one it starts anew.
+        off = make_program()
+        plain = checkpointer.restore(3, off.state_shapes)
+        assert plain.guard is None
+        chex.assert_trees_all_equal(plain.opt_state, state.opt_state)
+        checkpointer.save(plain.replace(step=jnp.int32(4)), 4)
+        checkpointer.wait()
+        fresh = checkpointer.restore(4, program.state_shapes)
+        chex.assert_trees_all_equal(fresh.guard, Guard.create(program.config.train))
+
+
+def judge(guard, pairs):
+    """Returns whether each pair of loss and gradient norm is kept, and the last guard."""
+    step, kept = jax.jit(lambda guard, pair: guard.judge(*pair)), []
+    for pair in pairs:
+        keep, guard = step(guard, jnp.float32(pair))
+        kept.append(bool(keep))
+    return kept, guard
+
+
+def numpy_rule(pairs, z):
+    """Which pairs are kept, by numpy: no value above the mean of those before by z deviations."""
+    kept = []
+    for i, pair in enumerate(pairs):
+        window = np.float64(pairs[max(0, i - WINDOW) : i])
+        enough = len(window) >= LEAST
+        limit = window.mean(0) + z * window.std(0, ddof=1) if enough else np.inf
+        kept.append(bool((np.float64(pair) <= limit).all()))
+    return kept
+
+
+def test_outliers_are_those_of_the_rule():
+    pairs = np.random.default_rng(0).normal((3.0, 1.0), (0.1, 0.2), (2 * WINDOW + 40, 2))
+    spikes = {
+        LEAST - 9: (9, 1),
+        LEAST + 4: (3, 3),
+        LEAST + 9: (3, 9),
+        150: (9, 1),
+        151: (9, 1),
+        290: (0.1, 0.01),
+    }
+    for index, pair in spikes.items():
+        pairs[index] = pair
+    kept, guard = judge(Guard.create(TrainConfig(skip_outliers=6.0)), pairs)
+    assert kept == numpy_rule(pairs, 6.0)
+    left_out = {index for index, keep in enumerate(kept) if not keep}
+    assert {LEAST + 4, LEAST + 9, 150} <= left_out and not left_out & {LEAST - 9, 290}
+    assert guard.skipped == len(left_out) and guard.bad_in_a_row == 0
+
+
+def test_what_is_not_finite_does_not_enter_the_window():
+    values = np.random.default_rng(1).normal(3.0, 0.1, (LEAST + 20, 2))
+    with_nan = np.insert(values, 10, np.nan, axis=0)
+    on = TrainConfig(skip_outliers=3.0, skip_bad_steps=1)
+    kept, guard = judge(Guard.create(on), with_nan)
+    expected, clean = judge(Guard.create(on), values)
+    assert kept == [*expected[:10], False, *expected[10:]]
+    chex.assert_trees_all_equal(guard.recent, clean.recent)
+
+
+def test_a_plateau_that_is_higher_is_accepted_in_time():
+    noise = np.random.default_rng(2).normal(0.0, 0.1, (3 * WINDOW, 2))
+    noise[WINDOW:] += 5.0
+    kept, _ = judge(Guard.create(TrainConfig(skip_outliers=6.0)), noise)
+    assert not kept[WINDOW] and all(kept[WINDOW + 10 :])

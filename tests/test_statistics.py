@@ -1,0 +1,113 @@
+"""Statistics of every tensor: those that numpy finds, in every layout, and no other training."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2.config import LoggingConfig, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
+from gpt2.telemetry.metrics import NUM_BUCKETS
+from gpt2.training.program import Program
+from gpt2.training.statistics import count_values
+from tests.test_config import build
+
+pytestmark = pytest.mark.usefixtures("compiles_fast")
+
+T, ROWS = 8, 16
+LAYOUTS = {
+    "one device": (ParallelConfig(), False),
+    "pmap": (ParallelConfig(backend="pmap"), True),
+    "by layer": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="layer"), True),
+}
+BATCH = {
+    "tokens": np.random.default_rng(0).integers(0, 64, (ROWS, T)).astype(np.int32),
+    "targets": np.random.default_rng(1).integers(0, 64, (ROWS, T)).astype(np.int32),
+}
+
+
+def make_program(layout="one device", watch_every=1):
+    parallel, scanned = LAYOUTS[layout]
+    config = dataclasses.replace(
+        build(data__batch_size=ROWS, train__num_steps=9, train__accumulate_steps=2),
+        model=ModelConfig(vocab_size=64, context_length=T, num_layers=2, num_heads=2, embed_dim=16),
+        optim=OptimConfig(warmup_steps=0, learning_rate=1e-2, end_learning_rate=1e-3),
+        parallel=parallel,
+        memory=MemoryConfig(scan_layers=scanned),
+        logging=LoggingConfig(watch_every=watch_every),
+    )
+    return Program.from_config(config, jax.devices()[: 8 if scanned else 1])
+
+
+def watch(layout):
+    program = make_program(layout)
+    state, batch = program.init_state(), program.backend.put_batch(BATCH)
+    return jax.device_get(program.compile_watch(state, batch)(1, state, batch))
+
+
+def test_statistics_are_those_of_the_step_itself():
+    program = make_program()
+    state, batch = program.init_state(), program.backend.put_batch(BATCH)
+    found = jax.device_get(program.compile_watch(state, batch)(1, state, batch))
+    before = jax.device_get(state.params)  # the step takes the state's memory
+    after, metrics = program.compile_train(state, batch)(state, batch)
+    changes = jax.tree.map(lambda new, old: np.asarray(new) - old, after.params, before)
+    for kind, tree in (("param", before), ("update", changes)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = "/".join(entry.key for entry in path)
+            norm = np.sqrt(np.square(leaf.astype(np.float64)).sum())
+            np.testing.assert_allclose(found["norms"][f"{kind}_norm/{name}"], norm, rtol=1e-4)
+    norms = [norm for name, norm in found["norms"].items() if name.startswith("grad_norm/")]
+    np.testing.assert_allclose(np.linalg.norm(norms), metrics["train/grad_norm"], rtol=1e-5)
+    sizes = {name: sum(each.counts) for name, each in found["histograms"].items()}
+    leaves = jax.tree.leaves(before)
+    assert sum(sizes.values()) == 3 * sum(leaf.size for leaf in leaves)
+    assert len(found["norms"]) == len(sizes) == 3 * len(leaves)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["pmap", "by layer"])
+def test_statistics_do_not_depend_on_the_layout(layout):
+    expected, found = watch("one device"), watch(layout)
+    assert expected["norms"].keys() == found["norms"].keys()
+    for name, norm in expected["norms"].items():
+        np.testing.assert_allclose(found["norms"][name], norm, rtol=2e-3, atol=1e-6, err_msg=name)
+    weights = [name for name in expected["histograms"] if name.startswith("param/")]
+    for name in weights:
+        chex.assert_trees_all_equal(found["histograms"][name], expected["histograms"][name])
+
+
+def test_a_histogram_counts_as_numpy_does():
+    values = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
+    found = jax.device_get(jax.jit(count_values)(values))
+    counts, edges = np.histogram(values, NUM_BUCKETS)
+    assert np.abs(found.counts - counts).sum() <= 2  # values within rounding of an edge
+    np.testing.assert_allclose(found.edges, edges, rtol=1e-5)
+    constant = jax.device_get(count_values(jnp.ones(7)))
+    assert constant.counts.sum() == 7
+
+
+def test_watching_compiles_nothing_unless_asked_for(monkeypatch):
+    program = make_program(watch_every=0)
+    state = program.state_shapes
+    monkeypatch.setattr("gpt2.training.program._compile", lambda *_: pytest.fail("compiled"))
+    assert program.compile_watch(state, None)(1, state, None) is None
+
+
+def test_only_every_so_many_steps_are_watched(monkeypatch):
+    program = make_program(watch_every=3)
+    monkeypatch.setattr("gpt2.training.program._compile", lambda *_: lambda state, batch: "seen")
+    watched = program.compile_watch(None, None)
+    assert [watched(step, None, None) for step in range(1, 7)] == [None, None, "seen"] * 2
+
+
+def test_a_watched_step_leaves_the_train_step_as_it_is():
+    texts = []
+    for every in (0, 3):
+        program = make_program(watch_every=every)
+        batch = program.backend.batch_shapes((ROWS, T), ("tokens", "targets"))
+        lowered = program.backend.compile_train(program.train_step)
+        texts.append(lowered.lower(program.state_shapes, batch).as_text())
+    assert texts[0] == texts[1]

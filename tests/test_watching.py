@@ -1,0 +1,122 @@
+"""A run that goes wrong, in a process of its own: bad numbers, hangs; and what it tells."""
+
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.helpers import TINY, finish, metrics_of, params_of, run, start, wait_for_step
+
+# A byte that no text has is planted in one micro-batch, and its embedding overflows when it is
+# used. Where a file named `hang` lies beside the script, batches stop coming.
+PLANTED_RUN = """
+import time
+from pathlib import Path
+import jax
+import train
+from gpt2 import cli
+from gpt2.data.loader import TrainLoader
+from gpt2.training.program import Program
+
+batch, init_state = TrainLoader.batch, Program.init_state
+
+
+def plant(loader, step, rows):
+    while Path(__file__).with_name("hang").exists():
+        time.sleep(0.1)
+    found = batch(loader, step, rows)
+    if step == 4:
+        found["tokens"][3, 7] = 255  # of the second micro-batch
+    return found
+
+
+def overflow(program, params=None):
+    state = init_state(program, params)
+    table = state.params["wte"]["embedding"]
+    state.params["wte"]["embedding"] = table.at[255].set(3e38)
+    return state
+
+
+TrainLoader.batch, Program.init_state = plant, overflow
+cli.run(train.main, default_config="quickstart")
+"""
+OPTIONS = [
+    *TINY,
+    "--config.data.corpus=synthetic",
+    "--config.model.tie_embeddings=False",
+    "--config.train.accumulate_steps=2",
+    "--config.train.eval_batches=1",
+    "--config.train.eval_every=0",
+    "--config.train.checkpoint_every=3",
+    "--config.logging.tensorboard=False",
+]
+
+
+def script(directory):
+    path = directory / "planted.py"
+    path.write_text(PLANTED_RUN)
+    return path
+
+
+def test_a_bad_batch_is_named_and_the_run_goes_on_without_it(tmp_path):
+    workdir = tmp_path / "run"
+    code, stdout, stderr = run(workdir, *OPTIONS, script=script(tmp_path))
+    assert code == 3
+    assert "repeating 1 step to find where it began" in stdout
+    assert stderr == (
+        "error: the loss is not finite at step 5: in micro-batch 2 of 2, the first tensor that is "
+        "not finite is the output of h_0/ln_1. Start a new run with a lower "
+        "--config.optim.learning_rate and "
+        f"--config.train.init_from=run:{workdir}@3, the last good checkpoint.\n"
+    )
+    skip = "--config.train.skip_bad_steps=1"
+    code, stdout, stderr = run(workdir, *OPTIONS, skip, script=script(tmp_path))
+    assert code == 0, stderr
+    assert re.search(
+        r"^step 5 is left out: its loss nan and gradient norm nan are not", stdout, re.M
+    )
+    lines = metrics_of(workdir)
+    assert [line.get("train/skipped_steps") for line in lines[4:]] == [1, 1, 1, 1]
+    assert [line["train/loss"] is None for line in lines] == [i == 4 for i in range(8)]
+
+
+@pytest.mark.thorough
+def test_a_hang_ends_the_run_with_its_stacks_and_a_pause_does_not(tmp_path):
+    workdir = tmp_path / "run"
+    options = [*OPTIONS, "--config.train.num_steps=1000000"]
+    options += ["--config.train.hang_seconds=1.5", "--config.train.skip_bad_steps=9"]
+    process = start(workdir, *options, script=script(tmp_path))
+    wait_for_step(process, workdir, 5)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4.0)
+    process.send_signal(signal.SIGCONT)
+    wait_for_step(process, workdir, metrics_of(workdir)[-1]["step"] + 50)
+    (tmp_path / "hang").touch()
+    code, _, stderr = finish(process, timeout=60)
+    assert code == 4
+    assert re.search(r"Thread .*\n  File .*planted.py\", line \d+ in plant", stderr)
+    assert re.search(r'File ".*train.py", line \d+ in train', stderr)
+    last = stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"error: the run hangs: no step has ended for \ds, and a step took [\d.e-]+ s\. The stacks "
+        r"of all threads are above; the same command continues from the last checkpoint\.", last
+    )  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_watching_changes_nothing_and_tells_of_every_tensor(tmp_path):
+    watch = ["--config.logging.watch_every=3", "--config.logging.tensorboard=True"]
+    for name, options in (("plain", []), ("watched", watch)):
+        code, _, stderr = run(tmp_path / name, *TINY, "--config.data.corpus=synthetic", *options)
+        assert code == 0, stderr
+    wanted = params_of(tmp_path / "plain")
+    for name, value in params_of(tmp_path / "watched").items():
+        np.testing.assert_array_equal(value, wanted[name])
+    lines = metrics_of(tmp_path / "watched")
+    for line in lines:
+        told = {name for name in line if name.startswith("param_norm/")}
+        assert len(told) == (len(wanted) if line["step"] in (3, 6) else 0)
+    plain = [line["train/loss"] for line in metrics_of(tmp_path / "plain")]
+    assert [line["train/loss"] for line in lines] == plain
