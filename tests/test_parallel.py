@@ -415,7 +415,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
 def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(rules, "traced_for", lambda *_, **__: contextlib.nullcontext())
-    cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="full")
+    cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="dots")
     backend, _, state = state_of(parallel, cfg=cfg)
     step = make_train_step(GPT(cfg), optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2)
     batch = {name: np.zeros((16, 128), np.int32) for name in ("tokens", "targets", "segments")}
