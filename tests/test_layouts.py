@@ -101,8 +101,9 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
     assert sum(c.bytes * c.times for c in rest) <= param_bytes(case) - split + SCALARS
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])  # which would gather once if it kept kernels
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.thorough)])
 def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_once(remat):
+    # A policy that kept gathered kernels would gather them once.
     case = Case("fsdp 8 by layer", accumulate=4, remat=remat, scanned=True)
     params = setup(case).shapes.params
     kernels = 4 * num_params([leaf for leaf in jax.tree.leaves(params["h"]) if leaf.ndim > 2])

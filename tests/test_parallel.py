@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from configs import gpt2_1558m, quickstart
+from configs import gpt2_124m, gpt2_1558m, quickstart
 from gpt2.config import Config, GPTConfig, ParallelConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT
@@ -27,7 +27,7 @@ from gpt2.parallel.inspect import (
 from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
 from gpt2.parallel.pieces import Pieces, torus_sides
 from gpt2.telemetry.chips import BOARDS, find_chip
-from gpt2.training.plan import make_plan
+from gpt2.training.plan import Plan, make_plan
 from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_train_step
@@ -453,6 +453,18 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
     on_first = sum(x.nbytes for x in held if x.devices() == {jax.devices()[0]})
     assert plan.memory["parameters"] + plan.memory["optimizer"] == pytest.approx(on_first, abs=64)
     assert summarize(collectives(plan.text)) == summarize(collectives(compiled.text()))
+
+
+def test_a_forecast_counts_the_products_that_remat_computes_again():
+    def seconds(remat):
+        planned = config(gpt2_124m, memory__remat=remat).with_vocabulary(50257)
+        return Plan(planned, 8, TrainState, {}, "", 0.0).compute_seconds("H100")
+
+    # Of 124M: all but the MLP's second product, over 6 N + 12 L D T.
+    again = 12 * (16 * 768**2 + 4 * 768 * 1024) / (6 * 123_653_376 + 12 * 12 * 768 * 1024)
+    assert seconds("full") / seconds("none") == pytest.approx(1 + again)
+    assert seconds("full") > seconds("mlp") > seconds("attention") > seconds("dots")
+    assert seconds("dots") == seconds("none")
 
 
 def test_a_plan_needs_no_tokenizer_but_its_size():
