@@ -25,7 +25,7 @@ CHOICES = {
     "parallel.backend": ("pjit", "pmap"),
     "parallel.strategy": ("auto", "ddp", "zero1", "zero3", "megatron"),
     "parallel.fsdp_gather": ("auto", "layer", "step"),
-    "memory.remat": ("none", "full", "dots", "dots_no_batch"),
+    "memory.remat": ("none", "full", "attention", "mlp", "dots", "offload"),
 }
 
 
@@ -173,7 +173,10 @@ def get_config() -> ConfigDict:
     )
     config.memory = ConfigDict(
         dict(
-            remat="none",  # what is recomputed in the backward pass: gpt2/utils/remat.py
+            remat="none",  # what a layer keeps for its backward pass, beside its input; the rest is
+            # computed again. none: all, so that nothing is; full: nothing, so that all is;
+            # attention: results of attention's products; mlp: of the MLP's; dots: of both, so that
+            # no product runs twice; offload: as dots, in the host's memory: docs/parallelism.md
             scan_layers=False,  # one compiled block for all layers
         )
     )

@@ -21,5 +21,5 @@ def get_config() -> ConfigDict:
     config.model.update(num_layers=36, num_heads=20, embed_dim=1280)
     config.optim.update(learning_rate=2.5e-4, end_learning_rate=2.5e-5)
     config.train.update(accumulate_steps=4)
-    config.memory.update(remat="dots_no_batch", scan_layers=True)
+    config.memory.update(remat="dots", scan_layers=True)
     return config

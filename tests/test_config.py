@@ -21,7 +21,7 @@ from gpt2.errors import UserError
 from gpt2.ops.activation import ACTIVATIONS, GATES
 from gpt2.ops.attention import IMPLEMENTATIONS
 from gpt2.optim import OPTIMIZERS, SCHEDULES
-from gpt2.utils.remat import POLICIES
+from gpt2.utils.remat import KEPT
 
 CONFIGS = sorted(
     path.stem for path in Path(configs.default.__file__).parent.glob("*.py") if path.stem[0] != "_"
@@ -64,7 +64,7 @@ def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice
         "model.attention": ("auto", *IMPLEMENTATIONS),
         "optim.name": OPTIMIZERS,
         "optim.schedule": SCHEDULES,
-        "memory.remat": ("none", *POLICIES),
+        "memory.remat": ("none", *KEPT),
     }
     for name, names in implemented.items():
         assert set(CHOICES[name]) == set(names), name

@@ -30,12 +30,12 @@ from tests.layouts import (
 CASES = [
     Case("pmap x 8", accumulate=4),
     Case("data 8", accumulate=4),
-    Case("data 8"),
+    Case("data 8", remat="attention"),
     Case("fsdp 8", remat="full"),
-    Case("data 2 x tensor 4", scanned=True),
+    Case("data 2 x tensor 4", remat="dots", scanned=True),
     Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True),
     Case("fsdp 8 by layer", accumulate=4, remat="full", scanned=True),
-    Case("data 2 x fsdp 2 x tensor 2 by layer"),
+    Case("data 2 x fsdp 2 x tensor 2 by layer", remat="mlp"),
     Case("zero1 x 8", accumulate=4),
     Case("data 2 x megatron x 4", remat="full", scanned=True),
     Case("fsdp 2 by layer x megatron x 4", accumulate=4),
@@ -80,7 +80,7 @@ def test_every_switch_changes_the_program(case):
     def changed(pattern):
         return len(re.findall(pattern, before)) != len(re.findall(pattern, after))
 
-    assert changed("remat|checkpoint") == (case.remat == "full")
+    assert changed("remat|checkpoint") == (case.remat != "none")
     assert changed(rf"length={MODEL.num_layers}\b") == case.scanned
     assert changed(r"length=4\b") == (case.accumulate == 4)
 
@@ -105,8 +105,10 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
     assert sum(c.bytes * c.times for c in rest) <= param_bytes(case) - split + SCALARS
 
 
-def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_once():
-    case = Case("fsdp 8 by layer", accumulate=4, remat="full", scanned=True)
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.thorough)])
+def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_once(remat):
+    # A policy that kept gathered kernels would gather them once.
+    case = Case("fsdp 8 by layer", accumulate=4, remat=remat, scanned=True)
     params = setup(case).shapes.params
     kernels = 4 * num_params([leaf for leaf in jax.tree.leaves(params["h"]) if leaf.ndim > 2])
     kernels -= 4 * params["h"]["attn"]["c_attn"]["bias"].size

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from configs import gpt2_1558m, quickstart
+from configs import gpt2_124m, gpt2_1558m, quickstart
 from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT
@@ -28,7 +28,7 @@ from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_me
 from gpt2.parallel.pieces import Pieces, torus_sides
 from gpt2.parallel.rules import Rules
 from gpt2.telemetry.chips import BOARDS, find_chip
-from gpt2.training.plan import make_plan
+from gpt2.training.plan import Plan, make_plan
 from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_train_step
@@ -476,7 +476,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
 def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(rules, "traced_for", lambda *_, **__: contextlib.nullcontext())
-    cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="full")
+    cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="dots")
     backend, _, state = state_of(parallel, cfg=cfg)
     step = make_train_step(GPT(cfg), optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2)
     batch = {name: np.zeros((16, 128), np.int32) for name in ("tokens", "targets", "segments")}
@@ -514,6 +514,18 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
     on_first = sum(x.nbytes for x in held if x.devices() == {jax.devices()[0]})
     assert plan.memory["parameters"] + plan.memory["optimizer"] == pytest.approx(on_first, abs=64)
     assert summarize(collectives(plan.text)) == summarize(collectives(compiled.text()))
+
+
+def test_a_forecast_counts_the_products_that_remat_computes_again():
+    def seconds(remat):
+        planned = config(gpt2_124m, memory__remat=remat).with_vocabulary(50257)
+        return Plan(planned, 8, TrainState, {}, "", 0.0).compute_seconds("H100")
+
+    # Of 124M: all but the MLP's second product, over 6 N + 12 L D T.
+    again = 12 * (16 * 768**2 + 4 * 768 * 1024) / (6 * 123_653_376 + 12 * 12 * 768 * 1024)
+    assert seconds("full") / seconds("none") == pytest.approx(1 + again)
+    assert seconds("full") > seconds("mlp") > seconds("attention") > seconds("dots")
+    assert seconds("dots") == seconds("none")
 
 
 def test_a_plan_needs_no_tokenizer_but_its_size():

@@ -104,6 +104,12 @@ class MemoryConfig:
 
     def __post_init__(self):
         require_choices("memory", self)
+        if self.remat == "offload" and not self.scan_layers:
+            # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
+            raise UserError(
+                "memory.remat=offload frees a device only where layers are scanned",
+                "Use --config.memory.scan_layers=True, or --config.memory.remat=dots",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

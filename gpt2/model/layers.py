@@ -16,6 +16,7 @@ from gpt2.config import GPTConfig
 from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm
 from gpt2.parallel.pieces import gather, look_up
 from gpt2.parallel.rules import constrain, pieces_of
+from gpt2.utils.remat import named
 
 
 class Linear(nn.Module):
@@ -54,16 +55,18 @@ class Linear(nn.Module):
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[out:])
             bias = self.param("bias", zeros, self.shape[out:], dtype, unbox=True)
         if self.in_parts:
-            return linear_parts(x, kernel, bias, dtype=cfg.compute_dtype, pieces=pieces)
-        return linear(
-            x,
-            kernel,
-            bias,
-            num_contract=self.num_contract,
-            activation=self.activation,
-            dtype=self.config.compute_dtype,
-            pieces=pieces,
-        )
+            y: Any = linear_parts(x, kernel, bias, dtype=cfg.compute_dtype, pieces=pieces)
+        else:
+            y = linear(
+                x,
+                kernel,
+                bias,
+                num_contract=self.num_contract,
+                activation=self.activation,
+                dtype=self.config.compute_dtype,
+                pieces=pieces,
+            )
+        return named(y, "/".join(self.path[-2:]))
 
     def _stddev(self) -> float:
         """Returns the stddev of the kernel, as `model.init` says.

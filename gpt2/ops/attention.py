@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from gpt2.errors import UserError
 from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.ops.scores import Scoring
+from gpt2.utils.remat import CORE_ATTENTION, named
 
 IMPLEMENTATIONS = ("reference", "xla", "blocked", "cudnn", "splash")
 KERNELS = ("blocked", "splash")  # XLA does not split these over devices
@@ -69,7 +70,7 @@ def attention(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     if dropout or implementation == "reference":
-        return attention_reference(
+        out = attention_reference(
             q,
             k,
             v,
@@ -79,6 +80,7 @@ def attention(
             dropout=dropout,
             dropout_key=dropout_key,
         )
+        return named(out, CORE_ATTENTION)
     _check_shapes(q, k, v, segments, slopes)
     if obstacle := _form_obstacle(implementation, scoring, slopes is not None):
         raise ValueError(f"{implementation!r} {obstacle}")
@@ -95,7 +97,7 @@ def attention(
         bias = _biased(jnp.zeros((1, 1, 1, 1)), slopes, time[:, None], time)
         if implementation == "cudnn":
             bias = bias.astype(q.dtype)
-    return jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
         q,
         k,
         v,
@@ -106,6 +108,8 @@ def attention(
         local_window_size=(scoring.window - 1, 0) if scoring.window else None,
         implementation=cast(Literal["xla", "cudnn"], implementation),
     )
+    # A policy that knew cuDNN's output by two names would keep it twice.
+    return out if implementation == "cudnn" else named(out, CORE_ATTENTION)
 
 
 def resolve(
@@ -272,6 +276,7 @@ def _splash(qkv, constants, scoring, interpret):
         q_seq_shards=1,
         attn_logits_soft_cap=scoring.softcap or None,
         interpret=interpret,
+        residual_checkpoint_name=CORE_ATTENTION,
     )
     ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * scoring.factor(H), k, v))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from gpt2.ops.narrow import bits, floats
 from gpt2.ops.scores import Scoring
+from gpt2.utils.remat import CORE_ATTENTION, named
 
 BLOCK = 256  # queries in a block, if that makes 2 to 8 blocks; measured in docs/log.md
 SCORES = 2**19  # at a time, if one head has no more: 2 MB, the second-level caches of two cores
@@ -54,6 +55,7 @@ def _blocked_fwd(q, k, v, segments, slopes, scoring):
     run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
     rows = _sequence_numbers(groups[0], q), _group_slopes(groups[0], slopes)
     out, log_normaliser = jax.lax.map(lambda args: run(*args), (*groups, *rows))
+    out, log_normaliser = named((out, log_normaliser), CORE_ATTENTION)
     return _join(out, q), (*groups, segments, slopes, out, log_normaliser)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -97,17 +97,20 @@ class CompiledStep:
         return self._compiled.as_text()
 
 
-def compile_once(function: Any, *arguments: Any, name: str = "") -> CompiledStep:
+def compile_once(
+    function: Any, *arguments: Any, name: str = "", options: Mapping[str, str] | None = None
+) -> CompiledStep:
     """Compiles a `jax.jit` or `jax.pmap` function for these arguments, and for no others.
 
     Args:
         function: has `lower`.
         *arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings; nothing runs.
         name: for messages; the function's own name if left out.
+        options: of XLA's compiler.
     """
     with _count_cache_hits() as events:
         began = time.perf_counter()
-        compiled = function.lower(*arguments).compile()
+        compiled = function.lower(*arguments).compile(dict(options or {}))
         seconds = time.perf_counter() - began
     name = name or getattr(function, "__name__", "function")
     return CompiledStep(name, compiled, arguments, seconds, cached=events[_CACHE_HIT] > 0)

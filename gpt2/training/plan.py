@@ -22,7 +22,7 @@ from gpt2.parallel.inspect import bytes_per_device, describe_spread
 from gpt2.parallel.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS, Board, board_name, find_chip
 from gpt2.telemetry.progress import print_summary
-from gpt2.telemetry.throughput import model_flops_per_token
+from gpt2.telemetry.throughput import model_flops_per_token, recomputed_flops_per_token
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils.files import write_text
@@ -74,8 +74,8 @@ class Plan:
         chip = find_chip(name)
         assert chip is not None, name  # every board's chip is known
         peak = chip.peak_flops(self.config.precision.compute)
-        again = 4 / 3 if self.config.memory.remat == "full" else 1.0  # forward runs twice
-        return again * self.flops / self.num_devices / (peak * ATTAINABLE)
+        flops = self.flops + self.tokens * recomputed_flops_per_token(self.config.gpt())
+        return flops / self.num_devices / (peak * ATTAINABLE)
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:

@@ -16,6 +16,7 @@ import optax
 
 from gpt2 import launch
 from gpt2.config import Config
+from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
 from gpt2.ops import Scoring, resolve
 from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
@@ -30,6 +31,7 @@ from gpt2.training.statistics import Statistics, make_watch_step
 from gpt2.training.steps import make_eval_step, make_train_step, make_update
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
+from gpt2.utils.remat import compiler_options
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,7 +136,11 @@ class Program:
             state: placed, or `state_shapes`.
             batch: from `backend.put_batch`. Several processes under pmap need arrays for both.
         """
-        return _compile(self.backend.compile_train(self.train_step), state, batch)
+        memory, device = self.config.memory, self.backend.mesh.devices.flat[0]
+        options = compiler_options(
+            memory.remat, scanned=memory.scan_layers, platform=platform_of(device)
+        )
+        return _compile(self.backend.compile_train(self.train_step), state, batch, options=options)
 
     def compile_watch(
         self, state: TrainState, batch: Any
@@ -154,8 +160,8 @@ class Program:
         return _compile(self.backend.compile_eval(self.eval_step), params, batch)
 
 
-def _compile(step: Callable, *arguments: Any) -> CompiledStep:
-    compiled = compile_once(step, *arguments)
+def _compile(step: Callable, *arguments: Any, **options: Any) -> CompiledStep:
+    compiled = compile_once(step, *arguments, **options)
     launch.release_free_memory()  # hundreds of megabytes that the compiler used
     return compiled
 
@@ -198,11 +204,17 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
     """Refuses, before anything is spent, a config that makes no program on these devices.
 
     Raises:
-        UserError: the model or the batch does not divide over the mesh, the implementation of
-            attention cannot run there, or the optimizer cannot work with its options.
+        UserError: the model or the batch does not divide over the mesh, attention or
+            rematerialisation cannot run there as asked, or the optimizer cannot work with its
+            options.
     """
     check_layout(config, config.model, len(devices))
     resolve_attention(config, devices[0])
+    if config.memory.remat == "offload" and platform_of(devices[0]) == "cpu":
+        raise UserError(
+            "memory.remat=offload is ignored by a CPU, whose memory is the host's",
+            "Use --config.memory.remat=dots",
+        )
     _make_optimizer(config)
     if config.optim.layer_rates:
         model = GPT(config.with_vocabulary(1).gpt())  # names do not depend on its size

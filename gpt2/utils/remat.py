@@ -1,16 +1,37 @@
-"""Rematerialisation: what a block keeps for its backward pass, and what it computes again."""
+"""Rematerialisation: what a block keeps for its backward pass, and what it computes again.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A policy keeps results of matrix
+products by name. All between them, such as norms and activations, is computed again.
+"""
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import flax.linen as nn
-import jax
+from jax.ad_checkpoint import Offloadable, Recompute, Saveable, checkpoint_name
 
-# What each policy keeps of a block beside its input.
-POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+# The name of attention's output, and of the statistics of rows that a fused kernel's backward rule
+# reads. Linear maps name their results by the last two names of their path.
+CORE_ATTENTION = "attn/core"
+# JAX names no results of cuDNN's kernel. The operation stands for them.
+_CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
+
+_ATTENTION = (
+    *("attn/c_attn", "attn/c_q", "attn/c_kv"),
+    *(CORE_ATTENTION, _CUDNN_ATTENTION),
+    "attn/c_proj",
+)
+_MLP = ("mlp/c_fc", "mlp/c_gate", "mlp/c_proj")
+
+# `memory.remat` -> what it keeps of a block beside the block's input, if the backward pass reads
+# it. `none` is not here: it computes nothing again.
+KEPT: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "attention": _ATTENTION,
+    "mlp": _MLP,
+    "dots": (*_ATTENTION, *_MLP),
+    "offload": (*_ATTENTION, *_MLP),
 }
 
 
@@ -21,9 +42,8 @@ def remat(
 
     Args:
         block: a Linen module class whose `__call__` is differentiated.
-        policy: `none` (keep everything), `full` (keep the input only), `dots` (keep results of
-            matrix products), `dots_no_batch` (keep those without batch dimensions: the linear
-            layers', not attention's).
+        policy: one of `memory.remat`. `offload` keeps in the host's memory, the others on the
+            device.
         static: names of the arguments of `__call__` that are not arrays.
         scanned: whether the block is the body of a scan. XLA cannot merge a scan's body with its
             recomputation, so the barrier against that, which costs time, is left out.
@@ -33,7 +53,39 @@ def remat(
     arguments = list(inspect.signature(block.__call__).parameters)  # self is number 0
     return nn.remat(
         block,
-        policy=POLICIES[policy],
+        policy=_keep(KEPT[policy], on_host=policy == "offload"),
         prevent_cse=not scanned,
         static_argnums=tuple(arguments.index(name) for name in static),
     )
+
+
+def compiler_options(policy: str, *, scanned: bool, platform: str) -> dict[str, str]:
+    """Returns the options that keep XLA from undoing a policy; `platform` is that of the program.
+
+    XLA:CPU drops all barriers before it merges equal expressions for the last time. Of unrolled
+    layers it would then keep what the policy computes again.
+    """
+    if platform != "cpu" or scanned or policy == "none":
+        return {}
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+def named(x: Any, name: str) -> Any:
+    """Returns the array `x`, or a tree of arrays, under a name by which policies keep it."""
+    return checkpoint_name(x, name)
+
+
+def is_kept(policy: str, name: str) -> bool:
+    """Returns whether what has this name is not computed again."""
+    return policy == "none" or name in KEPT[policy]
+
+
+def _keep(names: Collection[str], *, on_host: bool) -> Callable:
+    """Returns a policy as `jax.checkpoint` takes it."""
+    kept = Offloadable(src="device", dst="pinned_host") if on_host else Saveable
+
+    def policy(operation, *_, **parameters):
+        name = parameters["name"] if operation.name == "name" else operation.name
+        return kept if name in names else Recompute
+
+    return policy

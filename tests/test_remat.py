@@ -1,0 +1,194 @@
+"""Rematerialisation: what each policy keeps, what it computes again, and that nothing changes."""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+
+import chex
+import jax
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+
+from gpt2.config import Config, MemoryConfig
+from gpt2.errors import UserError
+from gpt2.model import GPT, GPTConfig
+from gpt2.telemetry.throughput import recomputed_flops_per_token
+from gpt2.training.program import check_program
+from gpt2.utils.remat import KEPT, compiler_options
+from tests.layouts import REFERENCE, make_config
+
+SMALL = GPTConfig(
+    vocab_size=300,
+    context_length=16,
+    num_layers=2,
+    num_heads=2,
+    embed_dim=32,
+    attention="blocked",
+)
+ATTENTION = {"attn/c_attn": 3, "attn/core": 2, "attn/c_proj": 1}  # and how many arrays of a layer
+MLP = {"mlp/c_fc": 1}
+KEEPS = {
+    "full": {},
+    "attention": ATTENTION,
+    "mlp": MLP,
+    "dots": ATTENTION | MLP,
+    "offload": ATTENTION | MLP,
+}
+
+
+def replaced(**changes):
+    return dataclasses.replace(SMALL, **changes)
+
+
+def tokens_for(cfg, batch_size=2):
+    shape = (batch_size, cfg.context_length)
+    return jax.random.randint(jax.random.key(1), shape, 0, cfg.vocab_size)
+
+
+@functools.cache
+def init(cfg):
+    """Parameters do not hang on how layers are rematerialised."""
+    cfg = dataclasses.replace(cfg, remat="none")
+    return jax.jit(GPT(cfg).init)(jax.random.key(0), tokens_for(cfg))["params"]
+
+
+def loss(cfg, params, tokens, key=None):
+    options = {} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
+    total, count = GPT(cfg).apply({"params": params}, tokens, tokens, method="loss", **options)
+    return total / count
+
+
+loss_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
+
+
+@functools.cache
+def compiled(cfg, batch_size=2):
+    """Compiles as a run does."""
+    key = jax.random.key(5) if cfg.dropout else None
+    lowered = loss_and_gradient.lower(cfg, init(cfg), tokens_for(cfg, batch_size), key)
+    return lowered.compile(compiler_options(cfg.remat, scanned=cfg.scan_layers, platform="cpu"))
+
+
+def product_flops(cfg):
+    """Returns the FLOPs of all products of loss and gradient for one token."""
+    tokens = tokens_for(cfg)
+
+    def count(jaxpr, times):
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                shape = eqn.invars[0].aval.shape
+                size = math.prod(shape[axis] for axis in contracted)
+                total += times * 2 * size * math.prod(eqn.outvars[0].aval.shape)
+            inner = times * eqn.params.get("length", 1)
+            for jaxpr_inside in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                if hasattr(jaxpr_inside, "eqns"):
+                    total += count(jaxpr_inside, inner)
+        return total
+
+    jaxpr = jax.make_jaxpr(loss_and_gradient, static_argnums=0)(cfg, init(cfg), tokens)
+    return count(jaxpr.jaxpr, 1) / tokens.size
+
+
+@pytest.mark.parametrize("policy", KEPT)
+def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
+    cfg = replaced(remat=policy)
+    print_saved_residuals(functools.partial(loss, cfg), init(cfg), tokens_for(cfg))
+    printed = capsys.readouterr().out
+    on_host = printed.count("<host>")
+    names = collections.Counter(re.findall(r"named '(\w+/\w+)'", printed))
+    wanted = {name: cfg.num_layers * number for name, number in KEEPS[policy].items()}
+    if policy == "offload":
+        assert not names and on_host == sum(wanted.values())
+    else:
+        assert names == wanted and not on_host
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("policy", KEPT)
+def test_the_compiled_program_computes_the_other_products_again(policy, scan_layers):
+    again = collections.Counter()
+    for line in compiled(replaced(remat=policy, scan_layers=scan_layers)).as_text().splitlines():
+        found = re.search(r"rematted_computation/.*\b(attn|mlp)/([^\"]*)/dot_general", line)
+        if " dot(" in line and found:
+            is_core = "_with_scoring" in found[2]
+            name = "core" if is_core else found[2].split("/")[-1]
+            again[f"{found[1]}/{name}"] += 1
+    layers = 1 if scan_layers else SMALL.num_layers
+    every = {"attn/c_attn": 1, "attn/core": 4, "attn/c_proj": 1, "mlp/c_fc": 1}  # two blocks
+    wanted = {name: layers * number for name, number in every.items() if name not in KEEPS[policy]}
+    assert again == wanted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scan_layers": True, "num_kv_heads": 1, "activation": "swiglu"},
+        {"norm_position": "sandwich"},
+        {"norm_position": "post"},
+        {"parallel_block": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", ["full", "attention", "mlp", "dots"])
+def test_recomputed_flops_are_those_of_the_traced_products(policy, changes):
+    """The reference's scores lie beside what is kept, and are computed again in any case."""
+    cfg = replaced(attention="reference", **changes, remat=policy)
+    again = product_flops(cfg) - product_flops(dataclasses.replace(cfg, remat="none"))
+    scores = 2 * cfg.embed_dim * cfg.context_length * cfg.num_layers
+    is_kept = "attn/core" in KEEPS[policy]
+    assert again == recomputed_flops_per_token(cfg) + is_kept * scores > 0
+
+
+@pytest.mark.parametrize("policy", ["attention", "mlp", "dots"])
+def test_temporaries_are_as_large_as_what_is_kept(policy):
+    """Bytes beyond those of `full`, by the shapes of docs/parallelism.md."""
+    B, T, D, N, L = 4, 128, 64, 2, 16
+    cfg = replaced(
+        context_length=T, num_heads=N, embed_dim=D, num_layers=L, scan_layers=True, remat=policy
+    )
+    sizes = {
+        "attn/c_attn": 3 * B * T * D,
+        "attn/core": B * T * (D + N),
+        "attn/c_proj": B * T * D,
+        "mlp/c_fc": B * T * 4 * D,
+    }
+    kept = 4 * L * sum(size for name, size in sizes.items() if name in KEEPS[policy])
+    least = compiled(dataclasses.replace(cfg, remat="full"), B).memory_analysis()
+    more = compiled(cfg, B).memory_analysis().temp_size_in_bytes - least.temp_size_in_bytes
+    assert more == pytest.approx(kept, rel=0.15)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("policy", KEPT)
+def test_remat_changes_no_loss_and_no_gradient(policy, scan_layers):
+    plain = replaced(scan_layers=scan_layers)
+    arguments = init(plain), tokens_for(plain)
+    result = compiled(dataclasses.replace(plain, remat=policy))(*arguments, None)
+    chex.assert_trees_all_close(result, compiled(plain)(*arguments, None), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "scan_layers"),
+    [("full", False), ("attention", True), ("mlp", True), ("dots", False)],
+)
+def test_remat_drops_the_same_numbers_again(policy, scan_layers):
+    plain = replaced(scan_layers=scan_layers, dropout=0.1, attention="auto")
+    arguments = init(plain), tokens_for(plain), jax.random.key(5)
+    result = compiled(dataclasses.replace(plain, remat=policy))(*arguments)
+    chex.assert_trees_all_close(result, compiled(plain)(*arguments), atol=1e-6)
+
+
+def test_offload_is_refused_where_it_would_free_nothing():
+    with pytest.raises(UserError, match=r"offload frees a device only where layers are scanned"):
+        MemoryConfig(remat="offload")
+    memory = MemoryConfig(remat="offload", scan_layers=True)
+    config: Config = dataclasses.replace(make_config(REFERENCE), memory=memory)
+    with pytest.raises(UserError, match=r"offload is ignored by a CPU.*memory\.remat=dots"):
+        check_program(config, jax.devices()[:1])
