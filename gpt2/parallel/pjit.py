@@ -22,7 +22,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel import following, rules
-from gpt2.parallel.mesh import batch_sharding, local_rows
+from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.pieces import Pieces
 from gpt2.parallel.state import State
 
@@ -63,6 +63,12 @@ class PjitBackend:
         if by_layer or tensor == 1 or "tensor" not in jax.tree.leaves(storage[dim]):
             tensor = 0
         return _Leaf(storage if by_layer else compute, dim, by_layer, tensor)
+
+    @property
+    def layout(self) -> str:
+        """The backend, its mesh and when parameters are gathered, as text for people."""
+        gathers = f", parameters gathered by {self.gather}" if self.mesh.shape["fsdp"] > 1 else ""
+        return f"pjit, {describe_mesh(self.mesh)}{gathers}"
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
