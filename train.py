@@ -24,8 +24,9 @@ from gpt2.errors import UserError
 from gpt2.evals.validation import Validator
 from gpt2.generate import sample_texts
 from gpt2.parallel import distributed, gather
-from gpt2.parallel.inspect import visualize
+from gpt2.parallel.drawing import check_picture
 from gpt2.parallel.stop import StopSignal
+from gpt2.planning import command as planning
 from gpt2.telemetry.metrics import MetricsWriter, check_wandb
 from gpt2.telemetry.plots import plot_losses
 from gpt2.telemetry.profiler import Profiler
@@ -39,7 +40,6 @@ from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.due import due_after
 from gpt2.training.feed import Feed
-from gpt2.training.plan import print_plan
 from gpt2.training.program import Program, check_program
 from gpt2.training.state import TrainState
 from gpt2.training.summary import describe_results, describe_run
@@ -49,13 +49,13 @@ from gpt2.weights import load_initial_params
 CONFIG = cli.define_config()
 flags.declare_key_flag("config")  # for --help
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if empty.")
-VISUALIZE = flags.DEFINE_string("visualize", None, "Draw how parameters of this name are spread.")
-PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
-PLAN_DEVICES = flags.DEFINE_integer(
-    "plan_devices", 0, "As --plan, for this many simulated devices.", lower_bound=0
+VISUALIZE = flags.DEFINE_string(
+    "visualize", None, "Draw how parameters, moments and batches of this name are spread."
 )
-PLAN_CHIPS = flags.DEFINE_string("plan_chips", None, "As --plan, for chips: v5e-8, h100-8, ...")
-PLAN_TEXT = flags.DEFINE_string("plan_text", None, "A file for the compiled step of a plan.")
+VISUALIZE_TO = flags.DEFINE_string(
+    "visualize_to", None, "A picture of the same; sharding.png in the workdir if empty."
+)
+flags.adopt_module_key_flags(planning)
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
 PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Number of this process, from 0.")
@@ -66,9 +66,11 @@ def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
     config = cli.parse_config(CONFIG)
-    if PLAN.value or PLAN_DEVICES.value or PLAN_CHIPS.value is not None:
-        return plan(config)
-    cli.refuse_ignored("plan_text", "there is no --plan")
+    if VISUALIZE.value is None:
+        cli.refuse_ignored("visualize_to", "there is no --visualize")
+    picture = check_picture(VISUALIZE_TO.value)
+    if planning.asks_for_plan():
+        return planning.plan(config, VISUALIZE.value, picture)
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
@@ -85,7 +87,9 @@ def main() -> int:
     program = Program.from_config(config, jax.devices())
     feed = Feed(config, dataset, program.backend)
     if VISUALIZE.value:
-        distributed.only_first(visualize)(program.state_shapes.params, VISUALIZE.value)
+        distributed.only_first(program.draw)(
+            VISUALIZE.value, picture or workdir / run_files.SHARDING
+        )
 
     # State: where the run stands.
     start = distributed.from_first(distributed.only_first(run_files.find_start)(workdir) or 0)
@@ -97,16 +101,6 @@ def main() -> int:
 
     # Loop, then the files that a person looks at.
     return train(program, feed, workdir, checkpointer, state, start)
-
-
-def plan(config: Config) -> int:
-    """Prints what a step takes, and returns the exit code. Refuses flags that a plan ignores."""
-    for name in ("workdir", "visualize", "coordinator", "num_processes", "process_index"):
-        cli.refuse_ignored(name, "--plan only compiles, in one process")
-    if PLAN_CHIPS.value is not None:
-        cli.refuse_ignored("plan_devices", "--plan_chips says how many devices there are")
-    fits = print_plan(config, PLAN_DEVICES.value, PLAN_CHIPS.value, PLAN_TEXT.value)
-    return 0 if fits else 1
 
 
 def open_state(

@@ -22,14 +22,13 @@ from gpt2.parallel.inspect import (
     check_sharded,
     describe_sharding,
     unsharded_share,
-    visualize,
 )
 from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
 from gpt2.parallel.pieces import Pieces, torus_sides
 from gpt2.parallel.rules import Rules
+from gpt2.planning.plan import compute_seconds, make_plan
 from gpt2.telemetry.chips import BOARDS, find_chip
-from gpt2.training.plan import Plan, make_plan
-from gpt2.training.program import choose_gather
+from gpt2.training.program import Program, choose_gather
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_train_step
 from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
@@ -294,12 +293,6 @@ def test_the_table_of_tensors_says_what_a_device_holds(capsys):
     state = backend.init_state(init_fn, jax.random.key(0))
     shard = state.params["h_0"]["mlp"]["c_fc"]["kernel"].addressable_shards[0]
     assert shard.data.nbytes == 16 * 1024
-    visualize(state.params, "h_0/mlp/c_fc/kernel")
-    assert "CPU 0,4" in capsys.readouterr().out
-    with pytest.raises(UserError, match="matches no parameter"):
-        visualize(state.params, "no_such")
-    with pytest.raises(UserError, match=r"--visualize=\[ is not a regular expression"):
-        visualize(state.params, "[")
 
 
 def test_gathered_parameters_are_whole_and_the_same():
@@ -461,6 +454,12 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
     assert choose_gather(split, 8 * [V5e]) == "step"  # a quarter each
     one = dataclasses.replace(large, train=dataclasses.replace(large.train, accumulate_steps=1))
     assert choose_gather(one, 8 * [H100]) == "layer"
+    spread = Program.from_config(
+        dataclasses.replace(one, model=config().model).with_vocabulary(300), jax.devices()
+    )
+    assert spread.backend.layout == (
+        "pjit, data 1 x fsdp 8 x tensor 1, parameters gathered by layer"
+    )
     exact = dataclasses.replace(
         one, precision=dataclasses.replace(one.precision, compute="float32")
     )
@@ -519,7 +518,7 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
 def test_a_forecast_counts_the_products_that_remat_computes_again():
     def seconds(remat):
         planned = config(gpt2_124m, memory__remat=remat).with_vocabulary(50257)
-        return Plan(planned, 8, TrainState, {}, "", 0.0).compute_seconds("H100")
+        return compute_seconds(planned, 8, "H100")
 
     # Of 124M: all but the MLP's second product, over 6 N + 12 L D T.
     again = 12 * (16 * 768**2 + 4 * 768 * 1024) / (6 * 123_653_376 + 12 * 12 * 768 * 1024)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2.config import GPTConfig
 from gpt2.model import GPT, num_params
 from gpt2.telemetry import compile_watch, throughput
+from gpt2.telemetry.chips import BOARDS, board_name
 
 # Throughput
 
@@ -108,6 +109,14 @@ def test_peak_follows_the_device_kind(kind, bfloat16, float32):
 def test_peak_of_a_lesser_namesake_is_unknown(kind):
     assert throughput.peak_flops(device(kind), "bfloat16") is None
     assert throughput.peak_source(device(kind)) == "unknown"
+
+
+def test_a_board_is_found_by_what_the_driver_calls_it():
+    assert board_name("NVIDIA A100-SXM4-40GB") == board_name("NVIDIA A100-PCIE-40GB") == "A100 40GB"
+    assert board_name("NVIDIA A100-SXM4-80GB") == board_name("NVIDIA A100 80GB PCIe") == "A100"
+    assert (BOARDS["A100 40GB"].memory, BOARDS["A100"].memory) == (40, 80)
+    for name in BOARDS:
+        assert board_name(name) == name
 
 
 def test_cpu_peak_is_measured_once_and_shared_among_devices():

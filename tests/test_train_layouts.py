@@ -127,7 +127,8 @@ def test_a_run_that_changes_its_layout_half_way_equals_one_device(reference, spr
     workdir, began, ended, _ = spread
     assert "pjit, data 1 x fsdp 1 x tensor 1" in reference[1]
     assert "pmap, data 4\n" in began and "256 in 2 micro-batches" in began
-    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended and "2 layers scanned" in ended
+    assert "pjit, data 2 x fsdp 2 x tensor 2, parameters gathered by step\n" in ended
+    assert "2 layers scanned" in ended
     assert "3 (continued) to 6" in ended
     assert len(column(workdir, name)) == (2 if name == "eval/loss" else NUM_STEPS)
     assert relative_difference(workdir, reference[0], name) < 1e-5

@@ -59,7 +59,7 @@ def attention(
         interpret: run the Pallas kernel of 'splash' in interpret mode, which platforms other than
             TPU need.
         map_kernel: turns `kernel((q, k, v), (segments, slopes))` into a function that runs the
-            kernel on each device's part; used for `KERNELS`.
+            kernel on each device's part; used for `KERNELS` and 'cudnn'.
 
     Returns:
         `[B, T, N, H]` of the type of `q`.
@@ -90,6 +90,14 @@ def attention(
             "splash": partial(_splash, scoring=scoring, interpret=interpret),
         }
         return map_kernel(kernels[implementation])((q, *_repeat_heads(q, k, v)), (segments, slopes))
+    function: Callable = partial(_from_jax, scoring=scoring, implementation=implementation)
+    if implementation == "cudnn":  # its own partitioner fails in a program that is mapped already
+        function = map_kernel(function)
+    return function((q, k, v), (segments, slopes))
+
+
+def _from_jax(qkv, constants, scoring, implementation):
+    (q, k, v), (segments, slopes) = qkv, constants
     mask = None if segments is None else _same_segment(segments)
     bias = None
     if slopes is not None:

@@ -5,6 +5,7 @@ state_shardings(state)   -> shardings       of a state of arrays or shapes
 local_rows(batch_size)   -> slice           this process's rows of a global batch
 put_batch(host_batch)    -> device arrays   from this process's rows
 batch_shapes(shape, names)                  the same without values
+layout                   -> text            mesh, and when parameters are gathered
 gradient_shardings(params)                  while micro-batches add up
 compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
 compile_watch(step)      -> (state, batch) -> statistics           nothing donated

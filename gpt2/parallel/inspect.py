@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from gpt2.errors import UserError
 from gpt2.parallel.collectives import collectives, summarize
@@ -96,38 +96,6 @@ def describe_spread(params: Any, text: str) -> dict[str, dict[str, str]]:
         "largest tensors": describe_sharding(params),
         "network, per step": describe_collectives(text),
     }
-
-
-def visualize(params: Any, pattern: str) -> None:
-    """Draws, on standard output, which device holds which part of the parameters that match.
-
-    Args:
-        params: placed arrays.
-        pattern: regular expression for names such as `h_0/mlp/c_fc/kernel`.
-
-    Raises:
-        UserError: no parameter matches, or the pattern is not a regular expression.
-    """
-    named = _by_size(params)
-    example = f"For example, use --visualize={next(iter(named))}"
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UserError(
-            f"--visualize={pattern} is not a regular expression ({error})", example
-        ) from None
-    matching = [name for name in named if re.search(pattern, name)]
-    if not matching:
-        raise UserError(f"--visualize={pattern} matches no parameter", example)
-    for name in matching:
-        leaf = named[name]
-        print(f"{name} {leaf.shape}, {_describe_spec(leaf)}")
-        # JAX draws at most two dimensions. A cell for each part is enough.
-        spec, shard = leaf.sharding.spec, leaf.sharding.shard_shape(leaf.shape)
-        split = [i for i in range(leaf.ndim) if shard[i] < leaf.shape[i]][:2]
-        parts = tuple(leaf.shape[i] // shard[i] for i in split) or (1,)
-        axes = PartitionSpec(*(spec[i] for i in split))
-        jax.debug.visualize_sharding(parts, NamedSharding(leaf.sharding.mesh, axes))
 
 
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:

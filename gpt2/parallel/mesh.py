@@ -27,6 +27,11 @@ def make_mesh(parallel: ParallelConfig, devices: list[jax.Device] | None = None)
     )
 
 
+def describe_mesh(mesh: Mesh) -> str:
+    """Returns the axes of a mesh and their sizes: `data 1 x fsdp 8 x tensor 1`."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+
+
 def mesh_sizes(
     parallel: ParallelConfig, num_devices: int, model: ModelConfig | None = None
 ) -> dict[str, int]:
@@ -131,7 +136,7 @@ def _misfit(model: ModelConfig, sizes: dict[str, int], parallel: ParallelConfig)
     return None
 
 
-def _all_sizes(parallel: ParallelConfig, num_devices: int) -> list[dict[str, int]]:
+def all_sizes(parallel: ParallelConfig, num_devices: int) -> list[dict[str, int]]:
     """Returns every mesh that `num_devices` can make under the chosen backend."""
     if parallel.backend == "pmap":
         return [{"data": num_devices, "fsdp": 1, "tensor": 1}]
@@ -148,7 +153,7 @@ def _all_sizes(parallel: ParallelConfig, num_devices: int) -> list[dict[str, int
 
 def _propose(parallel: ParallelConfig, num_devices: int, model: ModelConfig | None) -> str:
     """Returns the flags for the mesh nearest to the wanted one, factor by factor."""
-    meshes = _all_sizes(parallel, num_devices)
+    meshes = all_sizes(parallel, num_devices)
     fitting = [sizes for sizes in meshes if model is None or not _misfit(model, sizes, parallel)]
     if not fitting:
         return "Use --config.parallel.strategy=ddp"

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.errors import UserError
 from gpt2.parallel import following, rules
-from gpt2.parallel.mesh import batch_sharding, local_rows
+from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.pieces import Pieces
 from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State
@@ -78,6 +78,15 @@ class PjitBackend:
         if by_layer or tensor == 1 or "tensor" not in jax.tree.leaves(reduced[dim]):
             tensor = 0
         return _Leaf(reduced if by_layer else compute, dim, by_layer, tensor)
+
+    @property
+    def layout(self) -> str:
+        """The backend, its mesh, what is split and when it is gathered, as text for people."""
+        strategy = self.rules.strategy
+        parts = ["pjit", describe_mesh(self.mesh)] + [strategy] * (strategy != "auto")
+        if self.mesh.shape["fsdp"] > 1 and strategy != "zero1":
+            parts.append(f"parameters gathered by {self.gather}")
+        return ", ".join(parts)
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.parallel.mesh import local_rows
+from gpt2.parallel.mesh import describe_mesh, local_rows
 from gpt2.parallel.state import State
 from gpt2.utils.platform import traced_for
 
@@ -27,6 +27,11 @@ class PmapBackend:
         self.num_shards = len(devices)
         self._devices = devices
         self._batch_sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    @property
+    def layout(self) -> str:
+        """The backend and its mesh, as text for people."""
+        return f"pmap, {describe_mesh(self.mesh)}"
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state: whole on every device."""

@@ -43,6 +43,7 @@ class Rules:
     """Logical axis -> mesh axes that split it, outermost first.
 
     Attributes:
+        strategy: of `parallel.strategy`, which they carry out.
         storage: of parameters between steps.
         optimizer: of the optimizer's state, which has the axes of its parameters.
         compute: of parameters inside a step: as stored, gathered over `fsdp`.
@@ -50,6 +51,7 @@ class Rules:
             divides. The model sees the batch of one device (see pjit.py).
     """
 
+    strategy: str
     storage: Table
     optimizer: Table
     compute: Table
@@ -76,7 +78,7 @@ class Rules:
             "table": compute["table"],
         }
         storage = compute if parallel.strategy == "zero1" else table
-        return cls(storage, table, compute, activations)
+        return cls(parallel.strategy, storage, table, compute, activations)
 
 
 @dataclasses.dataclass(frozen=True)

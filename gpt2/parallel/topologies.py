@@ -52,6 +52,10 @@ _GPUS = {
     "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 80 << 30, 3352 * 10**9, 50 << 20, 228),
     "h200": _Gpu("NVIDIA H200", (9, 0), 132, 1.98, 141 * 10**9, 4800 * 10**9, 50 << 20, 228),
     "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 80 << 30, 2039 * 10**9, 40 << 20, 164),
+    "a100-40gb": _Gpu(
+        *("NVIDIA A100-SXM4-40GB", (8, 0), 108, 1.41),
+        *(40 << 30, 1555 * 10**9, 40 << 20, 164),
+    ),
     "l4": _Gpu("NVIDIA L4", (8, 9), 58, 2.04, 24 * 10**9, 300 * 10**9, 48 << 20, 100, 1536),
     "a10": _Gpu("NVIDIA A10G", (8, 6), 80, 1.71, 24 * 10**9, 600 * 10**9, 6 << 20, 100, 1536),
     "4090": _Gpu(
@@ -70,7 +74,7 @@ def find_devices(name: str) -> list[jax.Device]:
     Raises:
         UserError: there are no such devices, or XLA's compiler for them is not installed.
     """
-    match = re.fullmatch(r"(\w+)-(\d+)", name)
+    match = re.fullmatch(r"([\w-]+)-(\d+)", name)
     kind, number = (match[1], int(match[2])) if match else ("", 0)
     if kind in _TPUS and number in _TPUS[kind]:
         return _tpus(kind, _TPUS[kind][number])

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from gpt2.model import GPT, num_params
 from gpt2.ops import Scoring, resolve
 from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
+from gpt2.parallel.drawing import visualize
 from gpt2.parallel.inspect import check_sharded
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
@@ -123,11 +125,24 @@ class Program:
         return abstract_state(self.backend, self.init)
 
     @property
+    def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and shardings of a batch, int32."""
+        config = self.config
+        shape = (config.data.batch_size, config.model.context_length)
+        names = ("tokens", "targets") + ("segments",) * config.data.document_mask
+        return self.backend.batch_shapes(shape, names)
+
+    @property
     def attention(self) -> str:
         """The implementation of attention in use, as text for people."""
         name = resolve_attention(self.config, self.backend.mesh.devices.flat[0])
         dropout = self.config.model.dropout
         return f"{name} (reference in training, for its dropout)" if dropout else name
+
+    def draw(self, pattern: str, picture: Path | None = None) -> None:
+        """Draws how arrays whose names match are spread: see `gpt2.parallel.drawing.visualize`."""
+        logical_axes = self.model.logical_axes()
+        visualize(self.state_shapes, self.batch_shapes, logical_axes, pattern, picture)
 
     def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.

@@ -32,9 +32,6 @@ def describe_run(
     model, train, device = config.model, config.train, jax.devices()[0]
     layers = "scanned" if config.memory.scan_layers else "unrolled"
     remat = f", remat {config.memory.remat}" if config.memory.remat != "none" else ""
-    axes = " x ".join(f"{axis} {size}" for axis, size in program.backend.mesh.shape.items())
-    strategy = config.parallel.strategy
-    strategy = "" if strategy == "auto" else f", strategy {strategy}"
     tokens, warmup = config.tokens_per_step, config.optim.warmup(train.num_steps)
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
     flops = tokens * model_flops_per_token(program.model.config)
@@ -59,7 +56,7 @@ def describe_run(
         },
         "devices": {
             "kind": f"{jax.device_count()} x {device.device_kind}",
-            "layout": f"{config.parallel.backend}, {axes}{strategy}",
+            "layout": program.backend.layout,
             "processes": str(jax.process_count()),
         }
         | ({"settings": settings} if (settings := describe_settings()) else {}),

@@ -1,0 +1,209 @@
+"""What a search tries: options that change a step's memory and time, and not what it learns.
+
+Arithmetic comes before any compiler. It gives the bytes that a step holds at least, the bytes that
+it may be expected to hold, and the time of a step that hides nothing of what it sends. The first
+rules candidates out, the others say which to compile first.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpt2.config import CHOICES, Config, option, with_options
+from gpt2.errors import UserError
+from gpt2.model import num_params
+from gpt2.parallel.mesh import all_sizes
+from gpt2.parallel.rules import MESH_AXES
+from gpt2.planning.plan import compute_seconds, make_program, state_bytes
+from gpt2.telemetry.chips import BOARDS
+from gpt2.training.program import Program
+
+# What a policy of `memory.remat` keeps of a block, in elements of the compute type per token and
+# unit of width: those of every device, and those that `tensor` splits. `none` keeps the inputs of
+# norms and of projections, queries, keys, values, their result, and both sides of GELU (Korthikanti
+# et al. 2022, arXiv 2205.05198, section 4.1, without dropout and without attention's scores). The
+# others keep the block's input and what docs/parallelism.md says.
+_KEPT = {
+    **{"none": (4, 12), "dots": (2, 8), "attention": (2, 4), "mlp": (1, 4)},
+    **{"full": (1, 0), "offload": (1, 0)},
+}
+# What a compiler was seen to hold of activations beside that, for GPT-2 124M: 1.5 to 1.9 times as
+# much (v5e, H100).
+_EXPECTED = 1.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Options to try.
+
+    Attributes:
+        options: by dotted name; all candidates of a search have the same names.
+        config: with these options.
+        layout: the options that say how devices share the work.
+        least_bytes: per device, that a step holds at least.
+        expected_bytes: per device, by a rough count of activations.
+        seconds: of a step that hides nothing of what it sends; infinite where a link's speed is not
+            known.
+        activation_bytes: those that the backward pass keeps.
+        compute_seconds: the part of `seconds` that is not sending.
+    """
+
+    options: Mapping[str, Any]
+    config: Config
+    layout: Mapping[str, Any]
+    least_bytes: float
+    expected_bytes: float
+    seconds: float
+    activation_bytes: float
+    compute_seconds: float
+
+    def holds_no_less_than(self, other: "Candidate") -> bool:
+        """Whether a device holds at least what it holds for `other`, on the same mesh."""
+        spread = ["parallel.strategy", *(f"parallel.{axis}" for axis in MESH_AXES)]
+        same = all(self.options[name] == other.options[name] for name in spread)
+        step, layer = (c.options["parallel.fsdp_gather"] for c in (self, other))
+        gathers = step == layer or (step, layer) == ("step", "layer")
+        return same and gathers and self.activation_bytes >= other.activation_bytes
+
+    def is_no_faster_than(self, other: "Candidate") -> bool:
+        """Whether a step computes and sends at least what it does for `other`, in its layout."""
+        micro_batches = "train.accumulate_steps"
+        return (
+            self.layout == other.layout
+            and self.compute_seconds >= other.compute_seconds
+            and self.options[micro_batches] >= other.options[micro_batches]
+        )
+
+
+def find_candidates(
+    config: Config, devices: Sequence[jax.Device], board: str, fixed: Sequence[str]
+) -> tuple[list[Candidate], list[str]]:
+    """Returns all candidates that divide, and a line for each layout that cannot work.
+
+    A new option that changes memory or time belongs into `_layouts`, or beside `memory.remat` here.
+
+    Args:
+        config: whose other options stay, the batch among them.
+        devices: to share the work.
+        board: their name in `BOARDS`.
+        fixed: options by dotted name that stay as `config` has them.
+    """
+    candidates, refused = [], []
+    micro_batches = "train.accumulate_steps"
+    one = {} if micro_batches in fixed else {micro_batches: 1}
+    # A forecast does not count the copies of `offload`, which would always seem best.
+    policies = [policy for policy in CHOICES["memory.remat"] if policy != "offload"]
+    remats = _choices("memory.remat", policies, config, fixed)
+    for layout in _layouts(config, len(devices), fixed):
+        try:
+            program = make_program(with_options(config, layout | one), devices)
+        except UserError as error:
+            if str(error) not in refused:
+                refused.append(str(error))
+            continue
+        rows = config.data.batch_size // program.backend.num_shards
+        state = float(sum(state_bytes(program).values()))
+        counts = [count for count in range(1, rows + 1) if rows % count == 0]
+        for count in _choices(micro_batches, counts, config, fixed):
+            for remat in remats:
+                options = {"memory.remat": remat, micro_batches: count}
+                candidates.append(_estimate(program, state, layout, options, board))
+    return candidates, refused
+
+
+def _choices(name: str, choices: Sequence[Any], config: Config, fixed: Sequence[str]) -> list[Any]:
+    return [option(config, name)] if name in fixed else list(choices)
+
+
+def _layouts(config: Config, num_devices: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the options of every way to share the work among so many devices."""
+    for sizes in all_sizes(config.parallel, num_devices):
+        mesh = {f"parallel.{axis}": size for axis, size in sizes.items()}
+        # -1 takes the rest, whatever that is.
+        if any(n in fixed and option(config, n) not in (-1, size) for n, size in mesh.items()):
+            continue
+        strategies = ["auto"]
+        strategies += ["zero1"] * (sizes["fsdp"] > 1) + ["megatron"] * (sizes["tensor"] > 1)
+        for strategy in _choices("parallel.strategy", strategies, config, fixed):
+            gathers = ["layer", "step"] if sizes["fsdp"] > 1 and strategy != "zero1" else ["auto"]
+            chosen = config.parallel.fsdp_gather
+            for gather in gathers:
+                if "parallel.fsdp_gather" not in fixed or chosen in ("auto", gather):
+                    how = {"parallel.strategy": strategy, "parallel.fsdp_gather": gather}
+                    yield mesh | how
+
+
+def _estimate(
+    program: Program, state: float, layout: dict[str, Any], options: dict[str, Any], board: str
+) -> Candidate:
+    """Returns a candidate of a layout, with what arithmetic says of it.
+
+    Args:
+        program: in the layout.
+        state: bytes per device, gradients included.
+        layout: its options.
+        options: the others.
+        board: in `BOARDS`.
+    """
+    config = with_options(program.config, options)
+    mesh = dict.fromkeys(MESH_AXES, 1) | dict(program.backend.mesh.shape)
+    model, itemsize = config.gpt(), jnp.dtype(config.precision.compute).itemsize
+    tokens = config.tokens_per_step / program.backend.num_shards  # of a device
+    micro_tokens = tokens / config.train.accumulate_steps
+
+    def kept(policy: str) -> float:
+        whole, split = _KEPT[policy]
+        if layout["parallel.strategy"] == "megatron":
+            whole, split = 0, whole + split
+        of_token = whole + split / mesh["tensor"]
+        return of_token * model.embed_dim * itemsize * micro_tokens
+
+    activations = model.num_layers * kept(config.memory.remat)
+    if mesh["fsdp"] > 1 and layout["parallel.fsdp_gather"] == "step":
+        state += 4.0 * num_params(program.state_shapes.params) / mesh["tensor"]
+    compute = compute_seconds(config, math.prod(mesh.values()), board)
+    return Candidate(
+        options=layout | options,
+        config=config,
+        layout=layout,
+        least_bytes=state + activations,
+        expected_bytes=state + _EXPECTED * (activations + kept("none")),
+        seconds=compute + _seconds_sending(program, config, mesh, tokens, board),
+        activation_bytes=activations,
+        compute_seconds=compute,
+    )
+
+
+def _seconds_sending(
+    program: Program, config: Config, mesh: dict[str, int], tokens: float, board: str
+) -> float:
+    """Returns the seconds of a step's collectives, one after another, by the ring algorithms.
+
+    docs/parallelism.md says what crosses the network along each axis of the mesh.
+    """
+    model, itemsize = config.gpt(), jnp.dtype(config.precision.compute).itemsize
+    bytes_whole = 4.0 * num_params(program.state_shapes.params) / mesh["tensor"]
+    gathered_and_scattered = 2 * bytes_whole
+    if config.parallel.fsdp_gather == "layer":
+        gathered_and_scattered *= config.train.accumulate_steps * (2 * itemsize + 4) / 8
+    activations = tokens * model.embed_dim * itemsize
+    sent = {
+        "data": 2 * bytes_whole / mesh["fsdp"],
+        "fsdp": gathered_and_scattered,
+        "tensor": 4 * model.num_layers * 2 * activations,
+    }
+    numbers = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
+    seconds = 0.0
+    for i, (axis, size) in enumerate(mesh.items()):
+        if size > 1:
+            group = tuple(np.moveaxis(numbers, i, 0).reshape(size, -1)[:, 0].tolist())
+            bandwidth = BOARDS[board].bandwidth(group)
+            if bandwidth is None:
+                return math.inf
+            seconds += sent[axis] * (size - 1) / size / bandwidth
+    return seconds

@@ -1,0 +1,169 @@
+"""`python train.py --plan`, and its kin: the flags, and what they do."""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from gpt2 import cli
+from gpt2.config import Config, option
+from gpt2.errors import UserError, require_writable
+from gpt2.parallel.topologies import find_devices
+from gpt2.planning.plan import ATTAINABLE, OutOfMemory, make_plan, make_program
+from gpt2.planning.screen import (
+    TrialTable,
+    describe_forecast,
+    describe_plan,
+    describe_search,
+    describe_trial,
+)
+from gpt2.planning.search import Search
+from gpt2.telemetry.chips import BOARDS, board_name
+from gpt2.telemetry.progress import print_summary
+from gpt2.utils.files import write_text
+
+PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
+DEVICES = flags.DEFINE_integer(
+    "plan_devices", 0, "As --plan, for this many simulated devices.", lower_bound=0
+)
+CHIPS = flags.DEFINE_string("plan_chips", None, "As --plan, for chips: v5e-8, h100-8, ...")
+TEXT = flags.DEFINE_string("plan_text", None, "A file for the compiled step of a plan.")
+SEARCH = flags.DEFINE_bool(
+    "plan_search",
+    False,
+    "Plan many layouts, and list those that fit by expected speed. Options of the config that are "
+    "given as flags stay.",
+)
+TRIALS = flags.DEFINE_integer(
+    "plan_trials", 8, "How many candidates --plan_search compiles at most.", lower_bound=1
+)
+BOARD = flags.DEFINE_string(
+    "plan_board", None, "Whose memory and speed --plan_search takes for simulated devices: h100."
+)
+
+
+def asks_for_plan() -> bool:
+    """Returns whether the flags ask for a plan.
+
+    Raises:
+        UserError: they do not, and say more of it.
+    """
+    if PLAN.value or DEVICES.value or CHIPS.value is not None or SEARCH.value:
+        return True
+    for name in ("plan_text", "plan_trials", "plan_board"):
+        cli.refuse_ignored(name, "there is no --plan")
+    return False
+
+
+def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
+    """Does what the flags ask for, and returns the exit code: 1 if nothing fits.
+
+    Args:
+        config: the options.
+        pattern: of arrays to draw.
+        picture: a file to draw them in.
+
+    Raises:
+        UserError: a flag would be ignored, there are no such devices, or no layout works.
+    """
+    _check_flags()
+    devices = _find_devices()
+    kind = "simulated" if DEVICES.value else devices[0].device_kind
+    board = board_name(kind)
+    if SEARCH.value:
+        return _search(config, devices, kind, board)
+    if pattern:
+        make_program(config, devices).draw(pattern, picture)
+    try:
+        planned = make_plan(config, devices)
+    except OutOfMemory as error:
+        print_summary({"plan": {"devices": f"{len(devices)} ({kind})", "does not fit": str(error)}})
+        return 1
+    if TEXT.value is not None:
+        Path(TEXT.value).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(TEXT.value), planned.text)
+    print_summary(describe_plan(planned, kind, board, by_its_compiler=CHIPS.value is not None))
+    return 0
+
+
+def _check_flags() -> None:
+    for name in ("workdir", "coordinator", "num_processes", "process_index"):
+        cli.refuse_ignored(name, "--plan only compiles, in one process")
+    if CHIPS.value is not None:
+        cli.refuse_ignored("plan_devices", "--plan_chips says how many devices there are")
+    if SEARCH.value:
+        for name in ("plan_text", "visualize", "visualize_to"):
+            cli.refuse_ignored(name, "--plan_search compiles many steps")
+    else:
+        for name in ("plan_trials", "plan_board"):
+            cli.refuse_ignored(name, "there is no --plan_search")
+    if TEXT.value is not None:
+        require_writable("plan_text", Path(TEXT.value).parent)
+
+
+def _find_devices() -> list[jax.Device]:
+    # Before anything asks JAX for a device.
+    if DEVICES.value or CHIPS.value is not None:
+        jax.config.update("jax_platforms", "cpu")
+    if CHIPS.value is not None:  # programs of absent devices cannot be read back
+        jax.config.update("jax_enable_compilation_cache", False)
+        return find_devices(CHIPS.value)
+    if DEVICES.value:
+        jax.config.update("jax_num_cpu_devices", DEVICES.value)
+    return jax.devices()
+
+
+def _search(config: Config, devices: list[jax.Device], kind: str, board: str | None) -> int:
+    board, given = _choose_board(board), cli.overrides()
+    search = Search(config, devices, board, fixed=list(given))
+    table = TrialTable(search.waiting)
+    compiled = min(TRIALS.value, len(search.waiting))
+    print(
+        f"{len(devices)} devices ({kind}), memory and speed of {board}: {search.number:,} "
+        f"candidates, {len(search.waiting):,} of them may fit, at most {compiled} are compiled\n"
+    )
+    if search.waiting:
+        print(f"    {table.header}")
+    while search.waiting and len(search.trials) < TRIALS.value:
+        print(f"{len(search.trials) + 1:>3} {table.row(search.waiting[0])}", end="", flush=True)
+        print(describe_trial(search.compile_next(), board), flush=True)
+    print()
+    print_summary({"search": describe_search(search, board)})
+    if search.fitting:
+        print(f"fits, the fastest first, at {ATTAINABLE:.0%} of peak")
+    for number, trial in enumerate(search.fitting, 1):
+        if trial.plan:
+            print(f"{number:>3}  {describe_forecast(trial.plan, board)}")
+        print(f"     {_command(trial.candidate.options, given)}")
+    return 0 if search.fitting else 1
+
+
+def _choose_board(board: str | None) -> str:
+    """Returns the name in `BOARDS` that a search goes by: the devices' own, else what is asked."""
+    if board:
+        cli.refuse_ignored("plan_board", f"the devices are known, as {board}")
+        return board
+    names = {re.sub("^(tpu|rtx) ", "", name.lower()).replace(" ", "-"): name for name in BOARDS}
+    asked = BOARD.value if BOARD.value is not None else "h100"
+    if asked not in names:
+        raise UserError(
+            f"--plan_board={asked} is not one of {', '.join(names)}",
+            "For example, use --plan_board=h100",
+        )
+    return names[asked]
+
+
+def _command(options: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Returns the command that trains with some options, and with the others that were given."""
+    file = cli.read_config_file(name := cli.config_file())
+    kept = {other: value for other, value in given.items() if other not in options}
+    changed = {other: value for other, value in options.items() if option(file, other) != value}
+    near = Path(name).is_relative_to(Path.cwd())
+    words = [f"--config={os.path.relpath(name) if near else name}"]
+    words += [f"--config.{other}={value}" for other, value in (kept | changed).items()]
+    return shlex.join(["python", "train.py", *words])
