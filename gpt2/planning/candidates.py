@@ -103,8 +103,7 @@ def find_candidates(
         try:
             program = make_program(with_options(config, layout | one), devices)
         except UserError as error:
-            if str(error) not in refused:
-                refused.append(str(error))
+            refused.append(str(error))
             continue
         rows = config.data.batch_size // program.backend.num_shards
         state = float(sum(state_bytes(program).values()))
