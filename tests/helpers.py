@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from gpt2.training.checkpoint import load_params
+from gpt2.training.checkpoint_weights import load_params
 
 ROOT = Path(__file__).parent.parent
 TINY = [

@@ -16,7 +16,8 @@ from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, Parallel
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT
-from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.checkpoint_weights import load_params
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.weights import load_initial_params, load_model

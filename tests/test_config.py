@@ -170,6 +170,9 @@ def test_a_run_of_an_older_version_has_the_defaults_of_newer_options(tmp_path):
     del tree["loss"], tree["optim"]["momentum"], tree["model"]["norm_eps"]
     (tmp_path / "config.json").write_text(json.dumps(tree))
     assert load_config(tmp_path) == build(model__bias=False)
+    tree["memory"]["remat"] = "dots_no_batch"
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    assert load_config(tmp_path).memory.remat == "dots"
     tree["model"]["qk_norm"] = True
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(UserError, match=r"when model\.qk_norm had no learnt scale"):

@@ -18,8 +18,9 @@ from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.training import checkpoint
 from gpt2.training import workdir as run_files
-from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import find_damage, set_aside
+from gpt2.training.checkpoint_weights import load_params
 from gpt2.training.state import TrainState
 from gpt2.utils import digests
 from tests.helpers import TINY, metrics_of, params_of, run

@@ -56,7 +56,7 @@ def complete_record(tree: Mapping, path: Path) -> dict:
         UserError: these are not the options of a run.
     """
     _refuse_old_qk_norm(tree, path)
-    return _complete(tree, DEFAULTS.to_dict(), path)
+    return _complete(_with_new_names(tree), DEFAULTS.to_dict(), path)
 
 
 def _refuse_old_qk_norm(tree: Mapping, path: Path) -> None:
@@ -67,6 +67,14 @@ def _refuse_old_qk_norm(tree: Mapping, path: Path) -> None:
             f"the run of {path} was trained when model.qk_norm had no learnt scale",
             "Use the version that trained it, or train again",
         )
+
+
+def _with_new_names(tree: Mapping) -> Mapping:
+    """Returns the options of a record of before, in today's names."""
+    memory = tree.get("memory")
+    if isinstance(memory, Mapping) and memory.get("remat") == "dots_no_batch":
+        return {**tree, "memory": {**memory, "remat": "dots"}}
+    return tree
 
 
 def _complete(tree: Mapping, defaults: Mapping, path: Path, prefix: str = "") -> dict:

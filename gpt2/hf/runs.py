@@ -12,7 +12,8 @@ from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.model import load, require_new, save
 from gpt2.hf.tokenizer import load_tokenizer
-from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.checkpoint_weights import load_params
 from gpt2.training.state import TrainState
 from gpt2.utils import files
 

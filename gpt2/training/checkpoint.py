@@ -9,25 +9,19 @@ others (`checkpoint_files.py` compares them).
 """
 
 import contextlib
-import dataclasses
 import errno
 import json
 import math
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
-from gpt2.config import Config, ParallelConfig, TrainConfig, load_config
 from gpt2.errors import UserError, warn
-from gpt2.model import GPT
 from gpt2.parallel import distributed
 from gpt2.training.checkpoint_files import (
     ITEMS,
@@ -38,12 +32,11 @@ from gpt2.training.checkpoint_files import (
     of_items,
     saved_steps,
 )
-from gpt2.training.guard import Guard
-from gpt2.training.program import Program
+from gpt2.training.checkpoint_layout import as_saved, guard_like, members, place, zeros
 from gpt2.training.state import TrainState
 from gpt2.utils import files
 from gpt2.utils.digests import digest_folder, seal
-from gpt2.utils.scan import in_layout, is_scanned
+from gpt2.utils.scan import is_scanned
 from gpt2.utils.text import format_bytes
 
 _METRIC = "eval/loss"
@@ -170,7 +163,7 @@ class Checkpointer:
                 step,
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.params),
-                    rest=ocp.args.StandardSave(_rest(state)),
+                    rest=ocp.args.StandardSave(members(state)),
                     layout=ocp.args.JsonSave(
                         {
                             "scan_layers": is_scanned(state.params),
@@ -200,23 +193,23 @@ class Checkpointer:
             UserError: the checkpoint cannot be read.
         """
         layout = self._layout(step)
-        saved = _as_saved(state, layout["scan_layers"])
+        saved = as_saved(state, layout["scan_layers"])
         # Its options may change when a run continues. Checkpoints of before know of no guard.
-        saved = saved.replace(guard=_guard_like(state) if layout.get("guard") else None)
+        saved = saved.replace(guard=guard_like(state) if layout.get("guard") else None)
         items = self._restore(
             step,
             params=ocp.args.StandardRestore(saved.params),
-            rest=ocp.args.StandardRestore(_rest(saved)),
+            rest=ocp.args.StandardRestore(members(saved)),
         )
         restored = TrainState(**items["rest"] | {"params": items["params"]})
-        guard = state.guard and (restored.guard or _zeros(state.guard))
-        return _place(restored.replace(guard=guard), state)
+        guard = state.guard and (restored.guard or zeros(state.guard))
+        return place(restored.replace(guard=guard), state)
 
     def restore_params(self, step: int, params: Any) -> Any:
         """Restores the parameters alone; arguments and errors are those of `restore`."""
-        saved = _as_saved(params, self._layout(step)["scan_layers"])
+        saved = as_saved(params, self._layout(step)["scan_layers"])
         items = self._restore(step, params=ocp.args.StandardRestore(saved))
-        return _place(items["params"], params)
+        return place(items["params"], params)
 
     def wait(self) -> None:
         """Returns once everything saved is on disk, or has failed."""
@@ -308,122 +301,3 @@ def _handlers(parameters_in_flight: int | None) -> Any:
         for kind in kinds:
             registry.add(name, kind, handler)
     return registry
-
-
-def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Any]:
-    """Loads a run's weights on one device, in the layer layout of its config.
-
-    Args:
-        workdir: of the run.
-        which: `best` by validation loss (the latest if none was validated), `latest`, or a step.
-
-    Returns:
-        The run's config and its parameters, averaged if it averages. The options that suited the
-        devices of training (`model.attention`, `parallel.`, `memory.remat`) have their defaults.
-
-    Raises:
-        UserError: there is no such run or checkpoint, or it is damaged.
-    """
-    config = _for_any_device(load_config(Path(workdir)))
-    if not (Path(workdir) / "checkpoints").is_dir():
-        raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
-    device = jax.local_devices()[0]
-    sharding = SingleDeviceSharding(device)
-
-    def placed(shapes: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
-        )
-
-    with Checkpointer(workdir, read_only=True) as checkpointer:
-        step = _find_step(checkpointer, workdir, which)
-        items = ITEMS if config.optim.keeps_average else ("params", "layout")
-        if damage := find_damage(workdir, step, items):
-            raise UserError(describe_damage(workdir, step, damage), name_others(workdir, step))
-        if config.optim.keeps_average:  # in the optimizer's state, which is read whole
-            state = Program.from_config(config, [device]).state_shapes
-            return config, checkpointer.restore(step, placed(state)).eval_params
-        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        shapes = jax.eval_shape(GPT(config.gpt()).init, jax.random.key(0), token)["params"]
-        return config, checkpointer.restore_params(step, placed(shapes))
-
-
-def _for_any_device(config: Config) -> Config:
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, attention="auto"),
-        parallel=ParallelConfig(),
-        memory=dataclasses.replace(config.memory, remat="none"),
-    )
-
-
-def _find_step(checkpointer: Checkpointer, workdir: Path | str, which: str | int) -> int:
-    steps = checkpointer.all_steps()
-    if not steps:
-        raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
-    if which == "latest":
-        return steps[-1]
-    if which == "best":
-        best = checkpointer.best()
-        return best[0] if best else steps[-1]
-    if not str(which).isdigit() or int(which) not in steps:
-        known = ", ".join(map(str, steps))
-        raise UserError(f"{workdir} has no checkpoint {which}", f"Use best, latest or {known}")
-    return int(which)
-
-
-def _as_saved(target: Any, scanned: bool) -> Any:
-    """Returns the shapes and shardings of `target` with its layers as they were saved."""
-    return in_layout(target, scanned=scanned, stack=_stack_shapes, take=_take_shape)
-
-
-def _rest(state: TrainState) -> dict[str, Any]:
-    """Returns what is saved beside the parameters, by name."""
-    members = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    if state.guard is None:
-        del members["guard"]
-    return members | {"params": None}
-
-
-def _guard_like(state: TrainState) -> Guard:
-    """Returns the shapes and shardings of the guard of a state, which may have none."""
-    if state.guard is not None:
-        return state.guard
-    shapes = jax.eval_shape(partial(Guard.create, TrainConfig(skip_bad_steps=1)))
-    sharding = state.step.sharding
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
-    )
-
-
-def _zeros(shapes: Any) -> Any:
-    def make() -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
-
-
-def _place(restored: Any, target: Any) -> Any:
-    """Brings restored arrays into the layer layout and shardings of `target`."""
-    scanned = is_scanned(target)
-    if is_scanned(restored) == scanned:
-        return restored
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-    return jax.jit(partial(in_layout, scanned=scanned), out_shardings=shardings)(restored)
-
-
-def _stack_shapes(*layers: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    leaf = layers[0]
-    sharding = _map_spec(leaf.sharding, lambda spec: PartitionSpec(None, *spec))
-    return jax.ShapeDtypeStruct((len(layers), *leaf.shape), leaf.dtype, sharding=sharding)
-
-
-def _take_shape(leaf: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
-    sharding = _map_spec(leaf.sharding, lambda spec: PartitionSpec(*spec[1:]))
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
-
-
-def _map_spec(sharding: Any, function: Any) -> Any:
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, function(sharding.spec))
-    return sharding
