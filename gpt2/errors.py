@@ -11,6 +11,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+# What Python raises where a file is no JSON, or holds values of other types than were expected.
+MALFORMED = (
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
+    RecursionError,
+)
+
 
 class UserError(Exception):
     """A mistake in a command, a config or a file, told in one line.
@@ -19,15 +25,16 @@ class UserError(Exception):
         what: what is wrong, naming the option or file.
         how: how to mend it.
         exit_code: the exit code of the command.
+
+    Attributes:
+        what: as given, without its full stop, for those who know better how to mend it.
     """
 
     EXIT_CODE = 2
 
     def __init__(self, what: str, how: str, exit_code: int = EXIT_CODE):
-        self.exit_code = exit_code
-        super().__init__(
-            f"{what.rstrip('.')}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else ".")
-        )
+        self.exit_code, self.what = exit_code, what.rstrip(".")
+        super().__init__(f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else "."))
 
 
 class DivergedError(ArithmeticError):
