@@ -211,6 +211,18 @@ def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
         resume(data | {"tokenizer": f"{tmp_path}/2.json"})
 
 
+def test_another_tokenizer_than_that_of_data_json_is_not_blamed_on_the_text(tmp_path, begun):
+    begin, resume = begun
+    data = data_at(tmp_path / "here")
+    begin(data)
+    file = tmp_path / "run" / "data.json"
+    tree = json.loads(file.read_text())
+    del tree["crc32"], tree["tokenizer_sha256"]  # an earlier version wrote the name alone
+    file.write_text(json.dumps(tree | {"tokenizer": "char"}))
+    with pytest.raises(UserError, match=r"tokenizer that data\.tokenizer names is no longer what"):
+        resume(data)
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("corpus", "pystdlib"), ("corpus", "jsonl:*.jsonl"), ("tokenizer", "gpt2")],

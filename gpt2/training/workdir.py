@@ -138,7 +138,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
         saved = _tokenizer_of(workdir / _TOKENIZER)
     differing = differing_data(saved, found)
     if differing:
-        other = "tokenizer_sha256" in differing
+        other = differing & {"tokenizer", "tokenizer_sha256"}
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
         raise UserError(
             f"{name} names is no longer what {workdir} was trained on",
