@@ -132,7 +132,11 @@ def require_finite(
 ) -> None:
     """Raises a UserError unless the config option `name` is finite and at least `minimum`."""
     if not math.isfinite(value):
-        raise UserError(f"{name}={value} is not a finite number", f"Give --config.{name} a number")
+        number = next(n for n in (example, minimum, 0) if n is not None and math.isfinite(n))
+        raise UserError(
+            f"{name}={value} is not a finite number",
+            f"For example, use --config.{name}={number}",
+        )
     require_at_least(name, value, minimum, example)
 
 
@@ -162,3 +166,10 @@ def require_writable(flag: str, directory: Path) -> None:
         raise UserError(
             f"nothing can be written in {directory} ({error.strerror})", f"Give another --{flag}"
         ) from error
+
+
+def require_writable_file(flag: str, path: Path) -> None:
+    """Raises a UserError unless `path` is no directory, and lies where files can be written."""
+    require_writable(flag, path.parent)
+    if path.is_dir():
+        raise UserError(f"--{flag}={path} is a directory", "Give a file")

@@ -96,6 +96,10 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
 def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):
     save_checkpoints(tmp_path, 2)
     (tmp_path / "checkpoints" / "99").mkdir()
+    run_files.check_options(tmp_path, make_config())  # of fewer steps
+    assert make_config().train.num_steps > 2
+    with pytest.raises(UserError, match=r"holds a run of 2 steps, more than train\.num_steps=1\."):
+        run_files.check_options(tmp_path, make_config(train=dict(num_steps=1)))
     assert run_files.find_start(tmp_path) == 2
 
 

@@ -119,11 +119,14 @@ def test_all_options_that_differ_are_named_at_once(tmp_path):
     assert "--config.optim.beta1=0.9 --config.optim.weight_decay=0.1." in str(error.value)
 
 
-@pytest.mark.parametrize("name", [".lock", "loss.png", "metrics.jsonl", "checkpoints"])
+FOLDERS = ["checkpoints", "tensorboard", "profile"]
+
+
+@pytest.mark.parametrize("name", [".lock", "loss.png", "samples.txt", "metrics.jsonl", *FOLDERS])
 def test_a_folder_in_place_of_a_file_is_refused_at_the_start(tmp_path, name):
     workdir = write_run(tmp_path / "run", make_config())
     (workdir / name).unlink(missing_ok=True)
-    (workdir / name).touch() if name == "checkpoints" else (workdir / name).mkdir()
+    (workdir / name).touch() if name in FOLDERS else (workdir / name).mkdir()
     with pytest.raises(UserError, match=rf"{name} is (no|a) folder, where a run writes a f"):
         run_files.check_options(workdir, make_config())
 

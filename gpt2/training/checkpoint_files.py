@@ -14,10 +14,13 @@ def latest_step(workdir: Path | str) -> int | None:
     return max(saved_steps(workdir), default=None)
 
 
-def newest_whole_step(workdir: Path | str, after: int = -1) -> int | None:
-    """Returns the newest step beyond `after` whose checkpoint agrees with its digests, or None."""
+def newest_whole_step(workdir: Path | str, after: int = -1, *, read: bool = True) -> int | None:
+    """Returns the newest step beyond `after` whose checkpoint is whole, or None.
+
+    `read` is as for `find_damage`.
+    """
     steps = sorted((step for step in saved_steps(workdir) if step > after), reverse=True)
-    return next((step for step in steps if not find_damage(workdir, step)), None)
+    return next((step for step in steps if not find_damage(workdir, step, read=read)), None)
 
 
 def set_aside(workdir: Path, after: int) -> list[Path]:

@@ -8,6 +8,7 @@ has the state and gradients of a run on other chips, and other work space.
 
 import dataclasses
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import jax
 
 from gpt2.config import Config
 from gpt2.data.tokenizer_names import tokens_by_name
-from gpt2.errors import require_writable
+from gpt2.errors import UserError, require_writable_file
 from gpt2.model import num_params
 from gpt2.parallel.collectives import Collective, collectives
 from gpt2.parallel.inspect import bytes_per_device, describe_spread
@@ -26,7 +27,7 @@ from gpt2.telemetry.throughput import model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils.files import write_text
-from gpt2.utils.text import format_bytes, format_count
+from gpt2.utils.text import counted, format_bytes, format_count
 
 # The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
@@ -134,7 +135,7 @@ def print_plan(
         UserError: as for `make_plan` and `find_devices`, or `text` cannot be written.
     """
     if text is not None:
-        require_writable("plan_text", Path(text).parent)
+        require_writable_file("plan_text", Path(text))
     # Before anything asks JAX for a device.
     if num_devices or chips is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -143,6 +144,8 @@ def print_plan(
     if num_devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
     devices = jax.devices() if chips is None else find_devices(chips)
+    if not num_devices and chips is None:
+        _check_found(config, len(devices))
     kind = "simulated" if num_devices else devices[0].device_kind
     try:
         plan = make_plan(config, devices)
@@ -176,6 +179,17 @@ def print_plan(
         }
     )
     return True
+
+
+def _check_found(config: Config, found: int) -> None:
+    """Raises a UserError if the mesh needs more devices than are here."""
+    sizes = {axis: size for axis, size in config.parallel.sizes.items() if size > 1}
+    if (needed := math.prod(sizes.values())) > found:
+        given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items())
+        raise UserError(
+            f"{given} takes {counted(needed, 'device')}; found: {found}",
+            f"Plan for devices that are not here: add --plan_devices={needed}",
+        )
 
 
 def _say_shortage(message: str) -> str:
