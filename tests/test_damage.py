@@ -120,6 +120,15 @@ def test_a_checkpoint_of_before_there_were_digests_is_read_or_named(tmp_path):
     for notes in (tmp_path / "checkpoints").glob("*/_CHECKPOINT_METADATA"):
         notes.write_text(notes.read_text().replace('"digests"', '"other"'))
     load_params(tmp_path, "latest")
+    for item in ("layout/metadata", "metrics/metrics"):
+        path = tmp_path / "checkpoints" / "4" / item
+        whole = path.read_bytes()
+        for broken in (b"", b"[1]", b"{}", b"3", b'{"scan_layers": 5, "eval/loss": null}', b"\xff"):
+            path.write_bytes(broken)
+            with pytest.raises(UserError, match=rf"4 is damaged \({item} holds no "):
+                load_params(tmp_path, "latest")
+            assert run_files.find_start(tmp_path) == 2
+        path.write_bytes(whole)
     for path in (tmp_path / "checkpoints" / "4" / "params").rglob("d/*"):
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(UserError, match=r"checkpoint .*/4 cannot be read .* or use 2\.$") as error:

@@ -26,6 +26,7 @@ def test_a_share_of_the_validation_split_gives_no_bits_per_byte(tmp_path):
     (scored,) = [line for line in metrics_of(tmp_path / "run") if "eval/loss" in line]
     assert "eval/perplexity" in scored and "eval/bits_per_byte" not in scored
     assert "validation loss" in stdout and "per byte" not in stdout
+    assert len(re.findall(r"\bon the first of the split's batches$", stdout, re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ def test_a_plan_for_more_devices_than_are_here_says_how(tmp_path):
     ("every", "told"),
     [
         (0, "at the end"),
+        (1, "at every step"),
         (2, "every 2 steps"),
         (3, "every 3 steps and at the end"),
         (8, "at the end"),
@@ -73,7 +75,7 @@ def test_the_first_screen_says_what_an_interval_beyond_the_run_comes_to(every, t
     assert summary._describe_times(every, num_steps=8) == told
     dues = [due_after(s, TrainConfig(num_steps=8, eval_every=every), stopping=False) for s in STEPS]
     at = [step for step, due in zip(STEPS, dues, strict=True) if due.validation]
-    assert at == {2: [2, 4, 6, 8], 3: [3, 6, 8]}.get(every, [8])
+    assert at == {1: [*STEPS], 2: [2, 4, 6, 8], 3: [3, 6, 8]}.get(every, [8])
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,7 @@ def describe_run(
             "steps": (f"{start} (continued) to " if start else "") + str(train.num_steps),
             "warm-up": _describe_warmup(config),
             "validated": f"{_describe_times(train.eval_every, train.num_steps)}, on "
-            + ("all" if feed.eval_is_whole else f"the first {feed.num_eval_batches}")
-            + " of the split's batches",
+            + ("the whole split" if feed.eval_is_whole else _describe_part(feed)),
             "saved": _describe_times(train.checkpoint_every, train.num_steps)
             + ", and after each validation that is the best so far",
             "logged": _describe_times(train.log_every, train.num_steps),
@@ -99,7 +98,14 @@ def _describe_times(every: int, num_steps: int) -> str:
         return "at the end"
     if every > num_steps:
         return f"at the end ({counted(every, 'step')} are more than the run has)"
+    if every == 1:
+        return "at every step"
     return f"every {counted(every, 'step')}" + (" and at the end" if num_steps % every else "")
+
+
+def _describe_part(feed: Feed) -> str:
+    number = "" if feed.num_eval_batches == 1 else f" {feed.num_eval_batches}"
+    return f"the first{number} of the split's batches"
 
 
 def _describe_trace(config: Config, start: int) -> str:
@@ -126,5 +132,5 @@ def describe_results(scores: Mapping[str, float], feed: Feed, clock: StepClock) 
         zlib = f"zlib -9 needs {feed.dataset.zlib_bits_per_byte:.3f} for the same text"
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte ({zlib})"
     if not feed.eval_is_whole:
-        line += f", on the first {feed.num_eval_batches} of the split's batches"
+        line += f", on {_describe_part(feed)}"
     return f"time: {time}\n{line}"
