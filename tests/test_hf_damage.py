@@ -240,12 +240,13 @@ def pickled_tensor(shape, strides):
         b"\x80\x04\x8e" + struct.pack("<Q", 2**64 - 1),
         b"\x80\x04\x95" + struct.pack("<Q", 2**45),  # a frame
         b"\x80\x05\x96" + struct.pack("<Q", 2**45),  # a byte array
+        b"\x80\x02}r" + struct.pack("<I", 2**32 - 1) + b".",  # room for so many places
         pickled_tensor((2.0, 2), (2, 1)),
         pickled_tensor((2, -2), (2, 1)),
         pickled_tensor((2, 2), (1,)),
         pickled_tensor((2, 2), (10**30, 1)),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 @pytest.mark.parametrize("zipped", [True, False])
 def test_sizes_of_a_pickle_beyond_the_file_are_refused(pickled, zipped, tmp_path):

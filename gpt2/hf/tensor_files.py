@@ -16,6 +16,7 @@ import io
 import json
 import math
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -242,7 +243,20 @@ class _StateDictUnpickler(pickle.Unpickler):
 
     def __init__(self, file: BinaryIO):
         super().__init__(file)
+        self._file = file
         self.storages: dict[str, _TorchStorage] = {}
+
+    def load(self) -> Any:
+        """Reads one pickle, unless it names more places than it has bytes.
+
+        The unpickler makes room for as many places as the highest has a number.
+        """
+        start = self._file.tell()
+        for code, place, position in pickletools.genops(self._file):
+            if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(place or 0) > (position or 0):
+                raise pickle.UnpicklingError(f"it names place {place} at byte {position}")
+        self._file.seek(start)
+        return super().load()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.names:
