@@ -22,7 +22,7 @@ from gpt2.config import DataConfig, load_config
 from gpt2.data.dataset import Dataset, prepare
 from gpt2.data.shards import open_shards
 from gpt2.data.tokenizer import Tokenizer, fingerprint
-from gpt2.errors import UserError, require_writable
+from gpt2.errors import UserError, require_writable_file
 from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
@@ -100,9 +100,7 @@ def check_flags() -> None:
     if not any(task.slides for name, task in EVAL_TASKS.items() if name in TASKS.value):
         cli.refuse_ignored("stride", "none of --tasks slides a window")
     if OUTPUT.value:
-        require_writable("output", Path(OUTPUT.value).parent)
-        if Path(OUTPUT.value).is_dir():
-            raise UserError(f"--output={OUTPUT.value} is a directory", "Give a file")
+        require_writable_file("output", Path(OUTPUT.value))
 
 
 def validation_data() -> DataConfig:

@@ -11,6 +11,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import configs
+from gpt2 import launch
 from gpt2.config import DEFAULTS, Config, flatten, read_record
 from gpt2.errors import UserError, exit_on_user_error, unknown_option
 
@@ -40,6 +41,7 @@ def run(
 
     @exit_on_user_error
     def guarded(argv: list[str]) -> int | None:
+        launch.take_interrupts()
         _, *arguments = argv
         if commands and (not arguments or arguments[0] not in commands):
             what = f"{arguments[0]} is not a command" if arguments else "a command is missing"
@@ -68,6 +70,7 @@ def define_config() -> flags.FlagHolder:
         raise UserError(str(error).removeprefix("ERROR:: "), "Check --flagfile") from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser(flag.parser)
+    flag.default_as_str = None  # for --help: `about` tells what stands for None
     return holder
 
 
@@ -301,13 +304,6 @@ _ALIASES = {
 }
 
 
-# Errors that Python code may raise.
-_PROGRAM_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
-    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
-)
-
-
 def _check_config_file(name: str) -> None:
     """Runs a config file, to report its own errors apart from those of overrides."""
     if not Path(name).is_file():
@@ -319,10 +315,30 @@ def _check_config_file(name: str) -> None:
         options = runpy.run_path(name)["get_config"]()
         if not isinstance(options, Mapping | ConfigDict):
             raise TypeError(f"get_config() returned {options!r}, not a ConfigDict")
-    except (*_PROGRAM_ERRORS, SystemExit) as error:
+        _check_tree(options, DEFAULTS.to_dict(), name)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # it is code of any kind
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             raise  # with words of its own
         about = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise UserError(
             f"--config={name} fails ({about})", "Mend the file; compare it with those in configs/"
         ) from error
+
+
+def _check_tree(options: Any, defaults: Mapping, file: str, prefix: str = "") -> None:
+    """Raises a UserError unless a config file has all groups and options, for overrides to set."""
+    for name, default in defaults.items():
+        if name not in options:
+            raise UserError(
+                f"--config={file} lacks {prefix}{name}", "Start from configs/default.py"
+            )
+        if isinstance(default, Mapping):
+            group = options[name]
+            if not isinstance(group, Mapping | ConfigDict):
+                raise UserError(
+                    f"--config={file} has {prefix}{name}={group!r} in place of a group of options",
+                    "Start from configs/default.py, and set members of the group",
+                )
+            _check_tree(group, default, file, f"{prefix}{name}.")

@@ -11,6 +11,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+# What Python raises where a file is no JSON, or holds values of other types than were expected.
+MALFORMED = (
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
+    RecursionError,
+)
+
 
 class UserError(Exception):
     """A mistake in a command, a config or a file, told in one line.
@@ -19,15 +25,16 @@ class UserError(Exception):
         what: what is wrong, naming the option or file.
         how: how to mend it.
         exit_code: the exit code of the command.
+
+    Attributes:
+        what: as given, without its full stop, for those who know better how to mend it.
     """
 
     EXIT_CODE = 2
 
     def __init__(self, what: str, how: str, exit_code: int = EXIT_CODE):
-        self.exit_code = exit_code
-        super().__init__(
-            f"{what.rstrip('.')}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else ".")
-        )
+        self.exit_code, self.what = exit_code, what.rstrip(".")
+        super().__init__(f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else "."))
 
 
 class DivergedError(ArithmeticError):
@@ -127,7 +134,11 @@ def require_finite(
 ) -> None:
     """Raises a UserError unless the config option `name` is finite and at least `minimum`."""
     if not math.isfinite(value):
-        raise UserError(f"{name}={value} is not a finite number", f"Give --config.{name} a number")
+        number = next(n for n in (example, minimum, 0) if n is not None and math.isfinite(n))
+        raise UserError(
+            f"{name}={value} is not a finite number",
+            f"For example, use --config.{name}={number}",
+        )
     require_at_least(name, value, minimum, example)
 
 
@@ -157,3 +168,10 @@ def require_writable(flag: str, directory: Path) -> None:
         raise UserError(
             f"nothing can be written in {directory} ({error.strerror})", f"Give another --{flag}"
         ) from error
+
+
+def require_writable_file(flag: str, path: Path) -> None:
+    """Raises a UserError unless `path` is no directory, and lies where files can be written."""
+    require_writable(flag, path.parent)
+    if path.is_dir():
+        raise UserError(f"--{flag}={path} is a directory", "Give a file")

@@ -19,6 +19,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -50,12 +51,20 @@ def prepare_process() -> None:
     itself again, once, unless it has imported JAX already. The restart loses what the process
     holds: call this before anything else, slow imports included. Where JAX may find an
     accelerator, there are no memory settings to make.
+
+    Until `take_interrupts`, Ctrl-C ends the process with a line: imports turn the usual exception
+    into tracebacks of their own.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+    if _STARTED_AGAIN in os.environ:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if not _may_have_accelerators():
         missing = _missing_tunables()
         once = _STARTED_AGAIN not in os.environ  # even where the settings get lost
         if missing and once and "jax" not in sys.modules:
             os.environ |= missing | {_STARTED_AGAIN: "1"}
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # waits for the next start
             os.execv(sys.executable, sys.orig_argv)
         os.environ |= _missing_order()
     if any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
@@ -68,6 +77,17 @@ def prepare_process() -> None:
         chosen = {_CACHE: str(place / "gpt2-jax" / "xla"), _LEAST_SECONDS: "0.5"}
         _chosen.update({name: chosen[name] for name in chosen if name not in os.environ})
         os.environ |= _chosen
+
+
+def take_interrupts() -> None:
+    """Lets Ctrl-C raise KeyboardInterrupt again, for work that has to tidy up."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _stop(*_: object) -> None:
+    os.write(sys.stderr.fileno(), b"stopped by SIGINT\n")
+    os._exit(128 + signal.SIGINT)
 
 
 def environment_to_measure() -> dict[str, str]:

@@ -95,6 +95,8 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
 
 def _split_step(place: str) -> tuple[str, str]:
     """Returns the directory and the checkpoint of `DIR@STEP`. A directory may hold an @ itself."""
+    if Path(place).is_dir():
+        return place, ""
     directory, _, step = place.rpartition("@")
     named = step.isdigit() or step in ("best", "latest")
     return (directory, step) if directory and named else (place, "")
@@ -103,7 +105,7 @@ def _split_step(place: str) -> tuple[str, str]:
 def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
     """Reads a model's configuration and its tokenizer, without its weights."""
     if kind == "hf":
-        if (directory / "data.json").exists():
+        if any((directory / name).exists() for name in ("data.json", "checkpoints")):
             raise UserError(
                 f"train.init_from=hf:{directory} names a run, not a Hugging Face directory",
                 f"Use --config.train.init_from=run:{directory}",

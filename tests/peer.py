@@ -21,7 +21,7 @@ from gpt2.generate import Sampling, generate
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.layout import tensors
-from gpt2.hf.tensor_files import write_safetensors
+from gpt2.hf.tensor_files import read_safetensors, write_safetensors
 from gpt2.model import GPT
 from gpt2.utils.scan import find_leaf
 
@@ -150,6 +150,23 @@ def write_model(directory: Path, name: str) -> Path:
     shapes = {name: tensor.shape for name, tensor in expected.items()}
     write_safetensors(directory / "model.safetensors", shapes, draw)
     return directory
+
+
+def rewrite(directory, names, dtype=np.float32, shards=1):
+    """Writes a model's tensors anew: under other names, as another type, in shards."""
+    stored = read_safetensors(directory / "model.safetensors")
+    arrays = {names(k): v.read() for k, v in stored.items()}
+    (directory / "model.safetensors").unlink()
+    files = {}
+    for shard in range(shards):
+        part = dict(list(arrays.items())[shard::shards])
+        file = f"model-{shard}.safetensors" if shards > 1 else "model.safetensors"
+        shapes = {k: v.shape for k, v in part.items()}
+        write_safetensors(directory / file, shapes, part.__getitem__)
+        files |= dict.fromkeys(part, file)
+    if shards > 1:
+        index = directory / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": files}))
 
 
 def characters(count: int) -> CharTokenizer:

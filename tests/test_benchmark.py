@@ -87,6 +87,16 @@ def test_options_to_vary_are_read_with_their_types():
         benchmark.make_config(tiny(vary=benchmark.read_options("model.rope_base=9.0")))
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [["model.num_heads=2"], ["model.num_kv_heads=1"] * 2, ["optim.eps=1e-8,seed=0"]],
+)
+def test_no_contestant_is_another_by_a_second_name(texts):
+    assert list(benchmark.read_variations(["model.num_kv_heads=1"], tiny()))
+    with pytest.raises(UserError, match="gives a contestant that there is already"):
+        benchmark.read_variations(texts, tiny())
+
+
 @pytest.mark.thorough
 def test_a_variation_runs_in_turn_with_flops_of_its_own():
     name = "model.activation=swiglu"

@@ -11,6 +11,7 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
+from gpt2 import launch
 from gpt2.errors import UserError
 from gpt2.utils.text import counted
 
@@ -111,6 +112,7 @@ def test_help_succeeds_and_lists_the_flags_of_the_command(command, flag):
     )
     assert done.returncode == 0
     assert flag in " ".join(done.stdout.split())
+    assert "None" not in done.stdout
 
 
 def test_commands_prepare_their_process_before_they_import_jax():
@@ -144,6 +146,7 @@ def test_a_config_that_ends_the_program_is_no_help(parse, tmp_path):
         ("def get_config():\n    return {}['depth']", "KeyError.*depth"),
         ("def get_config():\n    pass", r"TypeError: get_config\(\) returned None"),
         ("import sys\ndef get_config():\n    sys.exit(0)", "SystemExit: 0"),
+        ("class Mine(Exception): pass\nraise Mine('no data')", "Mine: no data"),
     ],
 )
 def test_errors_inside_a_config_file_are_a_line_that_names_it(parse, tmp_path, text, about):
@@ -152,6 +155,25 @@ def test_errors_inside_a_config_file_are_a_line_that_names_it(parse, tmp_path, t
     with pytest.raises(UserError, match=rf"{path} fails \({about}") as error:
         parse(f"--config={path}")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("optim=3", "has optim=3 in place of a group"),
+        ("optim=None", "has optim=None in place of a group"),
+        ("optim=dict(name='adam')", r"lacks optim\.adam_learning_rate"),
+        ("parallel=dict(default.get_config().parallel, rules=0)", r"has parallel\.rules=0 in"),
+    ],
+)
+def test_what_is_no_group_is_told_before_it_is_overridden(parse, tmp_path, text, told):
+    path = tmp_path / "broken.py"
+    path.write_text(
+        "from configs import default\ndef get_config():\n"
+        f"    return default.get_config().to_dict() | dict({text})"
+    )
+    with pytest.raises(UserError, match=rf"{path} {told}.*\. Start from configs/default\.py"):
+        parse(f"--config={path}", "--config.optim.eps=1e-5")
 
 
 def test_options_are_overridden_and_unknown_ones_refused(parse):
@@ -260,3 +282,38 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "stopped by SIGINT\n")
+
+
+def run_early(program):
+    """Runs a program whose Ctrl-C is not ignored, as that of jobs in the background is."""
+    start = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    command = [sys.executable, "-c", start + "from gpt2 import launch\n" + program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_ctrl_c_while_modules_are_imported_is_a_line_and_130():
+    """Whatever the module does with exceptions."""
+    program = """
+launch.prepare_process()
+{}
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("caught")
+"""
+    assert run_early(program.format("")) == (130, "", "stopped by SIGINT\n")
+    assert run_early(program.format("launch.take_interrupts()")) == (0, "caught\n", "")
+
+
+def test_ctrl_c_between_a_start_and_the_next_is_not_lost(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if not launch.cpu_environment().get("GLIBC_TUNABLES"):
+        pytest.skip("needs glibc's tunables, for which a program starts again")
+    program = """
+if launch._STARTED_AGAIN not in os.environ:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.raise_signal(signal.SIGINT)  # after it was blocked, before the next start
+launch.prepare_process()
+"""
+    assert run_early(program) == (130, "", "stopped by SIGINT\n")

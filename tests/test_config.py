@@ -161,6 +161,9 @@ def test_the_vocabulary_is_the_tokenizers_or_larger():
     assert build(model__vocab_size=300).with_vocabulary(0).model.vocab_size == 300
     with pytest.raises(UserError, match=r"model\.vocab_size=256 is less than the 257 tokens"):
         build(model__vocab_size=256).with_vocabulary(257)
+    assert build(model__vocab_size=50304).with_vocabulary(257).model.vocab_size == 50304
+    with pytest.raises(UserError, match=r"has 9949743 rows that none of the 50257 .*vocab_size=0"):
+        build(model__vocab_size=10**7).with_vocabulary(50257)
     with pytest.raises(UserError, match="does not say how many tokens"):
         build().with_vocabulary(0)
 
@@ -302,6 +305,10 @@ def test_wrong_type_names_the_type():
         ({"data__val_fraction": 0.0}, "no validation text"),
         ({"data__batch_size": 0}, r"data\.batch_size=0 is below 1"),
         ({"train__accumulate_steps": 7}, r"does not split into.*batch_size=483"),
+        (
+            {"train__keep_checkpoints": 5, "train__checkpoint_every": 0, "train__eval_every": 0},
+            r"keep_checkpoints=5 is ignored .*--config\.train\.keep_checkpoints=1\.",
+        ),
         ({"optim__schedule": "constant"}, r"would ignore optim\.end_learning_rate"),
         ({"optim__end_learning_rate": 1.0}, r"is above optim\.learning_rate"),
         ({"train__init_from": "somewhere"}, "names no source of weights"),

@@ -97,6 +97,10 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
 def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):
     save_checkpoints(tmp_path, 2)
     (tmp_path / "checkpoints" / "99").mkdir()
+    run_files.check_options(tmp_path, make_config())  # of fewer steps
+    assert make_config().train.num_steps > 2
+    with pytest.raises(UserError, match=r"holds a run of 2 steps, more than train\.num_steps=1\."):
+        run_files.check_options(tmp_path, make_config(train=dict(num_steps=1)))
     assert run_files.find_start(tmp_path) == 2
 
 
@@ -117,6 +121,15 @@ def test_a_checkpoint_of_before_there_were_digests_is_read_or_named(tmp_path):
     for notes in (tmp_path / "checkpoints").glob("*/_CHECKPOINT_METADATA"):
         notes.write_text(notes.read_text().replace('"digests"', '"other"'))
     load_params(tmp_path, "latest")
+    for item in ("layout/metadata", "metrics/metrics"):
+        path = tmp_path / "checkpoints" / "4" / item
+        whole = path.read_bytes()
+        for broken in (b"", b"[1]", b"{}", b"3", b'{"scan_layers": 5, "eval/loss": null}', b"\xff"):
+            path.write_bytes(broken)
+            with pytest.raises(UserError, match=rf"4 is damaged \({item} holds no "):
+                load_params(tmp_path, "latest")
+            assert run_files.find_start(tmp_path) == 2
+        path.write_bytes(whole)
     for path in (tmp_path / "checkpoints" / "4" / "params").rglob("d/*"):
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(UserError, match=r"checkpoint .*/4 cannot be read .* or use 2\.$") as error:

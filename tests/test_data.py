@@ -331,6 +331,8 @@ def test_directory_from_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
+        ("pystdlb", r"not a known corpus\. Did you mean pystdlib\? Choose"),
+        ("json:*.jsonl", r"not a known corpus\. Did you mean jsonl\? Choose"),
         ("openwebtext", "not a known corpus.*pystdlib, text:GLOB"),
         ("pystdlib:x", "Write pystdlib"),
         ("text", "Write text:GLOB"),
@@ -340,7 +342,8 @@ def test_directory_from_environment(monkeypatch, tmp_path):
         ("text:LATIN", "LATIN cannot be read .*utf-8"),
         ("jsonl:CUT.gz", r"CUT\.gz cannot be read .*ended before"),
         ("jsonl:PLAIN.gz", r"PLAIN\.gz cannot be read .*gzip"),
-        ("text:TINY", "val_fraction=0.1 leaves a split .* empty"),
+        ("jsonl:DEEP", "DEEP:1 is not JSON"),
+        ("text:TINY", "^val_fraction=0.1 leaves a split .* empty"),
         ("jsonl:LINES#body", "LINES:1 has no text in the field 'body'"),
         ("parquet:LATIN", "cannot be read"),
         ("parquet:TABLE#body", "no column 'body'.*one of: text, number"),
@@ -355,6 +358,7 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, co
     Path("TINY").write_text("a")
     Path("CUT.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
     Path("PLAIN.gz").write_text('{"text": "a"}\n')
+    Path("DEEP").write_text("[" * 10**5)
     Path("LINES").write_text('{"text": "a"}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "number": [1]}), "TABLE")
     with pytest.raises(UserError, match=message):
@@ -375,5 +379,5 @@ def test_unwritable_directory_is_refused(tmp_path, make):
 
 def test_too_little_room_is_refused_before_writing(make, monkeypatch):
     monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: type("", (), {"free": 10})())
-    with pytest.raises(UserError, match="needed"):
+    with pytest.raises(UserError, match=r"6\.5 MiB are needed, and 10 B are free.*--config\.data"):
         make("synthetic")

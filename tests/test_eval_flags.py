@@ -9,10 +9,11 @@ from absl.testing import flagsaver
 
 import configs.default
 import eval as eval_command
-from gpt2.config import Config, load_config
+from gpt2.config import Config, GPTConfig, load_config
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config
+from gpt2.weights import load_initial_params
 
 
 @pytest.fixture
@@ -122,6 +123,16 @@ def test_a_share_of_shards_that_are_divided_by_name_would_be_ignored(give, tmp_p
         eval_command.validation_data()
     give(*flags_given, f"--corpus=tokens:{tmp_path}/train.bin")
     assert eval_command.validation_data().val_fraction == 0.1
+
+
+def test_init_from_tells_a_run_from_a_step_and_from_a_hugging_face_model(tmp_path):
+    (tmp_path / "imported" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"names a run.* Use .*init_from=run:.*/imported\."):
+        load_initial_params(f"hf:{tmp_path}/imported", GPTConfig(), ByteTokenizer())
+    (tmp_path / "run@7").mkdir()
+    for place, directory in (("run@7", "run@7"), ("run@8", "run")):
+        with pytest.raises(UserError, match=rf"^{tmp_path}/{directory} holds no run"):
+            load_initial_params(f"run:{tmp_path}/{place}", GPTConfig(), ByteTokenizer())
 
 
 def test_a_run_and_a_hugging_face_model_are_told_apart(tmp_path):

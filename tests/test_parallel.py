@@ -279,7 +279,7 @@ def test_parameters_left_whole_are_an_error_where_spreading_was_asked_for():
     broken = params | {"wte": {"embedding": whole}}
     share = 300 * 64 / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     assert unsharded_share(broken) == pytest.approx(share + unsharded_share(params))
-    with pytest.raises(UserError, match=r"fsdp=8 leave 16.\d% .*, wte/embedding first"):
+    with pytest.raises(UserError, match=r"fsdp=8 leaves 16.\d% .*, wte/embedding first"):
         check_sharded(broken, mesh)
     check_sharded(broken, {"data": 8, "fsdp": 1, "tensor": 1})
 

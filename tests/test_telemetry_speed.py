@@ -184,7 +184,7 @@ def test_step_clock_leaves_validation_out_and_charges_each_second_once():
             "compile": 3 / total,
             "checkpoint": 2 / total,
             "data wait": 1 / total,
-            "other": 1 / total,
+            "start and end": 1 / total,
         }
     )
 

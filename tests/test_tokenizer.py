@@ -201,7 +201,18 @@ def test_unknown_tokenizers_are_refused(spec):
         build(spec)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", "\udcff"])
+CHARACTERS = ['""', "5", "[97]", '"ba"', '"aa"', '"\\ud800"']
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{}", "[1]", "\udcff", "[" * 10**5, '{"kind": []}'),
+        *(f'{{"kind": "char", "characters": {c}, "has_eot": true}}' for c in CHARACTERS),
+        *(f'{{"kind": "char", "characters": "ab", "has_eot": {eot}}}' for eot in ('"x"', "7")),
+    ],
+    ids=range(14),
+)
 def test_files_that_are_no_tokenizer_are_refused(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))

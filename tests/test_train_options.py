@@ -7,9 +7,17 @@ import shlex
 
 import pytest
 
+from gpt2.config import TrainConfig
+from gpt2.errors import UserError
+from gpt2.optim import make_schedule
 from gpt2.parallel.collectives import collectives
+from gpt2.training import summary
+from gpt2.training.due import due_after
+from gpt2.training.plan import print_plan
 from tests.helpers import TINY, metrics_of, run
+from tests.test_workdir import make_config
 
+STEPS = range(1, 9)
 SHORT = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=2"]
 
 
@@ -22,6 +30,7 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
     (scored,) = [line for line in metrics_of(tmp_path / "run") if "eval/loss" in line]
     assert "eval/perplexity" in scored and "eval/bits_per_byte" not in scored
     assert "validation loss" in stdout and "per byte" not in stdout
+    assert len(re.findall(r"\bon the first of the split's batches$", stdout, re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize(
@@ -48,6 +57,59 @@ def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):
     assert code == 2
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert message in stderr
+
+
+def test_a_plan_for_more_devices_than_are_here_says_how(tmp_path):
+    for options, needed in ((dict(fsdp=16), 16), (dict(data=2, fsdp=4, tensor=3), 24)):
+        with pytest.raises(UserError, match=rf"found: 8\. .*add --plan_devices={needed}\."):
+            print_plan(make_config(parallel=options))
+    with pytest.raises(UserError, match=r"--plan_text=.* is a directory\. Give a file\."):
+        print_plan(make_config(), text=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("every", "told"),
+    [
+        (0, "at the end"),
+        (1, "at every step"),
+        (2, "every 2 steps"),
+        (3, "every 3 steps and at the end"),
+        (8, "at the end"),
+        (1000, "at the end (1,000 steps are more than the run has)"),
+    ],
+)
+def test_the_first_screen_says_what_an_interval_beyond_the_run_comes_to(every, told):
+    assert summary._describe_times(every, num_steps=8) == told
+    dues = [due_after(s, TrainConfig(num_steps=8, eval_every=every), stopping=False) for s in STEPS]
+    at = [step for step, due in zip(STEPS, dues, strict=True) if due.validation]
+    assert at == {1: [*STEPS], 2: [2, 4, 6, 8], 3: [3, 6, 8]}.get(every, [8])
+
+
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        (0, "steps 3 to 6"),
+        (4, "steps 4 to 6, 3 of the 4 asked for"),
+        (7, "none: the run continues from step 7, after those of logging.profile_start"),
+    ],
+)
+def test_the_first_screen_says_what_a_trace_before_the_start_comes_to(start, told):
+    asked = dict(profile_start=3, profile_steps=4)
+    config = make_config(logging=asked, train=dict(num_steps=8))
+    assert summary._describe_trace(config, start) == told
+    shorter = make_config(logging=asked, train=dict(num_steps=5))
+    assert summary._describe_trace(shorter, 0) == "steps 3 to 4, 2 of the 4 asked for"
+
+
+def test_the_first_screen_says_that_a_warm_up_takes_the_whole_run():
+    rates = {}
+    for warmup in (4, 8, 9):
+        config = make_config(train=dict(num_steps=8), optim=dict(warmup_steps=warmup))
+        schedule = make_schedule(config.optim, 8)
+        rates[warmup] = max(float(schedule(step)) for step in range(8)) == pytest.approx(4e-3)
+        reached = "are never reached" not in summary._describe_warmup(config)
+        assert reached == rates[warmup]
+    assert rates == {4: True, 8: False, 9: False}
 
 
 def test_a_plan_says_what_a_step_takes_and_leaves_nothing(tmp_path):

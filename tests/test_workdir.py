@@ -119,11 +119,14 @@ def test_all_options_that_differ_are_named_at_once(tmp_path):
     assert "--config.optim.beta1=0.9 --config.optim.weight_decay=0.1." in str(error.value)
 
 
-@pytest.mark.parametrize("name", [".lock", "loss.png", "metrics.jsonl", "checkpoints"])
+FOLDERS = ["checkpoints", "tensorboard", "profile"]
+
+
+@pytest.mark.parametrize("name", [".lock", "loss.png", "samples.txt", "metrics.jsonl", *FOLDERS])
 def test_a_folder_in_place_of_a_file_is_refused_at_the_start(tmp_path, name):
     workdir = write_run(tmp_path / "run", make_config())
     (workdir / name).unlink(missing_ok=True)
-    (workdir / name).touch() if name == "checkpoints" else (workdir / name).mkdir()
+    (workdir / name).touch() if name in FOLDERS else (workdir / name).mkdir()
     with pytest.raises(UserError, match=rf"{name} is (no|a) folder, where a run writes a f"):
         run_files.check_options(workdir, make_config())
 
@@ -209,6 +212,18 @@ def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
     resume(data | {"tokenizer": f"{tmp_path}/moved.json"})
     with pytest.raises(UserError, match=r"tokenizer that data\.tokenizer names is no longer what"):
         resume(data | {"tokenizer": f"{tmp_path}/2.json"})
+
+
+def test_another_tokenizer_than_that_of_data_json_is_not_blamed_on_the_text(tmp_path, begun):
+    begin, resume = begun
+    data = data_at(tmp_path / "here")
+    begin(data)
+    file = tmp_path / "run" / "data.json"
+    tree = json.loads(file.read_text())
+    del tree["crc32"], tree["tokenizer_sha256"]  # an earlier version wrote the name alone
+    file.write_text(json.dumps(tree | {"tokenizer": "char"}))
+    with pytest.raises(UserError, match=r"tokenizer that data\.tokenizer names is no longer what"):
+        resume(data)
 
 
 @pytest.mark.parametrize(

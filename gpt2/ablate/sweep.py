@@ -14,7 +14,7 @@ from gpt2.ablate.equal import choose_score
 from gpt2.ablate.results import Result, read_result
 from gpt2.ablate.runs import Run, check_unchanged, make_choosing_run, make_run
 from gpt2.config import MAX_SEED, Config, complete_record, differences
-from gpt2.errors import UserError
+from gpt2.errors import MALFORMED, UserError
 from gpt2.training.workdir import differing_data, read_data
 from gpt2.utils.files import locked, write_json
 
@@ -200,7 +200,7 @@ def load_sweep(root: Path) -> Sweep:
             for each in tree.pop("arms")
         )
         return Sweep(root=root, arms=arms, **tree)
-    except (AttributeError, KeyError, TypeError, ValueError, UserError) as error:
+    except (*MALFORMED, UserError) as error:
         raise UserError(f"{path} is damaged ({error})", "Give another --workdir") from None
 
 

@@ -40,8 +40,7 @@ from gpt2.benchmark.case import (
     check_peers,
     define_flags,
     make_case,
-    make_config,
-    read_options,
+    read_variations,
 )
 from gpt2.benchmark.measure import measure, table
 
@@ -51,9 +50,7 @@ def main(subject: str) -> None:
     options = flags.FLAGS
     measured = make_case(subject)
     check_peers(options.peers, measured)
-    variations = {text: read_options(text) for text in options.vary}
-    for changed in variations.values():
-        make_config(measured | {"vary": changed})  # refuses what cannot work
+    variations = read_variations(options.vary, measured)
     results = measure(measured, options.peers, options.rounds, options.seconds, variations)
     if options.json:
         print(json.dumps({"case": measured, "results": results}, indent=2))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -132,6 +133,25 @@ def read_options(text: str) -> dict[str, Any]:
             )
         options[name] = read_option(name, value)
     return options
+
+
+def read_variations(texts: Sequence[str], case: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the options of each `--vary` by its text.
+
+    Raises:
+        UserError: as for `read_options`, the options cannot work, or two contestants are one.
+    """
+    variations, known = {}, [make_config(case)]
+    for text in texts:
+        variations[text] = read_options(text)
+        varied = make_config(case | {"vary": variations[text]})
+        if varied in known:
+            raise UserError(
+                f"--vary={text} gives a contestant that there is already",
+                "Leave it out, or give other values",
+            )
+        known.append(varied)
+    return variations
 
 
 def check_peers(peers: list[str], case: dict[str, Any]) -> None:

@@ -87,6 +87,14 @@ class TrainConfig:
             require_at_least(f"train.{name}", getattr(self, name), 0)
         for name in ("skip_outliers", "hang_seconds"):
             require_finite(f"train.{name}", getattr(self, name), minimum=0.0)
+        saves_once = not self.checkpoint_every and not self.eval_every
+        if saves_once and self.keep_checkpoints != DEFAULTS.train.keep_checkpoints:
+            raise UserError(
+                f"train.keep_checkpoints={self.keep_checkpoints} is ignored while "
+                "train.checkpoint_every=0 and train.eval_every=0: only the end is saved",
+                "Give --config.train.checkpoint_every, or "
+                f"--config.train.keep_checkpoints={DEFAULTS.train.keep_checkpoints}",
+            )
         prefix, _, place = self.init_from.partition(":")
         if self.init_from and (prefix not in ("hf", "run") or not place or place.endswith("@")):
             raise UserError(

@@ -152,7 +152,7 @@ class OptimConfig:
                 needed = next(name for name, reads in READS.items() if option in reads)
                 value = getattr(self, option)
                 refuse_ignored(f"optim.{option}", value, needed, "optim.name", self.name)
-        positive = {"ademamix": ("beta1", "beta3"), "schedule_free": ("beta1",)}
+        positive = {"ademamix": ("alpha", "beta1", "beta3"), "schedule_free": ("beta1",)}
         for option in positive.get(self.name, ()):
             if not getattr(self, option):
                 raise UserError(

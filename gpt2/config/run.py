@@ -29,6 +29,10 @@ from gpt2.errors import UserError, require_at_least, unknown_option
 
 MAX_SEED = 2**32 - 1  # keys hold 32 bits of a seed; larger seeds would repeat
 
+# Rows of a vocabulary without a token, at most, or as many as there are tokens: enough to time
+# small tokenizers at the size of large ones.
+MAX_SPARE_TOKENS = 2**16
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -107,7 +111,7 @@ class Config:
             tokens: how many the tokenizer has; 0: not known yet.
 
         Raises:
-            UserError: `model.vocab_size` is less than `tokens`, or neither is known.
+            UserError: `model.vocab_size` is less than `tokens` or far more, or neither is known.
         """
         wanted = self.model.vocab_size
         if not (wanted or tokens):
@@ -119,6 +123,12 @@ class Config:
             raise UserError(
                 f"model.vocab_size={wanted} is less than the {tokens} tokens of "
                 f"data.tokenizer={self.data.tokenizer}",
+                "Use --config.model.vocab_size=0",
+            )
+        if tokens and wanted > tokens + max(tokens, MAX_SPARE_TOKENS):
+            raise UserError(
+                f"model.vocab_size={wanted} has {wanted - tokens} rows that none of the {tokens} "
+                f"tokens of data.tokenizer={self.data.tokenizer} uses",
                 "Use --config.model.vocab_size=0",
             )
         model = dataclasses.replace(self.model, vocab_size=wanted or tokens)

@@ -192,7 +192,7 @@ def _jsonl(argument: str) -> Corpus:
 def _json_field(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error})", "Each line must be an object") from error
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):

@@ -21,6 +21,7 @@ from gpt2.data.splits import SPLITS, write_splits
 from gpt2.data.tokenizer_names import check_spec
 from gpt2.errors import UserError, warn
 from gpt2.utils import digests, files
+from gpt2.utils.text import format_bytes
 
 FORMAT = 3  # of a prepared directory; another number prepares everything anew
 
@@ -176,5 +177,5 @@ def _check_room(directory: Path, corpus: Corpus) -> None:
     """
     free = shutil.disk_usage(directory).free
     if free < 2 * corpus.num_bytes:
-        need = 2 * corpus.num_bytes
-        raise OSError(f"{free / 1e9:.1f} GB are free, and {need / 1e9:.1f} GB are needed")
+        needed = format_bytes(2 * corpus.num_bytes)
+        raise OSError(f"{needed} are needed, and {format_bytes(free)} are free")

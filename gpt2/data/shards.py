@@ -68,10 +68,9 @@ def index(shards: Shards, directory: Path) -> dict:
     """
     for name, parts in shards.files.items():
         if sum(count for _, _, count in parts) < 2:
-            share = "Choose another --config.data.val_fraction"
             raise UserError(
                 f"the {name} split of these shards has no token to predict",
-                share if shards.by_share else "Add to its shards",
+                "Choose another val_fraction" if shards.by_share else "Add to its shards",
             )
     tokenizer = build("gpt2")
     tokenizer.save(directory / "tokenizer.json")
@@ -141,10 +140,15 @@ def _tokens_in(file: Path) -> tuple[str, int, int]:
         header = np.fromfile(file, np.int32, HEADER)
     if len(header) == HEADER and header[0] == MAGIC:
         skip, count = HEADER * 2, int(header[2])
-        if header[1] != VERSION or not 0 <= count <= size // 2 - skip:
+        if header[1] != VERSION:
             raise UserError(
-                f"{file} is cut short, or has llm.c's format {header[1]} instead of {VERSION}",
-                "Download it again",
+                f"{file} is in llm.c's format {header[1]}, and {VERSION} is read here",
+                "Write the shard anew, or leave it out of tokens:GLOB",
+            )
+        if not 0 <= count <= size // 2 - skip:
+            raise UserError(
+                f"{file} has {size // 2 - skip:,} tokens, and its header says {count:,}",
+                "Download it again, or leave it out of tokens:GLOB",
             )
     else:
         skip, count = 0, size // 2

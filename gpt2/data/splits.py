@@ -80,7 +80,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
         num_compressed += len(compressor.flush())
     if min(total["num_tokens"] for total in totals.values()) < 2:
         raise UserError(
-            f"data.val_fraction={data.val_fraction} leaves a split of {data.corpus!r} empty",
+            f"val_fraction={data.val_fraction} leaves a split of {data.corpus!r} empty",
             "Choose another share, or a corpus with a longer text or more documents that differ",
         )
     writer.close()

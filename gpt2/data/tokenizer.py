@@ -272,7 +272,9 @@ def load(path: Path) -> Tokenizer:
             return gpt2_tokenizer()
         case {"kind": "byte"}:
             return ByteTokenizer()
-        case {"kind": "char", "characters": str(characters), "has_eot": has_eot} if characters:
+        case {"kind": "char", "characters": str(characters), "has_eot": bool(has_eot)} if (
+            characters == "".join(sorted(set(characters))) != "" and _is_unicode(characters)
+        ):
             return CharTokenizer(characters, has_eot)
         case {"model": {"vocab": _}}:
             try:
@@ -281,6 +283,11 @@ def load(path: Path) -> Tokenizer:
                 about = f"{type(error).__name__}: {error}".replace("\n", " ")
                 raise UserError(f"{path} is refused as a tokenizer ({about})", how) from error
     raise UserError(f"{path} is not a tokenizer", how)
+
+
+def _is_unicode(text: str) -> bool:
+    """Returns whether UTF-8 can write a text: JSON can spell half a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
+from gpt2.errors import MALFORMED, UserError
 from gpt2.evals.report import Figure, mean, perplexity
 from gpt2.evals.scoring import Request, Score, Scorer, continuation
 
@@ -121,7 +121,7 @@ def read_jsonl(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
             try:
                 example = json.loads(line)
                 missing = [field for field in fields if field not in example]
-            except (json.JSONDecodeError, TypeError) as error:
+            except MALFORMED as error:
                 raise UserError(
                     f"{path}, line {number}: {error}", "See docs/evaluation.md"
                 ) from None

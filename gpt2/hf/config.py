@@ -1,13 +1,16 @@
 """config.json of a Hugging Face directory, read and written."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError
+from gpt2.errors import MALFORMED, UserError
 from gpt2.hf.families import FAMILIES, family_for, titles
 from gpt2.hf.family import Family
+
+_TYPES: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(GPTConfig)}
 
 
 def read_config(directory: Path) -> GPTConfig:
@@ -27,7 +30,7 @@ def read_config(directory: Path) -> GPTConfig:
         )
     kind = "Hugging Face"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text("utf-8"))
         if isinstance(config.get("model"), dict):
             raise UserError(f"{directory} is a run, not a Hugging Face model", "Use --workdir")
         families = {family.model_type: family for family in FAMILIES}
@@ -39,7 +42,7 @@ def read_config(directory: Path) -> GPTConfig:
         family = families[config["model_type"]]
         kind = family.title
         return _read(path, family, dict(family.defaults) | _with_flat_rope(config, family))
-    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise UserError(f"{path} is not a {kind} config: {error!r}", "Download it again") from None
 
 
@@ -73,10 +76,22 @@ def _read(path: Path, family: Family, config: dict[str, Any]) -> GPTConfig:
             f"Give a model with one of {', '.join(names)}",
         )
     values["activation"] = names[values["activation"]]
-    for ours in ("norm_eps", "rope_base"):
-        if ours in values:
-            values[ours] = float(values[ours])
-    return GPTConfig(**values, **family.switches).canonical()
+    values = {ours: _typed(value, ours, family) for ours, value in values.items()}
+    try:
+        return GPTConfig(**values, **family.switches).canonical()
+    except UserError as error:  # whose advice is for the options of a run
+        raise UserError(f"{path} describes no model: {error.what}", "Download it again") from None
+
+
+def _typed(value: Any, ours: str, family: Family) -> Any:
+    """Returns the value of an option if it has the option's type. A whole number is a float too."""
+    kind = _TYPES[ours]
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        name = family.options.get(ours, ours)
+        raise TypeError(f"{name}={value!r} is not of type {kind.__name__}")
+    return value
 
 
 def _required(family: Family, config: dict[str, Any]) -> dict[str, Any]:

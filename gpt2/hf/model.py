@@ -17,14 +17,13 @@ import numpy as np
 
 from gpt2.config import GPTConfig
 from gpt2.data import tokenizer as tokenizers
-from gpt2.errors import UserError
+from gpt2.errors import MALFORMED, UserError
 from gpt2.hf.config import read_config, to_hf_config
 from gpt2.hf.families import Family, family_for
 from gpt2.hf.layout import Tensor, tensors
 from gpt2.hf.tensor_files import StoredTensor, read_safetensors, read_torch, write_safetensors
 from gpt2.hf.tokenizer import count_tokens, save_tokenizer
 from gpt2.utils import files
-from gpt2.utils.text import counted
 
 __all__ = ["load", "require_new", "save"]
 
@@ -50,8 +49,10 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
     """
     directory = Path(directory)
     cfg = read_config(directory)
-    family, expected = family_for(cfg), list(tensors(cfg))
+    family = family_for(cfg)
     stored = {family.full_name(k): tensor for k, tensor in _stored_tensors(directory).items()}
+    # One more than there are: config.json may speak of a billion layers.
+    expected = list(itertools.islice(tensors(cfg), len(stored) + 1))
     _check(directory, cfg, family, stored, {tensor.name: tensor for tensor in expected})
     params: dict = {}
     for path, parts in itertools.groupby(expected, key=lambda tensor: tensor.path):
@@ -60,6 +61,11 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[leaf] = _parameter(list(parts), stored)
+        if not (np.isfinite(node[leaf].min()) and np.isfinite(node[leaf].max())):
+            raise UserError(
+                f"{directory}: {'/'.join(path)} holds numbers that are not finite",
+                "Download the weights again, or take those of an earlier step",
+            )
     if cfg.tie_embeddings and family.head in stored:
         head = stored[family.head].read()
         if not np.array_equal(head.astype(np.float32), params["wte"]["embedding"]):
@@ -148,8 +154,10 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         index = directory / f"{name}.index.json"
         if index.is_file():
             try:
-                shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (json.JSONDecodeError, KeyError, AttributeError) as error:
+                shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+                if elsewhere := [shard for shard in shards if Path(shard).name != shard]:
+                    raise ValueError(f"{elsewhere[0]!r} is no file beside it")
+            except MALFORMED as error:
                 raise UserError(
                     f"{index} is not an index of shards: {error!r}", "Download it again"
                 ) from None
@@ -171,9 +179,8 @@ def _check(
 ) -> None:
     """Raises unless the stored tensors are those that the config asks for."""
     how = "config.json and weights must be of one model: download both again"
-    if missing := [name for name in expected if name not in stored]:
-        count = counted(len(missing), "tensor")
-        raise UserError(f"{directory}: {missing[0]} is missing ({count} in all)", how)
+    if missing := next((name for name in expected if name not in stored), None):
+        raise UserError(f"{directory}: {missing} is missing", how)
     for name, tensor in stored.items():
         if name.endswith(family.buffers) or (name == family.head and cfg.tie_embeddings):
             continue

@@ -16,6 +16,7 @@ import io
 import json
 import math
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from gpt2.errors import UserError
+from gpt2.errors import MALFORMED, UserError
 
 _SAFETENSORS = {
     "F64": np.float64,
@@ -57,6 +58,9 @@ class StoredTensor:
     Attributes:
         offset: of the first number, in bytes.
         strides: in elements, as PyTorch counts them; row-major if None.
+
+    Raises:
+        ValueError: one of these is no whole number of at least 0, or there are too few strides.
     """
 
     path: Path
@@ -64,6 +68,12 @@ class StoredTensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        strides = self.shape if self.strides is None else self.strides
+        numbers = (self.offset, *self.shape, *strides)
+        if len(strides) != len(self.shape) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(f"no tensor lies at {self.offset} with shape {self.shape}")
 
     def read(self) -> np.ndarray:
         """Returns the tensor, in memory of its own."""
@@ -104,9 +114,11 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
                 begin, end = entry["data_offsets"]
                 dtype = np.dtype(_SAFETENSORS[entry["dtype"]])
                 tensors[name] = StoredTensor(path, start + begin, dtype, tuple(entry["shape"]))
+                if begin < 0:
+                    raise ValueError(f"{name} begins before the first tensor")
                 if tensors[name].end != start + end:
                     raise ValueError(f"{name} is of another size than its shape")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except MALFORMED as error:
             raise _damaged(path, f"its header makes no sense: {error!r}") from None
     return _check_size(path, tensors)
 
@@ -146,7 +158,7 @@ def read_torch(path: Path) -> dict[str, StoredTensor]:
         read = _read_torch_zip if zipfile.is_zipfile(path) else _read_torch_stream
         state, offsets = read(path)
         tensors = {
-            name: StoredTensor(
+            str(name): StoredTensor(
                 path,
                 offsets[tensor.storage.key] + tensor.offset * tensor.storage.dtype.itemsize,
                 tensor.storage.dtype,
@@ -158,7 +170,7 @@ def read_torch(path: Path) -> dict[str, StoredTensor]:
         }
     except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, struct.error) as error:
         raise _damaged(path, f"{error}" or "it ends early") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except Exception as error:  # numbers of a pickle may be of any size and type
         raise _damaged(path, f"it holds no state dict: {error!r}") from None
     return _check_size(path, tensors)
 
@@ -213,8 +225,6 @@ class _TorchTensor:
 
 
 def _rebuild_tensor(storage, offset, shape, strides, *_):
-    if min((offset, *shape, *strides)) < 0:
-        raise pickle.UnpicklingError("it points outside of the file")
     return _TorchTensor(storage, offset, tuple(shape), tuple(strides))
 
 
@@ -233,7 +243,20 @@ class _StateDictUnpickler(pickle.Unpickler):
 
     def __init__(self, file: BinaryIO):
         super().__init__(file)
+        self._file = file
         self.storages: dict[str, _TorchStorage] = {}
+
+    def load(self) -> Any:
+        """Reads one pickle, unless it names more places than it has bytes.
+
+        The unpickler makes room for as many places as the highest has a number.
+        """
+        start = self._file.tell()
+        for code, place, position in pickletools.genops(self._file):
+            if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(place or 0) > (position or 0):
+                raise pickle.UnpicklingError(f"it names place {place} at byte {position}")
+        self._file.seek(start)
+        return super().load()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.names:

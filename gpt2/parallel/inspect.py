@@ -43,8 +43,9 @@ def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
     if not asked or share <= MAX_UNSHARDED:
         return
     whole = {n: leaf for n, leaf in _by_size(params).items() if _is_whole(leaf)}
+    leave = "leaves" if len(asked) == 1 else "leave"
     raise UserError(
-        f"parallel.{' and parallel.'.join(asked)} leave {share:.1%} of the parameters whole on "
+        f"parallel.{' and parallel.'.join(asked)} {leave} {share:.1%} of the parameters whole on "
         f"every device, {next(iter(whole))} first",
         "Give its axes rules with --config.parallel.rules. If the model is too small, use "
         "--config.parallel.strategy=ddp",

@@ -1,5 +1,6 @@
 """`python train.py --plan`, and its kin: the flags, and what they do."""
 
+import math
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import Config, option
-from gpt2.errors import UserError, require_writable
+from gpt2.errors import UserError, require_writable_file
 from gpt2.parallel.topologies import find_devices
 from gpt2.planning.plan import ATTAINABLE, OutOfMemory, make_plan, make_program
 from gpt2.planning.screen import (
@@ -26,6 +27,7 @@ from gpt2.planning.search import Search
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.progress import print_summary
 from gpt2.utils.files import write_text
+from gpt2.utils.text import counted
 
 PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
 DEVICES = flags.DEFINE_integer(
@@ -73,6 +75,8 @@ def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
     """
     _check_flags()
     devices = _find_devices()
+    if not (DEVICES.value or CHIPS.value is not None or SEARCH.value):
+        _check_found(config, len(devices))
     kind = "simulated" if DEVICES.value else devices[0].device_kind
     board = board_name(kind)
     if SEARCH.value:
@@ -103,7 +107,7 @@ def _check_flags() -> None:
         for name in ("plan_trials", "plan_board"):
             cli.refuse_ignored(name, "there is no --plan_search")
     if TEXT.value is not None:
-        require_writable("plan_text", Path(TEXT.value).parent)
+        require_writable_file("plan_text", Path(TEXT.value))
 
 
 def _find_devices() -> list[jax.Device]:
@@ -116,6 +120,17 @@ def _find_devices() -> list[jax.Device]:
     if DEVICES.value:
         jax.config.update("jax_num_cpu_devices", DEVICES.value)
     return jax.devices()
+
+
+def _check_found(config: Config, found: int) -> None:
+    """Raises a UserError if the mesh needs more devices than are here."""
+    sizes = {axis: size for axis, size in config.parallel.sizes.items() if size > 1}
+    if (needed := math.prod(sizes.values())) > found:
+        given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items())
+        raise UserError(
+            f"{given} takes {counted(needed, 'device')}; found: {found}",
+            f"Plan for devices that are not here: add --plan_devices={needed}",
+        )
 
 
 def _search(config: Config, devices: list[jax.Device], kind: str, board: str | None) -> int:

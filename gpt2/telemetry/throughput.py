@@ -130,7 +130,8 @@ def _measure_cpu_flops(dtype: str) -> float:
 class StepClock:
     """Measures steps, and the share of a run's time that each phase takes.
 
-    Time is always charged to exactly one phase: the innermost open one, or `other` outside all.
+    Time is always charged to exactly one phase: the innermost open one, or `start and end`
+    outside all.
     The training loop runs inside `phase("step")`, with the rest nested in it:
 
         with clock.phase("compile"): ...
@@ -164,7 +165,7 @@ class StepClock:
         self.peak_flops: float | None = None
         self.tokens_per_step, self._flops = tokens_per_step, flops_per_token
         self._now = now
-        self._phase, self._since = "other", now()
+        self._phase, self._since = "start and end", now()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._window = (0.0, 0.0)  # seconds of step and of data wait when the window began
         self._steps = 0  # in the window

@@ -25,6 +25,7 @@ from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
 from gpt2.training.checkpoint_files import (
     ITEMS,
+    METRIC,
     describe_damage,
     find_damage,
     move_aside,
@@ -39,7 +40,6 @@ from gpt2.utils.digests import digest_folder, seal
 from gpt2.utils.scan import is_scanned
 from gpt2.utils.text import format_bytes
 
-_METRIC = "eval/loss"
 _NOTES_BYTES = 1 << 18  # Orbax's, beside the arrays
 _FULL_BYTES = 1 << 20  # with less, a save that failed has failed for want of room
 
@@ -97,7 +97,7 @@ class Checkpointer:
     def _open(self) -> ocp.CheckpointManager:
         self._check_scores()
         best = keep.BestN(
-            get_metric_fn=lambda metrics: metrics[_METRIC],
+            get_metric_fn=lambda metrics: metrics[METRIC],
             reverse=True,
             n=1,
             keep_checkpoints_without_metrics=False,
@@ -107,7 +107,7 @@ class Checkpointer:
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=keep.AnyPreservationPolicy([latest, best]),
-                best_fn=lambda metrics: metrics[_METRIC],
+                best_fn=lambda metrics: metrics[METRIC],
                 best_mode="min",
                 read_only=self._read_only,
                 create=not self._read_only,
@@ -133,7 +133,7 @@ class Checkpointer:
         if step is None:
             return None
         metrics = self._manager.metrics(step)
-        return (step, metrics[_METRIC]) if metrics else None
+        return (step, metrics[METRIC]) if metrics else None
 
     def improves(self, eval_loss: float) -> bool:
         """Says whether a validation loss is below that of every checkpoint so far."""
@@ -172,7 +172,7 @@ class Checkpointer:
                     ),
                     digests=ocp.args.JsonSave({}),
                 ),
-                metrics=None if scores is None else {_METRIC: scores[_METRIC]},
+                metrics=None if scores is None else {METRIC: scores[METRIC]},
             )
             if not saved:
                 raise OSError("Orbax has declined to save it")
@@ -180,7 +180,7 @@ class Checkpointer:
             self._recover(error)
             return
         if scores is not None:
-            self._lowest_loss = min(self._lowest_loss, scores[_METRIC])
+            self._lowest_loss = min(self._lowest_loss, scores[METRIC])
 
     def restore(self, step: int, state: TrainState) -> TrainState:
         """Restores a state.

@@ -1,12 +1,20 @@
 """The folders of a run's checkpoints: which there are, and which are whole."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpt2.errors import MALFORMED
 from gpt2.utils import digests, files
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
 ITEMS = ("params", "rest", "layout", "metrics")
+METRIC = "eval/loss"  # by which the best checkpoint is known
+# The file, the key and the type of what each item in JSON holds.
+_JSON = {
+    "layout": ("layout/metadata", "scan_layers", bool),
+    "metrics": ("metrics/metrics", METRIC, float),
+}
 
 
 def latest_step(workdir: Path | str) -> int | None:
@@ -14,10 +22,13 @@ def latest_step(workdir: Path | str) -> int | None:
     return max(saved_steps(workdir), default=None)
 
 
-def newest_whole_step(workdir: Path | str, after: int = -1) -> int | None:
-    """Returns the newest step beyond `after` whose checkpoint agrees with its digests, or None."""
+def newest_whole_step(workdir: Path | str, after: int = -1, *, read: bool = True) -> int | None:
+    """Returns the newest step beyond `after` whose checkpoint is whole, or None.
+
+    `read` is as for `find_damage`.
+    """
     steps = sorted((step for step in saved_steps(workdir) if step > after), reverse=True)
-    return next((step for step in steps if not find_damage(workdir, step)), None)
+    return next((step for step in steps if not find_damage(workdir, step, read=read)), None)
 
 
 def set_aside(workdir: Path, after: int) -> list[Path]:
@@ -64,16 +75,29 @@ def find_damage(
         read: compare what the files hold too, not their sizes alone.
 
     Returns:
-        What is wrong with it, or an empty text. Checkpoints of a version that wrote no digests are
-        not looked at.
+        What is wrong with it, or an empty text. Of checkpoints of a version that wrote no digests,
+        the arrays are not looked at.
     """
     folder = Path(workdir) / "checkpoints" / str(step)
     if not (folder / "digests").exists() and _is_older(folder):
-        return ""
+        return _find_malformed(folder, items)
     saved = digests.read_sealed(folder / "digests" / "digests")
     if saved is None:
         return "digests/digests is missing or was altered"
     return digests.find_damage(folder, of_items(saved["files"], items), read=read)
+
+
+def _find_malformed(folder: Path, items: Sequence[str]) -> str:
+    """Returns which JSON of a checkpoint holds something else than it should, or an empty text."""
+    for file, key, kind in (_JSON[item] for item in items if item in _JSON):
+        if (folder / file).exists():  # scores are of validated states alone
+            try:
+                whole = type(json.loads((folder / file).read_text("utf-8"))[key]) is kind
+            except MALFORMED:
+                whole = False
+            if not whole:
+                return f"{file} holds no {key}"
+    return ""
 
 
 def _is_older(checkpoint: Path) -> bool:

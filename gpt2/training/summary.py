@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from gpt2.data.dataset import Dataset
+from gpt2.config import Config
 from gpt2.launch import describe_settings
 from gpt2.model import num_params
 from gpt2.parallel.inspect import describe_spread
@@ -17,22 +17,22 @@ from gpt2.utils.text import counted, format_bytes, format_count
 
 
 def describe_run(
-    program: Program, dataset: Dataset, train_step: CompiledStep, workdir: Path, start: int
+    program: Program, feed: Feed, train_step: CompiledStep, workdir: Path, start: int
 ) -> dict[str, dict[str, str]]:
     """Returns the text of the screen before the loop: sections of names and values.
 
     Args:
         program: of the run.
-        dataset: the prepared corpus.
+        feed: of the run.
         train_step: the program's, compiled.
         workdir: where the run lives.
         start: the step from which it continues, 0 for a new run.
     """
-    config, params = program.config, program.state_shapes.params
+    config, dataset, params = program.config, feed.dataset, program.state_shapes.params
     model, train, device = config.model, config.train, jax.devices()[0]
     layers = "scanned" if config.memory.scan_layers else "unrolled"
     remat = f", remat {config.memory.remat}" if config.memory.remat != "none" else ""
-    tokens, warmup = config.tokens_per_step, config.optim.warmup(train.num_steps)
+    tokens = config.tokens_per_step
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
     flops = tokens * model_flops_per_token(program.model.config)
     compiled = f"{format_count(train_step.flops)} a device" if train_step.flops else "unknown"
@@ -69,11 +69,50 @@ def describe_run(
         },
         "run": {
             "steps": (f"{start} (continued) to " if start else "") + str(train.num_steps),
-            "warm-up": counted(warmup, "step")
-            + (", more than the run has" if warmup > train.num_steps else ""),
-            "workdir": str(workdir),
-        },
+            "warm-up": _describe_warmup(config),
+            "validated": f"{_describe_times(train.eval_every, train.num_steps)}, on "
+            + ("the whole split" if feed.eval_is_whole else _describe_part(feed)),
+            "saved": _describe_times(train.checkpoint_every, train.num_steps)
+            + ", and after each validation that is the best so far",
+            "logged": _describe_times(train.log_every, train.num_steps),
+        }
+        | ({"trace": _describe_trace(config, start)} if config.logging.profile_steps else {})
+        | {"workdir": str(workdir)},
     } | describe_spread(params, train_step.text())
+
+
+def _describe_warmup(config: Config) -> str:
+    num_steps, warmup = config.train.num_steps, config.optim.warmup(config.train.num_steps)
+    if warmup < num_steps:
+        return counted(warmup, "step")
+    what = "all of the run" if warmup == num_steps else "more than the run has"
+    return f"{counted(warmup, 'step')}, {what}: optim.schedule and its rates are never reached"
+
+
+def _describe_times(every: int, num_steps: int) -> str:
+    """Says at which steps something is done that recurs, and is done at the end in any case."""
+    if not every or every == num_steps:
+        return "at the end"
+    if every > num_steps:
+        return f"at the end ({counted(every, 'step')} are more than the run has)"
+    if every == 1:
+        return "at every step"
+    return f"every {counted(every, 'step')}" + (" and at the end" if num_steps % every else "")
+
+
+def _describe_part(feed: Feed) -> str:
+    number = "" if feed.num_eval_batches == 1 else f" {feed.num_eval_batches}"
+    return f"the first{number} of the split's batches"
+
+
+def _describe_trace(config: Config, start: int) -> str:
+    """Says which steps the profiler traces, counted from 0, if it is asked for any."""
+    begin, asked = config.logging.profile_start, config.logging.profile_steps
+    traced = range(max(begin, start), min(begin + asked, config.train.num_steps))
+    if not traced:
+        return f"none: the run continues from step {start}, after those of logging.profile_start"
+    missing = f", {len(traced)} of the {asked} asked for" if len(traced) < asked else ""
+    return f"steps {traced[0]} to {traced[-1]}{missing}"
 
 
 def describe_results(scores: Mapping[str, float], feed: Feed, clock: StepClock) -> str:
@@ -90,5 +129,5 @@ def describe_results(scores: Mapping[str, float], feed: Feed, clock: StepClock) 
         zlib = f"zlib -9 needs {feed.dataset.zlib_bits_per_byte:.3f} for the same text"
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte ({zlib})"
     if not feed.eval_is_whole:
-        line += f", on the first {feed.num_eval_batches} of the split's batches"
+        line += f", on {_describe_part(feed)}"
     return f"time: {time}\n{line}"

@@ -59,7 +59,7 @@ _FILES = (
     *("config.json", _DATA, _TOKENIZER, "environment.jsonl", "metrics.jsonl", _LOCK),
     *("loss.png", "samples.txt", SHARDING),
 )
-_FOLDERS = ("checkpoints", "damaged", "tensorboard")
+_FOLDERS = ("checkpoints", "damaged", "tensorboard", "profile")
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -84,13 +84,13 @@ def check_options(workdir: Path, config: Config) -> None:
                 f"{workdir} holds files that do not belong to a run", "Give another --workdir"
             )
         return
-    latest, saved = latest_step(workdir), load_config(workdir)
+    latest, saved = newest_whole_step(workdir, read=False), load_config(workdir)
     if latest == 0:
         raise UserError(
             f"{workdir} holds imported weights, not a run to continue",
             f"Start a run with --config.train.init_from=run:{workdir} and another --workdir",
         )
-    if latest is None and _had_checkpoint(workdir, saved):
+    if not saved_steps(workdir) and _had_checkpoint(workdir, saved):
         raise UserError(
             f"{workdir} holds a run whose checkpoints are gone; a new run would erase its metrics",
             "Restore a checkpoint; to start anew, remove the workdir or give another --workdir",
@@ -142,7 +142,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
         saved = _tokenizer_of(workdir / _TOKENIZER)
     differing = differing_data(saved, found)
     if differing:
-        other = "tokenizer_sha256" in differing
+        other = differing & {"tokenizer", "tokenizer_sha256"}
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
         raise UserError(
             f"{name} names is no longer what {workdir} was trained on",
