@@ -27,9 +27,9 @@ from gpt2.generate import sample_texts
 from gpt2.parallel import distributed, gather
 from gpt2.parallel.inspect import visualize
 from gpt2.parallel.stop import StopSignal
+from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.metrics import MetricsWriter, check_wandb
 from gpt2.telemetry.plots import plot_losses
-from gpt2.telemetry.profiler import Profiler
 from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.reporter import Reporter, Writer
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
@@ -159,9 +159,8 @@ def train(
     validate = Validator(eval_step, feed)
     writers = make_writers(config, workdir, start) or []  # in the first process alone
     reporter = Reporter(writers, clock, log_every=config.train.log_every, num_steps=num_steps)
-    profiler = Profiler(
-        workdir / "profile", config.logging.profile_start, config.logging.profile_steps
-    )
+    traced = config.logging.profile_start, config.logging.profile_steps
+    profiler = Profiler(workdir / "profile", *traced, train_step.text)
     batches = feed.train_batches(start, num_steps)
 
     # Metrics are read a step late, so that the devices never wait for the host.
@@ -171,7 +170,8 @@ def train(
             for step in range(start + 1, num_steps + 1):
                 with clock.phase("data wait"):
                     batch = next(batches)
-                profiler.step(step - 1, state)
+                with clock.phase("profile"):
+                    profiler.step(step - 1, state)
                 state, metrics = train_step(state, batch)
                 reporter.step(step, metrics)
 
