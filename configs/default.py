@@ -176,7 +176,7 @@ def get_config() -> ConfigDict:
             tensorboard=True,
             wandb=False,
             profile_start=0,  # first step of the trace, counted from 0
-            profile_steps=0,  # steps in the trace; 0: none
+            profile_steps=0,  # steps in the trace and on the page profile/profile.md; 0: none
         )
     )
     return config

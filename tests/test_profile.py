@@ -108,6 +108,29 @@ def test_slices_count_what_they_read_and_write_of_an_array():
     assert text.operations["cut"].source == "model/block.py:42"  # not the library's line
 
 
+SMALL_CALL = """HloModule jit_step
+
+%looped (p: f32[32]) -> f32[32] {
+  %p = f32[32]{0} parameter(0)
+  ROOT %while.1 = f32[32]{0} while(%p), condition=%c, body=%b
+}
+
+ENTRY %main (x: f32[32]) -> f32[32] {
+  %x = f32[32]{0} parameter(0)
+  ROOT %call = f32[32]{0} call(%x), to_apply=%looped, frontend_attributes={xla_cpu_small_call="true"}, metadata={op_name="jit(step)/planted/while"}
+}
+"""  # noqa: E501
+
+
+def test_a_loop_that_is_one_kernel_is_named_as_a_loop():
+    text = ProgramText(SMALL_CALL)
+    assert text.operations["call"].kind == "loop" and not text.containers
+    charged = account(trace_of(ran("call", 0.0, 2.0)), text)
+    (cause,) = find_causes(charged, text, Machine())
+    assert (cause.name, cause.seconds) == ("loop of tiny operations", 2.0)
+    assert cause.where == "`call`, planted"
+
+
 @pytest.mark.parametrize(
     "path, part",
     [

@@ -152,22 +152,17 @@ def _runs(own: list[Ran]) -> list[tuple[float, float]]:
 
 
 def _leaves(operations: list[Ran], program: ProgramText | None) -> list[Ran]:
-    """Returns operations without loops and calls that hold others of the list."""
-    inner: defaultdict[tuple[int, int], list[Ran]] = defaultdict(list)
-    for ran in operations:
-        inner[ran.device, ran.run].append(ran)
-    has_inner = {operation.loop for operation in program.operations.values()} if program else set()
+    """Returns operations without the loops and calls that hold others."""
+    if program:
+        return [ran for ran in operations if ran.name not in program.containers]
+    following: dict[int, float] = {}  # start of the next operation, by lane
     leaves = []
-    for members in inner.values():
-        starts = [ran.start for ran in members]
-        for number, ran in enumerate(members):
-            if not ran.name.startswith(CONTAINERS):
-                leaves.append(ran)
-            elif ran.name in has_inner:
-                continue
-            elif number + 1 == len(members) or starts[number + 1] >= ran.end:
-                leaves.append(ran)
-    return sorted(leaves, key=lambda ran: ran.start)
+    for ran in reversed(operations):
+        holds_others = following.get(ran.lane, ran.end) < ran.end
+        if not (ran.name.startswith(CONTAINERS) and holds_others):
+            leaves.append(ran)
+        following[ran.lane] = ran.start
+    return leaves[::-1]
 
 
 def _is_short(ran: Ran) -> bool:

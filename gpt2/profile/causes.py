@@ -149,18 +149,23 @@ def find_loops(account: Account, program: ProgramText) -> list[Loop]:
 
 
 def _tiny_loops(account: Account, program: ProgramText) -> list[Cause]:
-    return [
-        Cause(
-            "loop of tiny operations",
+    found = [
+        (
             loop.seconds,
             f"`{loop.source or loop.name}`, {loop.part}",
             f"it runs {loop.turns:,.0f} turns and {loop.operations:,.0f} operations, which take "
             f"{1e6 * loop.seconds / loop.operations:.1f} µs each with the time between them",
-            "Do the work of many turns at once, as one operation on a larger array.",
         )
         for loop in find_loops(account, program)
         if loop.short_seconds > 0.5 * loop.seconds
     ]
+    for name, cost in account.operations.items():
+        operation = program.operations.get(name)
+        if operation and operation.kind == "loop":
+            place = f"`{operation.source or name}`, {operation.part}"
+            found.append((cost.seconds, place, "it runs as one kernel, on few values at a time"))
+    help = "Do the work of many turns at once, as one operation on a larger array."
+    return [Cause("loop of tiny operations", *each, help) for each in found]
 
 
 def _slow_operations(account: Account, program: ProgramText, machine: Machine) -> list[Cause]:
@@ -169,8 +174,8 @@ def _slow_operations(account: Account, program: ProgramText, machine: Machine) -
         operation = program.operations.get(name)
         if operation is None or cost.seconds < 0.05 * account.seconds:
             continue
-        if cost.short_seconds > 0.5 * cost.seconds:
-            continue  # it is not slow, but often
+        if operation.kind == "loop" or cost.short_seconds > 0.5 * cost.seconds:
+            continue  # a loop is named as such, and what is short runs often
         limits = machine.limits(operation.flops, operation.dtype, operation.bytes)
         least = cost.count * max(limits)
         if 0 < least < _FAR * cost.seconds:

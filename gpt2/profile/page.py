@@ -302,7 +302,7 @@ def _notes(rows: Sequence[tuple[Operation, Cost]], charged: Account) -> str:
         "- The limit of an operation is the larger of FLOPs of its products over the rate of "
         "products, and bytes of its operands and results over that of memory. Operands in a cache "
         "let it pass 100%.\n"
-        "- `loss` is computed in `head` with its own gradient, which therefore counts as forward."
+        "- The loss computes its gradient beside itself: both count as `head forward`."
     )
 
 

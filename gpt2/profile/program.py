@@ -34,6 +34,7 @@ _MOVES = {
     *("copy", "transpose", "reshape", "slice", "concatenate", "pad"),
     *("dynamic-slice", "dynamic-update-slice", "broadcast", "reverse", "gather", "convert"),
 }
+_SMALL_CALL = 'xla_cpu_small_call="true"'
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Levels of an operation's path that JAX or the trainer add, and that name no part of the model.
 _WRAPPER = re.compile(
@@ -48,7 +49,8 @@ class Operation:
 
     Attributes:
         name: of the instruction, which a trace gives too.
-        kind: product, reduction, fusion, copy, collective or other.
+        kind: product, reduction, fusion, copy, collective, other, or loop: a small loop that
+            XLA:CPU compiles into one kernel.
         part: a named scope such as `attention`, or a module outside all scopes.
         phase: forward, backward, or empty outside of differentiation.
         path: scopes and modules around it, and JAX's name for it; may be empty.
@@ -83,6 +85,7 @@ class ProgramText:
         module: its name, which a trace gives too.
         operations: by name.
         loops: FILE:LINE and turns (None: unknown) of each loop, by name.
+        containers: names of loops and calls, whose time is that of operations inside.
 
     Raises:
         ValueError: this is no HLO text.
@@ -102,6 +105,7 @@ class ProgramText:
         self._shapes = {i.name: i.shape for each in self._found.values() for i in each}
         self.operations: dict[str, Operation] = {}
         self.loops: dict[str, tuple[str, int | None]] = {}
+        self.containers: set[str] = set()
         self._walk(entry, times=1, loop="", around=("other", ""))
 
     def _walk(self, computation: str, times: int, loop: str, around: tuple[str, str]) -> None:
@@ -110,7 +114,8 @@ class ProgramText:
             name, turns = instruction.name, 1
             if instruction.opcode in _FREE:
                 continue
-            if instruction.opcode in CONTAINERS:
+            if instruction.opcode in CONTAINERS and _SMALL_CALL not in instruction.line:
+                self.containers.add(name)
                 inner, where = loop, around
                 if instruction.opcode == "while":
                     inner, where = name, part_of(instruction.line)
@@ -141,7 +146,9 @@ class ProgramText:
             part, phase = names.most_common(1)[0][0] if names else around
         return Operation(
             instruction.name,
-            _kind({i.opcode for i in inside}, flops > 0),
+            "loop"
+            if _SMALL_CALL in instruction.line
+            else _kind({i.opcode for i in inside}, flops > 0),
             part,
             phase,
             _path(instruction.line),
