@@ -1,6 +1,7 @@
 """Charges each moment of the traced steps to an operation, a loop, or what devices wait for."""
 
 import dataclasses
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -25,7 +26,7 @@ class Cost:
     Attributes:
         seconds: per step. Operations that run at once share the time.
         count: runs per step.
-        short_seconds: of `seconds`, those of operations shorter than `SHORT`.
+        short_seconds: of `seconds`, those of operations mostly shorter than `SHORT`.
     """
 
     seconds: float = 0.0
@@ -40,7 +41,8 @@ class Account:
     Attributes:
         steps: how many were traced, and their numbers if the trace tells.
         operations: by name.
-        between: inside a step, while no operation runs; by loop, "" outside of loops.
+        between: inside a step, while no operation runs; by loop, "" outside of loops. What
+            interrupts short operations, such as another process, is outside.
         around_short: of `between` outside of loops, short moments beside a short operation.
         gaps: between two steps, by what the devices wait for and the line of Python, with its
             source.
@@ -100,7 +102,7 @@ def account(trace: Trace, program: ProgramText | None) -> Account:
     others: defaultdict[str, float] = defaultdict(float)
     between: defaultdict[str, float] = defaultdict(float)
     gaps: defaultdict[tuple[str, str, str], float] = defaultdict(float)
-    around_short = 0.0
+    around_short, short = 0.0, _short_names([ran for ran in leaves if ran.module == module])
     for ran in leaves:
         if ran.module == module:
             operations[ran.name].count += 1 / steps
@@ -110,7 +112,7 @@ def account(trace: Trace, program: ProgramText | None) -> Account:
         for ran in mine:
             cost = operations[ran.name]
             cost.seconds += seconds / len(mine) / steps
-            if _is_short(ran):
+            if ran.name in short:
                 cost.short_seconds += seconds / len(mine) / steps
         if mine:
             continue
@@ -122,11 +124,16 @@ def account(trace: Trace, program: ProgramText | None) -> Account:
         else:
             around = [ran for ran in (last, following) if ran]
             inside = {loops.get(ran.name, "") for ran in around}
-            loop = inside.pop() if len(inside) == 1 else ""
+            loop = inside.pop() if len(inside) == 1 and seconds < SHORT else ""
             between[loop] += seconds / steps
             # A longer moment is no price of an operation: other processes take the cores too.
-            if not loop and seconds < SHORT and any(_is_short(ran) for ran in around):
+            if not loop and seconds < SHORT and any(ran.name in short for ran in around):
                 around_short += seconds / steps
+    for name, seconds in _interruptions(leaves, module, short).items():
+        seconds = min(seconds / steps, operations[name].short_seconds)
+        operations[name].seconds -= seconds
+        operations[name].short_seconds -= seconds
+        between[""] += seconds
     recording = _take_off(between, operations, loops) if trace.on_host else 0.0
     return Account(
         steps,
@@ -165,8 +172,21 @@ def _leaves(operations: list[Ran], program: ProgramText | None) -> list[Ran]:
     return leaves[::-1]
 
 
-def _is_short(ran: Ran) -> bool:
-    return ran.end - ran.start < SHORT
+def _short_names(leaves: list[Ran]) -> set[str]:
+    """Returns the operations of which most runs are short; another process may prolong some."""
+    durations: defaultdict[str, list[float]] = defaultdict(list)
+    for ran in leaves:
+        durations[ran.name].append(ran.end - ran.start)
+    return {name for name, each in durations.items() if statistics.median(each) < SHORT}
+
+
+def _interruptions(leaves: list[Ran], module: str, short: set[str]) -> dict[str, float]:
+    """Returns the seconds by which another process prolonged short operations, by name."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for ran in leaves:
+        if ran.module == module and ran.name in short:
+            found[ran.name] += max(0.0, ran.end - ran.start - 2 * SHORT)
+    return found
 
 
 def _moments(

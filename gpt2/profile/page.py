@@ -108,7 +108,7 @@ def describe_program(program: ProgramText, machine: Machine) -> str:
         [
             (
                 part,
-                f"{flops / 1e9:,.2f}",
+                _giga(flops),
                 f"{size / 1e9:,.3f}",
                 _ms(products),
                 _ms(memory),
@@ -123,8 +123,8 @@ def describe_program(program: ProgramText, machine: Machine) -> str:
         "\n\n".join(
             [
                 f"# What {program.module} needs",
-                f"**{counted(count, 'operation')}, {whole[0] / 1e9:,.2f} GFLOP of products, "
-                f"{whole[1] / 1e9:,.2f} GB: at least {_ms(max(whole[2:]))} on {_rates(machine)}.**",
+                f"**{counted(count, 'operation')}, {_giga(whole[0])} GFLOP of products, "
+                f"{_giga(whole[1])} GB: at least {_ms(max(whole[2:]))} on {_rates(machine)}.**",
                 table,
                 "Per call and device. Bytes are those of operands and results, as if no cache held "
                 "them."
@@ -230,7 +230,7 @@ def _groups(
                 _ms(seconds),
                 f"{seconds / charged.seconds:.1%}",
                 f"{count:,.0f}",
-                f"{flops / 1e9:,.2f}",
+                _giga(flops),
                 f"{size / 1e9:,.3f}",
                 f"{least / seconds:.0%}" if least and seconds else "",
             )
@@ -327,6 +327,10 @@ def _rates(machine: Machine) -> str:
         return f"a {machine.device} whose rates are not known"
     products = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {t}" for t, rate in machine.flops.items())
     return f"{machine.device} ({products}, {machine.bandwidth / 1e9:,.0f} GB/s; {machine.source})"
+
+
+def _giga(number: float) -> str:
+    return f"{number / 1e9:,.{0 if number >= 1e12 else 2}f}"
 
 
 def _ms(seconds: float) -> str:
