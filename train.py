@@ -27,9 +27,9 @@ from gpt2.parallel import distributed, gather
 from gpt2.parallel.drawing import check_picture
 from gpt2.parallel.stop import StopSignal
 from gpt2.planning import command as planning
+from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.metrics import MetricsWriter, check_wandb
 from gpt2.telemetry.plots import plot_losses
-from gpt2.telemetry.profiler import Profiler
 from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.reporter import Reporter, Writer
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
@@ -164,9 +164,8 @@ def train(
         num_steps=num_steps,
         skip_bad_steps=config.train.skip_bad_steps,
     )
-    profiler = Profiler(
-        workdir / "profile", config.logging.profile_start, config.logging.profile_steps
-    )
+    traced = config.logging.profile_start, config.logging.profile_steps
+    profiler = Profiler(workdir / "profile", *traced, train_step.text)
     watchdog = Watchdog(clock, config.train.hang_seconds)
     batches = feed.train_batches(start, num_steps)
 
@@ -180,7 +179,8 @@ def train(
             for step in range(start + 1, num_steps + 1):
                 with clock.phase("data wait"):
                     batch = next(batches)
-                profiler.step(step - 1, state)
+                with clock.phase("profile"):
+                    profiler.step(step - 1, state)
                 statistics = watch(step, state, batch)
                 state, metrics = train_step(state, batch)
                 reporter.step(step, metrics, feed.epoch_end(step), statistics)

@@ -9,13 +9,11 @@ import sys
 import time
 import types
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gpt2.errors import UserError
-from gpt2.telemetry import metrics, plots, profiler, progress
+from gpt2.telemetry import metrics, plots, progress
 from gpt2.utils import text
 
 
@@ -368,35 +366,3 @@ def test_smoothing_keeps_a_straight_line_straight():
     line = [3.0 * i for i in range(50)]
     assert plots._smooth(line, window=9)[:-4] == pytest.approx(line[:-4])
     assert np.std(plots._smooth([0.0, 1.0] * 25, window=9)[5:-5]) < 0.1
-
-
-def test_trace_holds_the_named_steps_and_no_others(tmp_path):
-    step = jax.jit(lambda x: x @ x)
-    x = step(jnp.ones((16, 16)))
-    with profiler.Profiler(tmp_path, start=3, steps=2) as profile:
-        for number in range(1, 8):
-            profile.step(number, x)
-            x = step(x)
-    traces = list(tmp_path.rglob("*.xplane.pb"))
-    assert len(traces) == 1
-    data = jax.profiler.ProfileData.from_file(str(traces[0]))
-    numbers = {
-        dict(event.stats)["step_num"]
-        for plane in data.planes
-        for line in plane.lines
-        for event in line.events
-        if event.name == "train"
-    }
-    assert numbers == {3, 4}
-
-
-def test_run_that_ends_within_the_trace_still_writes_it(tmp_path):
-    with profiler.Profiler(tmp_path, start=1, steps=100) as profile:
-        profile.step(1, jnp.ones(()))
-    assert list(tmp_path.rglob("*.xplane.pb"))
-
-
-def test_no_trace_unless_asked_for(tmp_path):
-    with profiler.Profiler(tmp_path / "profile", start=0, steps=0) as profile:
-        profile.step(0, jnp.ones(()))
-    assert not (tmp_path / "profile").exists()

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import resource
 import sys
 import tempfile
@@ -16,13 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.profiler import ProfileData
 
 from gpt2.benchmark.case import make_config
 from gpt2.benchmark.turns import serve
 from gpt2.config import DataConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
+from gpt2.profile.program import SCOPES, ProgramText
+from gpt2.profile.trace import find_trace, read_trace
 from gpt2.telemetry.throughput import (
     forget_measured_peak,
     model_flops_per_token,
@@ -31,9 +31,6 @@ from gpt2.telemetry.throughput import (
     total_peak_flops,
 )
 from gpt2.training.program import Program, resolve_attention
-
-# The named scopes of the model and of the step.
-SCOPES = ("attention", "mlp", "head", "optimizer")
 
 
 class Work:
@@ -72,13 +69,13 @@ class Work:
             jax.profiler.start_trace(directory, profiler_options=options)
             self.step()
             jax.profiler.stop_trace()
-            trace = ProfileData.from_file(str(next(Path(directory).rglob("*.xplane.pb"))))
-        scopes = _scopes(self._compiled.text())
+            trace = read_trace(find_trace(Path(directory)))
+        operations = ProgramText(self._compiled.text()).operations
         seconds: defaultdict[str, float] = defaultdict(float)
-        for event in (e for plane in trace.planes for line in plane.lines for e in line.events):
-            operation = dict(event.stats).get("hlo_op")
-            if operation in scopes:
-                seconds[scopes[operation]] += event.duration_ns
+        for ran in trace.operations:
+            if ran.name in operations:
+                part = operations[ran.name].part
+                seconds[part if part in SCOPES else "other"] += ran.end - ran.start
         ranked = sorted(seconds.items(), key=lambda item: -item[1])
         return {scope: time / sum(seconds.values()) for scope, time in ranked}
 
@@ -184,18 +181,6 @@ def _batch(case: dict[str, Any]) -> dict[str, np.ndarray]:
     shape = (2, case["batch_size"], case["context_length"])
     tokens, targets = np.random.default_rng(0).integers(0, case["vocab_size"], shape, np.int32)
     return {"tokens": tokens, "targets": targets}
-
-
-def _scopes(program: str) -> dict[str, str]:
-    """Returns the scope of each operation of a compiled program; of loops, those inside."""
-    scopes = {}
-    for line in program.splitlines():
-        name = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
-        if name and not re.search(r" (while|call|conditional)\(", line):
-            path = re.search(r'op_name="([^"]*)"', line)
-            parts = re.split(r"[/()]", path[1]) if path else ()
-            scopes[name[1]] = next((scope for scope in SCOPES if scope in parts), "other")
-    return scopes
 
 
 if __name__ == "__main__":

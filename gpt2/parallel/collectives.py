@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from gpt2.utils.hlo import arrays_in, bytes_of, called_by, split_computations, turns_of
+
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -52,7 +54,7 @@ def collectives(text: str) -> list[Collective]:
         text: optimised HLO, from `CompiledStep.text()`; synchronous or with `-start` and `-done`.
     """
     num_devices = _num_devices(text)
-    computations, entry = _computations(text)
+    computations, entry = split_computations(text)
     found = []
 
     def walk(name: str, times: int, unknown: bool, after: list[str]) -> None:
@@ -74,11 +76,11 @@ def collectives(text: str) -> list[Collective]:
                     )
                 continue
             if " while(" not in line:
-                for called in _called(line):
+                for called in called_by(line):
                     walk(called, times, unknown, lines[i + 1 :])
                 continue
-            turns = _turns(line, computations)
-            for called in _called(line):
+            turns = turns_of(line, computations)
+            for called in called_by(line):
                 walk(called, times * (turns or 1), unknown or turns is None, [])
 
     walk(entry, 1, False, [])
@@ -95,14 +97,8 @@ def summarize(found: Iterable[Collective]) -> dict[str, tuple[int, int, float]]:
 
 
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
-_ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 # A reduce-scatter of a TPU is a fusion that holds an all-reduce, and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLED = re.compile(
-    r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
-    r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
-)
 
 
 def _until_done(
@@ -121,7 +117,7 @@ def _until_done(
         again = [
             other
             for other in after
-            for called in _called(other)
+            for called in called_by(other)
             if any(
                 "chain_id=" in x and shape and f" = {shape[1].partition('{')[0]}" in x
                 for x in computations.get(called, ())
@@ -156,41 +152,6 @@ def _starts_chain(lines: list[str]) -> bool:
     return re.search(r"= \(.*\) custom-call\(", root) is not None
 
 
-def _turns(line: str, computations: dict[str, list[str]]) -> int | None:
-    """Returns how often a loop runs, or None.
-
-    Programs for TPUs do not say it. There the condition compares the number of the turn, which
-    `lax.scan` counts from 0, to a constant.
-    """
-    if trips := _TRIP_COUNT.search(line):
-        return int(trips[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    lines = computations.get(condition[1], []) if condition else []
-    root = next((line for line in lines if line.lstrip().startswith("ROOT")), "")
-    limit = re.search(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", root)
-    values = (
-        re.search(rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)", x) for x in lines if limit
-    )
-    return next((int(value[1]) for value in values if value), None)
-
-
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Returns the lines of every computation by name, and the name of the entry."""
-    computations: dict[str, list[str]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            current = computations.setdefault(header.group(2), [])
-            entry = header.group(2) if header.group(1) else entry
-        elif current is not None:
-            current.append(line)
-    return computations, entry
-
-
-def _called(line: str) -> list[str]:
-    return [name.strip("%{} ") for group in _CALLED.findall(line) for name in group.split(",")]
-
-
 def _num_devices(text: str) -> int:
     """Returns how many devices the program runs on, from the line that names the module."""
     header = text.partition("\n")[0]
@@ -199,10 +160,7 @@ def _num_devices(text: str) -> int:
 
 
 def _parse(line: str, result: str, kind: str, start: str | None, *, num_devices: int) -> Collective:
-    sizes = [
-        _bits(dtype) // 8 * math.prod(int(dim) for dim in dims.split(",") if dim)
-        for dtype, dims in _ARRAY.findall(result)
-    ]
+    sizes = [bytes_of(*array) for array in arrays_in(result)]
     group = _first_group(line, kind, num_devices)
     total = sum(sizes)
     if kind == "reduce-scatter" and not start:
@@ -212,11 +170,6 @@ def _parse(line: str, result: str, kind: str, start: str | None, *, num_devices:
     elif kind == "collective-permute" and start:
         total = sizes[0]  # operands are part of this result too, with two words of state
     return Collective(kind, group, total)
-
-
-def _bits(dtype: str) -> int:
-    """Returns the width of an HLO type: f32, bf16, u8, f8e4m3fn, pred."""
-    return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
 
 
 def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:

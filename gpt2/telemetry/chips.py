@@ -5,15 +5,17 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """Dense matrix-product peaks of one JAX device, in TFLOP/s.
+    """Dense matrix-product peaks of one JAX device, in TFLOP/s, and of its memory, in GB/s.
 
     `half` is bfloat16 and float16 with float32 accumulation; `single` what JAX runs for float32 at
     default precision: TF32 tensor cores on NVIDIA from Ampere on, bfloat16 passes on TPU.
+    `memory` is bytes read and written.
     """
 
     pattern: str  # found, case ignored, in `device.device_kind`; the first row that matches counts
     half: float
     single: float
+    memory: float
     source: str
     has_bfloat16: bool = True  # else it runs in float32
 
@@ -52,34 +54,34 @@ class Board(NamedTuple):
 
 # Data sheets give NVIDIA's tensor-core figures with sparsity; these are half of those.
 _CHIPS = (
-    Chip("GB200", 2500.0, 1250.0, "NVIDIA GB200 NVL72 data sheet"),
-    Chip("B200", 2250.0, 1125.0, "NVIDIA HGX B200 data sheet"),
-    Chip("H200 NVL", 835.5, 417.5, "NVIDIA H200 data sheet"),
-    Chip("H200", 989.5, 494.5, "NVIDIA H200 data sheet"),
-    Chip("GH200", 989.5, 494.5, "NVIDIA GH200 data sheet"),
-    Chip("H100 PCIe", 756.5, 378.0, "NVIDIA H100 data sheet, PCIe"),
-    Chip("H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL"),
-    Chip("H100", 989.5, 494.5, "NVIDIA H100 data sheet, SXM"),
-    Chip("A100.*40GB", 312.0, 156.0, "NVIDIA A100 data sheet, 40 GB"),
-    Chip("A100", 312.0, 156.0, "NVIDIA A100 data sheet, 80 GB"),
-    Chip("A10G", 70.0, 35.0, "NVIDIA A10G data sheet"),
-    Chip("L40S", 362.0, 183.0, "NVIDIA L40S data sheet"),
-    Chip("L40", 181.0, 90.5, "NVIDIA L40 data sheet"),
-    Chip("L4", 121.0, 60.0, "NVIDIA L4 data sheet"),
-    Chip("T4", 65.0, 8.1, "NVIDIA T4 data sheet", has_bfloat16=False),
-    Chip("V100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet, PCIe", has_bfloat16=False),
-    Chip("V100", 125.0, 15.7, "NVIDIA V100 data sheet, SXM2", has_bfloat16=False),
-    Chip("RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper"),
-    Chip("RTX 3090", 71.0, 35.6, "NVIDIA GA102 architecture white paper"),
-    Chip("TPU7", 1153.5, 1153.5, "Google Cloud TPU7x page; half a chip, one JAX device"),
-    Chip("TPU v6", 918.0, 918.0, "Google Cloud TPU v6e page"),
-    Chip("TPU v5 lite", 197.0, 197.0, "Google Cloud TPU v5e page"),
-    Chip("TPU v5e", 197.0, 197.0, "Google Cloud TPU v5e page"),
-    Chip("TPU v5", 459.0, 459.0, "Google Cloud TPU v5p page"),
-    Chip("TPU v4 lite", 138.0, 138.0, "Jouppi et al. 2021, table 1 (TPU v4i)"),
-    Chip("TPU v4", 275.0, 275.0, "Google Cloud TPU v4 page"),
-    Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page; half a chip, one JAX device"),
-    Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1; half a chip, one JAX device"),
+    Chip("GB200", 2500.0, 1250.0, 8000.0, "NVIDIA GB200 NVL72 data sheet"),
+    Chip("B200", 2250.0, 1125.0, 8000.0, "NVIDIA HGX B200 data sheet"),
+    Chip("H200 NVL", 835.5, 417.5, 4800.0, "NVIDIA H200 data sheet"),
+    Chip("H200", 989.5, 494.5, 4800.0, "NVIDIA H200 data sheet"),
+    Chip("GH200", 989.5, 494.5, 4000.0, "NVIDIA GH200 data sheet"),
+    Chip("H100 PCIe", 756.5, 378.0, 2000.0, "NVIDIA H100 data sheet, PCIe"),
+    Chip("H100 NVL", 835.5, 417.5, 3900.0, "NVIDIA H100 data sheet, NVL"),
+    Chip("H100", 989.5, 494.5, 3350.0, "NVIDIA H100 data sheet, SXM"),
+    Chip("A100.*40GB", 312.0, 156.0, 1555.0, "NVIDIA A100 data sheet, 40 GB"),
+    Chip("A100", 312.0, 156.0, 2039.0, "NVIDIA A100 data sheet, 80 GB"),
+    Chip("A10G", 70.0, 35.0, 600.0, "NVIDIA A10G data sheet"),
+    Chip("L40S", 362.0, 183.0, 864.0, "NVIDIA L40S data sheet"),
+    Chip("L40", 181.0, 90.5, 864.0, "NVIDIA L40 data sheet"),
+    Chip("L4", 121.0, 60.0, 300.0, "NVIDIA L4 data sheet"),
+    Chip("T4", 65.0, 8.1, 320.0, "NVIDIA T4 data sheet", has_bfloat16=False),
+    Chip("V100-PCIE", 112.0, 14.0, 900.0, "NVIDIA V100 data sheet, PCIe", has_bfloat16=False),
+    Chip("V100", 125.0, 15.7, 900.0, "NVIDIA V100 data sheet, SXM2", has_bfloat16=False),
+    Chip("RTX 4090", 165.2, 82.6, 1008.0, "NVIDIA Ada architecture white paper"),
+    Chip("RTX 3090", 71.0, 35.6, 936.0, "NVIDIA GA102 architecture white paper"),
+    Chip("TPU7", 1153.5, 1153.5, 3690.0, "Google Cloud TPU7x page; half a chip, one JAX device"),
+    Chip("TPU v6", 918.0, 918.0, 1640.0, "Google Cloud TPU v6e page"),
+    Chip("TPU v5 lite", 197.0, 197.0, 819.0, "Google Cloud TPU v5e page"),
+    Chip("TPU v5e", 197.0, 197.0, 819.0, "Google Cloud TPU v5e page"),
+    Chip("TPU v5", 459.0, 459.0, 2765.0, "Google Cloud TPU v5p page"),
+    Chip("TPU v4 lite", 138.0, 138.0, 614.0, "Jouppi et al. 2021, table 1 (TPU v4i)"),
+    Chip("TPU v4", 275.0, 275.0, 1228.0, "Google Cloud TPU v4 page"),
+    Chip("TPU v3", 61.5, 61.5, 450.0, "Google Cloud TPU v3 page; half a chip, one JAX device"),
+    Chip("TPU v2", 23.0, 23.0, 350.0, "Jouppi et al. 2020, table 1; half a chip, one JAX device"),
 )
 
 # From the same pages. `near` is half of what they give for NVLink, or for Cloud TPU's links

@@ -87,6 +87,20 @@ def peak_flops(device: jax.Device, dtype: jnp.dtype | str) -> float | None:
     return chip.peak_flops(jnp.dtype(dtype).name)
 
 
+def peak_bandwidth(device: jax.Device) -> float | None:
+    """Returns the most bytes per second that `device` reads and writes in its memory.
+
+    On a CPU the first call measures it, in about half a second, as for `peak_flops`.
+
+    Returns:
+        Bytes per second, or None for a device that the table does not know.
+    """
+    if device.platform == "cpu":
+        return _measure_cpu_bandwidth() / len(jax.local_devices(backend="cpu"))
+    chip = find_chip(device.device_kind)
+    return 1e9 * chip.memory if chip else None
+
+
 def total_peak_flops(dtype: jnp.dtype | str) -> float | None:
     """Returns `peak_flops` of all devices together, or None if one of them is not known."""
     peaks = [peak_flops(device, dtype) for device in jax.devices()]
@@ -118,13 +132,33 @@ def _measure_cpu_flops(dtype: str) -> float:
         # Accumulation in float32, as everywhere in the model.
         product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
         product(a, b).block_until_ready()
-        seconds: list[float] = []
-        # The shortest time is the least disturbed one.
-        while len(seconds) < 30 and sum(seconds) < 1.0:
-            began = time.perf_counter()
-            product(a, b).block_until_ready()
-            seconds.append(time.perf_counter() - began)
-    return 2 * m * k * n / min(seconds)
+        return 2 * m * k * n / _shortest_seconds(lambda: product(a, b), tries=30, limit=1.0)
+
+
+@functools.cache
+def _measure_cpu_bandwidth() -> float:
+    """Times a sum that reads 128 MB and writes as many, and returns bytes per second."""
+    device = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(device):
+        # In place, since memory that is new to the process is cleared first.
+        add = jax.jit(lambda x: x + 1.0, donate_argnums=0)
+        x = [add(jnp.zeros((2**15, 1024), jnp.float32)).block_until_ready()]
+
+        def run() -> jax.Array:
+            x.append(add(x.pop()))
+            return x[0]
+
+        return 2 * x[0].nbytes / _shortest_seconds(run, tries=10, limit=0.5)
+
+
+def _shortest_seconds(run: Callable[[], jax.Array], *, tries: int, limit: float) -> float:
+    """Returns the time of the least disturbed of up to `tries` runs, in about `limit` seconds."""
+    seconds: list[float] = []
+    while len(seconds) < tries and sum(seconds) < limit:
+        began = time.perf_counter()
+        run().block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 class StepClock:

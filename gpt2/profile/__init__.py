@@ -1,0 +1,1 @@
+"""From a profile to a cause: traces a few steps, and says where their time goes."""
