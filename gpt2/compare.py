@@ -22,7 +22,7 @@ from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import Curve, read_curve, read_reference
 from gpt2.ablate.sweep import load_sweep
 from gpt2.config import load_config
-from gpt2.errors import UserError, require_writable
+from gpt2.errors import UserError, require_writable_file
 from gpt2.utils.text import format_count, format_duration
 
 REFERENCE = flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
@@ -36,7 +36,7 @@ def main(*directories: str) -> None:
     output = Path(OUTPUT.value)
     if output.suffix != ".png":
         raise UserError(f"--output={output} is no PNG file", "Name it like compare.png")
-    require_writable("output", output.parent)
+    require_writable_file("output", output)
     workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
     configs = {name: load_config(members[0]) for name, members in workdirs.items()}
     score, unit = "eval/loss", "nats per token"
@@ -57,6 +57,7 @@ def main(*directories: str) -> None:
         raise UserError("no run has a validation yet", "Wait for one")
     if REFERENCE.value:
         curves |= read_reference(Path(REFERENCE.value))
+    output.parent.mkdir(parents=True, exist_ok=True)
     plot_curves(output, curves, unit)
     width = max(map(len, curves))
     for name, members in curves.items():
@@ -67,6 +68,8 @@ def main(*directories: str) -> None:
 
 def _workdirs(directory: Path) -> dict[str, list[Path]]:
     """Returns the workdirs to draw, by the name of their curve: several for the arm of a sweep."""
+    if (directory / "run" / "config.json").exists():  # the folder of a sweep's run
+        directory = directory / "run"
     if not (directory / "sweep.json").exists():
         load_config(directory)  # refuses what is no run
         return {str(directory): [directory]}

@@ -616,7 +616,10 @@ MISTAKES = [
     (["--workdir=DIR", "--vary=optim.name=lion", "--tune_seeds=2"], "nothing is tuned"),
     (["--workdir=DIR", "--vary=optim.name=lion", "--max_seeds=9"], "it ends --until"),
     (["--workdir=DIR", "--vary=optim.name=lion", "--jobs=999"], "CPU cores"),
-    (["--workdir=DIR", "--report", "--seeds=4"], "--report does not train the sweep"),
+    (
+        ["--workdir=DIR", "--report", "--seeds=4"],
+        "--report trains nothing, and would ignore --seeds. Use",
+    ),
 ]
 
 
@@ -637,4 +640,4 @@ def test_a_report_needs_a_sweep_and_no_options(tmp_path):
     nothing = ablate("--report", f"--workdir={tmp_path}")
     assert nothing.returncode == 2 and "holds no sweep" in nothing.stderr
     ignored = ablate("--report", f"--workdir={tmp_path}", "--config.seed=3")
-    assert "--report would ignore --config.seed" in ignored.stderr
+    assert "--report trains nothing, and would ignore --config.seed" in ignored.stderr

@@ -82,7 +82,7 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL, devices=None):
             dict(parallel__fsdp=512, model__embed_dim=256),
             "embed_dim=256 does not split over .*fsdp=512.*fsdp=256",
         ),
-        (7, dict(parallel__strategy="zero3"), "embed_dim=128 does not .*=7. Use .*strategy=ddp"),
+        (7, dict(parallel__strategy="zero3"), "embed_dim=128 does not .*=7. Use .*ddp .*fsdp=1"),
         (
             6,
             dict(parallel__strategy="megatron"),
@@ -91,8 +91,10 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL, devices=None):
         (
             8,
             dict(parallel__strategy="megatron", model__context_length=65, parallel__tensor=4),
-            "context_length=65 does not split over parallel.tensor=4. Use .*strategy=ddp",
+            "context_length=65 does not split over parallel.tensor=4. Use .*ddp .*tensor=1",
         ),
+        (6, dict(parallel__strategy="ddp", parallel__data=2), "takes 2 devices.*Use .*data=6"),
+        (8, dict(parallel__strategy="zero3", parallel__data=8), "nothing to split: .*=4 .*fsdp=2"),
         (8, dict(data__batch_size=20), "batch_size=20 does not split .*data=8.* Use .*=16"),
         (
             8,
@@ -201,11 +203,20 @@ def test_rules_that_split_a_parameter_twice_are_an_error():
         make_backend(parallel, GPT(SMALL).logical_axes())
 
 
+def test_a_rule_for_what_no_parameter_has_is_an_error():
+    parallel = ParallelConfig(fsdp=2, rules=RulesConfig(position="fsdp"))
+    axes = GPT(dataclasses.replace(SMALL, position="rope")).logical_axes()
+    with pytest.raises(UserError, match=r"rules\.position=fsdp is ignored: no parameter"):
+        make_backend(parallel, axes)
+
+
 def test_layers_cannot_gather_what_rules_split_elsewhere():
     elsewhere = RulesConfig(embed="none", norm="none", table="none", mlp="fsdp", heads="fsdp")
     parallel = ParallelConfig(data=1, fsdp=4, tensor=2, rules=elsewhere, fsdp_gather="layer")
     with pytest.raises(UserError, match=r"gathers nothing: .*Use .*fsdp_gather=step"):
         make_backend(parallel, GPT(SMALL).logical_axes(), gather="layer")
+    auto = dataclasses.replace(parallel, fsdp_gather="auto")
+    assert make_backend(auto, GPT(SMALL).logical_axes(), gather="layer").gather == "step"
 
 
 @pytest.mark.parametrize(

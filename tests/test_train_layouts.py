@@ -120,6 +120,16 @@ def spread(tmp_path_factory):
     return workdir, began, ended, asked_network
 
 
+@pytest.mark.thorough
+def test_a_validation_of_many_batches_ends_on_simulated_devices(tmp_path):
+    """Without a limit on what is dispatched ahead, XLA's devices wait for each other for ever."""
+    options = ["--config.parallel.strategy=zero3", "--config.train.eval_batches=1000"]
+    options += ["--config.data.corpus=synthetic", "--config.train.num_steps=2"]
+    code, stdout, stderr = run(tmp_path / "run", *TINY, *options, devices=4)
+    assert code == 0, stderr
+    assert "validation loss" in stdout
+
+
 @pytest.mark.parametrize(
     "name", ["train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"]
 )

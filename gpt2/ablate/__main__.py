@@ -22,7 +22,7 @@ from statistics import median
 from absl import flags
 
 from gpt2 import cli
-from gpt2.ablate.arms import Arm, make_arms, read_axis, varied_options
+from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_axis, varied_options
 from gpt2.ablate.equal import TERMS, choose_score, equalize, refuse_undone
 from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
 from gpt2.ablate.report import write_report
@@ -34,7 +34,7 @@ from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config
 from gpt2.data.dataset import prepare
-from gpt2.errors import UserError, require_writable
+from gpt2.errors import UserError, require_writable, warn
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import files
 from gpt2.utils.text import counted, format_duration
@@ -72,11 +72,11 @@ _MEASURED_STEPS = 40
 _TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comparison equal
 
 # Flags that each way to call the program would ignore.
+_REPORT_IGNORES = (
+    *("vary", "one_at_a_time", "seeds", "jobs", "index", "scaling", "equal", "tune"),
+    *("tune_seeds", "paired", "until", "max_seeds", "dry_run"),
+)
 _IGNORED = {
-    "report": (
-        *("vary", "one_at_a_time", "seeds", "jobs", "index", "scaling", "equal", "tune"),
-        *("tune_seeds", "paired", "until", "max_seeds", "dry_run"),
-    ),
     "dry_run": ("index",),
     "index": ("jobs", "until", "max_seeds"),
 }
@@ -124,6 +124,8 @@ def _sweep(root: Path) -> int:
         until=UNTIL.value,
         first_num_seeds=SEEDS.value,
     )
+    if note := describe_warmup(config):
+        warn(note)
     if DRY_RUN.value:
         return _dry_run(continued(sweep).with_choices(), slots[0])
     sweep = register(sweep)
@@ -153,13 +155,18 @@ def _check_flags() -> Path:
     """Refuses flags that would be ignored, and returns the workdir."""
     if not WORKDIR.value:
         raise UserError("there is no --workdir", "Name a directory for the sweep")
+    if REPORT.value:
+        given = [f"--{name}" for name in _REPORT_IGNORES if flags.FLAGS[name].present]
+        if given := given + [f"--config.{option}" for option in cli.overrides()]:
+            raise UserError(
+                f"--report trains nothing, and would ignore {', '.join(given)}",
+                f"Use python -m gpt2.ablate --report --workdir={WORKDIR.value}",
+            )
     for mode, ignored in _IGNORED.items():
         if flags.FLAGS[mode].present:
             for name in ignored:
                 cli.refuse_ignored(name, f"--{mode} does not train the sweep")
     if REPORT.value:
-        for option in cli.overrides():
-            raise UserError(f"--report would ignore --config.{option}", "Leave it out")
         return Path(WORKDIR.value)
     if not (VARY.value or SCALING.value):
         raise UserError("there is no --vary", "For example, use --vary=optim.name=adamw,muon")

@@ -90,6 +90,18 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     return [Arm(name, changed) for name, changed in arms.items()]
 
 
+def describe_warmup(config: Config) -> str:
+    """Returns a sentence if the learning rate of a run only rises, else nothing."""
+    num_steps = config.train.num_steps
+    warmup = config.optim.warmup(num_steps)
+    if warmup < num_steps:
+        return ""
+    return (
+        f"Learning rates only rise: the warm-up has {warmup:,} steps, and a run {num_steps:,}. "
+        "Give --config.optim.warmup_percent=10."
+    )
+
+
 def read_axis(text: str, flag: str = "vary") -> list[_Value]:
     """Reads the values of a `--vary` or a `--tune`.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 from gpt2.ablate import pictures, tables
+from gpt2.ablate.arms import describe_warmup
 from gpt2.ablate.results import Result, read_result, write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict, widest
@@ -96,6 +97,8 @@ def _introduction(sweep: Sweep, results: Sequence[Result]) -> str:
         + (f"{part} of the split's batches" if part else "the whole split")
         + ". Runs are ranked at the end of their schedules only.",
     ]
+    if note := describe_warmup(config):
+        lines.append(note)
     if len({arm.config.data.tokenizer for arm in sweep.arms}) > 1:
         lines.append("Tokenizers differ, so that losses per token do not compare.")
     if len({arm.config.model.context_length for arm in sweep.arms}) > 1:

@@ -176,4 +176,5 @@ def _cut(text: str, stops: list[str]) -> str:
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
+    launch.take_interrupts()
     exit_on_user_error(cli_evaluate)()

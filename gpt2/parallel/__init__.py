@@ -20,7 +20,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gpt2.config import ParallelConfig
+from gpt2.config import ParallelConfig, RulesConfig
+from gpt2.errors import UserError
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
@@ -48,8 +49,35 @@ def make_backend(
     mesh = make_mesh(parallel, devices)
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
+    _refuse_idle_rules(parallel.rules, logical_axes)
     chosen = gather if parallel.fsdp_gather == "auto" else parallel.fsdp_gather
-    return PjitBackend(mesh, logical_axes, Rules.from_config(parallel), chosen)
+    backend = PjitBackend(mesh, logical_axes, Rules.from_config(parallel), chosen)
+    if mesh.shape["fsdp"] > 1:
+        if parallel.fsdp_gather == "layer" != backend.gather:
+            raise UserError(
+                "parallel.fsdp_gather=layer gathers nothing: kernels and tables are gathered by "
+                "layer where parallel.rules.embed and parallel.rules.table split them over fsdp",
+                "Use --config.parallel.fsdp_gather=step",
+            )
+        if not backend.is_split:
+            raise UserError(
+                "parallel.fsdp has nothing to split, since no rule of a parameter names it",
+                "Use --config.parallel.rules.embed=fsdp",
+            )
+    return backend
+
+
+def _refuse_idle_rules(rules: RulesConfig, logical_axes: Any) -> None:
+    """Refuses a rule that was changed for an axis that no parameter has."""
+    specs = jax.tree.leaves(logical_axes, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    present = {name for spec in specs for name in spec} | {"sequence"}
+    for name in RulesConfig.names():
+        usual = getattr(RulesConfig(), name)
+        if name not in present and (value := getattr(rules, name)) != usual:
+            raise UserError(
+                f"parallel.rules.{name}={value} is ignored: no parameter has that axis",
+                f"Use --config.parallel.rules.{name}={usual}",
+            )
 
 
 def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], State]) -> State:

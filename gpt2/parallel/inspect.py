@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from gpt2.errors import UserError
 from gpt2.parallel.collectives import collectives, summarize
+from gpt2.parallel.mesh import data_parallel_flags
 from gpt2.utils.text import format_bytes
 
 # If every device holds more than this share of parameter bytes whole, some axis lacks a rule.
@@ -48,7 +49,7 @@ def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
         f"parallel.{' and parallel.'.join(asked)} {leave} {share:.1%} of the parameters whole on "
         f"every device, {next(iter(whole))} first",
         "Give its axes rules with --config.parallel.rules. If the model is too small, use "
-        "--config.parallel.strategy=ddp",
+        + data_parallel_flags(),
     )
 
 

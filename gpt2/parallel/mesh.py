@@ -49,8 +49,15 @@ def mesh_sizes(
     fixed = math.prod(size for size in sizes.values() if size != -1)
     rest = [axis for axis in MESH_AXES if sizes[axis] == -1]
     if rest and num_devices % fixed == 0:
-        return sizes | {rest[0]: num_devices // fixed}
+        sizes[rest[0]], fixed = num_devices // fixed, num_devices
     if fixed == num_devices:
+        axis = parallel.strategy_axis
+        if axis and sizes[axis] == 1 < num_devices:
+            raise UserError(
+                f"parallel.strategy={parallel.strategy} has nothing to split: parallel.data="
+                f"{sizes['data']} leaves one device along parallel.{axis}",
+                _propose(parallel, num_devices, model),
+            )
         return sizes
     given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
     if rest:
@@ -137,8 +144,8 @@ def _misfit(model: ModelConfig, sizes: dict[str, int], parallel: ParallelConfig)
 
 
 def all_sizes(parallel: ParallelConfig, num_devices: int) -> list[dict[str, int]]:
-    """Returns every mesh that `num_devices` can make under the chosen backend."""
-    if parallel.backend == "pmap":
+    """Returns every mesh that `num_devices` can make under the chosen backend and strategy."""
+    if parallel.backend == "pmap" or parallel.strategy == "ddp":
         return [{"data": num_devices, "fsdp": 1, "tensor": 1}]
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     meshes = [
@@ -151,12 +158,19 @@ def all_sizes(parallel: ParallelConfig, num_devices: int) -> list[dict[str, int]
     return [sizes for sizes in meshes if axis is None or num_devices == 1 or sizes[axis] > 1]
 
 
+def data_parallel_flags() -> str:
+    """Returns the flags that spread any model: by data alone, whatever else is set."""
+    sizes = {"data": -1, "fsdp": 1, "tensor": 1}
+    flags = ["--config.parallel.strategy=ddp"]
+    return " ".join(flags + [f"--config.parallel.{axis}={n}" for axis, n in sizes.items()])
+
+
 def _propose(parallel: ParallelConfig, num_devices: int, model: ModelConfig | None) -> str:
     """Returns the flags for the mesh nearest to the wanted one, factor by factor."""
     meshes = all_sizes(parallel, num_devices)
     fitting = [sizes for sizes in meshes if model is None or not _misfit(model, sizes, parallel)]
     if not fitting:
-        return "Use --config.parallel.strategy=ddp"
+        return "Use " + data_parallel_flags()
     wanted = parallel.sizes
 
     def distance(sizes: dict[str, int]) -> float:

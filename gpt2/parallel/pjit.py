@@ -21,7 +21,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.errors import UserError
 from gpt2.parallel import following, rules
 from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.pieces import Pieces
@@ -36,7 +35,11 @@ class PjitBackend:
         mesh: with the axes of `rules.MESH_AXES`.
         logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
         table: how everything is spread over the mesh.
-        gather: when parameters are gathered over `fsdp`: at each `step` or `layer`.
+        gather: when parameters are gathered over `fsdp`: at each `step`, or by `layer` where the
+            rules cut some along an axis that layers gather.
+
+    Attributes:
+        is_split: whether `fsdp` splits anything.
 
     Raises:
         UserError: the rules do not suit the parameters.
@@ -61,12 +64,10 @@ class PjitBackend:
             self._compute,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
         )
-        if self._by_layer and not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
-            raise UserError(
-                "parallel.fsdp_gather=layer gathers nothing: kernels and tables are gathered by "
-                "layer where parallel.rules.embed and parallel.rules.table split them over fsdp",
-                "Use --config.parallel.fsdp_gather=step",
-            )
+        leaves = jax.tree.leaves(self._leaves)
+        if not any(leaf.by_layer for leaf in leaves):
+            self.gather, self._by_layer = "step", False
+        self.is_split = any(leaf.dim is not None for leaf in leaves)
 
     def _make_leaf(self, names: Any, reduced: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
         found = rules.gathered_axis(tuple(names), self.mesh, self.rules)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gpt2.config import CHOICES, Config, option, with_options
+from gpt2.config import CHOICES, Config, GPTConfig, ParallelConfig, option, with_options
 from gpt2.errors import UserError
 from gpt2.model import num_params
 from gpt2.parallel.mesh import all_sizes
@@ -23,15 +23,6 @@ from gpt2.planning.plan import compute_seconds, make_program, state_bytes
 from gpt2.telemetry.chips import BOARDS
 from gpt2.training.program import Program
 
-# What a policy of `memory.remat` keeps of a block, in elements of the compute type per token and
-# unit of width: those of every device, and those that `tensor` splits. `none` keeps the inputs of
-# norms and of projections, queries, keys, values, their result, and both sides of GELU (Korthikanti
-# et al. 2022, arXiv 2205.05198, section 4.1, without dropout and without attention's scores). The
-# others keep the block's input and what docs/parallelism.md says.
-_KEPT = {
-    **{"none": (4, 12), "dots": (2, 8), "attention": (2, 4), "mlp": (1, 4)},
-    **{"full": (1, 0), "offload": (1, 0)},
-}
 # What a compiler was seen to hold of activations beside that, for GPT-2 124M: 1.5 to 1.9 times as
 # much (v5e, H100).
 _EXPECTED = 1.7
@@ -106,7 +97,7 @@ def find_candidates(
             refused.append(str(error))
             continue
         rows = config.data.batch_size // program.backend.num_shards
-        state = float(sum(state_bytes(program).values()))
+        state = state_bytes(program)
         counts = [count for count in range(1, rows + 1) if rows % count == 0]
         for count in _choices(micro_batches, counts, config, fixed):
             for remat in remats:
@@ -115,13 +106,36 @@ def find_candidates(
     return candidates, refused
 
 
+def _kept(policy: str, model: GPTConfig) -> tuple[int, int]:
+    """Returns the numbers per token that a policy of `memory.remat` keeps of a block.
+
+    First those of every device, then those that `tensor` splits. `none` keeps the inputs of norms
+    and of linear maps, queries, keys, values, attention's result, and both sides of the activation
+    (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1, without dropout and without attention's
+    scores). The others keep the block's input and what docs/parallelism.md says.
+    """
+    width = model.embed_dim
+    attention = 2 * width + 2 * model.kv_heads * model.head_size
+    mlp = model.hidden_dim * (2 if model.is_gated else 1)
+    return {
+        "none": (4 * width, attention + mlp + model.hidden_dim),
+        "dots": (2 * width, attention + mlp),
+        "attention": (2 * width, attention),
+        "mlp": (width, mlp),
+        "full": (width, 0),
+        "offload": (width, 0),
+    }[policy]
+
+
 def _choices(name: str, choices: Sequence[Any], config: Config, fixed: Sequence[str]) -> list[Any]:
     return [option(config, name)] if name in fixed else list(choices)
 
 
 def _layouts(config: Config, num_devices: int, fixed: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields the options of every way to share the work among so many devices."""
-    for sizes in all_sizes(config.parallel, num_devices):
+    chosen = config.parallel.strategy if "parallel.strategy" in fixed else "auto"
+    asked = ParallelConfig(backend=config.parallel.backend, strategy=chosen)
+    for sizes in all_sizes(asked, num_devices):
         mesh = {f"parallel.{axis}": size for axis, size in sizes.items()}
         # -1 takes the rest, whatever that is.
         if any(n in fixed and option(config, n) not in (-1, size) for n, size in mesh.items()):
@@ -130,21 +144,25 @@ def _layouts(config: Config, num_devices: int, fixed: Sequence[str]) -> Iterator
         strategies += ["zero1"] * (sizes["fsdp"] > 1) + ["megatron"] * (sizes["tensor"] > 1)
         for strategy in _choices("parallel.strategy", strategies, config, fixed):
             gathers = ["layer", "step"] if sizes["fsdp"] > 1 and strategy != "zero1" else ["auto"]
-            chosen = config.parallel.fsdp_gather
+            wanted = config.parallel.fsdp_gather
             for gather in gathers:
-                if "parallel.fsdp_gather" not in fixed or chosen in ("auto", gather):
+                if "parallel.fsdp_gather" not in fixed or wanted in ("auto", gather):
                     how = {"parallel.strategy": strategy, "parallel.fsdp_gather": gather}
                     yield mesh | how
 
 
 def _estimate(
-    program: Program, state: float, layout: dict[str, Any], options: dict[str, Any], board: str
+    program: Program,
+    state: dict[str, int],
+    layout: dict[str, Any],
+    options: dict[str, Any],
+    board: str,
 ) -> Candidate:
     """Returns a candidate of a layout, with what arithmetic says of it.
 
     Args:
         program: in the layout.
-        state: bytes per device, gradients included.
+        state: bytes per device by kind, gradients included.
         layout: its options.
         options: the others.
         board: in `BOARDS`.
@@ -156,22 +174,27 @@ def _estimate(
     micro_tokens = tokens / config.train.accumulate_steps
 
     def kept(policy: str) -> float:
-        whole, split = _KEPT[policy]
+        whole, split = _kept(policy, model)
         if layout["parallel.strategy"] == "megatron":
             whole, split = 0, whole + split
-        of_token = whole + split / mesh["tensor"]
-        return of_token * model.embed_dim * itemsize * micro_tokens
+        return (whole + split / mesh["tensor"]) * itemsize * micro_tokens
 
-    activations = model.num_layers * kept(config.memory.remat)
+    remat = config.memory.remat
+    activations = model.num_layers * kept(remat)
+    # TPUs compute norms and activations again within products that read them.
+    at_least = model.num_layers * kept("dots" if remat == "none" else remat)
+    if config.train.accumulate_steps == 1:  # gradients come as activations go
+        at_least = max(0.0, at_least - state["gradients"])
+    held = float(sum(state.values()))
     if mesh["fsdp"] > 1 and layout["parallel.fsdp_gather"] == "step":
-        state += 4.0 * num_params(program.state_shapes.params) / mesh["tensor"]
+        held += 4.0 * num_params(program.state_shapes.params) / mesh["tensor"]
     compute = compute_seconds(config, math.prod(mesh.values()), board)
     return Candidate(
         options=layout | options,
         config=config,
         layout=layout,
-        least_bytes=state + activations,
-        expected_bytes=state + _EXPECTED * (activations + kept("none")),
+        least_bytes=held + at_least,
+        expected_bytes=held + _EXPECTED * (activations + kept("none")),
         seconds=compute + _seconds_sending(program, config, mesh, tokens, board),
         activation_bytes=activations,
         compute_seconds=compute,

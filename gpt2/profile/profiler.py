@@ -31,7 +31,7 @@ class Profiler:
     def __init__(self, logdir: Path | str, start: int, steps: int, text: Callable[[], str]):
         self._logdir, self._text = Path(logdir), text
         self._steps = range(start, start + steps)
-        self._tracing = False
+        self._tracing = self._has_trace = False
         self._annotation = contextlib.ExitStack()  # of the step under way
         self._sampler = contextlib.ExitStack()
 
@@ -53,10 +53,16 @@ class Profiler:
             self._annotation.enter_context(jax.profiler.StepTraceAnnotation(STEP, step_num=step))
 
     def close(self, in_flight: Any = None) -> None:
-        """Ends a trace that the run's end cuts short."""
+        """Ends a trace that the run's end cuts short, and writes the page.
+
+        The page waits for the end of the loop, where no other process waits for this one.
+        """
         if self._tracing:
             self._annotation.close()
             self._stop(in_flight)
+        if self._has_trace and jax.process_index() == 0:
+            self._explain()
+        self._has_trace = False
 
     def __enter__(self) -> "Profiler":
         return self
@@ -67,7 +73,9 @@ class Profiler:
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every Python call: bulky, and slows what it measures
-        jax.profiler.start_trace(str(self._logdir), profiler_options=options)
+        index = jax.process_index()  # processes of one host would write to one file
+        logdir = self._logdir / f"process_{index}" if index else self._logdir
+        jax.profiler.start_trace(str(logdir), profiler_options=options)
         self._sampler.enter_context(Sampler())
         self._tracing = True
 
@@ -76,8 +84,7 @@ class Profiler:
         self._sampler.close()
         jax.profiler.stop_trace()
         self._tracing = False
-        if jax.process_index() == 0:
-            self._explain()
+        self._has_trace = True
 
     def _explain(self) -> None:
         """Writes the page, and beside the trace what `python -m gpt2.profile` needs for it."""

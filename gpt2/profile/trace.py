@@ -84,7 +84,12 @@ def find_trace(path: Path) -> Path:
     """
     if path.is_file():
         return path
-    found = list((path / "profile" if (path / "profile").is_dir() else path).rglob("*.xplane.pb"))
+    folder = path / "profile" if (path / "profile").is_dir() else path
+    found = [
+        file
+        for file in folder.rglob("*.xplane.pb")
+        if not file.relative_to(folder).parts[0].startswith("process_")  # another process's
+    ]
     if not found:
         what = f"{path} holds no trace" if path.is_dir() else f"{path} does not exist"
         raise UserError(what, "Train with --config.logging.profile_steps=5 for one")

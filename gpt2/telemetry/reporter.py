@@ -92,21 +92,25 @@ class Reporter:
         late, self._late = self._late, None
         step = late.step
         values = {name: float(value) for name, value in jax.device_get(late.metrics).items()}
+        self._write_statistics(late)  # those of a step that diverges too
         self._check(step, values)
         self._clock.count_step()
         if late.note:
             self.say(late.note)
         if step % self._log_every == 0 or step == self._num_steps:
-            if self._losses:  # else all steps of the window are left out
-                values["train/loss"] = math.fsum(self._losses) / len(self._losses)
+            number = len(self._losses)  # 0 if all steps since the last line are left out
+            values["train/loss"] = math.fsum(self._losses) / number if number else math.nan
             self._losses = []
             tokens = {"tokens": step * self._clock.tokens_per_step}
             self.write(step, tokens | values | self._clock.read() | peak_memory())
-        if late.statistics is not None:
-            found = jax.device_get(late.statistics)
-            self.write(step, {name: float(value) for name, value in found["norms"].items()})
-            for writer in self._writers:
-                writer.write_histograms(step, found["histograms"])
+
+    def _write_statistics(self, late: "_Late") -> None:
+        if late.statistics is None:
+            return
+        found = jax.device_get(late.statistics)
+        self.write(late.step, {name: float(value) for name, value in found["norms"].items()})
+        for writer in self._writers:
+            writer.write_histograms(late.step, found["histograms"])
 
     def _check(self, step: int, values: dict[str, float]) -> None:
         """Raises if a step ends the run, tells of one that is left out, and keeps its loss.

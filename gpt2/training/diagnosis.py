@@ -100,6 +100,8 @@ class Diagnosis:
             index, tensor = found
             where = f"in micro-batch {index + 1} of {number}, " if number > 1 else ""
             return f"{where}the first tensor that is not finite is {tensor}"
+        if state.guard is not None:  # whose count of steps went on
+            state = state.replace(step=jnp.full_like(state.step, error.step - 1))
         _, metrics = self.train_step(state, batch)
         if all(map(math.isfinite, jax.device_get(metrics).values())):
             return "the same step, repeated, is finite, which points to the hardware"

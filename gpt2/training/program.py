@@ -151,11 +151,8 @@ class Program:
             state: placed, or `state_shapes`.
             batch: from `backend.put_batch`. Several processes under pmap need arrays for both.
         """
-        memory, device = self.config.memory, self.backend.mesh.devices.flat[0]
-        options = compiler_options(
-            memory.remat, scanned=memory.scan_layers, platform=platform_of(device)
-        )
-        return _compile(self.backend.compile_train(self.train_step), state, batch, options=options)
+        step = self.backend.compile_train(self.train_step)
+        return _compile(step, state, batch, options=self._compiler_options)
 
     def compile_watch(
         self, state: TrainState, batch: Any
@@ -167,8 +164,16 @@ class Program:
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
-        compiled = _compile(self.backend.compile_watch(self.watch_step), state, batch)
+        step = self.backend.compile_watch(self.watch_step)
+        compiled = _compile(step, state, batch, options=self._compiler_options)
         return lambda step, state, batch: compiled(state, batch) if recurs(step, every) else None
+
+    @property
+    def _compiler_options(self) -> dict[str, str]:
+        memory, device = self.config.memory, self.backend.mesh.devices.flat[0]
+        return compiler_options(
+            memory.remat, scanned=memory.scan_layers, platform=platform_of(device)
+        )
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
         """Compiles `(params, batch) -> metrics`; arguments as for `compile_train`."""
