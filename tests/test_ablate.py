@@ -618,7 +618,7 @@ MISTAKES = [
     (["--workdir=DIR", "--vary=optim.name=lion", "--jobs=999"], "CPU cores"),
     (
         ["--workdir=DIR", "--report", "--seeds=4"],
-        "--report trains nothing, and would ignore --seeds. Use",
+        "--report trains nothing, and would ignore --seeds",
     ),
 ]
 

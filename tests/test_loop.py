@@ -47,8 +47,8 @@ class WatchedStep:
         return state, {name: Watched(value, self.step) for name, value in metrics.items()}
 
 
-def watch(step, *args):
-    compiled = compile_once(step, *args)
+def watch(step, *args, **options):
+    compiled = compile_once(step, *args, **options)
     return WatchedStep(compiled) if compiled.name == "train_step" else compiled
 
 
@@ -74,6 +74,7 @@ def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_pat
         *TINY,
         "--config.data.corpus=synthetic",
         "--config.train.eval_every=0",
+        "--config.train.eval_batches=8",  # more would be waited for, at the end
         "--config.train.checkpoint_every=0",
         *more,
     ]

@@ -92,13 +92,15 @@ def test_a_histogram_counts_as_numpy_does():
 def test_watching_compiles_nothing_unless_asked_for(monkeypatch):
     program = make_program(watch_every=0)
     state = program.state_shapes
-    monkeypatch.setattr("gpt2.training.program._compile", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("gpt2.training.program._compile", lambda *_, **__: pytest.fail("compiled"))
     assert program.compile_watch(state, None)(1, state, None) is None
 
 
 def test_only_every_so_many_steps_are_watched(monkeypatch):
     program = make_program(watch_every=3)
-    monkeypatch.setattr("gpt2.training.program._compile", lambda *_: lambda state, batch: "seen")
+    monkeypatch.setattr(
+        "gpt2.training.program._compile", lambda *_, **__: lambda state, batch: "seen"
+    )
     watched = program.compile_watch(None, None)
     assert [watched(step, None, None) for step in range(1, 7)] == [None, None, "seen"] * 2
 
