@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from gpt2.ablate.arms import make_arms
+from gpt2.ablate.arms import describe_warmup, make_arms
 from gpt2.ablate.equal import choose_score, equalize, refuse_undone, step_flops
 from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
@@ -31,6 +31,7 @@ from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.throughput import count_compute_parameters
 from tests.helpers import ROOT, TINY
+from tests.test_workdir import make_config
 
 BASE = Config.from_dict(quickstart.get_config())
 VOCABULARY = 4096
@@ -254,6 +255,7 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     found, low, high = map(float, noise.groups())
     scores = [r.score("eval/loss") for r in sweep.results() if "lion" in r.run.arm]
     assert low < found < high and abs(found - statistics.stdev(scores)) < 1e-4
+    assert "- optim.name=lion: `optim.name=lion` (adamw)\n" in text
     page = (sweep.root / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert not re.search(r"(src|href)=\"(?!data:)", page)
@@ -377,6 +379,12 @@ def test_an_arm_whose_every_choice_diverged_is_told_and_adds_no_seeds(tmp_path):
         "nothing: no choice has a score"
         in (write_report(sweep), (tmp_path / "report.md").read_text())[1]
     )
+
+
+def test_a_warm_up_as_long_as_the_run_is_told():
+    config = make_config(train=dict(num_steps=30), optim=dict(warmup_steps=100))
+    assert describe_warmup(config).startswith("Learning rates only rise: the warm-up has 100 steps")
+    assert not describe_warmup(make_config(train=dict(num_steps=300), optim=dict(warmup_steps=100)))
 
 
 def test_the_report_tells_of_seeds_that_were_added_and_of_differing_code(tmp_path):

@@ -75,8 +75,9 @@ def plot_curves(png: Path, curves: Mapping[str, Sequence[Curve]], unit: str) -> 
                 continue
             color, line = _style(i)
             x, low, mean, high = _band(members, amount)
-            alone = "o" if len(x) == 1 else None  # a line through one point is not seen
-            axes.plot(x, mean, line, color=color, linewidth=1.8, marker=alone, label=_wrapped(name))
+            # A line through one point is not seen.
+            alone: dict[str, Any] = dict(marker="o", clip_on=False) if len(x) == 1 else {}
+            axes.plot(x, mean, line, color=color, linewidth=1.8, label=_wrapped(name), **alone)
             if len(members) > 1:
                 axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
         axes.set_xlabel({"flops": "FLOPs", "seconds": "time in training steps"}.get(amount, amount))

@@ -15,6 +15,7 @@ from gpt2.ablate.arms import describe_warmup
 from gpt2.ablate.results import Result, read_result, write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict, widest
+from gpt2.config import differences
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted, format_count
 
@@ -63,6 +64,8 @@ def write_report(sweep: Sweep) -> str:
             *_noise(sweep, by_arm),
             *_tuning(sweep),
             *_broken([*choosing, *results]),
+            "## What differs",
+            _options(sweep),
             "## To repeat it",
             "```\n" + "\n".join(sweep.commands) + "\n```",
             _environments(results),
@@ -104,6 +107,17 @@ def _introduction(sweep: Sweep, results: Sequence[Result]) -> str:
     if len({arm.config.model.context_length for arm in sweep.arms}) > 1:
         lines.append("Context lengths differ: a longer one predicts from more text.")
     return "\n".join(lines)
+
+
+def _options(sweep: Sweep) -> str:
+    """Returns what each arm sets otherwise than its baseline, equal terms and recipes included."""
+    rows = []
+    for group in sweep.groups():
+        for arm in group[1:]:
+            changed = differences(group[0].config, arm.config)
+            what = ", ".join(f"`{name}={new}` ({old})" for name, (old, new) in changed.items())
+            rows.append(f"- {arm.name}: {what or 'nothing'}")
+    return "Each arm, and in brackets what its baseline has:\n\n" + "\n".join(rows)
 
 
 def _explanation(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> str:
