@@ -166,6 +166,7 @@ def test_megatron_holds_parts_of_the_sequence_between_layers():
     assert saved > 0.5 * MODEL.num_layers * stream * (1 - 1 / 4)
 
 
+@pytest.mark.thorough
 def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
     model = dataclasses.replace(MODEL, dropout=0.1)
     layouts = ("fsdp 8", "fsdp 8 by layer", "zero1 x 8")

@@ -140,6 +140,7 @@ def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothi
     chex.assert_trees_all_close(chunked, whole, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_scanned_layers_equal_unrolled_ones(changes):
     config = replaced(**changes)

@@ -131,6 +131,7 @@ def test_blocked_attention_equals_reference(length, heads, dtype, mask):
     check_blocked_attention(2, length, heads, dtype, mask)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize(
     ("batch_size", "length", "heads", "dtype"),
@@ -379,6 +380,7 @@ def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
     assert_close(gradients[1], gradients[0], "bfloat16")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_the_forms_of_every_platform_equal_the_references(monkeypatch, platform, dtype):

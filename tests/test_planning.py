@@ -63,6 +63,7 @@ def test_a_search_orders_by_what_is_sent_where_nothing_else_counts(monkeypatch):
     assert ratio == pytest.approx(0.5, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_a_search_finds_the_fastest_that_fits_and_compiles_few(monkeypatch):
     """The compiler is replaced by arithmetic, so that what is not compiled is known too."""
     wanted = config(model__num_layers=12, model__embed_dim=768, memory__scan_layers=True)
@@ -115,6 +116,7 @@ def test_what_is_given_stays_and_the_rest_varies():
     assert all("num_heads=4 does not split over parallel.tensor=8" in line for line in refused)
 
 
+@pytest.mark.thorough
 def test_arithmetic_gives_the_state_and_never_more_than_the_compiler():
     wanted = config(parallel__tensor=1)
     fixed = ["parallel.tensor", "train.accumulate_steps", "memory.remat"]

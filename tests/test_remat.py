@@ -109,6 +109,7 @@ def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
         assert names == wanted and not on_host
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("policy", KEPT)
 def test_the_compiled_program_computes_the_other_products_again(policy, scan_layers):
@@ -146,6 +147,7 @@ def test_recomputed_flops_are_those_of_the_traced_products(policy, changes):
     assert again == recomputed_flops_per_token(cfg) + is_kept * scores > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["attention", "mlp", "dots"])
 def test_temporaries_are_as_large_as_what_is_kept(policy):
     """Bytes beyond those of `full`, by the shapes of docs/parallelism.md."""
@@ -174,6 +176,7 @@ def test_remat_changes_no_loss_and_no_gradient(policy, scan_layers):
     chex.assert_trees_all_close(result, compiled(plain)(*arguments, None), atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("policy", "scan_layers"),
     [("full", False), ("attention", True), ("mlp", True), ("dots", False)],

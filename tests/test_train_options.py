@@ -132,6 +132,7 @@ def test_a_search_refuses_what_it_would_ignore(tmp_path, flags, message):
     assert message in stderr
 
 
+@pytest.mark.thorough
 def test_a_search_prints_commands_that_plan_as_it_says():
     options = [*SHORT, "--config.parallel.tensor=2", "--config.model.embed_dim=64"]
     options += ["--config.data.batch_size=16"]
@@ -148,6 +149,7 @@ def test_a_search_prints_commands_that_plan_as_it_says():
     assert re.search(rf"\n  H100 +{re.escape(forecast)}\n", again)
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_too_large_for_any_layout_is_said_to_be(tmp_path):
     options = [*SHORT, "--config.model.embed_dim=8192", "--config.model.num_layers=64"]
     options += ["--config.memory.scan_layers", "--config.data.batch_size=4"]

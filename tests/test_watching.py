@@ -60,6 +60,7 @@ def script(directory):
     return path
 
 
+@pytest.mark.thorough
 def test_a_bad_batch_is_named_and_the_run_goes_on_without_it(tmp_path):
     workdir = tmp_path / "run"
     code, stdout, stderr = run(workdir, *OPTIONS, script=script(tmp_path))

@@ -148,11 +148,15 @@ def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk, pieces):
         target = _target_logits(logits, hidden, rows_of, targets, form)
         loss += _losses(form, logits, normaliser, highest, target, targets)
         dlogits = _dlogits(form, logits, exponentials, normaliser, highest, targets).astype(dtype)
-        dembedding += dot(dlogits, hidden, (0, 1), (0, 1))
+        factors = (hidden, dlogits) if by_width else (dlogits, hidden)
+        dembedding += dot(*factors, (0, 1), (0, 1))
         return (loss, dembedding), dot(dlogits, weights, (2,), (0,)).astype(dtype)
 
-    sums = jnp.float32(0.0), jnp.zeros(weights.shape, jnp.float32)
+    by_width = forms().head_by_width and jnp.dtype(dtype) == jnp.float32
+    shape = weights.shape[::-1] if by_width else weights.shape
+    sums = jnp.float32(0.0), jnp.zeros(shape, jnp.float32)
     (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
+    dembedding = dembedding.T if by_width else dembedding
     dembedding = pieces.scatter(dembedding) if pieces else dembedding
     return loss, (dhidden, dembedding.astype(embedding.dtype))
 

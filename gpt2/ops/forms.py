@@ -21,6 +21,8 @@ class Forms:
         bias_by_product: a bias gradient is a product with ones, which is computed at once.
         bits: 16-bit floats are kept as integers.
         keep_activations: the backward pass keeps an activation's value beside its input.
+        head_by_width: the gradient of the head's table adds up as `[D, V]` and is transposed at the
+            end, which is less to copy than the gradient of the logits.
         one_pass: statistics of a row are taken in one pass over it, which costs exponentials.
     """
 
@@ -30,11 +32,12 @@ class Forms:
     bias_by_product: bool = False
     bits: bool = False
     keep_activations: bool = False
+    head_by_width: bool = False
     one_pass: bool = False
 
 
 _FORMS = {
-    "cpu": Forms(bias_by_product=True, bits=True),
+    "cpu": Forms(bias_by_product=True, bits=True, head_by_width=True),
     "gpu": Forms(narrow_results=True, flat=True, apart=True, keep_activations=True, one_pass=True),
     "tpu": Forms(narrow_results=True, apart=True),
 }
