@@ -9,6 +9,7 @@ import pytest
 
 from gpt2.errors import DivergedError
 from gpt2.telemetry import memory, metrics, throughput, watchdog
+from gpt2.telemetry.event_file import NUM_BUCKETS, Histogram
 from gpt2.telemetry.reporter import Reporter
 
 
@@ -148,8 +149,8 @@ def test_a_note_is_told_when_its_step_is_done():
 def test_histograms_go_to_tensorboard(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
-    counts = np.arange(metrics.NUM_BUCKETS, dtype=np.int32)
-    found = metrics.Histogram(np.float32(-1.0), np.float32(3.0), counts)
+    counts = np.arange(NUM_BUCKETS, dtype=np.int32)
+    found = Histogram(np.float32(-1.0), np.float32(3.0), counts)
     with metrics.MetricsWriter(tmp_path, {}) as writer:
         writer.write(4, {"param_norm/ln_f/scale": 2.0})
         writer.write_histograms(4, {"param/ln_f/scale": found})

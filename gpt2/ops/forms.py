@@ -22,7 +22,8 @@ class Forms:
         bits: 16-bit floats are kept as integers.
         keep_activations: the backward pass keeps an activation's value beside its input.
         head_by_width: the gradient of the head's table adds up as `[D, V]` and is transposed at the
-            end, which is less to copy than the gradient of the logits.
+            end, which is less to copy than the gradient of the logits. In float32 alone: XLA:CPU
+            lacks that product of 16-bit operands.
         one_pass: statistics of a row are taken in one pass over it, which costs exponentials.
     """
 

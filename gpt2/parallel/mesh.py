@@ -119,7 +119,7 @@ def _misfit(model: ModelConfig, sizes: dict[str, int], parallel: ParallelConfig)
     rules = Rules.from_config(parallel)
     activations = rules.activations
     table = {**rules.optimizer, "sequence": activations["sequence"], "rows": activations["vocab"]}
-    for axis, name, dim in (
+    for row, name, dim in (
         ("heads", "model.num_heads", model.num_heads),
         ("heads", "model.num_kv_heads", model.kv_heads),
         ("mlp", "the MLP's width", model.hidden_dim),
@@ -136,7 +136,7 @@ def _misfit(model: ModelConfig, sizes: dict[str, int], parallel: ParallelConfig)
             model.kv_heads * model.head_size * model.value_embeddings,
         ),
     ):
-        over = [axis for axis in reversed(table[axis]) if sizes[axis] > 1]
+        over = [axis for axis in reversed(table[row]) if sizes[axis] > 1]
         if dim % math.prod(sizes[axis] for axis in over):
             devices = " x ".join(f"parallel.{axis}={sizes[axis]}" for axis in over)
             return f"{name}={dim} does not split over {devices}"

@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from gpt2.profile.products import product_flops
 from gpt2.profile.sampler import short_path
@@ -312,9 +311,3 @@ class _Sources:
 
 def _table(text: str, name: str) -> str:
     return text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
-
-
-def total(operations: Mapping[str, Operation]) -> tuple[float, float]:
-    """Returns FLOPs of products and bytes per call of a program."""
-    each = operations.values()
-    return math.fsum(o.times * o.flops for o in each), float(sum(o.times * o.bytes for o in each))

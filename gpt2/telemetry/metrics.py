@@ -14,36 +14,15 @@ import math
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpt2.errors import UserError, warn
+from gpt2.telemetry.event_file import EventFile, Histogram
 from gpt2.utils import files
 from gpt2.utils.files import write_bytes, write_text
 from gpt2.utils.text import counted
-
-NUM_BUCKETS = 32  # TensorBoard draws 30
-
-
-class Histogram(NamedTuple):
-    """How many values of a tensor lie in each of `NUM_BUCKETS` buckets of equal width.
-
-    Attributes:
-        low, high: the least and the largest value, float scalars.
-        counts: [NUM_BUCKETS] int32.
-    """
-
-    low: Any
-    high: Any
-    counts: Any
-
-    @property
-    def edges(self) -> list[float]:
-        """The ends of the buckets, one more than there are buckets."""
-        width = (float(self.high) - float(self.low)) / NUM_BUCKETS
-        return [float(self.low) + i * width for i in range(NUM_BUCKETS)] + [float(self.high)]
 
 
 class MetricsWriter:
@@ -76,7 +55,7 @@ class MetricsWriter:
         self._path = workdir / "metrics.jsonl"
         self._wandb = _start_wandb(workdir, config) if wandb else None
         self._folder = workdir / "tensorboard"
-        self._events = _EventFile(self._folder, resume_step) if tensorboard else None
+        self._events = EventFile(self._folder, resume_step) if tensorboard else None
         workdir.mkdir(parents=True, exist_ok=True)
         records = _records(self._path, up_to=resume_step)
         log_every = config.get("train", {}).get("log_every", 1)
@@ -274,58 +253,6 @@ def _line(record: Mapping[str, Any]) -> bytes:
         for name, value in record.items()
     }
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
-
-
-class _EventFile:
-    """Scalars in a TensorBoard event file, written immediately and in order.
-
-    tensorboardX's SummaryWriter would hand them to a thread over a queue, and its flush does not
-    wait for the queue. Its EventsWriter is the plain file underneath.
-    """
-
-    def __init__(self, directory: Path, resume_step: int):
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import scalar
-
-        self._event, self._scalar = Event, scalar
-        directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names, which count whole seconds. A file of
-        # the same name would be replaced.
-        suffix = f".{time.time_ns()}"
-        self._file = EventsWriter(str(directory / "events"), filename_suffix=suffix)
-        # TensorBoard then forgets what a killed run wrote from this step on.
-        start = SessionLog(status=SessionLog.START)
-        event = Event(step=resume_step + 1, wall_time=time.time(), session_log=start)
-        self._file.write_event(event)
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        now = time.time()
-        for name, value in metrics.items():
-            summary = self._scalar(name, value)
-            self._file.write_event(self._event(step=step, wall_time=now, summary=summary))
-
-    def add_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        from tensorboardX.summary import histogram_raw
-
-        now = time.time()
-        for name, each in histograms.items():
-            edges, counts = each.edges, [int(count) for count in each.counts]
-            # Sums are of the buckets' middles. TensorBoard asks for them, and shows none.
-            middles = [(start + end) / 2 for start, end in itertools.pairwise(edges)]
-            sums = [
-                sum(c * m**power for c, m in zip(counts, middles, strict=True)) for power in (1, 2)
-            ]
-            summary = histogram_raw(
-                name, edges[0], edges[-1], sum(counts), *sums, edges[1:], counts
-            )
-            self._file.write_event(self._event(step=step, wall_time=now, summary=summary))
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def check_wandb() -> None:

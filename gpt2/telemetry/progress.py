@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from gpt2.telemetry.metrics import Histogram
+from gpt2.telemetry.event_file import Histogram
 from gpt2.utils.text import format_bytes, format_count, format_duration
 
 # How each metric reads in a line, in this order; others appear only in metrics.jsonl.

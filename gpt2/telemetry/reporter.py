@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from gpt2.errors import DivergedError
+from gpt2.telemetry.event_file import Histogram
 from gpt2.telemetry.memory import peak_memory
-from gpt2.telemetry.metrics import Histogram
 from gpt2.telemetry.throughput import StepClock
 
 
