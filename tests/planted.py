@@ -35,11 +35,11 @@ def synchronise():
     """The host reads each loss at once, and works on it while the devices wait."""
     report = Reporter.step
 
-    def step(self, number, metrics):
+    def step(self, number, metrics, *rest):
         if is_faulty(number - 1):
             float(metrics["train/loss"])
             time.sleep(SECONDS)
-        report(self, number, metrics)
+        report(self, number, metrics, *rest)
 
     Reporter.step = step
 
