@@ -33,6 +33,7 @@ from gpt2.ops import (
 )
 from gpt2.ops import forms as ops_forms
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
+from gpt2.ops.softmax import softmax
 from gpt2.parallel.collectives import collectives
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import BATCH_AXES, Rules, spread_over
@@ -286,6 +287,30 @@ def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
     assert not sent()
     monkeypatch.setattr(model_attention, "map_devices", lambda function, *_: function)
     assert sent()  # what XLA makes of that loop by itself
+
+
+def test_softmax_equals_jax_and_keeps_its_result_alone(monkeypatch):
+    x, dy = jax.random.normal(jax.random.key(0), (2, 3, 5, 64))
+    x = x.at[0, 1:].set(-jnp.inf)  # a row that sees one key
+    (y, pull), (expected, pull_expected) = (jax.vjp(f, x) for f in (softmax, jax.nn.softmax))
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(pull(dy)[0], pull_expected(dy)[0], rtol=0, atol=1e-6)
+
+    layers, B, T, N, H = 4, 2, 128, 4, 32
+
+    def temporaries():
+        def loss(x):
+            for _ in range(layers):
+                x = x + attention_reference(x, x, x)
+            return x.sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(jax.ShapeDtypeStruct((B, T, N, H), float))
+        return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    scores = 4 * B * N * T * T  # bytes of a layer's
+    before = temporaries()
+    monkeypatch.setitem(attention_reference.__globals__, "softmax", jax.nn.softmax)
+    assert temporaries() - before > (layers - 1) * scores
 
 
 def test_xla_attention_equals_reference():

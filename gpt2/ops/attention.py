@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from gpt2.errors import UserError
 from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.ops.scores import Scoring
+from gpt2.ops.softmax import softmax
 from gpt2.utils.remat import CORE_ATTENTION, named
 
 IMPLEMENTATIONS = ("reference", "xla", "blocked", "cudnn", "splash")
@@ -183,7 +184,7 @@ def attention_reference(
         visible = visible & _same_segment(segments)
     products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     scores = _biased(scoring.scores(products, q.shape[-1]), slopes, time[:, None], time)
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)).astype(q.dtype)
+    weights = softmax(jnp.where(visible, scores, -jnp.inf)).astype(q.dtype)
     if dropout:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
         weights = jnp.where(kept, weights / (1.0 - dropout), 0.0)
