@@ -54,11 +54,11 @@ def check_attention(name: str, size: str) -> dict[str, Any]:
     others = [("bfloat16", N // 4)] + [("float16", N)] * (platform_of(device) == "gpu")
     kernels = [("bfloat16", N, *form) for form in forms]
     kernels += [(*other, window, True) for other in others]
-    checks = [
-        _checked(name, about, partial(check_kernel, name, (B, T, N, H), **about))
-        for values in kernels
-        if (about := dict(zip(("dtype", "kv_heads", "window", "documents"), values, strict=True)))
-    ]
+    names, checks = ("dtype", "kv_heads", "window", "documents"), []
+    for values in kernels:
+        about: dict[str, Any] = dict(zip(names, values, strict=True))
+        compare = partial(check_kernel, name, (B, T, N, H), **about)
+        checks.append(_checked(name, about, compare))
     rows = B * len(jax.devices())
     for form in forms[:2] if size == "full" else forms[1:]:
         about = dict(dtype="bfloat16", kv_heads=N, window=form[0], documents=form[1])

@@ -81,8 +81,8 @@ def _describe_machine(result: dict[str, Any] | None) -> str:
     if "result" not in case:
         return "No GPU was measured." if not case else f"Versions: {_problem(case)}."
     found = case["result"]
-    names = ("jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
-    names += ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+    names = ["jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch"]
+    names += ["nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
     versions = [f"{name} {found['versions'][name]}" for name in names if name in found["versions"]]
     parts = [found["device"], f"{found['cpu_cores']} CPU cores", *versions]
     if found["platform"] == "gpu":
@@ -101,7 +101,10 @@ def _rows(part: Part, results: dict[str, dict[str, Any] | None]) -> Iterator[lis
         if case["status"] != "done":
             yield [title, _problem(case)]
             continue
-        contestants = case["result"]["results"]
+        contestants = case["result"].get("results")
+        if not contestants:
+            yield [title, "done, without times"]
+            continue
         for name, found in contestants.items():
             note = _speedup(found) if len(contestants) > 1 and name != _OURS else ""
             if part.name == "loop":
