@@ -84,10 +84,13 @@ def test_nothing_that_a_case_started_lives_on(tmp_path):
 
 def test_a_part_whose_json_is_there_is_not_run_again(tmp_path, capsys):
     count = tmp_path / "count"
+    left = tmp_path / "work" / "once" / "left"  # by an earlier try
+    left.mkdir(parents=True)
     script = f"open({str(count)!r}, 'a').write('x'); print('{{}}')"
     parts = [part("once", Case("a", ("-c", script)))]
     suite.run_parts(parts, tmp_path, "tiny")
     suite.run_parts(parts, tmp_path, "tiny")
+    assert not left.exists()
     assert count.read_text() == "x" and "once: not run again" in capsys.readouterr().out
     record = json.loads((tmp_path / "once.json").read_text())
     (tmp_path / "once.json").write_text(json.dumps(record | {"status": "running"}))  # cut off

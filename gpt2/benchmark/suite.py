@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +113,8 @@ def run_parts(parts: Sequence[Part], output: Path, size: str) -> list[dict[str, 
 
 def _run_part(part: Part, output: Path, size: str) -> dict[str, Any]:
     """Runs the cases of a part; its JSON says after each what there is so far."""
+    # Of an earlier try, whose run would go on and whose cache is not empty.
+    shutil.rmtree(output / "work" / part.name, ignore_errors=True)
     result: dict[str, Any] = {
         **{"part": part.name, "title": part.title, "size": size, "status": "running"},
         **{"began": datetime.datetime.now().astimezone().isoformat(timespec="seconds")},

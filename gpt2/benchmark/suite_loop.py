@@ -6,7 +6,6 @@ trains in DIR/run, with its data in DIR/data, and prints JSON.
 """
 
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -49,7 +48,6 @@ def main() -> int:
     directory, *options = sys.argv[1:]
     train = Path(configs.__file__).parents[1] / "train.py"
     run, data = Path(directory) / "run", Path(directory) / "data"
-    shutil.rmtree(run, ignore_errors=True)  # of an earlier try, which this one would continue
     command = [sys.executable, str(train), *options]
     command += [f"--workdir={run}", f"--config.data.data_dir={data}"]
     code = subprocess.run(command, stdout=sys.stderr).returncode

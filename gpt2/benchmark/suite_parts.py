@@ -60,7 +60,7 @@ def make_parts(size: str, output: Path) -> tuple[Part, ...]:
 
     Args:
         size: `full` for a GPU of 80 GB, or `tiny` for a CPU, in a minute or two.
-        output: the suite's folder, where some parts keep files.
+        output: the suite's folder, where some parts keep files in work/NAME.
     """
     return _full(output) if size == "full" else _tiny(output)
 
@@ -93,7 +93,7 @@ def _full(output: Path) -> tuple[Part, ...]:
         *("--config.data.batch_size=32", "--config.train.num_steps=300"),
         *("--config.train.eval_batches=4", "--config.train.eval_every=0"),
     )
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(output / "work" / "xla")}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(output / "work" / "compile")}
     return (
         Part("versions", "Versions", 30, (_versions(output),)),
         Part(
@@ -137,7 +137,7 @@ def _full(output: Path) -> tuple[Part, ...]:
                     small,
                     16,
                     "--peers=torch,torch_compile",
-                    environment=_shared(2),
+                    environment=_shared(3),
                     needs="torch",
                 ),
             ),
@@ -148,9 +148,9 @@ def _full(output: Path) -> tuple[Part, ...]:
             200,
             (
                 _train(
-                    _rows(16),
+                    _rows(8),
                     small,
-                    16,
+                    8,
                     "--vary=data.document_mask=True",
                     "--vary=data.document_mask=True,model.attention=xla",
                     environment=_shared(3),
@@ -187,9 +187,9 @@ def _full(output: Path) -> tuple[Part, ...]:
             200,
             (
                 _train(
-                    _rows(16),
+                    _rows(8),
                     small,
-                    16,
+                    8,
                     *("--vary=precision.logits=bfloat16", "--vary=model.attention=xla"),
                     environment=_shared(3),
                 ),
@@ -317,7 +317,7 @@ def _attention(name: str, size: str) -> Case:
 
 
 def _loop(name: str, output: Path, options: Iterable[str]) -> Case:
-    return Case(name, ("-m", "gpt2.benchmark.suite_loop", str(output / "work"), *options))
+    return Case(name, ("-m", "gpt2.benchmark.suite_loop", str(output / "work" / "loop"), *options))
 
 
 def _config(name: str) -> Path:
