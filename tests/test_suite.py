@@ -6,13 +6,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from absl import flags
 
 from gpt2.benchmark import case as benchmark
-from gpt2.benchmark import suite, suite_attention, suite_loop, suite_report, wheels, worker
+from gpt2.benchmark import (
+    suite,
+    suite_attention,
+    suite_loop,
+    suite_report,
+    suite_versions,
+    wheels,
+    worker,
+)
 from gpt2.benchmark.suite_parts import FIRST, SIZES, Case, Part, make_parts
 from gpt2.config import DEFAULTS, Config, read_option, with_options
 from gpt2.errors import UserError
@@ -268,6 +278,20 @@ def test_a_kernel_that_is_wrong_by_a_fiftieth_does_not_pass(monkeypatch):
 def test_attention_that_is_not_on_this_device_is_said_so():
     found = suite_attention.check_attention("cudnn", "tiny")
     assert found == {"absent": "model.attention='cudnn' needs an NVIDIA GPU, and this is a cpu"}
+
+
+def test_the_target_of_a_gpu_is_kept_and_its_absence_told(tmp_path, monkeypatch):
+    (device, *_) = jax.devices()
+    assert suite_versions._keep_target(device, tmp_path) == "not on this device"
+    monkeypatch.setattr(suite_versions, "platform_of", lambda device: "gpu")
+    told = suite_versions._keep_target(device, tmp_path)  # which this device's topology lacks
+    assert told.startswith("failed: ") and "target_config" in told
+    topology = SimpleNamespace(target_config="gpu_device_info {}")
+    monkeypatch.setattr(
+        suite_versions.xla_client, "get_topology_for_devices", lambda devices: topology
+    )
+    assert suite_versions._keep_target(device, tmp_path) == "target.txtpb"
+    assert (tmp_path / "target.txtpb").read_text() == "gpu_device_info {}"
 
 
 def test_the_benchmark_times_a_document_mask_with_documents():

@@ -95,30 +95,30 @@ def _full(output: Path) -> tuple[Part, ...]:
     )
     cache = {"JAX_COMPILATION_CACHE_DIR": str(output / "work" / "compile")}
     return (
-        Part("versions", "Versions", 30, (_versions(output),)),
+        Part("versions", "Versions", 50, (_versions(output),)),
         Part(
             "attention",
             "Attention against the reference",
             100,
-            (_attention("cudnn", "full"), _attention("xla", "full")),
+            (_attention("cudnn", "full"),),
         ),
         Part(
             "124m",
             "124M, bfloat16",
-            210,
+            200,
             tuple(_train(_rows(rows), small, rows) for rows in (32, 64, 16)),
             unmeasured=_COMPILED,
         ),
         Part(
             "355m",
             "355M, bfloat16",
-            85,
+            80,
             (_train(_rows(16), "gpt2-355m", 16),),
         ),
         Part(
             "1558m",
             "1558M, bfloat16, layers scanned",
-            110,
+            105,
             tuple(
                 _train(f"{_rows(8)}, remat {r}", xl, 8, "--scan_layers", f"--remat={r}")
                 for r in remats
