@@ -123,7 +123,8 @@ def test_unknown_options_are_user_errors(argument):
 def test_an_unknown_subject_is_a_user_error():
     command = [sys.executable, "-m", "gpt2.benchmark", "trian"]
     run = subprocess.run(command, capture_output=True, text=True)
-    told = "error: trian is not a command. Choose one of train, eval, generate, data.\n"
+    told = "error: trian is not a command. "
+    told += "Choose one of train, eval, generate, data, suite, wheels.\n"
     assert (run.returncode, run.stderr) == (2, told)
 
 

@@ -52,6 +52,7 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
         ("--plan_chips=tpu", "Use CHIP-N, such as v5e-8 or h100-8"),
         ("--plan_chips=", "Use CHIP-N, such as v5e-8 or h100-8"),
         ("--plan_chips=h100-0", "--plan_chips=h100-0 names no devices"),
+        ("--plan_chips=x.txtpb-8", "--plan_chips names x.txtpb, which is not a file"),
         ("--config.precision.logits=bfloat16", "Use --config.precision.logits=float32"),
     ],
 )

@@ -18,6 +18,9 @@ type, and dropout is 0.
 
 `train` spreads over all devices. `eval` and `generate` run on one.
 
+`suite` measures all of that on a GPU, and `wheels` gathers the packages that it needs there: see
+gpt2/benchmark/suite.py and wheels.py.
+
 MFU is the model's FLOPs over the step's time, over the peak of the devices used. A trained token
 takes 6 N + 12 L D T FLOPs, and a token that is only read takes a third of them. The peak comes from
 the data sheet. On a CPU it is the rate of a [2048, 768] x [768, 3072] matrix product, measured in
@@ -30,11 +33,12 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 import json
+import sys
 
 from absl import flags
 
 from gpt2 import cli
-from gpt2.benchmark import case
+from gpt2.benchmark import case, suite, wheels
 from gpt2.benchmark.case import (
     PEERS,
     check_peers,
@@ -43,6 +47,8 @@ from gpt2.benchmark.case import (
     read_variations,
 )
 from gpt2.benchmark.measure import measure, table
+
+OTHERS = {"suite": suite, "wheels": wheels}
 
 
 def main(subject: str) -> None:
@@ -59,6 +65,11 @@ def main(subject: str) -> None:
 
 
 if __name__ == "__main__":
+    other = next((command for command in OTHERS if command in sys.argv[1:]), None)
+    if other:  # with flags of its own
+        OTHERS[other].define_flags()
+        flags.adopt_module_key_flags(OTHERS[other])  # for --help
+        cli.run(OTHERS[other].main, commands=(other,))
     define_flags()
     flags.adopt_module_key_flags(case)  # for --help
-    cli.run(main, commands=tuple(PEERS))
+    cli.run(main, commands=(*PEERS, *OTHERS))

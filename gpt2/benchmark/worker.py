@@ -180,7 +180,10 @@ def _seconds(function: Callable[[], Any]) -> float:
 def _batch(case: dict[str, Any]) -> dict[str, np.ndarray]:
     shape = (2, case["batch_size"], case["context_length"])
     tokens, targets = np.random.default_rng(0).integers(0, case["vocab_size"], shape, np.int32)
-    return {"tokens": tokens, "targets": targets}
+    batch = {"tokens": tokens, "targets": targets}
+    if make_config(case).data.document_mask:  # documents of 256 tokens in the mean, at random
+        batch["segments"] = np.cumsum(tokens % 256 == 0, axis=1, dtype=np.int32)
+    return batch
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ installed. It runs nothing there.
 
 import os
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -68,22 +69,22 @@ _GPUS = {
 def find_devices(name: str) -> list[jax.Device]:
     """Returns devices of a kind and number, such as `v5e-16` or `h100-8`, to compile for.
 
-    The number counts JAX devices. Google's names for slices of v4 and v5p count cores, two in each
-    device.
+    A kind that ends with .txtpb is a file: XLA's own description of a GPU, which the benchmark's
+    suite writes on one. The number counts JAX devices. Google's names for slices of v4 and v5p
+    count cores, two in each device.
 
     Raises:
         UserError: there are no such devices, or XLA's compiler for them is not installed.
     """
-    match = re.fullmatch(r"([\w-]+)-(\d+)", name)
+    match = re.fullmatch(r"(.+)-(\d+)", name)
     kind, number = (match[1], int(match[2])) if match else ("", 0)
     if kind in _TPUS and number in _TPUS[kind]:
         return _tpus(kind, _TPUS[kind][number])
-    if (
-        kind in _GPUS
-        and number
-        and (number <= _GPUS_OF_A_MACHINE or number % _GPUS_OF_A_MACHINE == 0)
-    ):
-        return _gpus(_GPUS[kind], number)
+    whole = number <= _GPUS_OF_A_MACHINE or number % _GPUS_OF_A_MACHINE == 0
+    if kind.endswith(".txtpb") and number and whole:
+        return _gpus(_read_target(Path(kind)), number)
+    if kind in _GPUS and number and whole:
+        return _gpus(_target(_GPUS[kind]), number)
     known = ", ".join([*_TPUS, *_GPUS])
     sizes = ", ".join(map(str, _TPUS.get(kind, ())))
     raise UserError(
@@ -108,13 +109,22 @@ def _tpus(kind: str, sides: tuple[int, ...]) -> list[jax.Device]:
     return _describe("tpu", "plan-tpu", topology_name=name, **options)
 
 
-def _gpus(gpu: _Gpu, number: int) -> list[jax.Device]:
+def _read_target(path: Path) -> str:
+    if not path.is_file():
+        raise UserError(
+            f"--plan_chips names {path}, which is not a file",
+            "python -m gpt2.benchmark suite writes one on a GPU",
+        )
+    return path.read_text()
+
+
+def _gpus(target: str, number: int) -> list[jax.Device]:
     machines = max(1, number // _GPUS_OF_A_MACHINE)
     return _describe(
         "cuda",
         "plan-gpu",
         topology=f"1x{machines}x{number // machines}",
-        target_config=_target(gpu),
+        target_config=target,
     )
 
 

@@ -33,7 +33,9 @@ PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or 
 DEVICES = flags.DEFINE_integer(
     "plan_devices", 0, "As --plan, for this many simulated devices.", lower_bound=0
 )
-CHIPS = flags.DEFINE_string("plan_chips", None, "As --plan, for chips: v5e-8, h100-8, ...")
+CHIPS = flags.DEFINE_string(
+    "plan_chips", None, "As --plan, for chips: v5e-8, h100-8, target.txtpb-8, ..."
+)
 TEXT = flags.DEFINE_string("plan_text", None, "A file for the compiled step of a plan.")
 SEARCH = flags.DEFINE_bool(
     "plan_search",

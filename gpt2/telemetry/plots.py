@@ -1,8 +1,10 @@
 """loss.png: the curves of a run, readable at a glance."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
+from gpt2.errors import warn
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.text import format_count
 
@@ -18,7 +20,7 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
 
     Args:
         metrics_jsonl: the run's metrics; nothing is drawn if it holds no loss.
-        png: where the picture goes.
+        png: where the picture goes; a warning takes its place without matplotlib.
         title: above the picture, on the left.
     """
     records = read_metrics(metrics_jsonl)
@@ -27,6 +29,8 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
     if not train[0] and not validation[0]:
         return
 
+    if importlib.util.find_spec("matplotlib") is None:  # a rented machine may lack it
+        return warn(f"{png} is not drawn: matplotlib is not installed")
     import matplotlib
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 

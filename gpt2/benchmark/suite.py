@@ -1,0 +1,244 @@
+"""Measures all that docs/performance.md says of a machine, in one command and without a network.
+
+    python -m gpt2.benchmark suite --output=DIR
+
+Each case runs in a process of its own, and a part has a time limit, so that a failure costs no
+more than its own row. DIR gets a JSON file for each part, summary.md, the output of every command
+in logs/, and on a GPU target.txtpb for `train.py --plan_chips`. A part whose JSON is there is not
+run again. Delete the file to repeat it.
+
+    python -m gpt2.benchmark suite --output=DIR --report=docs/performance.md
+
+measures nothing. It writes the table of DIR between the two markers of that file.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from gpt2 import cli, launch
+from gpt2.benchmark import suite_report as report
+from gpt2.benchmark.suite_parts import SIZES, Case, Part, make_parts
+from gpt2.errors import UserError, require_choice, require_writable
+from gpt2.utils.files import write_json, write_text
+from gpt2.utils.text import format_duration
+
+_SHORT = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory")
+_TOLD = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: |RESOURCE_EXHAUSTED")
+_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines the flags of the suite."""
+    flags.DEFINE_string("output", None, "The folder of the results.", flag_values=values)
+    about = "full needs a GPU of 80 GB and takes up to 46 minutes; tiny runs on any CPU."
+    flags.DEFINE_enum("size", "full", SIZES, about, flag_values=values)
+    flags.DEFINE_list("parts", [], "Those to run; all if empty.", flag_values=values)
+    about = "Measure nothing, and write the table of --output into this Markdown file."
+    flags.DEFINE_string("report", None, about, flag_values=values)
+
+
+def main(_: str) -> int:
+    """Runs the suite, or writes its report, and returns the exit code: 1 if a part failed."""
+    options = flags.FLAGS
+    if not options.output:
+        raise UserError("there is no --output", "Name the folder of the results")
+    output = Path(options.output)
+    parts = choose_parts(make_parts(options.size, output), options.parts)
+    if options.report is not None:
+        for name in ("parts", "size"):
+            cli.refuse_ignored(name, "--report writes the table of all parts")
+        report.rewrite(Path(options.report), output, make_parts("full", output))
+        return 0
+    require_writable("output", output)
+    _check_results(output, options.size)
+    # What ends this process ends the case that runs, which holds the device.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    results = run_parts(parts, output, options.size)
+    print(f"see {output / 'summary.md'}")
+    return int(any(result["status"] == "failed" for result in results))
+
+
+def choose_parts(parts: Sequence[Part], names: Sequence[str]) -> tuple[Part, ...]:
+    """Returns the parts of these names, in their own order; all if there are no names.
+
+    Raises:
+        UserError: there is no such part.
+    """
+    known = tuple(part.name for part in parts)
+    for name in names:
+        require_choice("--parts", name, known, flag=False)
+    return tuple(part for part in parts if not names or part.name in names)
+
+
+def run_parts(parts: Sequence[Part], output: Path, size: str) -> list[dict[str, Any]]:
+    """Runs the parts that have no results yet, and returns the results of all.
+
+    Args:
+        parts: in the order in which they run.
+        output: where results go.
+        size: of the parts, for their record.
+
+    Raises:
+        UserError: the size is `full`, and the machine has nothing but a CPU.
+    """
+    (output / "logs").mkdir(parents=True, exist_ok=True)
+    results = []
+    for part in parts:
+        result = report.read_result(output, part.name)
+        if result and result["status"] != "running":
+            print(f"{part.name}: not run again, since {output / part.name}.json is there")
+        else:
+            result = _run_part(part, output, size)
+        results.append(result)
+        write_text(output / "summary.md", report.block(output, parts))
+        if part.name == "versions" and size == "full":
+            _check_device(result)
+    return results
+
+
+def _run_part(part: Part, output: Path, size: str) -> dict[str, Any]:
+    """Runs the cases of a part; its JSON says after each what there is so far."""
+    # Of an earlier try, whose run would go on and whose cache is not empty.
+    shutil.rmtree(output / "work" / part.name, ignore_errors=True)
+    result: dict[str, Any] = {
+        **{"part": part.name, "title": part.title, "size": size, "status": "running"},
+        **{"began": datetime.datetime.now().astimezone().isoformat(timespec="seconds")},
+        **{"limit_seconds": part.seconds, "seconds": 0.0, "cases": []},
+    }
+    began = time.monotonic()
+    for case in part.cases:
+        left = part.seconds - (time.monotonic() - began)
+        ran = run_case(case, left, output / "logs" / f"{part.name}-{_file_name(case.name)}")
+        told = f"{part.name}: {case.name}: {ran['status']} ({format_duration(ran['seconds'])})"
+        print(told, flush=True)
+        result["cases"].append(ran)
+        result["seconds"] = time.monotonic() - began
+        write_json(output / f"{part.name}.json", result)
+        if part.until_one_fits and ran["status"] == "done":
+            break
+    failed = any(ran["status"] in ("failed", "out of time") for ran in result["cases"])
+    result["status"] = "failed" if failed else "done"
+    write_json(output / f"{part.name}.json", result)
+    return result
+
+
+def run_case(case: Case, seconds: float, log: Path) -> dict[str, Any]:
+    """Runs a command that prints JSON, and returns its record, whatever becomes of it.
+
+    The record's `status` is `done`, `does not fit`, `not installed`, `not on this device`,
+    `out of time` or `failed`. `result` is what the command printed. `error` holds the last lines
+    of a command that failed, and `reason` the one that tells most.
+
+    Args:
+        case: the command.
+        seconds: after which the command and all that it started are ended.
+        log: its output goes to `log`.out and `log`.err.
+    """
+    command = [sys.executable, *case.arguments]
+    record: dict[str, Any] = {"name": case.name, "seconds": 0.0}
+    record["command"] = shlex.join(["python", *case.arguments])
+    if case.needs and find_spec(case.needs) is None:
+        return record | {"status": "not installed", "reason": f"{case.needs} is not installed"}
+    if seconds <= 0:
+        return record | {"status": "out of time", "reason": "no time was left"}
+    began = time.monotonic()
+    out, err = (Path(f"{log}.{kind}") for kind in ("out", "err"))
+    with open(out, "wb") as stdout, open(err, "wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=_environment(case),
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_group(process)
+    record["seconds"] = time.monotonic() - began
+    result = _read_json(out)
+    if result is not None:
+        record["result"] = result
+        if "absent" in result:
+            return record | {"status": "not on this device", "reason": result["absent"]}
+        if code == 0:
+            return record | {"status": "done"}
+    error = err.read_text(errors="replace")
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    record["error"] = lines[-12:]
+    if code is None:
+        return record | {"status": "out of time", "reason": f"no end within {seconds:.0f} s"}
+    if _SHORT.search(error):
+        return record | {"status": "does not fit", "reason": "the device's memory is too small"}
+    told = [line for line in lines if _TOLD.search(line)] or lines or [f"exit code {code}"]
+    # The process of a contestant tells why; the one that waited for it only that it ended.
+    ends = [line for line in told if "Its own message above" not in line] or told
+    return record | {"status": "failed", "reason": ends[-1][:300]}
+
+
+def _environment(case: Case) -> dict[str, str]:
+    """Returns the variables of a case: JAX may take nine tenths of a GPU, unless told otherwise."""
+    environment = launch.environment_to_measure()
+    if not any(environment.get(name) for name in _MEMORY):
+        environment["XLA_CLIENT_MEM_FRACTION"] = "0.9"
+    if _MEMORY[0] in case.environment:
+        environment.pop(_MEMORY[1], None)  # JAX refuses both names at once
+    return environment | case.environment
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """Ends a process and those that it started: one that is left would hold the GPU's memory."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """Returns the object that a command printed last; libraries may print before it."""
+    text = path.read_text(errors="replace")
+    start = re.search(r"^\{", text, re.MULTILINE)
+    try:
+        return json.loads(text[start.start() :]) if start else None
+    except ValueError:
+        return None
+
+
+def _check_device(versions: dict[str, Any]) -> None:
+    result = versions["cases"][0].get("result", {})
+    if result.get("platform") == "cpu":
+        raise UserError(
+            f"--size=full needs a GPU, and this machine has {result['device']}",
+            "Use --size=tiny with another --output",
+        )
+
+
+def _check_results(output: Path, size: str) -> None:
+    """Raises a UserError if the folder holds results of another size."""
+    for other in report.read_results(output):
+        if other["size"] != size:
+            raise UserError(
+                f"--output={output} holds results of --size={other['size']}",
+                "Give another --output",
+            )
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.]+", "-", name)
