@@ -118,7 +118,8 @@ def open_state(
     state = None if start else first_state(program, dataset)
     # The weights are checked. From here on, the run writes to its workdir.
     run_files.begin(workdir, config, dataset, start)
-    checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints, goes_on=True)
+    kept = config.train.keep_checkpoints, config.train.keep_every
+    checkpointer = Checkpointer(workdir, *kept, goes_on=True)
     if state is None:
         state = checkpointer.restore(start, program.state_shapes)
     return checkpointer, state

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from functools import partial
 
 import chex
@@ -85,6 +86,47 @@ def test_the_newest_checkpoints_and_the_best_survive(saved):
     assert on_disk == {20, 50, 60}
     with Checkpointer(workdir, read_only=True) as reopened:
         assert (reopened.all_steps(), reopened.best()) == (steps, best)
+
+
+@pytest.mark.parametrize(
+    ("num_latest", "keep_every", "kept"),
+    [(1, 0, [20, 60]), (1, 20, [20, 40, 60]), (2, 30, [20, 30, 50, 60])],
+)
+def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path, num_latest, keep_every, kept):
+    state = TrainState.create({"x": jnp.ones(4)}, optax.sgd(1.0), "float32")
+    for half in (list(LOSSES.items())[:3], list(LOSSES.items())[3:]):  # over a restart
+        with Checkpointer(tmp_path, num_latest, keep_every) as checkpointer:
+            for step, loss in half:
+                checkpointer.save(state, step, loss and {"eval/loss": loss})
+    with Checkpointer(tmp_path, read_only=True) as checkpointer:
+        assert checkpointer.all_steps() == kept
+
+
+@pytest.mark.parametrize(
+    ("params", "optimizer", "message"),
+    [
+        ({"a": (2, 3)}, optax.adam, "a is float32[2, 2], not float32[2, 3]"),
+        ({}, optax.adam, "it has opt_state/0/mu/a, opt_state/0/nu/a, params/a beside"),
+        ({"a": (2, 2), "c": (1,)}, optax.adam, "it lacks opt_state/0/mu/c, opt_state/0/nu/c, pa"),
+        ({"a": (2, 2)}, optax.lion, "it has opt_state/0/nu/a beside"),
+        ({"a": (2, 2)}, optax.adagrad, "it lacks opt_state/0/sum_of_squares/a"),
+    ],
+)
+def test_restoring_another_shape_or_optimizer_names_the_arrays_that_differ(
+    tmp_path, params, optimizer, message
+):
+    def state(shapes, optimizer):
+        arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
+        return TrainState.create(arrays, optimizer(1.0), "float32")
+
+    with Checkpointer(tmp_path) as checkpointer:
+        saved = state({"a": (2, 2)}, optax.adam)
+        checkpointer.save(saved, 1)
+        checkpointer.wait()
+        chex.assert_trees_all_equal(checkpointer.restore(1, saved), saved)
+        with pytest.raises(UserError, match=re.escape(message)) as error:
+            checkpointer.restore(1, state(params, optimizer))
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("which", "step"), [("best", 20), ("latest", 60), ("50", 50), (50, 50)])

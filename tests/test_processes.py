@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -108,6 +109,22 @@ def test_a_killed_process_ends_the_other_and_the_pair_continues_exactly(tmp_path
     }
     assert len(stopped) == 1
     assert (workdir / "checkpoints" / stopped.pop()).is_dir()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, index):
+    workdir = tmp_path / "run"
+    with Pair(workdir) as pair:
+        pair.run_until(step=8, checkpoint=5)
+        # No file of this process may grow beyond 1 KiB, as on a full disk of its own.
+        resource.prlimit(pair.processes[index].pid, resource.RLIMIT_FSIZE, (1024, 1024))
+        began = time.monotonic()
+        codes = [process.wait(timeout=60) for process in pair.processes]
+        assert time.monotonic() - began < 60
+        assert codes[index] == 5 and codes[1 - index] != 0, pair.output()
+        told = pair.logs[index].read_text().splitlines()[-1]
+        assert re.match(r"error: the state of step \d+ is not saved in .*File too large", told)
+        assert pair.logs[1 - index].read_text().endswith(f"{distributed.LOST_PEER}\n")
 
 
 @pytest.mark.parametrize(

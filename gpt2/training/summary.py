@@ -73,7 +73,8 @@ def describe_run(
             "validated": f"{_describe_times(train.eval_every, train.num_steps)}, on "
             + ("the whole split" if feed.eval_is_whole else _describe_part(feed)),
             "saved": _describe_times(train.checkpoint_every, train.num_steps)
-            + ", and after each validation that is the best so far",
+            + ", and after each validation that is the best so far"
+            + (f"; those of every {train.keep_every:,} steps stay" if train.keep_every else ""),
             "logged": _describe_times(train.log_every, train.num_steps),
         }
         | ({"trace": _describe_trace(config, start)} if config.logging.profile_steps else {})

@@ -47,7 +47,7 @@ _MAY_CHANGE = (
     "train.log_every",
     "train.eval_",
     "train.checkpoint_every",
-    "train.keep_checkpoints",
+    "train.keep_",
     "train.skip_",
     "train.hang_seconds",
 )
