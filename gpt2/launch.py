@@ -21,6 +21,9 @@ import os
 import platform
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,6 +44,9 @@ _GPU_FLAGS = (
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
+_SAME_PRESS = 0.3  # seconds within which a launcher may pass on what the terminal has sent already
+_last_words: list[Callable[[], str]] = []
+_imported = time.monotonic()
 _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 
@@ -80,13 +86,59 @@ def prepare_process() -> None:
 
 
 def take_interrupts() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt again, for work that has to tidy up."""
-    if signal.getsignal(signal.SIGINT) is _stop:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Lets Ctrl-C raise KeyboardInterrupt again, for work that has to tidy up.
+
+    A second one ends the process at once. A thread sees to that, since the main thread hears of
+    signals only between two lines of Python, and not while XLA compiles or a device is waited for.
+    """
+    if signal.getsignal(signal.SIGINT) is not _stop:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # A child's signals are its own.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    threading.Thread(target=_leave_at_second, args=(reader,), name="signals", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ignore_interrupts() -> None:
+    """Lets Ctrl-C do nothing more: all is done, and an exception would only spoil the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def say_when_left(words: Callable[[], str]) -> None:
+    """Lets a second Ctrl-C add what `words` returns to its line. A thread calls it."""
+    _last_words[:] = [words]
+
+
+def seconds_since_start() -> float:
+    """Returns how old this process is. Where it started itself again, both starts count."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return time.monotonic() - _imported
+
+
+def _leave_at_second(reader: int) -> None:
+    """Ends the process once `reader` gives SIGINT twice."""
+    first: float | None = None
+    while number := os.read(reader, 1):
+        if number[0] != signal.SIGINT:
+            continue
+        now = time.monotonic()
+        if first is not None and now - first > _SAME_PRESS:
+            _end("".join(["left at once by a second SIGINT", *(say() for say in _last_words)]))
+        first = now if first is None else first
 
 
 def _stop(*_: object) -> None:
-    os.write(sys.stderr.fileno(), b"stopped by SIGINT\n")
+    _end("stopped by SIGINT")
+
+
+def _end(line: str) -> None:
+    os.write(2, f"{line}\n".encode())
     os._exit(128 + signal.SIGINT)
 
 

@@ -116,8 +116,8 @@ def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, in
     workdir = tmp_path / "run"
     with Pair(workdir) as pair:
         pair.run_until(step=8, checkpoint=5)
-        # No file of this process may grow beyond 1 KiB, as on a full disk of its own.
-        resource.prlimit(pair.processes[index].pid, resource.RLIMIT_FSIZE, (1024, 1024))
+        # No file of this process may grow beyond 64 KiB, as on a full disk of its own.
+        resource.prlimit(pair.processes[index].pid, resource.RLIMIT_FSIZE, (2**16, 2**16))
         began = time.monotonic()
         codes = [process.wait(timeout=60) for process in pair.processes]
         assert time.monotonic() - began < 60

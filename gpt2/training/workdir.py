@@ -240,6 +240,12 @@ def find_start(workdir: Path) -> int:
     return start or 0
 
 
+def describe_saved(workdir: Path) -> str:
+    """Returns what a run that ends now leaves, as the end of a sentence."""
+    step = latest_step(workdir)
+    return f"; the same command continues from step {step}" if step else "; nothing is saved yet"
+
+
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
     """Returns whether a run stands at its last step and has written its last file, the samples."""
     return start == config.train.num_steps and (workdir / "samples.txt").exists()
