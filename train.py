@@ -87,6 +87,7 @@ def main() -> int:
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
+    launch.end_on_interrupt()
     run_files.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
 
@@ -224,7 +225,7 @@ def train(
     if checkpointer.failure:
         how = f"Mend that, and repeat the command to train from step {latest_step(workdir) or 0} on"
         raise UserError(checkpointer.failure, how, exit_code=5)
-    if stop.requested and step < num_steps:
+    if stop.requested and stop.is_agreed:
         print(f"stopped by {stop.reason} at step {step}; the same command continues")
         return 128 + stop.requested
     if not scores:  # the run was killed after its last checkpoint

@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 _KEPT = 2**28  # bytes
@@ -88,8 +87,8 @@ def prepare_process() -> None:
 def take_interrupts() -> None:
     """Lets Ctrl-C raise KeyboardInterrupt again, for work that has to tidy up.
 
-    A second one ends the process at once. A thread sees to that, since the main thread hears of
-    signals only between two lines of Python, and not while XLA compiles or a device is waited for.
+    A second one ends the process at once. A thread sees to that, since the main thread acts on
+    signals only between two lines of Python, not while XLA compiles or a device is waited for.
     """
     if signal.getsignal(signal.SIGINT) is not _stop:
         return
@@ -98,8 +97,17 @@ def take_interrupts() -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # A child's signals are its own.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    threading.Thread(target=_leave_at_second, args=(reader,), name="signals", daemon=True).start()
+    threading.Thread(target=_watch_interrupts, args=(reader,), name="signals", daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_on_interrupt() -> None:
+    """Lets Ctrl-C end the process with a line, at once. For work with nothing to tidy up.
+
+    An exception may come where it is printed and lost, such as in a callback of JAX.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave_it_to_the_thread)
 
 
 def ignore_interrupts() -> None:
@@ -121,16 +129,22 @@ def seconds_since_start() -> float:
         return time.monotonic() - _imported
 
 
-def _leave_at_second(reader: int) -> None:
-    """Ends the process once `reader` gives SIGINT twice."""
+def _watch_interrupts(reader: int) -> None:
+    """Ends the process at the first or the second SIGINT that `reader` gives."""
     first: float | None = None
     while number := os.read(reader, 1):
         if number[0] != signal.SIGINT:
             continue
+        if signal.getsignal(signal.SIGINT) is _leave_it_to_the_thread:
+            _stop()
         now = time.monotonic()
         if first is not None and now - first > _SAME_PRESS:
             _end("".join(["left at once by a second SIGINT", *(say() for say in _last_words)]))
         first = now if first is None else first
+
+
+def _leave_it_to_the_thread(*_: object) -> None:
+    pass
 
 
 def _stop(*_: object) -> None:
@@ -138,7 +152,8 @@ def _stop(*_: object) -> None:
 
 
 def _end(line: str) -> None:
-    os.write(2, f"{line}\n".encode())
+    show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # which a progress bar hides
+    os.write(2, f"{show_cursor}{line}\n".encode())
     os._exit(128 + signal.SIGINT)
 
 
@@ -197,4 +212,6 @@ def _has_glibc() -> bool:
 
 
 def _xla_knows_order() -> bool:
+    from importlib.metadata import version  # slow: not before Ctrl-C is a line
+
     return version("jaxlib").startswith("0.10.")  # an unknown flag would end the process

@@ -26,6 +26,7 @@ class StopSignal:
     Attributes:
         requested: the signal that came, or SIGTERM in place of one; None before.
         reason: why the run stops, for people.
+        is_agreed: whether all processes know that it stops.
     """
 
     def __init__(self, why_now: Callable[[], str] = str):
@@ -33,6 +34,7 @@ class StopSignal:
         self.reason = ""
         self._why_now = why_now
         self._agrees = jax.distributed.is_initialized()
+        self.is_agreed = not self._agrees
 
     def reached(self, step: int) -> bool:
         """Returns whether to stop after `step`. Call it after every step."""
@@ -44,6 +46,7 @@ class StopSignal:
             return False
         if not self.requested:
             self.requested, self.reason = signal.SIGTERM, signal.SIGTERM.name
+        self.is_agreed = True
         return True
 
     def __enter__(self) -> "StopSignal":
