@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 from functools import partial
 
 import chex
@@ -17,6 +18,7 @@ from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, Parallel
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT
+from gpt2.training import checkpoint_handlers
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_weights import load_params
 from gpt2.training.program import Program
@@ -72,6 +74,27 @@ def saved(tmp_path_factory):
             )
         checkpointer.wait()
         return workdir, config.gpt(), checkpointer.all_steps(), checkpointer.best()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(
+    tmp_path, monkeypatch, synchronous
+):
+    """With 100 MB for a store that takes 4 s, which a synchronous save waits for."""
+    digest = checkpoint_handlers.digest_folder
+    slow = lambda folder: time.sleep(4) or digest(folder)  # noqa: E731
+    monkeypatch.setattr(checkpoint_handlers, "digest_folder", slow)
+    params = {str(i): jnp.full((512, 1024), i, jnp.float32) for i in range(16)}
+    state = TrainState.create(params, optax.adamw(1.0), "float32")
+    with Checkpointer(tmp_path, parameters_in_flight=2**40 if synchronous else None) as saver:
+        began = time.perf_counter()
+        saver.save(state, 1)
+        blocked = time.perf_counter() - began
+        assert (blocked < 0.05 * 60) != synchronous
+        saver.wait()
+        assert time.perf_counter() - began > 4
+        assert synchronous or saver.longest_seconds > 4
 
 
 def steps_in(params):
