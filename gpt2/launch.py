@@ -1,4 +1,4 @@
-"""Prepares a process before its slow imports: memory settings, and a cache of compiled programs.
+"""Prepares a process before its slow imports: memory, a cache of compiled programs, and Ctrl-C.
 
 Every command calls `prepare_process` first. docs/performance.md, Settings, says what each setting
 saves.
@@ -10,6 +10,10 @@ Kept memory: freed blocks of up to 256 MB stay with the process. Larger blocks g
 kernel, since fragmentation would otherwise hold twice what a step of 124M needs.
 
 Order: XLA orders programs for little memory (docs/performance.md, XLA:CPU note 12).
+
+Ctrl-C: a line in place of a traceback, whatever the process is doing. It ends imports, raises
+KeyboardInterrupt where work has to tidy up, ends the process at once where it has not, and at its
+second press in any case.
 
 On NVIDIA GPUs, products that share an operand stay apart, and gathers of a layer's kernels do not
 wait for each other (docs/performance.md, GPUs and TPUs).
@@ -44,6 +48,7 @@ _GPU_FLAGS = (
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
 _SAME_PRESS = 0.3  # seconds within which a launcher may pass on what the terminal has sent already
+_are_watched = threading.Event()  # set once a thread listens for signals
 _last_words: list[Callable[[], str]] = []
 _imported = time.monotonic()
 _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
@@ -97,6 +102,7 @@ def take_interrupts() -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # A child's signals are its own.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    _are_watched.set()
     threading.Thread(target=_watch_interrupts, args=(reader,), name="signals", daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -106,13 +112,14 @@ def end_on_interrupt() -> None:
 
     An exception may come where it is printed and lost, such as in a callback of JAX.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if _are_watched.is_set():
         signal.signal(signal.SIGINT, _leave_it_to_the_thread)
 
 
 def ignore_interrupts() -> None:
     """Lets Ctrl-C do nothing more: all is done, and an exception would only spoil the end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _are_watched.is_set():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def say_when_left(words: Callable[[], str]) -> None:
