@@ -187,3 +187,22 @@ with distributed.ends_together():
     )
     expected = f"INTERNAL: NCCL: no socket interface named eth7\n{distributed.LOST_PEER}\n"
     assert (run.returncode, run.stderr) == (1, expected)
+
+
+def test_a_process_ends_with_its_code_also_if_it_can_say_nothing_and_if_ctrl_c_ended_it():
+    code = """
+import sys
+import jax
+from gpt2.errors import UserError
+from gpt2.parallel import distributed
+jax.distributed.is_initialized = lambda: True
+with distributed.ends_together():
+    raise KeyboardInterrupt if sys.argv[1:] else UserError("a", "b", exit_code=5)
+"""
+    command = [sys.executable, "-c", code]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, cwd=ROOT, stderr=full, timeout=60).returncode == 5
+    run = subprocess.run(
+        [*command, "interrupted"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (130, "stopped by SIGINT\n")
