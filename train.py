@@ -20,7 +20,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.config import Config
 from gpt2.data.dataset import Dataset, prepare
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_positive
 from gpt2.evals.validation import Validator
 from gpt2.generate import sample_texts
 from gpt2.parallel import distributed, gather
@@ -28,7 +28,7 @@ from gpt2.parallel.drawing import check_picture
 from gpt2.parallel.stop import StopSignal
 from gpt2.planning import command as planning
 from gpt2.profile.profiler import Profiler
-from gpt2.telemetry.metrics import MetricsWriter, check_wandb
+from gpt2.telemetry.metrics import MetricsWriter, check_wandb, seconds_taken
 from gpt2.telemetry.plots import plot_losses
 from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.reporter import Reporter, Writer
@@ -37,6 +37,7 @@ from gpt2.telemetry.watchdog import Watchdog
 from gpt2.training import workdir as run_files
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
+from gpt2.training.deadline import Deadline
 from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.due import due_after
 from gpt2.training.feed import Feed
@@ -56,6 +57,9 @@ VISUALIZE_TO = flags.DEFINE_string(
     "visualize_to", None, "A picture of the same; sharding.png in the workdir if empty."
 )
 flags.adopt_module_key_flags(planning)
+MAX_SECONDS = flags.DEFINE_float(
+    "max_seconds", None, "Stop, with all saved, before this process is so old; see docs/safety.md."
+)
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
 PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Number of this process, from 0.")
@@ -69,7 +73,10 @@ def main() -> int:
     if VISUALIZE.value is None:
         cli.refuse_ignored("visualize_to", "there is no --visualize")
     picture = check_picture(VISUALIZE_TO.value)
+    if MAX_SECONDS.value is not None:
+        require_positive("max_seconds", MAX_SECONDS.value, "--max_seconds")
     if planning.asks_for_plan():
+        cli.refuse_ignored("max_seconds", "a plan trains nothing")
         return planning.plan(config, VISUALIZE.value, picture)
     distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
@@ -80,6 +87,7 @@ def main() -> int:
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
+    launch.end_on_interrupt()
     run_files.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
 
@@ -118,7 +126,8 @@ def open_state(
     state = None if start else first_state(program, dataset)
     # The weights are checked. From here on, the run writes to its workdir.
     run_files.begin(workdir, config, dataset, start)
-    checkpointer = Checkpointer(workdir, num_latest=config.train.keep_checkpoints, goes_on=True)
+    kept = config.train.keep_checkpoints, config.train.keep_every
+    checkpointer = Checkpointer(workdir, *kept, goes_on=True)
     if state is None:
         state = checkpointer.restore(start, program.state_shapes)
     return checkpointer, state
@@ -143,7 +152,8 @@ def train(
 ) -> int:
     """Runs the steps after `start`, writes the run's files and returns the exit code."""
     config, num_steps = program.config, program.config.train.num_steps
-    clock = StepClock(config.tokens_per_step, model_flops_per_token(program.model.config))
+    seconds = launch.seconds_since_start() + seconds_taken(workdir / "metrics.jsonl", start)
+    clock = StepClock(config.tokens_per_step, model_flops_per_token(program.model.config), seconds)
     # Compile once, before the loop, while the devices still draw the weights. A batch of another
     # shape is an error later.
     with clock.phase("compile"):
@@ -171,10 +181,14 @@ def train(
 
     start_over = partial(first_state, program, feed.dataset)
     diagnosis = Diagnosis(program, feed, workdir, checkpointer, train_step, start_over)
+    deadline = Deadline(MAX_SECONDS.value, clock, checkpointer, lambda: validate.seconds)
+    deadline.check()
+    launch.say_when_left(partial(run_files.describe_saved, workdir))
 
     # Metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
-    with checkpointer, reporter, profiler, batches, watchdog, StopSignal() as stop:
+    stop = StopSignal(deadline.why_stop)
+    with checkpointer, reporter, profiler, batches, watchdog, stop:
         with diagnosis.ends_if_diverged(lambda: state), clock.phase("step"):
             for step in range(start + 1, num_steps + 1):
                 with clock.phase("data wait"):
@@ -185,7 +199,9 @@ def train(
                 state, metrics = train_step(state, batch)
                 reporter.step(step, metrics, feed.epoch_end(step), statistics)
 
-                due = due_after(step, config.train, stopping=stop.reached(step))
+                measuring = deadline.exists and step == start + 1
+                stopping = stop.reached(step)
+                due = due_after(step, config.train, stopping=stopping, measuring=measuring)
                 if due.validation or due.checkpoint:
                     reporter.catch_up()
                 if due.validation:
@@ -198,6 +214,8 @@ def train(
                         if not due.validation:  # a diverged state is never saved
                             validate(step, state.eval_params, num_batches=1)
                         reporter.flush(step)
+                        if stopping:
+                            reporter.say("saving; a second Ctrl-C would end the run without that")
                         checkpointer.save(state, step, scores if due.validation else None)
                 if due.end:
                     break
@@ -207,13 +225,13 @@ def train(
     if checkpointer.failure:
         how = f"Mend that, and repeat the command to train from step {latest_step(workdir) or 0} on"
         raise UserError(checkpointer.failure, how, exit_code=5)
-    if stop.requested and step < num_steps:
-        print(f"stopped by {stop.requested.name} at step {step}; the same command continues")
+    if stop.requested and stop.is_agreed:
+        print(f"stopped by {stop.reason} at step {step}; the same command continues")
         return 128 + stop.requested
     if not scores:  # the run was killed after its last checkpoint
         with diagnosis.ends_if_diverged(lambda: state), clock.phase("validation"):
             scores = validate(step, state.eval_params)
-    show_results(workdir, scores, feed, clock)
+    show_results(workdir, scores, feed, clock, start)
     write_samples(workdir, config, feed.dataset, gather(state.eval_params, program.backend.mesh))
     return 0
 
@@ -232,10 +250,12 @@ def make_writers(config: Config, workdir: Path, start: int) -> list[Writer]:
 
 
 @distributed.only_first
-def show_results(workdir: Path, scores: dict[str, float], feed: Feed, clock: StepClock) -> None:
+def show_results(
+    workdir: Path, scores: dict[str, float], feed: Feed, clock: StepClock, start: int
+) -> None:
     """Draws the loss curve, and prints where the time went and how good the model is."""
     plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
-    print(describe_results(scores, feed, clock))
+    print(describe_results(scores, feed, clock, start))
 
 
 @distributed.only_first

@@ -136,6 +136,7 @@ def get_config() -> ConfigDict:
             eval_batches=0,  # batches per validation; 0: the whole split, which bits per byte need
             checkpoint_every=1000,  # steps; 0: only at the end
             keep_checkpoints=1,  # number of newest checkpoints to keep, beside the best
+            keep_every=0,  # steps whose multiples stay as checkpoints for good; 0: none
             skip_bad_steps=0,  # steps in a row whose loss or gradients are not finite that may be
             # left out; 0: the first one ends the run
             skip_outliers=0.0,  # standard deviations above recent losses or gradient norms beyond

@@ -49,7 +49,9 @@ def run(
         if len(arguments) > bool(commands) and not takes_files:
             raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
         logging.set_verbosity(logging.FATAL)  # what libraries log, they raise too, or it is no help
-        return main(*arguments)
+        code = main(*arguments)
+        launch.ignore_interrupts()
+        return code
 
     app.run(guarded, flags_parser=exit_on_user_error(parse))
 

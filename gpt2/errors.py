@@ -142,10 +142,11 @@ def require_finite(
     require_at_least(name, value, minimum, example)
 
 
-def require_positive(name: str, value: float) -> None:
-    """Raises a UserError unless the config option `name` is a number above 0."""
+def require_positive(name: str, value: float, flag: str = "") -> None:
+    """Raises a UserError unless the config option `name`, or a flag, is a number above 0."""
     if not 0.0 < value < math.inf:
-        raise UserError(f"{name}={value} is not above 0", f"Give a positive --config.{name}")
+        how = f"Give a positive {flag or f'--config.{name}'}"
+        raise UserError(f"{flag or name}={value} is not above 0 and finite", how)
 
 
 def require_fraction(name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""Prepares a process before its slow imports: memory settings, and a cache of compiled programs.
+"""Prepares a process before its slow imports: memory, a cache of compiled programs, and Ctrl-C.
 
 Every command calls `prepare_process` first. docs/performance.md, Settings, says what each setting
 saves.
@@ -11,6 +11,10 @@ kernel, since fragmentation would otherwise hold twice what a step of 124M needs
 
 Order: XLA orders programs for little memory (docs/performance.md, XLA:CPU note 12).
 
+Ctrl-C: a line in place of a traceback, whatever the process is doing. It ends imports, raises
+KeyboardInterrupt where work has to tidy up, ends the process at once where it has not, and at its
+second press in any case.
+
 On NVIDIA GPUs, products that share an operand stay apart, and gathers of a layer's kernels do not
 wait for each other (docs/performance.md, GPUs and TPUs).
 """
@@ -21,7 +25,9 @@ import os
 import platform
 import signal
 import sys
-from importlib.metadata import version
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 _KEPT = 2**28  # bytes
@@ -41,6 +47,10 @@ _GPU_FLAGS = (
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
+_SAME_PRESS = 0.3  # seconds within which a launcher may pass on what the terminal has sent already
+_are_watched = threading.Event()  # set once a thread listens for signals
+_last_words: list[Callable[[], str]] = []
+_imported = time.monotonic()
 _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 
@@ -80,13 +90,77 @@ def prepare_process() -> None:
 
 
 def take_interrupts() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt again, for work that has to tidy up."""
-    if signal.getsignal(signal.SIGINT) is _stop:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Lets Ctrl-C raise KeyboardInterrupt again, for work that has to tidy up.
+
+    A second one ends the process at once. A thread sees to that, since the main thread acts on
+    signals only between two lines of Python, not while XLA compiles or a device is waited for.
+    """
+    if signal.getsignal(signal.SIGINT) is not _stop:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # A child's signals are its own.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    _are_watched.set()
+    threading.Thread(target=_watch_interrupts, args=(reader,), name="signals", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_on_interrupt() -> None:
+    """Lets Ctrl-C end the process with a line, at once. For work with nothing to tidy up.
+
+    An exception may come where it is printed and lost, such as in a callback of JAX.
+    """
+    if _are_watched.is_set():
+        signal.signal(signal.SIGINT, _leave_it_to_the_thread)
+
+
+def ignore_interrupts() -> None:
+    """Lets Ctrl-C do nothing more: all is done, and an exception would only spoil the end."""
+    if _are_watched.is_set():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def say_when_left(words: Callable[[], str]) -> None:
+    """Lets a second Ctrl-C add what `words` returns to its line. A thread calls it."""
+    _last_words[:] = [words]
+
+
+def seconds_since_start() -> float:
+    """Returns how old this process is. Where it started itself again, both starts count."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return time.monotonic() - _imported
+
+
+def _watch_interrupts(reader: int) -> None:
+    """Ends the process at the first or the second SIGINT that `reader` gives."""
+    first: float | None = None
+    while number := os.read(reader, 1):
+        if number[0] != signal.SIGINT:
+            continue
+        if signal.getsignal(signal.SIGINT) is _leave_it_to_the_thread:
+            _stop()
+        now = time.monotonic()
+        if first is not None and now - first > _SAME_PRESS:
+            _end("".join(["left at once by a second SIGINT", *(say() for say in _last_words)]))
+        first = now if first is None else first
+
+
+def _leave_it_to_the_thread(*_: object) -> None:
+    pass
 
 
 def _stop(*_: object) -> None:
-    os.write(sys.stderr.fileno(), b"stopped by SIGINT\n")
+    _end("stopped by SIGINT")
+
+
+def _end(line: str) -> None:
+    show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # which a progress bar hides
+    os.write(2, f"{show_cursor}{line}\n".encode())
     os._exit(128 + signal.SIGINT)
 
 
@@ -145,4 +219,6 @@ def _has_glibc() -> bool:
 
 
 def _xla_knows_order() -> bool:
+    from importlib.metadata import version  # slow: not before Ctrl-C is a line
+
     return version("jaxlib").startswith("0.10.")  # an unknown flag would end the process

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import time
 from functools import partial
 
 import chex
@@ -16,6 +18,7 @@ from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, Parallel
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT
+from gpt2.training import checkpoint_handlers
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_weights import load_params
 from gpt2.training.program import Program
@@ -73,6 +76,27 @@ def saved(tmp_path_factory):
         return workdir, config.gpt(), checkpointer.all_steps(), checkpointer.best()
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(
+    tmp_path, monkeypatch, synchronous
+):
+    """With 100 MB for a store that takes 4 s, which a synchronous save waits for."""
+    digest = checkpoint_handlers.digest_folder
+    slow = lambda folder: time.sleep(4) or digest(folder)  # noqa: E731
+    monkeypatch.setattr(checkpoint_handlers, "digest_folder", slow)
+    params = {str(i): jnp.full((512, 1024), i, jnp.float32) for i in range(16)}
+    state = TrainState.create(params, optax.adamw(1.0), "float32")
+    with Checkpointer(tmp_path, parameters_in_flight=2**40 if synchronous else None) as saver:
+        began = time.perf_counter()
+        saver.save(state, 1)
+        blocked = time.perf_counter() - began
+        assert (blocked < 0.05 * 60) != synchronous
+        saver.wait()
+        assert time.perf_counter() - began > 4
+        assert synchronous or saver.longest_seconds > 4
+
+
 def steps_in(params):
     return {float(value) for leaf in jax.tree.leaves(params) for value in leaf.ravel()}
 
@@ -85,6 +109,47 @@ def test_the_newest_checkpoints_and_the_best_survive(saved):
     assert on_disk == {20, 50, 60}
     with Checkpointer(workdir, read_only=True) as reopened:
         assert (reopened.all_steps(), reopened.best()) == (steps, best)
+
+
+@pytest.mark.parametrize(
+    ("num_latest", "keep_every", "kept"),
+    [(1, 0, [20, 60]), (1, 20, [20, 40, 60]), (2, 30, [20, 30, 50, 60])],
+)
+def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path, num_latest, keep_every, kept):
+    state = TrainState.create({"x": jnp.ones(4)}, optax.sgd(1.0), "float32")
+    for half in (list(LOSSES.items())[:3], list(LOSSES.items())[3:]):  # over a restart
+        with Checkpointer(tmp_path, num_latest, keep_every) as checkpointer:
+            for step, loss in half:
+                checkpointer.save(state, step, loss and {"eval/loss": loss})
+    with Checkpointer(tmp_path, read_only=True) as checkpointer:
+        assert checkpointer.all_steps() == kept
+
+
+@pytest.mark.parametrize(
+    ("params", "optimizer", "message"),
+    [
+        ({"a": (2, 3)}, optax.adam, "a is float32[2, 2], not float32[2, 3]"),
+        ({}, optax.adam, "it has opt_state/0/mu/a, opt_state/0/nu/a, params/a beside"),
+        ({"a": (2, 2), "c": (1,)}, optax.adam, "it lacks opt_state/0/mu/c, opt_state/0/nu/c, pa"),
+        ({"a": (2, 2)}, optax.lion, "it has opt_state/0/nu/a beside"),
+        ({"a": (2, 2)}, optax.adagrad, "it lacks opt_state/0/sum_of_squares/a"),
+    ],
+)
+def test_restoring_another_shape_or_optimizer_names_the_arrays_that_differ(
+    tmp_path, params, optimizer, message
+):
+    def state(shapes, optimizer):
+        arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
+        return TrainState.create(arrays, optimizer(1.0), "float32")
+
+    with Checkpointer(tmp_path) as checkpointer:
+        saved = state({"a": (2, 2)}, optax.adam)
+        checkpointer.save(saved, 1)
+        checkpointer.wait()
+        chex.assert_trees_all_equal(checkpointer.restore(1, saved), saved)
+        with pytest.raises(UserError, match=re.escape(message)) as error:
+            checkpointer.restore(1, state(params, optimizer))
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("which", "step"), [("best", 20), ("latest", 60), ("50", 50), (50, 50)])

@@ -309,6 +309,11 @@ def test_wrong_type_names_the_type():
             {"train__keep_checkpoints": 5, "train__checkpoint_every": 0, "train__eval_every": 0},
             r"keep_checkpoints=5 is ignored .*--config\.train\.keep_checkpoints=1\.",
         ),
+        ({"train__keep_every": 1500}, r"no multiple of .*every=1000, .*keep_every=2000\."),
+        (
+            {"train__keep_every": 5, "train__checkpoint_every": 0},
+            r"no multiple of .*every=0, .*keep_every=0\.",
+        ),
         ({"optim__schedule": "constant"}, r"would ignore optim\.end_learning_rate"),
         ({"optim__end_learning_rate": 1.0}, r"is above optim\.learning_rate"),
         ({"train__init_from": "somewhere"}, "names no source of weights"),

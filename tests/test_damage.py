@@ -16,7 +16,7 @@ import pytest
 
 from gpt2.errors import UserError
 from gpt2.model import GPT
-from gpt2.training import checkpoint
+from gpt2.training import checkpoint_handlers
 from gpt2.training import workdir as run_files
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import find_damage, set_aside
@@ -204,7 +204,8 @@ def test_a_save_without_room_or_that_fails_is_told_and_the_next_is_tried(
         assert "the state of step 2 is not saved" in checkpointer.failure
         assert "256.0 KiB are needed, and 10 B are free" in capsys.readouterr().err
         patched.undo()
-        patched.setattr(checkpoint, "digest_folder", lambda folder: 1 / 0)  # in the saving thread
+        # In the saving thread.
+        patched.setattr(checkpoint_handlers, "digest_folder", lambda folder: 1 / 0)
         checkpointer.save(state, 3, scores)
         while checkpointer._manager.is_saving_in_progress():
             time.sleep(0.01)

@@ -134,8 +134,14 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
 
 
 class StubCheckpointer:
+    def __init__(self, best=None):
+        self._best = best
+
     def wait(self):
         pass
+
+    def best(self):
+        return self._best
 
 
 @pytest.mark.parametrize(
@@ -241,3 +247,25 @@ def test_the_error_goes_on_if_the_origin_cannot_be_found(tmp_path, monkeypatch):
     assert str(told.value).startswith(
         "the loss is not finite at step 7: where it began is not known (MemoryError: none). Lower"
     )
+
+
+@pytest.mark.parametrize(
+    ("steps", "best", "advice"),
+    [
+        ([], None, r"Lower --config\.optim\.learning_rate; there is no checkpoint yet\."),
+        ([20, 25], (20, 3.5), r"run:.*@20, the best checkpoint by validation \(loss 3\.5\)\."),
+        ([20, 25], None, r"run:.*@25, the newest checkpoint, which was not validated\."),
+    ],
+)
+def test_a_run_that_diverged_names_its_best_checkpoint_since_the_newest_may_be_spoilt(
+    tmp_path, monkeypatch, steps, best, advice
+):
+    for step in steps:
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    monkeypatch.setattr(Diagnosis, "find_origin", lambda *_: "x")
+    diagnosis = Diagnosis(None, None, tmp_path, StubCheckpointer(best), None, None)
+    with (
+        pytest.raises(UserError, match=f"{advice}$"),
+        diagnosis.ends_if_diverged(lambda: None),
+    ):
+        raise DivergedError(30, "the loss is", before=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -110,6 +111,39 @@ def test_a_killed_process_ends_the_other_and_the_pair_continues_exactly(tmp_path
     assert (workdir / "checkpoints" / stopped.pop()).is_dir()
 
 
+@pytest.mark.thorough
+def test_a_limit_of_time_stops_both_after_the_same_step(tmp_path):
+    workdir, limit, began = tmp_path / "run", 90, time.monotonic()
+    with Pair(workdir, f"--max_seconds={limit}", "--config.train.checkpoint_every=0") as pair:
+        codes = [process.wait(timeout=limit + 20) for process in pair.processes]
+        assert codes == [143, 143], pair.output()
+        assert time.monotonic() - began < limit
+        found = [
+            re.search(r"stopped by (\S+).* at step (\d+);", log.read_text()) for log in pair.logs
+        ]
+    (by, first), (_, second) = (each.groups() for each in found)
+    assert by == f"--max_seconds={limit}" and first == second
+    assert (workdir / "checkpoints" / first).is_dir()
+    assert max(pair.losses()) == int(first)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, index):
+    workdir = tmp_path / "run"
+    with Pair(workdir) as pair:
+        pair.run_until(step=8, checkpoint=5)
+        # No file of this process may grow beyond 64 KiB, as on a full disk of its own.
+        resource.prlimit(pair.processes[index].pid, resource.RLIMIT_FSIZE, (2**16, 2**16))
+        began = time.monotonic()
+        codes = [process.wait(timeout=60) for process in pair.processes]
+        assert time.monotonic() - began < 60
+        assert codes[index] == 5 and codes[1 - index] != 0, pair.output()
+        told = pair.logs[index].read_text().splitlines()[-1]
+        assert re.match(r"error: the state of step \d+ is not saved in .*File too large", told)
+        assert pair.logs[1 - index].read_text().endswith(f"{distributed.LOST_PEER}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -153,3 +187,22 @@ with distributed.ends_together():
     )
     expected = f"INTERNAL: NCCL: no socket interface named eth7\n{distributed.LOST_PEER}\n"
     assert (run.returncode, run.stderr) == (1, expected)
+
+
+def test_a_process_ends_with_its_code_also_if_it_can_say_nothing_and_if_ctrl_c_ended_it():
+    code = """
+import sys
+import jax
+from gpt2.errors import UserError
+from gpt2.parallel import distributed
+jax.distributed.is_initialized = lambda: True
+with distributed.ends_together():
+    raise KeyboardInterrupt if sys.argv[1:] else UserError("a", "b", exit_code=5)
+"""
+    command = [sys.executable, "-c", code]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, cwd=ROOT, stderr=full, timeout=60).returncode == 5
+    run = subprocess.run(
+        [*command, "interrupted"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (130, "stopped by SIGINT\n")

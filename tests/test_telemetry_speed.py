@@ -149,7 +149,7 @@ class Seconds:
 
 def test_step_clock_leaves_validation_out_and_charges_each_second_once():
     seconds = Seconds()
-    clock = throughput.StepClock(1000, flops_per_token=6.0, now=seconds)
+    clock = throughput.StepClock(1000, flops_per_token=6.0, seconds_before=100.0, now=seconds)
     clock.peak_flops = 24_000.0
     seconds.now += 1
     with clock.phase("compile"):
@@ -169,6 +169,7 @@ def test_step_clock_leaves_validation_out_and_charges_each_second_once():
                 "perf/step_seconds": 2.0,
                 "perf/tokens_per_second": 500.0,
                 "perf/data_wait_seconds": 0.5,
+                "perf/total_seconds": 120.0,
                 "perf/mfu": 500.0 * 6 / 24_000,
             }
         )

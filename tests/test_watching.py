@@ -70,7 +70,8 @@ def test_a_bad_batch_is_named_and_the_run_goes_on_without_it(tmp_path):
         "error: the loss is not finite at step 5: in micro-batch 2 of 2, the first tensor that is "
         "not finite is the output of h_0/ln_1. Start a new run with a lower "
         "--config.optim.learning_rate and "
-        f"--config.train.init_from=run:{workdir}@3, the last good checkpoint.\n"
+        f"--config.train.init_from=run:{workdir}@3, the newest checkpoint, which was not "
+        "validated.\n"
     )
     skip = "--config.train.skip_bad_steps=1"
     code, stdout, stderr = run(workdir, *OPTIONS, skip, script=script(tmp_path))

@@ -75,6 +75,7 @@ class TrainConfig:
     eval_batches: int = DEFAULTS.train.eval_batches
     checkpoint_every: int = DEFAULTS.train.checkpoint_every
     keep_checkpoints: int = DEFAULTS.train.keep_checkpoints
+    keep_every: int = DEFAULTS.train.keep_every
     skip_bad_steps: int = DEFAULTS.train.skip_bad_steps
     skip_outliers: float = DEFAULTS.train.skip_outliers
     hang_seconds: float = DEFAULTS.train.hang_seconds
@@ -83,7 +84,8 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("num_steps", "accumulate_steps", "log_every", "keep_checkpoints"):
             require_at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("eval_every", "eval_batches", "checkpoint_every", "skip_bad_steps"):
+        whole = ("eval_every", "eval_batches", "checkpoint_every", "keep_every", "skip_bad_steps")
+        for name in whole:
             require_at_least(f"train.{name}", getattr(self, name), 0)
         for name in ("skip_outliers", "hang_seconds"):
             require_finite(f"train.{name}", getattr(self, name), minimum=0.0)
@@ -94,6 +96,14 @@ class TrainConfig:
                 "train.checkpoint_every=0 and train.eval_every=0: only the end is saved",
                 "Give --config.train.checkpoint_every, or "
                 f"--config.train.keep_checkpoints={DEFAULTS.train.keep_checkpoints}",
+            )
+        every = self.checkpoint_every
+        if self.keep_every and (not every or self.keep_every % every):
+            multiple = max(1, round(self.keep_every / every)) * every if every else 0
+            raise UserError(
+                f"train.keep_every={self.keep_every} is no multiple of "
+                f"train.checkpoint_every={every}, so that such steps are not saved",
+                f"Use --config.train.keep_every={multiple}",
             )
         prefix, _, place = self.init_from.partition(":")
         if self.init_from and (prefix not in ("hf", "run") or not place or place.endswith("@")):

@@ -1,6 +1,7 @@
 """The loss over held-out text, in the three units people compare."""
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,12 +21,16 @@ class Validator:
     Args:
         eval_step: compiled, `(params, batch) -> {"loss_sum", "count"}`.
         feed: of the run.
+
+    Attributes:
+        seconds: how long a whole validation takes; 0 before anything was scored.
     """
 
     def __init__(self, eval_step: Callable, feed: Feed):
         self._eval_step, self._feed = eval_step, feed
         # The number of bytes is known only for the whole split.
         self._targets_per_byte = feed.targets_per_byte if feed.eval_is_whole else None
+        self.seconds = 0.0
 
     def __call__(self, step: int, params: Any, num_batches: int = 0) -> dict[str, float]:
         """Returns the scores of `validate`.
@@ -38,8 +43,11 @@ class Validator:
         Raises:
             DivergedError: the loss is not finite.
         """
-        with self._feed.eval_batches(num_batches or self._feed.num_eval_batches) as batches:
+        began, whole = time.monotonic(), self._feed.num_eval_batches
+        with self._feed.eval_batches(num_batches or whole) as batches:
             scores = validate(self._eval_step, params, batches, self._targets_per_byte)
+        if not (num_batches and self.seconds):  # a part is better than nothing
+            self.seconds = (time.monotonic() - began) * whole / (num_batches or whole)
         if not math.isfinite(scores["eval/loss"]):
             raise DivergedError(step, "the validation loss is", before=False)
         return scores

@@ -133,15 +133,18 @@ def _end_process(
         return
     if isinstance(error, UserError):
         message, code = f"error: {error}", error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        message, code = "stopped by SIGINT", 128 + signal.SIGINT
     elif isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
         # The original message comes first, since a wrong network setup fails in the same way.
         said = str(error).strip().split("\n")[0]
         message, code = f"{said}\n{LOST_PEER}", 1
     else:
         message, code = "".join(traceback.format_exception(error)), 1
-    print(message, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # both may be files on a full disk
+        print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

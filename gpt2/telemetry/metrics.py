@@ -188,6 +188,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return _records(Path(path))
 
 
+def seconds_taken(path: Path | str, up_to: int) -> float:
+    """Returns `perf/total_seconds` of the newest step up to `up_to` that a metrics.jsonl tells."""
+    lines = _records(Path(path), up_to)
+    known = [line.get("perf/total_seconds") for line in lines]
+    return next((seconds for seconds in reversed(known) if isinstance(seconds, float)), 0.0)
+
+
 def _records(path: Path, up_to: float = math.inf) -> list[dict[str, Any]]:
     """Returns the whole lines of a metrics.jsonl whose step is at most `up_to`, in order."""
     records = [record for line in _whole_lines(path) if (record := _read_line(line))]

@@ -181,6 +181,7 @@ class StepClock:
     Args:
         tokens_per_step: tokens in a global batch.
         flops_per_token: from `model_flops_per_token`.
+        seconds_before: what the run has taken before the clock was made.
         now: the clock, in seconds.
 
     Attributes:
@@ -194,11 +195,12 @@ class StepClock:
         self,
         tokens_per_step: int,
         flops_per_token: float,
+        seconds_before: float = 0.0,
         now: Callable[[], float] = time.perf_counter,
     ):
         self.peak_flops: float | None = None
         self.tokens_per_step, self._flops = tokens_per_step, flops_per_token
-        self._now = now
+        self._now, self._seconds_before = now, seconds_before
         self._phase, self._since = "start and end", now()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._window = (0.0, 0.0)  # seconds of step and of data wait when the window began
@@ -206,6 +208,12 @@ class StepClock:
         self._counted = 0.0  # seconds of step and of data wait before the newest step
         self.num_steps = 0
         self.newest_seconds: deque[float] = deque(maxlen=100)
+
+    @property
+    def total_seconds(self) -> float:
+        """What the run has taken, `seconds_before` included."""
+        self._switch(self._phase)
+        return self._seconds_before + sum(self._seconds.values())
 
     @property
     def current(self) -> str:
@@ -239,8 +247,8 @@ class StepClock:
 
         Returns:
             `perf/step_seconds`, `perf/tokens_per_second` (all devices together),
-            `perf/data_wait_seconds` (per step) and, if the peak is known, `perf/mfu`; nothing if
-            no step was counted.
+            `perf/data_wait_seconds` (per step), `perf/total_seconds` and, if the peak is known,
+            `perf/mfu`; nothing if no step was counted.
         """
         self._switch(self._phase)
         began, self._window = self._window, (self._seconds["step"], self._seconds["data wait"])
@@ -254,6 +262,7 @@ class StepClock:
             "perf/step_seconds": total / steps,
             "perf/tokens_per_second": tokens_per_second,
             "perf/data_wait_seconds": wait / steps,
+            "perf/total_seconds": self.total_seconds,
         }
         if self.peak_flops:
             metrics["perf/mfu"] = tokens_per_second * self._flops / self.peak_flops

@@ -1,4 +1,6 @@
-"""Checkpoints of a run: asynchronous, sharded, complete or absent. The only user of Orbax.
+"""Checkpoints of a run: asynchronous, sharded, complete or absent.
+
+This file and `checkpoint_handlers.py` are the only users of Orbax.
 
 A checkpoint holds `params`, `rest` (the other members of the TrainState) and the layout of the
 layers. Weights can therefore be read without the optimizer. A run may continue in another layout:
@@ -10,9 +12,10 @@ others (`checkpoint_files.py` compares them).
 
 import contextlib
 import errno
-import json
 import math
 import shutil
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,39 +27,28 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
 from gpt2.training.checkpoint_files import (
-    ITEMS,
     METRIC,
     describe_damage,
     find_damage,
     move_aside,
     name_others,
-    of_items,
     saved_steps,
 )
-from gpt2.training.checkpoint_layout import as_saved, guard_like, members, place, zeros
+from gpt2.training.checkpoint_handlers import make_handlers
+from gpt2.training.checkpoint_layout import (
+    as_saved,
+    describe_differences,
+    guard_like,
+    members,
+    place,
+    zeros,
+)
 from gpt2.training.state import TrainState
-from gpt2.utils import files
-from gpt2.utils.digests import digest_folder, seal
 from gpt2.utils.scan import is_scanned
 from gpt2.utils.text import format_bytes
 
 _NOTES_BYTES = 1 << 18  # Orbax's, beside the arrays
 _FULL_BYTES = 1 << 20  # with less, a save that failed has failed for want of room
-
-
-class _DigestHandler(ocp.JsonCheckpointHandler):
-    """Writes the digests of the other items, once they are complete and before the commit."""
-
-    def __init__(self) -> None:
-        super().__init__("digests")
-
-    def finalize(self, directory: Any) -> None:
-        """Called by the first process, after all items that were registered before this one."""
-        folder = Path(directory)
-        found = digest_folder(folder.parent)
-        tree = seal({"files": of_items(found, ITEMS)})
-        (folder / "digests").write_text(json.dumps(tree))
-        files.sync_tree(folder.parent)  # before a rename makes them visible
 
 
 class Checkpointer:
@@ -66,13 +58,16 @@ class Checkpointer:
 
     Attributes:
         failure: why the newest state that was to be saved is not; empty if it is.
+        longest_seconds: from the call of `save` until all was on disk, in the slowest save so far;
+            0 before the first, and in all processes but the first.
 
     Args:
         workdir: the run's directory.
         num_latest: how many of the newest checkpoints to keep, beside the best by validation loss.
+        keep_every: checkpoints of a multiple of so many steps are kept too; 0: none.
         read_only: neither create nor delete anything.
         goes_on: a save that fails is told, and the next is tried. With several processes it ends
-            them all in any case, since each holds a part of the state.
+            them all in any case, within a minute, since each holds a part of the state.
         parameters_in_flight: bytes of parameters that may exist twice while saving or restoring,
             at least those of the largest array. With a limit, `save` returns only when all is
             saved. None: no limit.
@@ -82,17 +77,20 @@ class Checkpointer:
         self,
         workdir: Path | str,
         num_latest: int = 1,
+        keep_every: int = 0,
         read_only: bool = False,
         goes_on: bool = False,
         parameters_in_flight: int | None = None,
     ):
         self._directory = Path(workdir).resolve() / "checkpoints"
-        self._num_latest, self._read_only, self._goes_on = num_latest, read_only, goes_on
+        self._num_latest, self._keep_every = num_latest, keep_every
+        self._read_only, self._goes_on = read_only, goes_on
         self._parameters_in_flight = parameters_in_flight
         self._manager = self._open()
         self._lowest_loss = (self.best() or (0, math.inf))[1]
         self._saving: int | None = None
-        self.failure = ""
+        self._began = 0.0
+        self.failure, self.longest_seconds = "", 0.0
 
     def _open(self) -> ocp.CheckpointManager:
         self._check_scores()
@@ -102,19 +100,44 @@ class Checkpointer:
             n=1,
             keep_checkpoints_without_metrics=False,
         )
-        latest = keep.LatestN(self._num_latest)
+        # Functions of steps and scores alone, which all processes have in common. Clocks differ.
+        kept = [keep.LatestN(self._num_latest), best]
+        kept += [keep.EveryNSteps(self._keep_every)] if self._keep_every else []
+        in_background = self._parameters_in_flight is None
         return ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=keep.AnyPreservationPolicy([latest, best]),
+                preservation_policy=keep.AnyPreservationPolicy(kept),
                 best_fn=lambda metrics: metrics[METRIC],
                 best_mode="min",
                 read_only=self._read_only,
                 create=not self._read_only,
                 cleanup_tmp_directories=not self._read_only,
-                enable_async_checkpointing=self._parameters_in_flight is None,
+                enable_async_checkpointing=in_background,
+                async_options=self._background() if in_background else None,
             ),
-            handler_registry=_handlers(self._parameters_in_flight),
+            handler_registry=make_handlers(self._parameters_in_flight),
+        )
+
+    def _background(self) -> ocp.options.AsyncOptions:
+        """Returns how the threads of a save wait for those of other processes, and end."""
+        wait = ocp.multihost.get_barrier_sync_fn()
+
+        def wait_for_others(*, key: str, timeout_ms: int) -> None:
+            # The thread of a save that failed comes to another barrier than the others. All would
+            # wait there for as long as the slowest save may take.
+            with distributed.ends_together():
+                if isinstance(error := sys.exception(), Exception):
+                    raise self._for_all(error)
+                wait(key=key, timeout_ms=timeout_ms)
+
+        def note_end() -> None:
+            seconds = time.monotonic() - self._began
+            self.longest_seconds = max(self.longest_seconds, seconds)
+
+        return ocp.options.AsyncOptions(
+            barrier_sync_fn=wait_for_others if jax.process_count() > 1 else None,
+            post_finalization_callback=note_end,
         )
 
     def _check_scores(self) -> None:
@@ -156,7 +179,7 @@ class Checkpointer:
         self.wait()
         if step in self._manager.all_steps():
             return
-        self._saving = step
+        self._saving, self._began = step, time.monotonic()
         try:
             self._check_room(state)
             saved = self._manager.save(
@@ -247,14 +270,13 @@ class Checkpointer:
         if isinstance(error, TypeError | AttributeError | NameError):  # of the program
             raise error
         if jax.process_count() > 1 and not no_room:
-            raise error
+            raise self._for_all(error)
         step, self._saving = self._saving, None
         assert step is not None  # one was under way
         if no_room:
             reason = error.args[-1]
         else:
-            full = shutil.disk_usage(self._directory.parent).free < _FULL_BYTES
-            reason = "no room is left on the disk" if full else str(error).strip().split("\n")[0]
+            reason = self._why(error)
             with contextlib.suppress(Exception):
                 self._manager.close()
             self._manager = self._open()  # which removes what the save left
@@ -263,17 +285,36 @@ class Checkpointer:
                 self.failure = ""
                 return
             self._lowest_loss = (self.best() or (0, math.inf))[1]
-        self.failure = f"the state of step {step} is not saved in {self._directory} ({reason})"
+        self.failure = self._describe_failure(step, reason)
         if not self._goes_on:
             raise UserError(self.failure, "Make room, and repeat the command") from error
         steps = self.all_steps()
         last = f"the last one saved is that of step {steps[-1]}" if steps else "none is saved yet"
         distributed.only_first(warn)(f"{self.failure}; {last}, and the run goes on")
 
+    def _for_all(self, error: Exception) -> Exception:
+        """Returns what ends all processes after a save that failed in this one."""
+        if isinstance(error, jax.errors.JaxRuntimeError):  # another one has ended
+            return error
+        what = self._describe_failure(self._saving, self._why(error))
+        return UserError(what, "Mend that, and start all processes again", exit_code=5)
+
+    def _why(self, error: Exception) -> str:
+        full = shutil.disk_usage(self._directory.parent).free < _FULL_BYTES
+        return "no room is left on the disk" if full else str(error).strip().split("\n")[0]
+
+    def _describe_failure(self, step: int | None, reason: str) -> str:
+        return f"the state of step {step} is not saved in {self._directory} ({reason})"
+
     def _layout(self, step: int) -> dict[str, bool]:
         return self._restore(step, layout=ocp.args.JsonRestore())["layout"]
 
     def _restore(self, step: int, **items: Any) -> Any:
+        if differences := self._differences(step, items):
+            raise UserError(
+                f"checkpoint {self._directory / str(step)} is of another program: {differences}",
+                f"Use the code that saved it, with {self._directory.parent / 'config.json'}",
+            )
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax and TensorStore raise many kinds
@@ -283,21 +324,13 @@ class Checkpointer:
                 name_others(self._directory.parent, step),
             ) from error
 
-
-def _handlers(parameters_in_flight: int | None) -> Any:
-    """Returns what saves and restores each item, in the order in which they are finalized."""
-    limit = None if parameters_in_flight is None else parameters_in_flight / 10**9
-    limited = ocp.StandardCheckpointHandler(save_concurrent_gb=limit, restore_concurrent_gb=limit)
-    arrays = (ocp.args.StandardSave, ocp.args.StandardRestore)
-    json_args = (ocp.args.JsonSave, ocp.args.JsonRestore)
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for name, handler, kinds in (
-        ("params", limited, arrays),
-        ("rest", ocp.StandardCheckpointHandler(), arrays),
-        ("layout", ocp.JsonCheckpointHandler(), json_args),
-        ("metrics", ocp.JsonCheckpointHandler("metrics"), json_args),
-        ("digests", _DigestHandler(), json_args),
-    ):
-        for kind in kinds:
-            registry.add(name, kind, handler)
-    return registry
+    def _differences(self, step: int, items: dict[str, Any]) -> str:
+        """Returns in which arrays a checkpoint is not what was to be restored, if it tells."""
+        wanted = {name: items[name].item for name in ("params", "rest") if name in items}
+        try:
+            found = self._manager.item_metadata(step)
+            saved = {name: found[name].tree for name in wanted}
+        except Exception:  # of many kinds: it is damaged
+            return ""
+        saved, wanted = (tree.pop("rest", {}) | tree for tree in (saved, wanted))
+        return describe_differences(saved, wanted)

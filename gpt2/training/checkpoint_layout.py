@@ -1,7 +1,7 @@
 """What a checkpoint holds of a state: its layers stacked or not, its guard or none.
 
 A state may be restored into another form than it was saved in. These functions turn shapes with
-shardings into those that were saved, and arrays back.
+shardings into those that were saved, and arrays back. They name what no such change explains.
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ from gpt2.config import TrainConfig
 from gpt2.training.guard import Guard
 from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout, is_scanned
+
+_MOST_NAMED = 3  # arrays that a message lists
 
 
 def as_saved(target: Any, scanned: bool) -> Any:
@@ -58,6 +60,38 @@ def place(restored: Any, target: Any) -> Any:
         return restored
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
     return jax.jit(partial(in_layout, scanned=scanned), out_shardings=shardings)(restored)
+
+
+def describe_differences(saved: Any, wanted: Any) -> str:
+    """Returns in which arrays a checkpoint differs from what is restored; empty if in none.
+
+    Args:
+        saved, wanted: trees whose leaves have `shape` and `dtype`.
+    """
+    here, there = _forms(saved), _forms(wanted)
+    lacking = [name for name in there if name not in here]
+    unknown = [name for name in here if name not in there]
+    other = [
+        f"{name} is {here[name]}, not {there[name]}"
+        for name in here
+        if name in there and here[name] != there[name]
+    ]
+    parts = [f"it lacks {_list_few(lacking)}"] * bool(lacking)
+    parts += [f"it has {_list_few(unknown)} beside what is asked for"] * bool(unknown)
+    return "; ".join([*parts, *[_list_few(other)] * bool(other)])
+
+
+def _forms(tree: Any) -> dict[str, str]:
+    """Returns the type and the shape of each leaf, by name."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _list_few(names: list[str]) -> str:
+    more = [f"{len(names) - _MOST_NAMED} more"] * (len(names) > _MOST_NAMED)
+    return ", ".join(names[:_MOST_NAMED] + more)
 
 
 def _stack_shapes(*layers: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -70,14 +70,21 @@ class Diagnosis:
                 except Exception as failure:  # of many kinds, such as too little memory
                     about = str(failure).strip().partition("\n")[0]
                     origin = f"where it began is not known ({type(failure).__name__}: {about})"
-                how = "Lower --config.optim.learning_rate; there is no checkpoint yet"
-                if good := latest_step(self.workdir):
-                    how = (
-                        "Start a new run with a lower --config.optim.learning_rate and "
-                        f"--config.train.init_from=run:{self.workdir}@{good}, the last good "
-                        "checkpoint"
-                    )
-                raise UserError(f"{error}: {origin}", how, exit_code=3) from None
+                raise UserError(f"{error}: {origin}", self._advise(), exit_code=3) from None
+
+    def _advise(self) -> str:
+        """Returns how to go on. The newest checkpoint may be finite and spoilt all the same."""
+        best, newest = self.checkpointer.best(), latest_step(self.workdir)
+        if best:
+            good, about = best[0], f"the best checkpoint by validation (loss {best[1]:.4g})"
+        elif newest:
+            good, about = newest, "the newest checkpoint, which was not validated"
+        else:
+            return "Lower --config.optim.learning_rate; there is no checkpoint yet"
+        return (
+            "Start a new run with a lower --config.optim.learning_rate and "
+            f"--config.train.init_from=run:{self.workdir}@{good}, {about}"
+        )
 
     def find_origin(self, error: DivergedError, state: TrainState) -> str:
         """Returns the first tensor that was not finite, in words.

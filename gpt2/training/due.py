@@ -20,18 +20,21 @@ class Due:
     end: bool
 
 
-def due_after(step: int, train: TrainConfig, *, stopping: bool) -> Due:
+def due_after(
+    step: int, train: TrainConfig, *, stopping: bool = False, measuring: bool = False
+) -> Due:
     """Returns what is due after `step`, counted from 1.
 
     Args:
         step: optimizer steps done.
         train: the `train.` options; a run's last step is validated and saved, whatever they say.
         stopping: the run was asked to stop; it saves first.
+        measuring: the step is saved to see how long that takes.
     """
     last = step == train.num_steps
     return Due(
         validation=last or recurs(step, train.eval_every),
-        checkpoint=last or stopping or recurs(step, train.checkpoint_every),
+        checkpoint=last or stopping or measuring or recurs(step, train.checkpoint_every),
         end=last or stopping,
     )
 

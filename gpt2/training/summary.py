@@ -13,7 +13,7 @@ from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.telemetry.throughput import StepClock, model_flops_per_token
 from gpt2.training.feed import Feed
 from gpt2.training.program import Program
-from gpt2.utils.text import counted, format_bytes, format_count
+from gpt2.utils.text import counted, format_bytes, format_count, format_duration
 
 
 def describe_run(
@@ -73,7 +73,8 @@ def describe_run(
             "validated": f"{_describe_times(train.eval_every, train.num_steps)}, on "
             + ("the whole split" if feed.eval_is_whole else _describe_part(feed)),
             "saved": _describe_times(train.checkpoint_every, train.num_steps)
-            + ", and after each validation that is the best so far",
+            + ", and after each validation that is the best so far"
+            + (f"; those of every {train.keep_every:,} steps stay" if train.keep_every else ""),
             "logged": _describe_times(train.log_every, train.num_steps),
         }
         | ({"trace": _describe_trace(config, start)} if config.logging.profile_steps else {})
@@ -115,19 +116,23 @@ def _describe_trace(config: Config, start: int) -> str:
     return f"steps {traced[0]} to {traced[-1]}{missing}"
 
 
-def describe_results(scores: Mapping[str, float], feed: Feed, clock: StepClock) -> str:
+def describe_results(
+    scores: Mapping[str, float], feed: Feed, clock: StepClock, start: int = 0
+) -> str:
     """Returns the text at the end of a run: where the time went, and how good the model is.
 
     Args:
         scores: of the last validation.
         feed: which says how much of the validation split was scored.
         clock: of the run.
+        start: the step from which it continued, 0 for a new run.
     """
     time = ", ".join(f"{name} {share:.0%}" for name, share in clock.shares().items())
+    whose = " over all starts; of this one" if start else ";"
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:.2f}"
     if "eval/bits_per_byte" in scores:
         zlib = f"zlib -9 needs {feed.dataset.zlib_bits_per_byte:.3f} for the same text"
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte ({zlib})"
     if not feed.eval_is_whole:
         line += f", on {_describe_part(feed)}"
-    return f"time: {time}\n{line}"
+    return f"time: {format_duration(clock.total_seconds)}{whose} {time}\n{line}"

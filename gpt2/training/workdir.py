@@ -47,7 +47,7 @@ _MAY_CHANGE = (
     "train.log_every",
     "train.eval_",
     "train.checkpoint_every",
-    "train.keep_checkpoints",
+    "train.keep_",
     "train.skip_",
     "train.hang_seconds",
 )
@@ -238,6 +238,12 @@ def find_start(workdir: Path) -> int:
     if passed_over:
         warn(f"the run continues from step {start}")
     return start or 0
+
+
+def describe_saved(workdir: Path) -> str:
+    """Returns what a run that ends now leaves, as the end of a sentence."""
+    step = latest_step(workdir)
+    return f"; the same command continues from step {step}" if step else "; nothing is saved yet"
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:

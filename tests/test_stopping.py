@@ -1,0 +1,311 @@
+"""A run stops on signals and in time for a limit, and continues to the same bits."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gpt2 import launch
+from gpt2.errors import UserError
+from gpt2.parallel.stop import StopSignal
+from gpt2.training import deadline
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.checkpoint_files import latest_step
+from gpt2.training.deadline import Deadline
+from tests.helpers import ROOT, TINY, finish, metrics_of, params_of, run, start, wait_for_step
+from tests.test_telemetry import events
+
+# Saves are slow, since digests are taken in the thread that saves.
+SLOW_SAVES = """
+import sys, time
+from gpt2 import launch
+launch.prepare_process()
+import train
+from gpt2 import cli
+from gpt2.training import checkpoint_handlers
+
+digest = checkpoint_handlers.digest_folder
+checkpoint_handlers.digest_folder = lambda folder: time.sleep({seconds}) or digest(folder)
+cli.run(train.main, default_config="quickstart")
+"""
+ENDLESS = [
+    *TINY,
+    "--config.data.corpus=synthetic",
+    "--config.train.num_steps=1000000",
+    "--config.train.eval_every=0",
+    "--config.train.eval_batches=1",
+    "--config.train.checkpoint_every=0",
+]
+
+
+@pytest.fixture
+def slow_saves(tmp_path):
+    """Writes a train.py whose saves take so many seconds, and returns its path."""
+
+    def write(seconds):
+        path = tmp_path / "slow.py"
+        path.write_text(SLOW_SAVES.format(seconds=seconds))
+        return path
+
+    return write
+
+
+def make_deadline(max_seconds, steps=(), save=0.0, validation=0.0):
+    clock = SimpleNamespace(newest_seconds=steps)
+    checkpointer = SimpleNamespace(longest_seconds=save)
+    return Deadline(max_seconds, clock, checkpointer, lambda: validation)
+
+
+def test_a_run_stops_when_the_rest_of_its_time_is_what_stopping_may_take(monkeypatch):
+    limit = make_deadline(1000.0, steps=[2.0, 4.0, 3.0], save=10.0, validation=20.0)
+    needed = deadline.MARGIN * (3 * 4.0 + 20.0 + 2 * 10.0) + deadline.END_SECONDS
+    assert limit.seconds_to_stop() == needed == 70.0
+    for age, reason in ((929.9, ""), (930.1, "--max_seconds=1000 (70 s are left, and up to 70 s")):
+        monkeypatch.setattr(launch, "seconds_since_start", lambda age=age: age)
+        stop = StopSignal(limit.why_stop)
+        assert stop.reached(5) == bool(reason)
+        assert stop.reason.startswith(reason) and (stop.requested or 0) == 15 * bool(reason)
+    assert not StopSignal(make_deadline(None).why_stop).reached(5)
+
+
+def test_a_limit_that_start_up_has_used_up_is_a_mistake(monkeypatch):
+    monkeypatch.setattr(launch, "seconds_since_start", lambda: 26.0)
+    make_deadline(None).check()
+    make_deadline(31.5).check()
+    with pytest.raises(UserError, match=r"=30 leaves no time for a step: .* took 26 s\. Give more"):
+        make_deadline(30.0).check()
+
+
+def test_the_age_of_a_process_counts_from_its_start_not_from_its_imports():
+    program = "import time; time.sleep(1); from gpt2 import launch; "
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}print(launch.seconds_since_start())"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert 1.0 <= float(done.stdout) <= time.monotonic() - began + 0.02
+
+
+def test_a_limit_that_is_no_time_is_refused(tmp_path):
+    code, _, told = run(tmp_path / "run", *ENDLESS, "--max_seconds=nan")
+    assert code == 2 and told.count("\n") == 1
+    assert re.match(r"error: --max_seconds=.* is not above 0 and finite\. Give a positive", told)
+
+
+@pytest.mark.thorough
+def test_a_run_with_a_limit_ends_before_it_with_all_saved_and_continues(tmp_path, slow_saves):
+    workdir, limit, script = tmp_path / "run", 75, slow_saves(5)
+    steps = [0]
+    for _ in range(2):
+        began = time.monotonic()
+        code, stdout, told = run(workdir, *ENDLESS, f"--max_seconds={limit}", script=script)
+        seconds = time.monotonic() - began
+        assert code == 143, told
+        found = re.search(
+            r"stopped by --max_seconds=75 \((\d+) s are left, and up to (\d+) s are needed\) at "
+            r"step (\d+); the same command continues",
+            stdout,
+        )
+        assert found and 12 <= int(found[1]) <= int(found[2]) <= 40  # two saves of 5 s, and more
+        assert limit - 40 < seconds < limit
+        steps.append(int(found[3]))
+        assert (workdir / "checkpoints" / found[3]).is_dir()
+    assert 0 < steps[1] < steps[2]
+    assert [line["step"] for line in metrics_of(workdir)] == list(range(1, steps[2] + 1))
+
+
+BLOCKED = """
+import os, signal, threading, hashlib, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from gpt2 import launch
+launch.prepare_process()
+launch.take_interrupts()
+launch.say_when_left(lambda: "; all is saved")
+{mode}
+
+def press():
+    for pause in {pauses}:
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=press, daemon=True).start()
+try:
+    hashlib.pbkdf2_hmac("sha512", b"", b"", 10**8)  # a minute without a line of Python
+finally:
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "pauses", "code", "told"),
+    [
+        ("", (0.5, 0.6), 130, "left at once by a second SIGINT; all is saved\n"),
+        ("", (0.5, 0.0, 0.0), None, ""),  # a launcher has sent the same one several times
+        ("launch.end_on_interrupt()", (0.5,), 130, "stopped by SIGINT\n"),
+        ("launch.ignore_interrupts()", (0.5, 0.6), None, ""),
+    ],
+    ids=["second", "repeated", "at once", "done"],
+)
+def test_ctrl_c_ends_a_process_whose_main_thread_hears_nothing(mode, pauses, code, told):
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED.format(mode=mode, pauses=pauses)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    if code is None:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=3)
+        process.kill()
+    found = process.communicate(timeout=20)
+    if code is not None:
+        assert (process.returncode, *found) == (code, "", told)
+
+
+def wait_for_line(process, text):
+    """Reads what a process prints until a line holds `text`."""
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"it never said {text}: {process.stderr.read()}")
+
+
+@pytest.mark.thorough
+def test_a_second_ctrl_c_leaves_a_save_and_says_what_stays(tmp_path, slow_saves):
+    workdir, options = tmp_path / "run", [*ENDLESS, "--config.train.checkpoint_every=2"]
+    options += ["--config.train.num_steps=4"]
+    assert run(workdir, *options)[0] == 0
+    process = start(workdir, *ENDLESS, script=slow_saves(100))
+    wait_for_step(process, workdir, 6)
+    process.send_signal(signal.SIGINT)
+    wait_for_line(process, "saving; a second Ctrl-C would end the run without that")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    code, _, told = finish(process, timeout=30)
+    assert time.monotonic() - began < 3
+    about = "left at once by a second SIGINT; the same command continues from step 4\n"
+    assert (code, told) == (130, about)
+
+
+@pytest.mark.thorough
+def test_a_second_sigterm_leaves_a_save_alone(tmp_path, slow_saves):
+    workdir = tmp_path / "run"
+    process = start(workdir, *ENDLESS, script=slow_saves(4))
+    wait_for_step(process, workdir, 3)
+    process.send_signal(signal.SIGTERM)
+    wait_for_line(process, "saving;")
+    for _ in range(3):
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+    code, stdout, told = finish(process, timeout=60)
+    assert code == 143 and not told
+    step = re.search(r"stopped by SIGTERM at step (\d+); the same command", stdout)[1]
+    assert (workdir / "checkpoints" / step).is_dir()
+    assert metrics_of(workdir)[-1]["step"] == int(step)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_at_any_moment_is_a_line_and_the_run_continues_to_the_same_bits(tmp_path):
+    options = [*TINY, "--config.train.eval_batches=2", f"--config.data.data_dir={tmp_path}/data"]
+    began = time.monotonic()
+    assert run(tmp_path / "whole", *options)[0] == 0
+    seconds = time.monotonic() - began
+    wanted = params_of(tmp_path / "whole")
+    for index in range(12):
+        workdir = tmp_path / str(index)
+        process = start(workdir, *options)
+        time.sleep(0.3 + seconds * index / 12)
+        process.send_signal(signal.SIGINT)
+        code, stdout, told = finish(process, timeout=120)
+        assert (code, told) in ((130, "stopped by SIGINT\n"), (130, ""), (0, "")), (code, told)
+        assert code != 130 or told or "stopped by SIGINT at step" in stdout
+        if index % 3 == 0:
+            assert run(workdir, *options)[0] == 0
+            for name, value in params_of(workdir).items():
+                np.testing.assert_array_equal(value, wanted[name], err_msg=name)
+            assert [line["step"] for line in metrics_of(workdir)] == list(range(1, 9))
+
+
+SLOW_STEPS = """
+import time
+from gpt2 import launch
+launch.prepare_process()
+import train
+from gpt2 import cli
+from gpt2.training.feed import Feed
+
+batch = Feed._train_batch
+Feed._train_batch = lambda self, step: time.sleep(0.5) or batch(self, step)
+cli.run(train.main, default_config="quickstart")
+"""
+
+
+def metrics_by_step(workdir):
+    """What a run has logged, without its speed."""
+    return [
+        {name: line[name] for name in line if not name.startswith("perf/")}
+        for line in metrics_of(workdir)
+    ]
+
+
+def events_by_step(workdir):
+    """The scalars of TensorBoard's files, each once, as their START records have them read."""
+    found = {}
+    for step, name, value in events(workdir):
+        if name == "START":
+            found = {key: each for key, each in found.items() if key[0] < step}
+        else:
+            assert (step, name) not in found
+            found[step, name] = value
+    return {key: value for key, value in found.items() if not key[1].startswith("perf/")}
+
+
+@pytest.mark.thorough
+def test_a_folder_that_is_copied_and_renamed_continues_as_if_never_stopped(tmp_path):
+    """Its parameters, metrics, events, scores and checkpoints are those of a run left alone."""
+    options = [*TINY, "--config.data.corpus=synthetic", "--config.train.eval_every=2"]
+    options += ["--config.train.checkpoint_every=3", "--config.train.eval_batches=2"]
+    options += ["--config.train.keep_every=3"]
+    script, whole, first = tmp_path / "slow.py", tmp_path / "whole", tmp_path / "first"
+    script.write_text(SLOW_STEPS)
+    assert run(whole, *options)[0] == 0
+    process = start(first, *options, script=script)
+    wait_for_step(process, first, 5)
+    process.kill()  # after the newest checkpoint, in whose place are metrics and events
+    process.communicate()
+    saved = latest_step(first)
+    shutil.copytree(first, tmp_path / "copy")
+    moved = (tmp_path / "copy").rename(tmp_path / "moved, elsewhere")
+    shutil.rmtree(first)
+    assert metrics_of(moved)[-1]["step"] > saved > 0
+    code, stdout, told = run(moved, *options)
+    assert code == 0 and f"{saved} (continued) to 8" in stdout, told
+
+    wanted = params_of(whole)
+    for name, value in params_of(moved).items():
+        np.testing.assert_array_equal(value, wanted[name], err_msg=name)
+    for read in (metrics_by_step, events_by_step):
+        assert read(moved) == read(whole)
+    for workdir in (moved, whole):
+        with Checkpointer(workdir, read_only=True) as checkpointer:
+            losses = {m["step"]: m["eval/loss"] for m in metrics_of(workdir) if "eval/loss" in m}
+            best = min(losses, key=losses.get)
+            assert checkpointer.best() == (best, losses[best])
+            assert checkpointer.all_steps() == sorted({3, 6, best, 8})
+    # Time goes on from what the checkpoint had taken; what the kill undid does not count.
+    seconds = [line["perf/total_seconds"] for line in metrics_of(moved)]
+    assert seconds == sorted(seconds)
+    start_up = seconds[saved] - seconds[saved - 1]
+    assert start_up > 10 * (seconds[-1] - seconds[-2])
+    assert re.search(r"^time: \d+\w( \d+s)? over all starts; of this one ", stdout, re.MULTILINE)
+    assert f"{moved} is finished at step 8; raise" in run(moved, *options)[1]
