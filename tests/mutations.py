@@ -256,8 +256,8 @@ FAULTS = [
     Fault(
         "validation smooths labels too",
         "gpt2/training/steps.py",
-        "keys, loss=LossConfig()",
-        "keys, loss=LossConfig(label_smoothing=0.1)",
+        "loss: LossConfig = LossConfig(),\n    **options",
+        "loss: LossConfig = LossConfig(label_smoothing=0.1),\n    **options",
         VALUES + "validation",
     ),
     Fault(
@@ -375,8 +375,8 @@ FAULTS = [
     Fault(
         "FLOPs count a gated MLP as a plain one",
         "gpt2/telemetry/throughput.py",
-        "2 if cfg.is_gated else 1",
-        "1",
+        "into_mlp = 2 if cfg.is_gated else 1",
+        "into_mlp = 1",
         "tests/test_switches.py -k 'flops and swiglu'",
     ),
 ]
