@@ -84,9 +84,8 @@ def plant_gelu(peers, patch):
 
 
 def plant_precision(peers, patch):
-    cast = peers.torch.autocast
-    bfloat16 = peers.torch.bfloat16
-    patch.setattr(peers.torch, "autocast", lambda device, dtype, enabled: cast(device, bfloat16))
+    cast = peers._cast
+    patch.setattr(peers, "_cast", lambda compute, device: cast("bfloat16", device))
 
 
 def plant_optimizer_epsilon(peers, patch):

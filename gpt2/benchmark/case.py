@@ -133,9 +133,11 @@ def make_cases(subject: str, values: flags.FlagValues = flags.FLAGS) -> list[dic
     for name, given in (("batch_size", batch_sizes), ("compute", values.compute)):
         if len(set(given)) < len(given):
             raise UserError(f"--{name}={','.join(map(str, given))} repeats one", "Name each once")
-    names = ("model", "matmul_precision", "attention", "optimizer", "with_data", "remat")
-    names += ("scan_layers", *LAYOUT, "shares")
-    case = {"subject": "train" if subject == "verify" else subject}
+    names = (
+        *("model", "matmul_precision", "attention", "optimizer", "with_data", "remat"),
+        *("scan_layers", *LAYOUT, "shares"),
+    )
+    case: dict[str, Any] = {"subject": "train" if subject == "verify" else subject}
     case |= {name: values[name].value for name in names}
     case |= zip(("num_layers", "num_heads", "embed_dim"), sizes, strict=True)
     case["context_length"] = values.context_length or context_length
@@ -181,9 +183,9 @@ def _check_flags(subject: str, values: flags.FlagValues) -> None:
                 f"--compute={compute} has none that matter",
                 "Leave it out, or use --compute=float32",
             )
-    for name in ("csv", "plot"):
-        if values[name].value:
-            require_writable_file(name, Path(values[name].value))
+    for name, file in (("csv", values.csv), ("plot", values.plot)):
+        if file:
+            require_writable_file(name, Path(file))
     if values.plot and not values.plot.endswith(".png"):
         raise UserError(f"--plot={values.plot} does not end in .png", "Name a PNG file")
 

@@ -236,9 +236,8 @@ class Work:
 
     def _compute_loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean loss of tokens and targets `[B, T]` int64."""
-        compute = getattr(torch, self._case["compute"])
         with (
-            torch.autocast(self._device, compute, enabled=compute != torch.float32),
+            _cast(self._case["compute"], self._device),
             _attention_kernel(self._case["attention"]),
         ):
             output = self._model(tokens)
@@ -250,6 +249,13 @@ class Work:
 def _sample(name: str, value: torch.Tensor, flipped: bool) -> np.ndarray:
     array = value.detach().cpu().numpy()
     return sample(name, array.T if flipped else array)
+
+
+def _cast(compute: str, device: str) -> contextlib.AbstractContextManager:
+    """Returns a context in which products are computed in a type."""
+    if compute == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device, getattr(torch, compute))
 
 
 def _attention_kernel(attention: str) -> contextlib.AbstractContextManager:
@@ -300,7 +306,11 @@ class Reading:
     """Batches from a file, as nanoGPT reads them."""
 
     def __init__(self, peer: str, case: dict[str, Any], device: str):
-        self.step = batches_from_file(case, device)
+        self._next_batch = batches_from_file(case, device)
+
+    def step(self) -> None:
+        """Reads a batch."""
+        self._next_batch()
 
 
 def batches_from_file(case: dict[str, Any], device: str) -> Callable[[], tuple]:
@@ -339,7 +349,7 @@ def choose_device(peer: str) -> str:
 
 def set_matmul_precision(precision: str, device: str) -> None:
     """Sets how float32 is multiplied, by a value of `--matmul_precision`."""
-    if device == "xla":
+    if device == "xla" and precision != "default":  # it warns of a setting without effect
         import torch_xla.backends
 
         torch_xla.backends.set_mat_mul_precision(precision)

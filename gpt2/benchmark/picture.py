@@ -26,6 +26,7 @@ def plot(png: Path, rows: Sequence[dict[str, Any]]) -> None:
     """
     import matplotlib
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     types = list(dict.fromkeys(row["compute"] for row in rows))
     contestants = list(dict.fromkeys(row["contestant"] for row in rows))
@@ -35,7 +36,7 @@ def plot(png: Path, rows: Sequence[dict[str, Any]]) -> None:
         figure = Figure(
             figsize=(max(7.0, 5.0 * len(types)), 7.6 if compared else 4.8),
             dpi=150,
-            layout="constrained",
+            layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1),
         )
         shape: dict[str, Any] = dict(sharey="row", squeeze=False)
         if compared:
@@ -57,7 +58,6 @@ def plot(png: Path, rows: Sequence[dict[str, Any]]) -> None:
         figure.suptitle(_heading(rows), x=0.012, ha="left", fontsize=11, color=_TEXT)
         foot = textwrap.fill(_foot(rows), width=round(12.5 * figure.get_figwidth()))
         figure.supxlabel(foot, x=0.012, ha="left", fontsize=9, color=_MUTED)
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
         figure.savefig(png)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def serve(
         request, seconds = json.loads(line), []
         if isinstance(request, str):
             assert show, "this program has nothing to show"
-            seconds = [_seconds(lambda path=Path(request): show(path))]
+            seconds = [_seconds(partial(show, Path(request)))]
         else:
             seconds = [_seconds(work) for _ in range(request)]
         print(json.dumps(seconds or info()), flush=True)
