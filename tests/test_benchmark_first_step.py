@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.benchmark import first_step, measure, our_step, worker
+from gpt2.benchmark import __main__, first_step, measure, our_step, worker
 from gpt2.benchmark.case import make_config
-from gpt2.benchmark.first_step import FirstStep, compare, first_difference
+from gpt2.benchmark.first_step import Agreement, FirstStep, compare, first_difference
 from gpt2.errors import UserError
 from gpt2.training.program import Program
 
@@ -41,7 +41,9 @@ def their_work(peer="torch", **changes):
     )
     if peer.startswith("hf"):
         pytest.importorskip("transformers")
-    return peers.Work(peer, CASE | changes, "cpu")
+    if "xla" in peer:
+        pytest.importorskip("torch_xla")
+    return peers.Work(peer, CASE | changes, peers.choose_device(peer))
 
 
 def show(work, tmp_path):
@@ -54,7 +56,7 @@ def difference(ours, theirs):
     return found and str(found)
 
 
-@pytest.mark.parametrize("peer", ["torch", "hf"])
+@pytest.mark.parametrize("peer", ["torch", "hf", "torch_xla"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -66,9 +68,10 @@ def difference(ours, theirs):
     ],
     ids=lambda changes: "-".join(changes.values()) or "default",
 )
-def test_peers_compute_what_this_project_computes(peer, changes, ours, tmp_path):
-    theirs = show(their_work(peer, **changes), tmp_path)
+def test_peers_compute_what_this_project_computes(peer, changes, ours, tmp_path, monkeypatch):
     reference = ours(**changes)
+    monkeypatch.setenv("XLA_FLAGS", "")  # which PyTorch/XLA would read
+    theirs = show(their_work(peer, **changes), tmp_path)
     assert bool(theirs.gradients) == (changes.get("subject") != "eval")
     assert difference(reference, theirs) is None
     assert abs(reference.loss - np.log(50)) < 0.1  # and the loss is one
@@ -168,6 +171,19 @@ def test_a_peer_that_differs_is_not_timed(monkeypatch):
         measure.measure(CASE, ["torch"], rounds=1, seconds=0.0)
 
 
+def test_verify_shows_every_peer_and_refuses_the_first_that_differs(monkeypatch, capsys):
+    found = {"torch": [Agreement("loss", 1e-7, 1e-5)], "hf": [Agreement("loss", 1e-3, 1e-5)]}
+    found["hf_compile"] = [Agreement("gradient of wte/embedding", 0.2, 1e-4)]
+    monkeypatch.setattr(__main__, "verify", lambda case, peers: found.items())
+    with pytest.raises(UserError, match="hf does not compute what jax computes: loss differs by"):
+        __main__.print_agreement([CASE | {"model": "tiny"}], list(found))
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[-3:]] == list(found)
+    assert shown[-3].endswith("equal") and "differs: gradient of wte/embedding" in shown[-1]
+    with pytest.raises(UserError, match=r"there are none\. Add --peers=torch"):
+        __main__.print_agreement([CASE], [])
+
+
 @pytest.mark.parametrize("changes", [dict(scan_layers=True), dict(fsdp=8, data=1)])
 def test_layouts_show_the_same_first_step(changes, ours):
     assert difference(ours(), ours(**changes)) is None
@@ -249,29 +265,19 @@ def test_precision_reaches_pytorch(monkeypatch):
 
 
 @pytest.mark.parametrize("peer", ["torch", "hf"])
-def test_forms_of_attention_reach_pytorch(peer, monkeypatch):
-    sdpa = []
-    for attention in ("sdpa", "eager"):
-        work = their_work(peer, attention=attention)
-        with monkeypatch.context() as patch:
-            function = work_functional(patch, sdpa)
-            work.step()
-        assert function
-        sdpa, called = [], len(sdpa)
-        assert bool(called) == (attention == "sdpa")
-
-
-def work_functional(patch, calls):
-    """Notes calls of PyTorch's fused attention."""
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_forms_of_attention_reach_pytorch(peer, attention, monkeypatch):
     functional = pytest.importorskip("torch").nn.functional
+    work, calls = their_work(peer, attention=attention), []
     fused = functional.scaled_dot_product_attention
 
     def note(*arguments, **options):
         calls.append(1)
         return fused(*arguments, **options)
 
-    patch.setattr(functional, "scaled_dot_product_attention", note)
-    return note
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", note)
+    work.step()
+    assert len(calls) == (CASE["num_layers"] if attention == "sdpa" else 0)
 
 
 def test_flash_asks_pytorch_for_its_flash_kernel():

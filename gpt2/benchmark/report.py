@@ -102,8 +102,8 @@ def _header(case: dict[str, Any], results: Results) -> list[str]:
         f"{case['vocab_size']} tokens in the vocabulary), "
         f"{case['batch_size']} x {case['context_length']} tokens",
         f"{case['compute']}, precision of products {case['matmul_precision']}, attention "
-        f"{case['attention']} ({ours['attention']} in jax), {case['optimizer']}, remat "
-        f"{case['remat']}, layers {'scanned' if case['scan_layers'] else 'unrolled'}, "
+        f"{case['attention']} ({ours['attention']} in jax), {case['optimizer']}",
+        f"remat {case['remat']}, layers {'scanned' if case['scan_layers'] else 'unrolled'}, "
         f"{case['backend']} {layout}, data {'in' if case['with_data'] else 'out'}side of the time",
         f"{ours['device']}, {os.cpu_count()} CPU cores, {versions}",
         f"products: {peak_text}; {len(ours['turns'])} turns each; the first step of "
