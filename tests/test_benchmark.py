@@ -1,5 +1,6 @@
 """The benchmark says what it measured, and PyTorch's twin computes what this project computes."""
 
+import csv
 import json
 import os
 import subprocess
@@ -13,10 +14,9 @@ from absl import flags
 
 from gpt2 import cli, launch
 from gpt2.benchmark import case as benchmark
-from gpt2.benchmark import measure, worker
+from gpt2.benchmark import measure, picture, report, worker
 from gpt2.benchmark.turns import Player
 from gpt2.errors import UserError
-from gpt2.model import GPT, GPTConfig
 
 TINY = dict(num_layers=2, num_heads=2, embed_dim=32, context_length=16, batch_size=4, vocab_size=50)
 
@@ -26,13 +26,18 @@ def tiny(subject="train", **changes):
 
 
 def make_case(subject, *arguments):
-    """Returns the case of a command line."""
+    """Returns the first case of a command line."""
+    return make_cases(subject, *arguments)[0]
+
+
+def make_cases(subject, *arguments):
+    """Returns the cases of a command line."""
     values = flags.FlagValues()
     benchmark.define_flags(values)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flags, "FLAGS", values)
         cli._parse_flags(["benchmark", *arguments])
-    return benchmark.make_case(subject, values)
+    return benchmark.make_cases(subject, values)
 
 
 def test_speed_and_ratios_follow_from_the_turns():
@@ -41,7 +46,15 @@ def test_speed_and_ratios_follow_from_the_turns():
     assert found["step_seconds"] == 0.4
     assert found["tokens_per_second"] == pytest.approx(4 * 16 / 0.4)
     assert found["mfu"] == pytest.approx(160 * 1e6 / 1e9)
-    assert found["speedup"] == pytest.approx([3.0, 1.0, 4.0])
+
+
+def test_a_ratios_interval_is_students_of_the_logarithms():
+    turns, ours = [0.4, 0.2, 0.9], [0.1, 0.2, 0.3]  # ratios 4, 1, 3
+    logs = np.log([4.0, 1.0, 3.0])
+    half = 4.3027 * logs.std(ddof=1) / np.sqrt(3)  # t of two degrees of freedom, 97.5 %
+    expected = np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])
+    assert measure.ratio(turns, ours) == pytest.approx(list(expected), rel=1e-4)
+    assert measure.ratio([0.6], [0.2]) == [pytest.approx(3.0), None, None]
 
 
 def test_the_first_step_of_a_turn_does_not_count(monkeypatch):
@@ -114,7 +127,7 @@ def test_flags_override_what_the_model_brings():
     assert (found["num_layers"], found["context_length"], found["batch_size"]) == (6, 256, 3)
 
 
-@pytest.mark.parametrize("argument", ["--batch=2", "--compute=int8"])
+@pytest.mark.parametrize("argument", ["--batch=2", "--optimizer=lion"])
 def test_unknown_options_are_user_errors(argument):
     with pytest.raises(UserError, match=r"See --help|Did you mean --batch_size"):
         make_case("train", argument)
@@ -124,19 +137,33 @@ def test_an_unknown_subject_is_a_user_error():
     command = [sys.executable, "-m", "gpt2.benchmark", "trian"]
     run = subprocess.run(command, capture_output=True, text=True)
     told = "error: trian is not a command. "
-    told += "Choose one of train, eval, generate, data, suite, wheels.\n"
+    told += "Choose one of train, eval, generate, data, verify, suite, wheels.\n"
     assert (run.returncode, run.stderr) == (2, told)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--batch_size=0"], "--batch_size=0 is out of range. Use 1 or more"),
+        (["train", "--batch_size=0"], "--batch_size=0 is not a whole number of 1 or more"),
+        (["train", "--batch_size=4,x"], "--batch_size=x is not a whole number of 1 or more"),
+        (["train", "--batch_size=4,8,4"], "--batch_size=4,8,4 repeats one"),
+        (["train", "--compute=float32,float32"], "--compute=float32,float32 repeats one"),
+        (["train", "--compute=float31"], "--compute=float31 is not one of float32"),
+        (["train", "--plot=a.pdf"], "--plot=a.pdf does not end in .png"),
+        (["train", "--csv=/proc/none/a.csv"], "nothing can be written in /proc/none"),
+        (
+            ["train", "--compute=float32,bfloat16", "--matmul_precision=highest"],
+            "--matmul_precision=highest is about products of float32",
+        ),
+        (["eval", "--optimizer=sgd"], "--optimizer would be ignored by eval"),
+        (["eval", "--with_data"], "--with_data would be ignored by eval"),
+        (["data", "--matmul_precision=high"], "--matmul_precision would be ignored by data"),
+        (["verify", "--rounds=2"], "--rounds would be ignored by verify"),
         (["train", "--rounds=0"], "--rounds=0 is out of range"),
         (["train", "--seconds=nan"], "--seconds=nan is out of range"),
         (["generate", "--context_length=1"], "Use 2 or more"),
         (["eval", "--fsdp=8"], "--fsdp would be ignored by eval"),
-        (["generate", "--attention=xla"], "--attention would be ignored by generate"),
+        (["generate", "--attention=eager"], "--attention would be ignored by generate"),
         (["data", "--backend=pmap"], "--backend would be ignored by data"),
     ],
 )
@@ -146,18 +173,32 @@ def test_numbers_out_of_range_and_options_without_effect_are_user_errors(argumen
 
 
 def test_each_ignored_option_is_one_that_training_takes():
-    assert set().union(*benchmark.IGNORED.values()) <= set(make_case("train"))
+    values = flags.FlagValues()
+    benchmark.define_flags(values)
+    assert set().union(*benchmark.IGNORED.values()) <= set(values)
     assert make_case("train", "--fsdp=8", "--remat=full")["fsdp"] == 8
     assert make_case("eval", "--data=-1", "--seconds=0")["subject"] == "eval"
 
 
 def test_a_mistake_that_only_the_worker_sees_is_one_line():
-    command = [sys.executable, "-m", "gpt2.benchmark", "train", "--attention=cudnn"]
+    command = [sys.executable, "-m", "gpt2.benchmark", "train", "--attention=flash"]
     command += ["--model=shakespeare-char-cpu"]
     environment = os.environ | {"XLA_FLAGS": ""}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 2 and run.stderr.count("\n") == 1
-    assert run.stderr.startswith("error: ") and "needs an NVIDIA GPU" in run.stderr
+    assert run.stderr.startswith("error: --attention=flash would be reference on a cpu")
+    assert run.stderr.endswith("Use --attention=sdpa.\n")
+
+
+def test_lists_give_a_case_for_each_size_and_type():
+    arguments = ("--model=quickstart", "--batch_size=4,8", "--compute=float32,bfloat16")
+    cases = make_cases("train", *arguments)
+    found = [(case["compute"], case["batch_size"]) for case in cases]
+    types = ("float32", "bfloat16")
+    assert found == [(compute, size) for compute in types for size in (4, 8)]
+    assert [case | dict(compute="", batch_size=0) for case in cases] == 4 * [
+        cases[0] | dict(compute="", batch_size=0)
+    ]
 
 
 def test_one_devices_work_is_measured_by_one_devices_peak(monkeypatch):
@@ -184,6 +225,13 @@ def test_impossible_peers_are_user_errors(monkeypatch):
         benchmark.check_peers(["torch"], tiny(subject="generate"))
     with pytest.raises(UserError, match="data does not report --shares"):
         benchmark.check_peers([], tiny(subject="data", shares=True))
+    with pytest.raises(UserError, match=r"needs torch_xla. Install it: .*peers-xla"):
+        benchmark.check_peers(["torch_xla_compile"], tiny())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(UserError, match="torch_xla cannot be asked for flash attention"):
+        benchmark.check_peers(["torch_xla"], tiny(attention="flash"))
+    with pytest.raises(UserError, match="scales losses here and does not in --peers=torch"):
+        benchmark.check_peers(["torch"], tiny(compute="float16"))
 
 
 def test_a_player_does_the_steps_it_is_asked_for_and_tells():
@@ -219,17 +267,47 @@ def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
     assert launch.cpu_environment() == {}
 
 
-def test_table_shows_every_contestant_and_its_ratio():
+def results(case, by_name):
+    """Returns results as `measure` gives them, for the turns of each contestant."""
     info = dict(
         peak_flops=1e12, peak_source="measured", flops_per_token=1e6, peak_bytes=2e9,
-        attention="blocked", device="1 x cpu", compile_seconds=1.0, shares={"mlp": 1.0},
+        attention="blocked", device="1 x cpu", compile_seconds=1.0, warm_up_seconds=3.5,
+        shares={"mlp": 1.0}, compared=True,
     )  # fmt: skip
-    results = {
-        name: info | {"versions": {name: "1.0"}} | measure.summarise(tiny(), turns, [0.2], info)
-        for name, turns in {"jax": [0.2], "torch": [0.5]}.items()
+    return {
+        name: info
+        | {"versions": {name: "1.0"}}
+        | measure.summarise(case, turns, by_name["jax"], info)
+        for name, turns in by_name.items()
     }
-    shown = measure.table(tiny(), results)
+
+
+def test_table_shows_every_contestant_its_ratio_and_every_setting():
+    case = tiny(optimizer="sgd", attention="eager", matmul_precision="highest", with_data=True)
+    shown = report.table(case, results(case, {"jax": [0.2, 0.2], "torch": [0.5, 0.5]}))
     assert "2.50 (2.50 to 2.50)" in shown and "torch 1.0" in shown and "mlp 100%" in shown
+    for setting in (
+        *("sgd", "attention eager (blocked in jax)", "precision of products highest"),
+        *("data inside of the time", "remat none", "layers unrolled", "pjit data=-1 fsdp=1"),
+        *("4 x 16 tokens", "width 32", "50 tokens in the vocabulary", "1,000 GFLOP/s, measured"),
+        *("2 turns each", "the first step of torch equals jax's", "3.5"),
+    ):
+        assert setting in shown, setting
+
+
+def test_a_file_and_a_picture_hold_every_cell(tmp_path):
+    lines = []
+    for case in (tiny(), tiny(compute="bfloat16"), tiny(batch_size=8)):
+        lines += report.rows(case, results(case, {"jax": [0.2, 0.3], "torch": [0.5, 0.6]}))
+    report.write_csv(tmp_path / "cells.csv", lines)
+    with (tmp_path / "cells.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [row["contestant"] for row in read] == 3 * ["jax", "torch"]
+    assert [row["batch_size"] for row in read[::2]] == ["4", "4", "8"]
+    assert float(read[1]["speedup"]) == pytest.approx((2.5 * 2.0) ** 0.5)
+    assert set(tiny()) - set(read[0]) == {"vary", "shares"}  # every other setting is there
+    picture.plot(tmp_path / "cells.png", lines)
+    assert (tmp_path / "cells.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("subject", ["train", "eval"])
@@ -262,17 +340,21 @@ def test_reading_goes_on_to_the_next_batch(monkeypatch):
 
 @pytest.mark.parametrize(
     ("subject", "peer"),
-    [(subject, peer) for subject, peers in benchmark.PEERS.items() for peer in peers],
+    [
+        (subject, peer)
+        for subject, peers in benchmark.PEERS.items()
+        for peer in peers
+        if subject != "verify" and not peer.startswith("torch_xla")
+    ],
 )
 def test_peers_do_a_step_of_each_subject(subject, peer):
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     pytest.importorskip("transformers")
     if peer.endswith("compile"):
         pytest.skip("compiles for minutes, and differs in nothing else")
-    from gpt2.benchmark.peers import make_step
+    from gpt2.benchmark.peers import SUBJECTS
 
-    tokens = torch.arange(64).reshape(4, 16) % 50
-    loss = make_step(peer, tiny(subject=subject), "cpu")(tokens, 49 - tokens)
+    loss = SUBJECTS[subject](peer, tiny(subject=subject), "cpu").step()
     assert loss is None or 3.5 < loss < 4.5  # log 50 is 3.9
 
 
@@ -299,56 +381,3 @@ def test_worker_needs_no_more_than_jax_flax_and_optax():
         "torch",
     )
     assert not [name for name in modules if name.startswith(heavy)]
-
-
-@pytest.mark.parametrize("peer", ["torch", "hf"])
-def test_twin_loses_what_this_project_loses(peer):
-    torch = pytest.importorskip("torch")
-    if peer == "hf":
-        pytest.importorskip("transformers")
-    from gpt2.benchmark.peers import make_model
-
-    shape = {name: value for name, value in TINY.items() if name != "batch_size"}
-    twin = make_model(peer, tiny())
-    draw = np.random.default_rng(0)
-    with torch.no_grad():
-        for weight in twin.parameters():
-            weight += torch.tensor(draw.normal(0, 0.02, weight.shape), dtype=weight.dtype)
-    params = from_twin({name: w.detach().numpy() for name, w in twin.named_parameters()}, peer)
-    tokens = draw.integers(0, 50, (2, 16))
-    ours = GPT(GPTConfig(**shape)).apply({"params": params}, tokens)
-    theirs = twin(torch.tensor(tokens))
-    theirs = getattr(theirs, "logits", theirs).detach().numpy()
-    np.testing.assert_allclose(ours, theirs, atol=2e-5)
-
-
-def from_twin(weights, peer):
-    """Our parameters [in, out] from PyTorch's, which are [out, in] unless Hugging Face's."""
-    D, N, H = 32, 2, 16
-    weights = {name.removeprefix("transformer."): w for name, w in weights.items()}
-    kernels = ("c_attn", "c_proj", "c_fc", "c_out") if peer == "torch" else ()
-
-    def linear(name, shape, inputs=1):
-        kernel, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
-        kernel = kernel.T if name.split(".")[-1] in kernels else kernel
-        return {"kernel": kernel.reshape(shape), "bias": bias.reshape(shape[inputs:])}
-
-    def norm(name):
-        return {"scale": weights[f"{name}.weight"], "bias": weights[f"{name}.bias"]}
-
-    def layer(name):
-        attn, mlp = (f"{name}.attn", f"{name}.mlp") if peer == "hf" else (name, name)
-        out = f"{mlp}.c_proj" if peer == "hf" else f"{mlp}.c_out"
-        return {
-            "ln_1": norm(f"{name}.ln_1"),
-            "attn": {
-                "c_attn": linear(f"{attn}.c_attn", (D, 3, N, H)),
-                "c_proj": linear(f"{attn}.c_proj", (N, H, D), inputs=2),
-            },
-            "ln_2": norm(f"{name}.ln_2"),
-            "mlp": {"c_fc": linear(f"{mlp}.c_fc", (D, 4 * D)), "c_proj": linear(out, (4 * D, D))},
-        }
-
-    embeddings = {name: {"embedding": weights[f"{name}.weight"]} for name in ("wte", "wpe")}
-    params = embeddings | {f"h_{i}": layer(f"h.{i}") for i in range(2)} | {"ln_f": norm("ln_f")}
-    return jax.tree.map(jax.numpy.asarray, params)

@@ -7,14 +7,23 @@ A step of `train` is a training step. A step of `eval` is the loss of a batch. A
 continues a batch of prompts greedily: the prompts fill half of the context, and the continuations
 the other half. A step of `data` reads a batch of text for training.
 
+    python -m gpt2.benchmark train --model=quickstart --batch_size=4,8,16 \
+        --compute=float32,bfloat16 --peers=torch,torch_compile --csv=FILE.csv --plot=FILE.png
+
+measures each batch size in each type, one after the other.
+
     python -m gpt2.benchmark train --model=quickstart --vary=model.position=rope
 
 times the same model with an option changed, in turn with the model as it is.
 
+    python -m gpt2.benchmark verify --peers=torch,hf
+
+compares loss, gradients and weights of a first step from the same weights. The same comes before
+`train`, and the loss before `eval`: what differs is not timed.
+
 Each contestant runs in a process of its own. They take turns, A B A B, so that a ratio compares
-what ran seconds apart. Warm-up, the first step of a turn, compilation and data loading are outside
-the times. Clipping and AdamW are inside. All use the device's default precision for the compute
-type, and dropout is 0.
+what ran seconds apart. Warm-up, the first step of a turn, compilation and, unless --with_data,
+loading are outside the times. Clipping and the optimizer are inside. Dropout is 0.
 
 `train` spreads over all devices. `eval` and `generate` run on one.
 
@@ -34,34 +43,81 @@ if __name__ == "__main__":
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from gpt2 import cli
-from gpt2.benchmark import case, suite, wheels
+from gpt2.benchmark import case as cases
+from gpt2.benchmark import suite, wheels
 from gpt2.benchmark.case import (
     PEERS,
     check_peers,
     define_flags,
-    make_case,
+    make_cases,
     read_variations,
 )
-from gpt2.benchmark.measure import measure, table
+from gpt2.benchmark.first_step import first_difference
+from gpt2.benchmark.measure import measure, refusal, verify
+from gpt2.benchmark.report import agreement_table, rows, table, write_csv
+from gpt2.errors import UserError
 
 OTHERS = {"suite": suite, "wheels": wheels}
 
 
 def main(subject: str) -> None:
-    """Measures `subject` and prints a table, or JSON."""
+    """Measures or verifies, and prints tables, or JSON."""
     options = flags.FLAGS
-    measured = make_case(subject)
-    check_peers(options.peers, measured)
-    variations = read_variations(options.vary, measured)
-    results = measure(measured, options.peers, options.rounds, options.seconds, variations)
-    if options.json:
-        print(json.dumps({"case": measured, "results": results}, indent=2))
+    wanted = make_cases(subject)
+    for case in wanted:
+        check_peers(options.peers, case)
+    if subject == "verify":
+        print_agreement(wanted, options.peers)
     else:
-        print(table(measured, results))
+        print_speed(wanted)
+
+
+def print_speed(wanted: list[dict[str, Any]]) -> None:
+    """Measures each case and prints its table. Files hold what is measured so far."""
+    options = flags.FLAGS
+    variations = [read_variations(options.vary, case) for case in wanted]
+    measured, lines = [], []
+    for case, varied in zip(wanted, variations, strict=True):
+        results = measure(case, options.peers, options.rounds, options.seconds, varied)
+        measured.append({"case": case, "results": results})
+        lines += rows(case, results)
+        if options.csv:
+            write_csv(Path(options.csv), lines)
+        if options.plot:
+            from gpt2.benchmark.picture import plot  # brings matplotlib
+
+            plot(Path(options.plot), lines)
+        if not options.json:
+            print(table(case, results), end="\n\n" if case is not wanted[-1] else "\n", flush=True)
+    if options.json:
+        print(json.dumps(measured if len(measured) > 1 else measured[0], indent=2))
+
+
+def print_agreement(wanted: list[dict[str, Any]], peers: list[str]) -> None:
+    """Compares first steps, and prints how far they lie apart.
+
+    Raises:
+        UserError: a peer computes something else.
+    """
+    if not peers:
+        raise UserError("verify compares with peers, and there are none", "Add --peers=torch")
+    refused = []
+    for case in wanted:
+        found = dict(verify(case, peers))
+        print(agreement_table(case, found.items()), flush=True)
+        refused += [
+            refusal(name, difference)
+            for name, agreements in found.items()
+            if (difference := first_difference(agreements))
+        ]
+    if refused:
+        raise refused[0]
 
 
 if __name__ == "__main__":
@@ -71,5 +127,5 @@ if __name__ == "__main__":
         flags.adopt_module_key_flags(OTHERS[other])  # for --help
         cli.run(OTHERS[other].main, commands=(other,))
     define_flags()
-    flags.adopt_module_key_flags(case)  # for --help
+    flags.adopt_module_key_flags(cases)  # for --help
     cli.run(main, commands=(*PEERS, *OTHERS))

@@ -1,30 +1,38 @@
-"""The case to measure, from the command line, and the peers that measure it too."""
+"""The cases to measure, from the command line, and the peers that measure them too."""
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from gpt2.config import CHOICES, DEFAULTS, SIZES, Config, read_option, with_options
-from gpt2.errors import UserError, require_choice
+from gpt2.errors import UserError, require_choice, require_writable_file
 
-# What can be measured, and the peers that can do it too.
+# What the command can do, and the peers that can do it too. `verify` does not measure.
+_ALL_PEERS = tuple(
+    f"{peer}{suffix}" for peer in ("torch", "torch_xla", "hf") for suffix in ("", "_compile")
+)
 PEERS = {
-    "train": ("torch", "torch_compile", "hf", "hf_compile"),
-    "eval": ("torch", "torch_compile", "hf", "hf_compile"),
+    "train": _ALL_PEERS,
+    "eval": _ALL_PEERS,
     "generate": ("hf",),
     "data": ("torch",),
+    "verify": _ALL_PEERS,
 }
 
 # Options that would change nothing. `eval` and `generate` use one device, and `data` none.
 LAYOUT = ("backend", "data", "fsdp", "tensor")
-IGNORED = {
+_OF_TRAINING = (*LAYOUT, "remat", "optimizer", "with_data")
+IGNORED: dict[str, tuple[str, ...]] = {
     "train": (),
-    "eval": (*LAYOUT, "remat"),
-    "generate": (*LAYOUT, "remat", "attention"),
-    "data": (*LAYOUT, "remat", "attention", "scan_layers", "compute", "vary"),
+    "eval": _OF_TRAINING,
+    "generate": (*_OF_TRAINING, "attention"),
+    "data": (*_OF_TRAINING, "attention", "matmul_precision", "scan_layers", "compute", "vary"),
+    "verify": ("vary", "with_data", "rounds", "seconds", "shares", "json", "csv", "plot"),
 }
 
 # Beside OpenAI's sizes: (num_layers, num_heads, embed_dim), context, batch, vocabulary.
@@ -34,27 +42,60 @@ SMALL = {
     "shakespeare-char": ((6, 6, 384), 256, 64, 65),
 }
 
+# Forms of attention that every side has, in this project's names. `flash` is what `auto` takes
+# where there is a flash kernel; the worker refuses it elsewhere.
+ATTENTION = {"eager": "reference", "sdpa": "auto", "flash": "auto"}
+
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the flags of the benchmark."""
 
-    def choice(name: str, default: str, choices: tuple[str, ...], about: str) -> None:
+    def choice(name: str, default: str, choices: Sequence[str], about: str) -> None:
         flags.DEFINE_enum(name, default, choices, about, flag_values=values)
 
     def number(name: str, default: int | None, about: str) -> None:
         flags.DEFINE_integer(name, default, about, flag_values=values)
 
+    def texts(name: str, default: str, about: str) -> None:
+        flags.DEFINE_list(name, default, about, flag_values=values)
+
+    def text(name: str, about: str) -> None:
+        flags.DEFINE_string(name, "", about, flag_values=values)
+
+    def switch(name: str, about: str) -> None:
+        flags.DEFINE_bool(name, False, about, flag_values=values)
+
     choice("model", "gpt2-124m", (*SIZES, *SMALL), "What is trained, scored or sampled.")
-    number("batch_size", None, "Sequences per step, over all devices; the model's own if empty.")
+    texts(
+        "batch_size",
+        "",
+        "Sequences per step, over all devices; the model's own if empty. Of a list, such as "
+        "4,8,16, each is measured.",
+    )
     number("context_length", None, "Tokens in a sequence; the model's own if empty.")
-    choice("compute", "float32", CHOICES["precision.compute"], "Type of products.")
-    choice("attention", "auto", CHOICES["model.attention"], "Implementation of attention.")
+    texts("compute", "float32", f"Type of products, or a list: {_list('precision.compute')}.")
+    choice(
+        "matmul_precision",
+        "default",
+        ("highest", "high", "default"),
+        "How float32 is multiplied, on all sides: highest: as float32; high: as TF32 or three "
+        "times bfloat16; default: as JAX does on the device if not told.",
+    )
+    choice(
+        "attention",
+        "sdpa",
+        tuple(ATTENTION),
+        "Attention on all sides: eager: all scores at once; sdpa: the fused function that each "
+        "side prefers; flash: a flash kernel, on GPUs.",
+    )
+    choice("optimizer", "adamw", ("adamw", "sgd"), "On all sides; sgd has Nesterov's momentum.")
+    switch("with_data", "Read each batch by the loader of each side, inside of the time.")
     choice("remat", "none", CHOICES["memory.remat"], "What the backward pass recomputes.")
-    flags.DEFINE_bool("scan_layers", False, "One compiled block.", flag_values=values)
+    switch("scan_layers", "One compiled block.")
     choice("backend", "pjit", CHOICES["parallel.backend"], "How devices are used.")
     for axis, size in (("data", -1), ("fsdp", 1), ("tensor", 1)):
         number(axis, size, "Devices along this axis; -1: the rest.")
-    flags.DEFINE_list("peers", [], f"Any of {', '.join(PEERS['train'])}.", flag_values=values)
+    texts("peers", "", f"Any of {', '.join(PEERS['train'])}.")
     flags.DEFINE_multi_string(
         "vary",
         [],
@@ -66,12 +107,16 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_float(
         "seconds", 2.0, "Least length of a turn after its first step.", flag_values=values
     )
-    flags.DEFINE_bool("shares", False, "Show the time of each part.", flag_values=values)
-    flags.DEFINE_bool("json", False, "Print JSON in place of a table.", flag_values=values)
+    switch("shares", "Show the time of each part.")
+    switch("json", "Print JSON in place of a table.")
+    text("csv", "File for a table of all settings and figures.")
+    text("plot", "File for a picture of speeds and ratios, ending in .png.")
 
 
-def make_case(subject: str, values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
-    """Returns all that decides what a step computes, by the names of the config's options.
+def make_cases(subject: str, values: flags.FlagValues = flags.FLAGS) -> list[dict[str, Any]]:
+    """Returns all that decides what a step computes, for each compute type and batch size.
+
+    A case names the config's options as configs/default.py does.
 
     Args:
         subject: one of `PEERS`.
@@ -80,38 +125,90 @@ def make_case(subject: str, values: flags.FlagValues = flags.FLAGS) -> dict[str,
     Raises:
         UserError: a flag is out of range, or would be ignored.
     """
+    _check_flags(subject, values)
+    sizes, context_length, batch_size, vocab_size = SMALL.get(values.model) or (
+        *(SIZES[values.model], 1024, 2, 50257),
+    )
+    batch_sizes = [_read_batch_size(text) for text in values.batch_size] or [batch_size]
+    for name, given in (("batch_size", batch_sizes), ("compute", values.compute)):
+        if len(set(given)) < len(given):
+            raise UserError(f"--{name}={','.join(map(str, given))} repeats one", "Name each once")
+    names = (
+        *("model", "matmul_precision", "attention", "optimizer", "with_data", "remat"),
+        *("scan_layers", *LAYOUT, "shares"),
+    )
+    case: dict[str, Any] = {"subject": "train" if subject == "verify" else subject}
+    case |= {name: values[name].value for name in names}
+    case |= zip(("num_layers", "num_heads", "embed_dim"), sizes, strict=True)
+    case["context_length"] = values.context_length or context_length
+    case["vocab_size"] = vocab_size
+    case["vary"] = {}
+    return [
+        case | {"compute": compute, "batch_size": batch_size}
+        for compute, batch_size in itertools.product(values.compute, batch_sizes)
+    ]
+
+
+def make_case(subject: str, values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
+    """Returns the first of `make_cases`, whose arguments these are."""
+    return make_cases(subject, values)[0]
+
+
+def _read_batch_size(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise UserError(
+            f"--batch_size={text} is not a whole number of 1 or more", "For example, use 4 or 4,8"
+        )
+    return int(text)
+
+
+def _check_flags(subject: str, values: flags.FlagValues) -> None:
+    """Raises a UserError for flags out of range, ignored, or in contradiction."""
     for name in IGNORED[subject]:
         if values[name].value != values[name].default:
             raise UserError(f"--{name} would be ignored by {subject}", f"Leave out --{name}")
     prompt_and_text = 2 if subject == "generate" else 1
-    least = dict(batch_size=1, context_length=prompt_and_text, rounds=1, seconds=0)
+    least = dict(context_length=prompt_and_text, rounds=1, seconds=0)
     for name, smallest in least.items():
         value = values[name].value
         if value is not None and not smallest <= value < math.inf:
             raise UserError(f"--{name}={value} is out of range", f"Use {smallest} or more")
-    sizes, *defaults = SMALL.get(values.model) or (SIZES[values.model], 1024, 2, 50257)
-    context_length, batch_size, vocab_size = defaults
-    names = ("model", "compute", "attention", "remat", "scan_layers", *LAYOUT, "shares")
-    case = {"subject": subject} | {name: values[name].value for name in names}
-    case |= zip(("num_layers", "num_heads", "embed_dim"), sizes, strict=True)
-    case["context_length"] = values.context_length or context_length
-    case["batch_size"] = values.batch_size or batch_size
-    case["vocab_size"] = vocab_size
-    case["vary"] = {}
-    return case
+    if not values.compute:
+        raise UserError("--compute names no type", "For example, use --compute=float32")
+    for compute in values.compute:
+        require_choice("--compute", compute, CHOICES["precision.compute"], flag=False)
+        if values.matmul_precision != "default" and compute != "float32":
+            raise UserError(
+                f"--matmul_precision={values.matmul_precision} is about products of float32, and "
+                f"--compute={compute} has none that matter",
+                "Leave it out, or use --compute=float32",
+            )
+    for name, file in (("csv", values.csv), ("plot", values.plot)):
+        if file:
+            require_writable_file(name, Path(file))
+    if values.plot and not values.plot.endswith(".png"):
+        raise UserError(f"--plot={values.plot} does not end in .png", "Name a PNG file")
 
 
 def make_config(case: dict[str, Any]) -> Config:
     """Returns the run that a case describes; other options have their defaults.
+
+    The learning rate is constant, as the peers' is.
 
     Raises:
         UserError: the options cannot work.
     """
     tree = DEFAULTS.to_dict()
     shape = {name: case[name] for name in tree["model"] if name in case}
-    tree["model"] |= shape
+    tree["model"] |= shape | {"attention": ATTENTION[case["attention"]]}
     tree["data"]["batch_size"] = case["batch_size"]
     tree["precision"]["compute"] = case["compute"]
+    tree["optim"] |= {
+        "name": case["optimizer"],
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "end_learning_rate": tree["optim"]["learning_rate"],
+    }
     tree["parallel"].update({name: case[name] for name in tree["parallel"] if name in case})
     tree["memory"] = {name: case[name] for name in tree["memory"]}
     return with_options(Config.from_dict(tree), case["vary"])
@@ -159,10 +256,31 @@ def check_peers(peers: list[str], case: dict[str, Any]) -> None:
     subject = case["subject"]
     for peer in peers:
         require_choice("--peers", peer, PEERS[subject], flag=False)
-        package = "transformers" if peer.startswith("hf") else "torch"
+        package, extra = _NEEDS.get(peer.removesuffix("_compile"), ("torch", "peers"))
         if importlib.util.find_spec(package) is None:
             raise UserError(
-                f"--peers={peer} needs {package}", "Install it: pip install 'gpt2-jax[peers]'"
+                f"--peers={peer} needs {package}", f"Install it: pip install 'gpt2-jax[{extra}]'"
             )
+        _check_peer(peer, case)
     if case["shares"] and subject in ("generate", "data"):
         raise UserError(f"{subject} does not report --shares", "Leave it out, or choose train")
+
+
+# What a peer needs beside torch, and the extra that installs it.
+_NEEDS = {"hf": ("transformers", "peers"), "torch_xla": ("torch_xla", "peers-xla")}
+
+
+def _check_peer(peer: str, case: dict[str, Any]) -> None:
+    if case["compute"] == "float16" and case["subject"] == "train":
+        raise UserError(
+            f"--compute=float16 scales losses here and does not in --peers={peer}",
+            "Use --compute=bfloat16, or leave out --peers",
+        )
+    if case["attention"] == "flash" and peer.startswith("torch_xla"):
+        raise UserError(
+            f"--peers={peer} cannot be asked for flash attention", "Use --attention=sdpa"
+        )
+
+
+def _list(option: str) -> str:
+    return ", ".join(CHOICES[option])

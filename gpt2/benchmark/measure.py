@@ -1,19 +1,27 @@
-"""Measures a case here and by peers in turn, and makes a table of the results."""
+"""Measures a case here and by peers in turn, after it has seen that both sides compute the same."""
 
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from scipy.special import stdtrit
+
 from gpt2 import launch
+from gpt2.benchmark.first_step import Agreement, FirstStep, compare, first_difference
 from gpt2.benchmark.turns import Player
+from gpt2.errors import UserError
 
 OURS = "jax"
+COMPARED = ("train", "eval")  # subjects whose first step is compared before it is timed
 
 
 def measure(
@@ -31,20 +39,27 @@ def measure(
         variations: more contestants: this project with other options, by name.
         rounds: how many turns each has after its warm-up.
         seconds: the least length of a turn, without its first step, which does not count.
+
+    Raises:
+        UserError: a peer does not compute what this project computes, or a contestant ends early.
     """
-    environment = launch.environment_to_measure()  # the same memory settings for all
-    argument = json.dumps(case)
-    commands = {OURS: ["gpt2.benchmark.worker", argument]}
-    commands |= {peer: ["gpt2.benchmark.peers", peer, argument] for peer in peers}
-    for name, options in variations.items():
-        commands[name] = ["gpt2.benchmark.worker", json.dumps(case | {"vary": options})]
-    players, steps = {}, {}
+    compared = [OURS, *peers] if peers and case["subject"] in COMPARED else []
+    players: dict[str, Player] = {}
+    steps, warm_up = {}, {}
     with contextlib.ExitStack() as stack:
-        for name, command in commands.items():
-            command = [sys.executable, "-m", *command]
-            players[name] = stack.enter_context(Player(name, command, environment))
-            players[name].play(2)  # compiles, and fills caches
-            steps[name] = max(1, math.ceil(seconds / players[name].play(1)[0]))
+        shown = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, command in _commands(case, peers, variations).items():
+            began = time.perf_counter()
+            player = players[name] = stack.enter_context(_start(name, command))
+            first = [player.show(shown / f"{name}.npz")] if name in compared else []
+            if first and name != OURS:
+                _refuse_difference(name, _compare(shown, name))
+            first += player.play(2)  # compiles, and fills caches
+            steps[name] = max(1, math.ceil(seconds / (usual := player.play(1)[0])))
+            warm_up[name] = {
+                "warm_up_seconds": time.perf_counter() - began,
+                "compile_seconds": max(0.0, sum(first) - len(first) * usual),
+            }
         medians: dict[str, list[float]] = {name: [] for name in players}
         for _ in range(rounds):
             for name, player in players.items():
@@ -57,8 +72,55 @@ def measure(
         # Peers compute what we do; a variation has FLOPs of its own.
         flops = infos[name if name in variations else OURS]["flops_per_token"]
         info = infos[OURS] | {"flops_per_token": flops}
-        results[name] = infos[name] | summarise(case, medians[name], medians[OURS], info)
+        results[name] = warm_up[name] | infos[name]
+        results[name] |= summarise(case, medians[name], medians[OURS], info)
+        results[name]["compared"] = name in compared
     return results
+
+
+def verify(case: dict[str, Any], peers: list[str]) -> Iterator[tuple[str, list[Agreement]]]:
+    """Yields, for each peer, how its first training step compares with this project's."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, command in _commands(case, peers, {}).items():
+            with _start(name, command) as player:
+                player.show(Path(directory) / f"{name}.npz")
+            if name != OURS:
+                yield name, _compare(Path(directory), name)
+
+
+def refusal(name: str, difference: Agreement) -> UserError:
+    """Returns the error for a peer that does not compute what this project computes."""
+    return UserError(
+        f"{name} does not compute what {OURS} computes: {difference}",
+        f"Look for what differs, or leave out --peers={name}",
+    )
+
+
+def _refuse_difference(name: str, agreements: list[Agreement]) -> None:
+    if difference := first_difference(agreements):
+        raise refusal(name, difference)
+
+
+def _compare(shown: Path, name: str) -> list[Agreement]:
+    ours, theirs = (FirstStep.load(shown / f"{which}.npz") for which in (OURS, name))
+    return list(compare(ours, theirs))
+
+
+def _commands(
+    case: dict[str, Any], peers: list[str], variations: Mapping[str, dict[str, Any]]
+) -> dict[str, list[str]]:
+    """Returns the module and the arguments of each contestant, ours first."""
+    argument = json.dumps(case)
+    commands = {OURS: ["gpt2.benchmark.worker", argument]}
+    commands |= {peer: ["gpt2.benchmark.peers", peer, argument] for peer in peers}
+    for name, options in variations.items():
+        commands[name] = ["gpt2.benchmark.worker", json.dumps(case | {"vary": options})]
+    return commands
+
+
+def _start(name: str, command: list[str]) -> Player:
+    environment = launch.environment_to_measure()  # the same memory settings for all
+    return Player(name, [sys.executable, "-m", *command], environment)
 
 
 def summarise(
@@ -66,52 +128,30 @@ def summarise(
 ) -> dict[str, Any]:
     """Returns a contestant's figures, from the median step of each turn in seconds.
 
-    `speedup` is how many times faster ours was than this one: median, least and most over the
-    rounds.
+    `speedup` is how many times faster ours was than this one, as `ratio` gives it.
     """
     step = statistics.median(turns)
     generated = case["subject"] == "generate"
     tokens = case["batch_size"] * case["context_length"] // (2 if generated else 1)
     peak = our_info["peak_flops"]
-    speedups = [theirs / ours for theirs, ours in zip(turns, our_turns, strict=True)]
     return {
         "turns": turns,
         "step_seconds": step,
         "tokens_per_second": tokens / step,
         "mfu": tokens / step * our_info["flops_per_token"] / peak if peak else None,
-        "speedup": [statistics.median(speedups), min(speedups), max(speedups)],
+        "speedup": ratio(turns, our_turns),
     }
 
 
-def table(case: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
-    """Returns the results as text for a terminal."""
-    ours = results[OURS]
-    by_name = dict(item for result in results.values() for item in result["versions"].items())
-    versions = ", ".join(f"{name} {version}" for name, version in by_name.items())
-    peak = ours["peak_flops"]
-    peak_text = f"{peak / 1e9:,.0f} GFLOP/s, {ours['peak_source']}" if peak else "-"
-    width = max(14, *(len(name) + 1 for name in results))
-    lines = [
-        f"{case['subject']} {case['model']}, {case['batch_size']} x {case['context_length']} "
-        f"tokens, {case['compute']}, attention {ours['attention']}, remat {case['remat']}, "
-        f"layers {'scanned' if case['scan_layers'] else 'unrolled'}",
-        f"{ours['device']}, {os.cpu_count()} CPU cores, {versions}; peak: {peak_text}",
-        f"compiled in {ours['compile_seconds']:.1f} s",
-        "",
-        " " * width + f"{'step ms':>10s}{'(least':>9s}{'most)':>9s}{'tokens/s':>12s}{'MFU':>6s}"
-        f"{'memory GB':>11s}" + ("  jax is faster by" if len(results) > 1 else ""),
-    ]
-    for name, result in results.items():
-        mfu = f"{result['mfu']:.0%}" if result["mfu"] else "-"
-        median, least, most = result["speedup"]
-        speedup = "" if name == OURS else f"  {median:.2f} ({least:.2f} to {most:.2f})"
-        lines.append(
-            f"{name:{width}s}{1e3 * result['step_seconds']:10,.1f}"
-            f"{1e3 * min(result['turns']):9,.1f}{1e3 * max(result['turns']):9,.1f}"
-            f"{result['tokens_per_second']:12,.0f}{mfu:>6s}"
-            f"{result['peak_bytes'] / 1e9:11.2f}{speedup}"
-        )
-    if ours["shares"]:
-        shares = ", ".join(f"{scope} {share:.0%}" for scope, share in ours["shares"].items())
-        lines += ["", f"time by part: {shares}"]
-    return "\n".join(lines)
+def ratio(turns: list[float], our_turns: list[float]) -> list[float | None]:
+    """Returns the mean ratio of turns, and its 95 % interval: low and high.
+
+    Turns of one round form a pair. The interval is Student's, of the mean logarithm; with a single
+    round there is none.
+    """
+    logs = np.log(np.array(turns) / np.array(our_turns))
+    middle, count = logs.mean(), len(logs)
+    if count == 1:
+        return [float(np.exp(middle)), None, None]
+    half = stdtrit(count - 1, 0.975) * logs.std(ddof=1) / math.sqrt(count)
+    return [float(np.exp(middle + sign * half)) for sign in (0, -1, 1)]

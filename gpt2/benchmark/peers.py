@@ -1,15 +1,20 @@
 """GPT-2 in PyTorch, which `gpt2.benchmark` compares with: same model, same step.
 
-`torch` is the model in few lines, as nanoGPT has it. `hf` is Hugging Face's GPT-2. Both use fused
-scaled-dot-product attention. `_compile` behind a name compiles the model.
+`torch` is the model in few lines, as nanoGPT has it. `hf` is Hugging Face's GPT-2. `torch_xla` is
+the first on a device of PyTorch/XLA. `_compile` behind a name compiles model and loss. Peers differ
+in nothing else.
 """
 
 import atexit
+import contextlib
 import json
+import os
+import re
 import resource
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +23,71 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gpt2.benchmark.first_step import (
+    FirstStep,
+    draw_batch,
+    draw_weight,
+    products_of,
+    sample,
+)
 from gpt2.benchmark.turns import serve
 
 SHAPE = ("num_layers", "num_heads", "embed_dim", "context_length", "vocab_size")
 
+# `--matmul_precision` in PyTorch's words. JAX's default on an NVIDIA GPU is TF32, which is `high`.
+PRECISION = {"highest": "highest", "high": "high", "default": "high"}
+
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each a residual branch after a norm."""
+    """One layer: attention and MLP, each a residual branch after a norm.
 
-    def __init__(self, num_heads: int, width: int):
+    Args:
+        num_heads, width: of the model.
+        eager: attention by its formula, in place of PyTorch's fused function.
+    """
+
+    def __init__(self, num_heads: int, width: int, eager: bool):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.eager = num_heads, eager
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.c_fc, self.c_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        qkv, out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attn = nn.ModuleDict({"c_attn": qkv, "c_proj": out})
+        wide, narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.ModuleDict({"c_fc": wide, "c_proj": narrow})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[B, T, D]` to `[B, T, D]`."""
         B, T, D = x.shape
         q, k, v = (
             y.view(B, T, self.num_heads, -1).transpose(1, 2)
-            for y in self.c_attn(self.ln_1(x)).split(D, dim=2)
+            for y in self.attn["c_attn"](self.ln_1(x)).split(D, dim=2)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(y.transpose(1, 2).reshape(B, T, D))
-        return x + self.c_out(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+        if self.eager:
+            y = eager_attention(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn["c_proj"](y.transpose(1, 2).reshape(B, T, D))
+        hidden = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
+        return x + self.mlp["c_proj"](hidden)
+
+
+def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Returns causal attention `[B, N, T, H]` by its formula, all scores at once."""
+    T = q.shape[2]
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(2, 3)) / q.shape[3] ** 0.5
+    weights = F.softmax(scores.masked_fill(future, -torch.inf), dim=3, dtype=torch.float32)
+    return weights.to(v.dtype) @ v
 
 
 class GPT(nn.Module):
     """Tokens [B, T] int64 to logits [B, T, V]."""
 
-    def __init__(self, num_layers, num_heads, embed_dim, context_length, vocab_size):
+    def __init__(self, num_layers, num_heads, embed_dim, context_length, vocab_size, eager=False):
         super().__init__()
         self.wte = nn.Embedding(vocab_size, embed_dim)
         self.wpe = nn.Embedding(context_length, embed_dim)
-        self.h = nn.Sequential(*(Block(num_heads, embed_dim) for _ in range(num_layers)))
+        self.h = nn.Sequential(*(Block(num_heads, embed_dim, eager) for _ in range(num_layers)))
         self.ln_f = nn.LayerNorm(embed_dim)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -67,10 +102,10 @@ class GPT(nn.Module):
 
 
 def make_model(peer: str, case: dict[str, Any]) -> nn.Module:
-    """Returns the untrained model of `torch`, `torch_compile`, `hf` or `hf_compile`."""
-    shape = {name: case[name] for name in SHAPE}
+    """Returns the untrained model of a peer."""
+    eager = case["attention"] == "eager"
     if not peer.startswith("hf"):
-        return GPT(**shape)
+        return GPT(**{name: case[name] for name in SHAPE}, eager=eager)
     from transformers import GPT2Config, GPT2LMHeadModel
 
     options: dict[str, Any] = dict(
@@ -82,106 +117,251 @@ def make_model(peer: str, case: dict[str, Any]) -> nn.Module:
         attn_pdrop=0.0,
         embd_pdrop=0.0,
         resid_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
         use_cache=case["subject"] == "generate",
-        attn_implementation="sdpa",
+        attn_implementation="eager" if eager else "sdpa",
     )
     return GPT2LMHeadModel(GPT2Config(**options))
 
 
-def make_step(peer: str, case: dict[str, Any], device: str):
-    """Returns a function of tokens and targets [B, T] int64 that does one step of the subject."""
-    return _SUBJECTS[case["subject"]](peer, case, device)
+def named_weights(model: nn.Module) -> dict[str, tuple[nn.Parameter, bool]]:
+    """Returns a model's parameters by this project's names.
+
+    The flag says that the parameter is this project's transposed: a Linear's kernel is
+    `[out, in]`, and Hugging Face's Conv1D has `[in, out]`.
+    """
+    linear = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    weights = {}
+    for name, parameter in model.named_parameters():
+        *path, last = re.sub(r"\bh\.(\d+)", r"h_\1", name.removeprefix("transformer.")).split(".")
+        if last == "weight":
+            kinds = {"wte": "embedding", "wpe": "embedding", "c": "kernel", "ln": "scale"}
+            last = kinds[path[-1].partition("_")[0]]
+        weights["/".join((*path, last))] = parameter, name in linear
+    return weights
 
 
-def _training(peer: str, case: dict[str, Any], device: str):
-    model = make_model(peer, case).to(device)
-    weights = list(model.parameters())
+class Work:
+    """A model and what its steps need, for `train` or `eval`.
+
+    Args:
+        peer: its name.
+        case: see `gpt2.benchmark.case.make_case`.
+        device: as PyTorch names it.
+    """
+
+    def __init__(self, peer: str, case: dict[str, Any], device: str):
+        self._case, self._device = case, device
+        self._is_training = case["subject"] == "train"
+        self._model = make_model(peer, case).to(device).train(self._is_training)
+        self._weights = list(self._model.parameters())
+        self._optimizer = _make_optimizer(case, self._weights, device)
+        self._dtype: torch.dtype | None = None  # of logits
+        self._loss: Callable = self._compute_loss
+        if peer.endswith("_compile"):
+            backend = "openxla" if device == "xla" else "inductor"
+            self._loss = torch.compile(self._compute_loss, backend=backend)
+        batch = torch.from_numpy(draw_batch(case)).long().to(device)
+        self._next_batch: Callable = lambda: batch
+        if case["with_data"]:
+            self._next_batch = batches_from_file(case, device)
+
+    def step(self) -> float:
+        """Does one step, waits for the device, and returns the loss."""
+        loss = self._forward_and_backward(self._next_batch())
+        self._update()
+        self._wait()
+        return loss.item()
+
+    def show(self, path: Path) -> None:
+        """Does the first step from drawn weights, and writes what it computed to a file."""
+        weights = named_weights(self._model)
+        with torch.no_grad():
+            for name, (parameter, flipped) in weights.items():
+                shape = parameter.shape[::-1] if flipped else parameter.shape
+                drawn = torch.from_numpy(draw_weight(name, tuple(shape)))
+                parameter.copy_(drawn.T if flipped else drawn)
+
+        def samples(value: Callable) -> dict[str, np.ndarray]:
+            return {name: _sample(name, value(p), flip) for name, (p, flip) in weights.items()}
+
+        batch = torch.from_numpy(draw_batch(self._case)).long().to(self._device)
+        self._wait()
+        before = samples(lambda parameter: parameter)
+        loss = self._forward_and_backward(batch)
+        self._wait()
+        shown: dict[str, Any] = {}
+        if self._is_training:
+            shown = {"before": before, "gradients": samples(lambda parameter: parameter.grad)}
+        self._update()
+        self._wait()
+        if self._is_training:
+            shown["after"] = samples(lambda parameter: parameter)
+        FirstStep(self._products(), loss.item(), **shown).save(path)
+
+    def _products(self) -> str:
+        """Returns the type in which the last step multiplied."""
+        platform, precision = self._device, "highest"
+        if platform == "xla":
+            import torch_xla
+            import torch_xla.backends
+
+            platform = torch_xla.runtime.device_type().lower()
+            precision = torch_xla.backends.get_mat_mul_precision()
+        elif platform == "cuda":
+            precision = torch.get_float32_matmul_precision()
+        compute = str(self._dtype).removeprefix("torch.")
+        return products_of(compute, precision, {"cuda": "gpu"}.get(platform, platform))
+
+    def _forward_and_backward(self, batch: Any) -> torch.Tensor:
+        with torch.set_grad_enabled(self._is_training):
+            loss = self._loss(*batch)
+            if self._is_training:
+                self._optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+        return loss
+
+    def _update(self) -> None:
+        if self._is_training:
+            nn.utils.clip_grad_norm_(self._weights, 1.0)
+            self._optimizer.step()
+
+    def _wait(self) -> None:
+        """Runs what PyTorch/XLA has put off, as one program. Others wait for each value."""
+        if self._device == "xla":
+            import torch_xla
+
+            torch_xla.sync()
+
+    def _compute_loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns the mean loss of tokens and targets `[B, T]` int64."""
+        with (
+            _cast(self._case["compute"], self._device),
+            _attention_kernel(self._case["attention"]),
+        ):
+            output = self._model(tokens)
+            logits = output if isinstance(output, torch.Tensor) else output.logits
+            self._dtype = logits.dtype
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def _sample(name: str, value: torch.Tensor, flipped: bool) -> np.ndarray:
+    array = value.detach().cpu().numpy()
+    return sample(name, array.T if flipped else array)
+
+
+def _cast(compute: str, device: str) -> contextlib.AbstractContextManager:
+    """Returns a context in which products are computed in a type."""
+    if compute == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device, getattr(torch, compute))
+
+
+def _attention_kernel(attention: str) -> contextlib.AbstractContextManager:
+    """Returns a context in which fused attention is flash attention, where that was asked for."""
+    if attention != "flash":
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+
+
+def _make_optimizer(
+    case: dict[str, Any], weights: list[nn.Parameter], device: str
+) -> torch.optim.Optimizer:
     groups = [
         dict(params=[w for w in weights if w.ndim >= 2], weight_decay=0.1),
         dict(params=[w for w in weights if w.ndim < 2], weight_decay=0.0),
     ]
-    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
-    loss_of = _loss(model, peer, case, device)
-
-    def step(tokens, targets):
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        return loss.item()  # waits for the device
-
-    return step
+    fused = device != "xla"  # XLA fuses by itself
+    if case["optimizer"] == "sgd":
+        return torch.optim.SGD(groups, lr=6e-4, momentum=0.95, nesterov=True, fused=fused)
+    return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=fused)
 
 
-def _evaluation(peer: str, case: dict[str, Any], device: str):
-    loss_of = _loss(make_model(peer, case).to(device).eval(), peer, case, device)
-
-    def step(tokens, targets):
-        with torch.no_grad():
-            return loss_of(tokens, targets).item()
-
-    return step
-
-
-def _loss(model: nn.Module, peer: str, case: dict[str, Any], device: str):
-    """Returns the function of tokens and targets [B, T] int64 to their mean loss."""
-    cast = torch.autocast(
-        device, getattr(torch, case["compute"]), enabled=case["compute"] != "float32"
-    )
-
-    def loss_of(tokens, targets):
-        with cast:
-            output = model(tokens)
-            logits = output if isinstance(output, torch.Tensor) else output.logits
-            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
-
-    return torch.compile(loss_of) if peer.endswith("_compile") else loss_of
-
-
-def _generation(peer: str, case: dict[str, Any], device: str):
+class Generation:
     """Transformers' own loop with its cache: greedy, and not ended by end-of-text."""
-    model: Any = make_model(peer, case).to(device, getattr(torch, case["compute"])).eval()
-    half = case["context_length"] // 2
 
-    def step(tokens, targets):
-        prompts = tokens[:, :half]
+    def __init__(self, peer: str, case: dict[str, Any], device: str):
+        compute = getattr(torch, case["compute"])
+        self._model: Any = make_model(peer, case).to(device, compute).eval()
+        self._half = case["context_length"] // 2
+        self._prompts = torch.from_numpy(draw_batch(case)[0, :, : self._half]).long().to(device)
+
+    def step(self) -> None:
+        """Continues the prompts."""
         with torch.no_grad():
-            model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=half,
-                min_new_tokens=half,
+            self._model.generate(
+                self._prompts,
+                attention_mask=torch.ones_like(self._prompts),
+                max_new_tokens=self._half,
+                min_new_tokens=self._half,
                 do_sample=False,
                 pad_token_id=0,
             )
 
-    return step
+
+class Reading:
+    """Batches from a file, as nanoGPT reads them."""
+
+    def __init__(self, peer: str, case: dict[str, Any], device: str):
+        self._next_batch = batches_from_file(case, device)
+
+    def step(self) -> None:
+        """Reads a batch."""
+        self._next_batch()
 
 
-def _reading(peer: str, case: dict[str, Any], device: str):
-    """Random windows of a memory-mapped file of uint16, as nanoGPT's get_batch reads them."""
+def batches_from_file(case: dict[str, Any], device: str) -> Callable[[], tuple]:
+    """Returns a function to tokens and targets `[B, T]` int64 on the device.
+
+    They are random windows of a memory-mapped file of uint16, as in nanoGPT's get_batch.
+    """
     B, T = case["batch_size"], case["context_length"]
     directory = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, directory)
     path = Path(directory) / "train.bin"
-    np.zeros(2**24, np.uint16).tofile(path)
+    np.random.default_rng(0).integers(0, case["vocab_size"], 2**24, np.uint16).tofile(path)
 
-    def step(tokens, targets):
+    def next_batch() -> tuple:
         data = np.memmap(path, np.uint16, "r")  # anew each time, as nanoGPT avoids a leak
         starts = torch.randint(len(data) - T, (B,)).tolist()
-        for shift in (0, 1):
-            rows = [data[i + shift : i + shift + T].astype(np.int64) for i in starts]
-            torch.stack([torch.from_numpy(row) for row in rows])
+        windows = (
+            [torch.from_numpy(data[i + shift : i + shift + T].astype(np.int64)) for i in starts]
+            for shift in (0, 1)
+        )
+        return tuple(torch.stack(rows).to(device) for rows in windows)
 
-    return step
+    return next_batch
 
 
-_SUBJECTS = {
-    "train": _training,
-    "eval": _evaluation,
-    "generate": _generation,
-    "data": _reading,
+def choose_device(peer: str) -> str:
+    """Returns the device of a peer, as PyTorch names it, and loads what it needs."""
+    if "xla" in peer:
+        os.environ.setdefault("PJRT_DEVICE", "CUDA" if torch.cuda.is_available() else "CPU")
+        os.environ.pop("XLA_FLAGS", None)  # JAX's, whose XLA is another version
+        import torch_xla  # which adds the device
+
+        return torch_xla.device().type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def set_matmul_precision(precision: str, device: str) -> None:
+    """Sets how float32 is multiplied, by a value of `--matmul_precision`."""
+    if device == "xla" and precision != "default":  # it warns of a setting without effect
+        import torch_xla.backends
+
+        torch_xla.backends.set_mat_mul_precision(precision)
+    elif device == "cuda":  # a CPU has float32 alone
+        torch.set_float32_matmul_precision(PRECISION[precision])
+
+
+SUBJECTS: dict[str, Callable[[str, dict[str, Any], str], Any]] = {
+    "train": Work,
+    "eval": Work,
+    "generate": Generation,
+    "data": Reading,
 }
 
 
@@ -189,20 +369,21 @@ def main() -> None:
     """Serves steps of the peer and the case that the command line gives."""
     peer, case = sys.argv[1], json.loads(sys.argv[2])
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32, as JAX computes float32 there
-    step = make_step(peer, case, device)
-    shape = (case["batch_size"], case["context_length"])
-    tokens, targets = torch.randint(0, case["vocab_size"], (2, *shape), device=device)
+    device = choose_device(peer)
+    set_matmul_precision(case["matmul_precision"], device)
+    work = SUBJECTS[case["subject"]](peer, case, device)
 
     def info() -> dict[str, Any]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if device == "cuda":
             peak = torch.cuda.max_memory_allocated()
-        return {"peak_bytes": peak, "versions": {"torch": torch.__version__}}
+        versions = {"torch": torch.__version__}
+        for package in ("torch_xla", "transformers"):
+            if package in sys.modules:
+                versions[package] = sys.modules[package].__version__
+        return {"peak_bytes": peak, "versions": versions}
 
-    serve(lambda: step(tokens, targets), info)
+    serve(work.step, info, getattr(work, "show", None))
 
 
 if __name__ == "__main__":

@@ -9,25 +9,40 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gpt2.errors import UserError
 
 
-def serve(work: Callable[[], Any], info: Callable[[], dict[str, Any]]) -> None:
+def serve(
+    work: Callable[[], Any],
+    info: Callable[[], dict[str, Any]],
+    show: Callable[[Path], Any] | None = None,
+) -> None:
     """Does as many steps as each line of standard input asks for, until it closes.
 
     Args:
         work: does one step and waits for it.
         info: returns what there is to report beside times, in answer to a line of 0.
+        show: does the first step and writes what it computed to a file, in answer to a line that
+            names the file; None: no line does.
     """
     for line in sys.stdin:
-        seconds = []
-        for _ in range(int(line)):
-            began = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - began)
+        request, seconds = json.loads(line), []
+        if isinstance(request, str):
+            assert show, "this program has nothing to show"
+            seconds = [_seconds(partial(show, Path(request)))]
+        else:
+            seconds = [_seconds(work) for _ in range(request)]
         print(json.dumps(seconds or info()), flush=True)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 class Player:
@@ -55,12 +70,17 @@ class Player:
         """
         return self._ask(steps)
 
+    def show(self, path: Path) -> float:
+        """Lets the process do its first step and write what it computed; returns its seconds."""
+        (seconds,) = self._ask(str(path))
+        return seconds
+
     def info(self) -> dict[str, Any]:
         """Returns what the process reports beside times."""
         return self._ask(0)
 
-    def _ask(self, steps: int) -> Any:
-        self._stdin.write(f"{steps}\n")
+    def _ask(self, request: int | str) -> Any:
+        self._stdin.write(f"{json.dumps(request)}\n")
         self._stdin.flush()
         answer = self._stdout.readline()
         if not answer:

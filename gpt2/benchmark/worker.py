@@ -1,5 +1,6 @@
 """One case of this project, measured in a process of its own, in turns."""
 
+import atexit
 import itertools
 import json
 import resource
@@ -7,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gpt2.benchmark import our_step
 from gpt2.benchmark.case import make_config
+from gpt2.benchmark.first_step import FirstStep, draw_batch, products_of
 from gpt2.benchmark.turns import serve
 from gpt2.config import DataConfig
-from gpt2.errors import exit_on_user_error
+from gpt2.errors import UserError, exit_on_user_error
 from gpt2.model import GPT
+from gpt2.parallel import Backend
 from gpt2.profile.program import SCOPES, ProgramText
 from gpt2.profile.trace import find_trace, read_trace
 from gpt2.telemetry.throughput import (
@@ -31,6 +35,31 @@ from gpt2.telemetry.throughput import (
     total_peak_flops,
 )
 from gpt2.training.program import Program, resolve_attention
+from gpt2.utils.platform import platform_of
+
+FLASH = ("cudnn", "splash")  # implementations of attention that are flash kernels
+
+
+def prepare_jax(case: dict[str, Any]) -> None:
+    """Sets the precision of products, and refuses what the device cannot do.
+
+    Raises:
+        UserError: the device has no such products, or no flash attention.
+    """
+    device, precision = jax.devices()[0], case["matmul_precision"]
+    if precision == "high" and platform_of(device) == "cpu":
+        raise UserError(
+            "--matmul_precision=high needs a GPU or TPU: a CPU multiplies float32 in full",
+            "Use --matmul_precision=highest",
+        )
+    jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
+    attention = resolve_attention(make_config(case), device)
+    if case["attention"] == "flash" and attention not in FLASH:
+        raise UserError(
+            f"--attention=flash would be {attention} on a {platform_of(device)} in "
+            f"{case['compute']}: flash kernels are for 16 bits on NVIDIA GPUs, and for TPUs",
+            "Use --attention=sdpa",
+        )
 
 
 class Work:
@@ -41,22 +70,48 @@ class Work:
     """
 
     def __init__(self, case: dict[str, Any]):
-        is_training = case["subject"] == "train"
-        devices = jax.devices()
-        program = Program.from_config(make_config(case), devices if is_training else devices[:1])
-        self._batch = program.backend.put_batch(_batch(case))
-        self._state = program.init_state() if is_training else program.init_params()
-        compile_step = program.compile_train if is_training else program.compile_eval
+        self._is_training = case["subject"] == "train"
+        devices = jax.devices()[: None if self._is_training else 1]
+        program = Program.from_config(make_config(case), devices)
+        self._program, self._batch = program, program.backend.put_batch(_batch(case))
+        self._state = program.init_state() if self._is_training else program.init_params()
+        compile_step = program.compile_train if self._is_training else program.compile_eval
         self._compiled = compile_step(self._state, self._batch)
-        self._returns_state = is_training
         self.compile_seconds = self._compiled.compile_seconds
+        platform = platform_of(devices[0])
+        self._products = products_of(case["compute"], case["matmul_precision"], platform)
+        self._batches: Iterator[Any] = itertools.repeat(self._batch)
+        if case["with_data"]:
+            self._batches = _prefetch(case, program.backend)
 
     def step(self) -> None:
-        """Runs the program once and waits for it."""
-        output = self._compiled(self._state, self._batch)
-        if self._returns_state:
+        """Runs the program once, on the next batch, and waits for it."""
+        self._run(next(self._batches))
+
+    def show(self, path: Path) -> None:
+        """Does the first step from drawn weights, and writes what it computed to a file."""
+        program = self._program
+        self._state = None  # its memory goes to the drawn weights
+        params = our_step.draw_params(program.model.config)
+        if self._is_training:
+            self._state = program.init_state(params)
+            before = our_step.samples(self._state.params)
+            metrics = self._run(self._batch)
+            shown = our_step.describe(program.config, self._products, before, self._state, metrics)
+        else:
+            placed = jax.tree.map(lambda shape: shape.sharding, program.state_shapes.params)
+            self._state = jax.device_put(params, placed)
+            sums = self._run(self._batch)
+            loss = float(sums["loss_sum"] / sums["count"])
+            shown = FirstStep(self._products, loss)
+        shown.save(path)
+
+    def _run(self, batch: Any) -> Any:
+        """Runs the program once, waits for it and returns what it reports."""
+        output = self._compiled(self._state, batch)
+        if self._is_training:
             self._state, output = output
-        jax.block_until_ready(output)
+        return jax.block_until_ready(output)
 
     def shares(self) -> dict[str, float]:
         """Returns the share of the time that each of `SCOPES`, and `other`, takes in one step.
@@ -111,13 +166,7 @@ class Reading:
     compile_seconds = 0.0
 
     def __init__(self, case: dict[str, Any]):
-        # Only this needs these. A machine that measures the model may lack their packages.
-        from gpt2.data.dataset import prepare
-        from gpt2.data.loader import TrainLoader
-
-        dataset = prepare(DataConfig(corpus="synthetic", tokenizer="byte"), show_progress=False)
-        shape = dict(batch_size=case["batch_size"], context_length=case["context_length"])
-        self._loader, self._count = TrainLoader(dataset, seed=0, **shape), itertools.count()
+        self._loader, self._count = _make_loader(case), itertools.count()
 
     def step(self) -> None:
         """Reads the next batch."""
@@ -141,11 +190,33 @@ def hardware(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _make_loader(case: dict[str, Any]) -> Any:
+    # Only some cases need these. A machine that measures the model may lack their packages.
+    from gpt2.data.dataset import prepare
+    from gpt2.data.loader import TrainLoader
+
+    # Its characters are few, so that every model's vocabulary has room for them.
+    dataset = prepare(DataConfig(corpus="synthetic", tokenizer="char"), show_progress=False)
+    shape = dict(batch_size=case["batch_size"], context_length=case["context_length"])
+    return TrainLoader(dataset, seed=0, **shape)
+
+
+def _prefetch(case: dict[str, Any], backend: Backend) -> Iterator[Any]:
+    """Returns an endless iterator over batches on the devices, read ahead as training does."""
+    from gpt2.data.loader import Prefetcher
+
+    read = partial(_make_loader(case).batch, rows=backend.local_rows(case["batch_size"]))
+    prefetcher = Prefetcher(read, itertools.count(), backend.put_batch)
+    atexit.register(prefetcher.close)
+    return prefetcher
+
+
 @exit_on_user_error
 def main() -> None:
     """Serves steps of the case that the command line gives."""
     case = json.loads(sys.argv[1])
     config = make_config(case)
+    prepare_jax(case)
     device, runs_on = jax.devices()[0], hardware(case)
     subjects: dict[str, type[Any]] = {"generate": Generation, "data": Reading}
     work = subjects.get(case["subject"], Work)(case)
@@ -168,7 +239,7 @@ def main() -> None:
             "shares": work.shares() if case["shares"] else {},
         }
 
-    serve(work.step, info)
+    serve(work.step, info, getattr(work, "show", None))
 
 
 def _seconds(function: Callable[[], Any]) -> float:
@@ -178,8 +249,7 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def _batch(case: dict[str, Any]) -> dict[str, np.ndarray]:
-    shape = (2, case["batch_size"], case["context_length"])
-    tokens, targets = np.random.default_rng(0).integers(0, case["vocab_size"], shape, np.int32)
+    tokens, targets = draw_batch(case)
     batch = {"tokens": tokens, "targets": targets}
     if make_config(case).data.document_mask:  # documents of 256 tokens in the mean, at random
         batch["segments"] = np.cumsum(tokens % 256 == 0, axis=1, dtype=np.int32)

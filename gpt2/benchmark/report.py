@@ -1,0 +1,136 @@
+"""Results as text for a terminal, and as rows of a file."""
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpt2.benchmark.first_step import Agreement, first_difference
+from gpt2.benchmark.measure import OURS
+from gpt2.utils.files import write_text
+from gpt2.utils.text import counted
+
+_SETTINGS = (
+    *("subject", "model", "num_layers", "num_heads", "embed_dim", "context_length", "vocab_size"),
+    *("batch_size", "compute", "matmul_precision", "optimizer", "with_data", "remat"),
+    *("scan_layers", "backend", "data", "fsdp", "tensor"),
+)
+_FIGURES = (
+    *("step_seconds", "tokens_per_second", "mfu", "peak_bytes", "compile_seconds"),
+    *("warm_up_seconds", "compared"),
+)
+
+Results = dict[str, dict[str, Any]]
+
+
+def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
+    """Returns a row for each contestant of a case: settings, figures and ratio, by name."""
+    ours = results[OURS]
+    found = []
+    for name, result in results.items():
+        speedup, low, high = result["speedup"]
+        found.append(
+            {"contestant": name}
+            | {setting: case[setting] for setting in _SETTINGS}
+            | {"attention": case["attention"], "our_attention": ours["attention"]}
+            | {"device": ours["device"], "cpu_cores": os.cpu_count()}
+            | {"versions": " ".join(f"{k} {v}" for k, v in result["versions"].items())}
+            | {figure: result[figure] for figure in _FIGURES}
+            | {"least_step_seconds": min(result["turns"]), "rounds": len(result["turns"])}
+            | {"most_step_seconds": max(result["turns"])}
+            | {"speedup": speedup, "speedup_low": low, "speedup_high": high}
+            | {"product_flops": ours["peak_flops"], "product_source": ours["peak_source"]}
+        )
+    return found
+
+
+def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
+    """Writes `rows` of one case or more to a file, seconds and bytes unrounded."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, table[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    write_text(path, text.getvalue())
+
+
+def table(case: dict[str, Any], results: Results) -> str:
+    """Returns all settings, and a line for each contestant, as text for a terminal."""
+    ours = results[OURS]
+    width = max(14, *(len(name) + 1 for name in results))
+    lines = [
+        *_header(case, results),
+        "",
+        " " * width + f"{'step ms':>10s}{'(least':>9s}{'most)':>9s}{'tokens/s':>12s}{'MFU':>6s}"
+        f"{'memory GB':>11s}{'compile s':>11s}{'warm-up s':>11s}"
+        + ("  jax is faster by (95 %)" if len(results) > 1 else ""),
+    ]
+    for name, result in results.items():
+        mfu = f"{result['mfu']:.0%}" if result["mfu"] else "-"
+        lines.append(
+            f"{name:{width}s}{1e3 * result['step_seconds']:10,.1f}"
+            f"{1e3 * min(result['turns']):9,.1f}{1e3 * max(result['turns']):9,.1f}"
+            f"{result['tokens_per_second']:12,.0f}{mfu:>6s}"
+            f"{result['peak_bytes'] / 1e9:11.2f}{result['compile_seconds']:11.1f}"
+            f"{result['warm_up_seconds']:11.1f}"
+            + ("" if name == OURS else f"  {format_ratio(result['speedup'])}")
+        )
+    if ours["shares"]:
+        shares = ", ".join(f"{scope} {share:.0%}" for scope, share in ours["shares"].items())
+        lines += ["", f"time by part: {shares}"]
+    return "\n".join(lines)
+
+
+def format_ratio(speedup: list[float | None]) -> str:
+    """Writes a ratio and its interval."""
+    middle, low, high = speedup
+    return f"{middle:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
+
+
+def _header(case: dict[str, Any], results: Results) -> list[str]:
+    ours = results[OURS]
+    by_name = dict(item for result in results.values() for item in result["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in by_name.items())
+    peak = ours["peak_flops"]
+    peak_text = f"{peak / 1e9:,.0f} GFLOP/s, {ours['peak_source']}" if peak else "-"
+    layout = " ".join(f"{name}={case[name]}" for name in ("data", "fsdp", "tensor"))
+    compared = [name for name, result in results.items() if result["compared"] and name != OURS]
+    return [
+        f"{case['subject']} {case['model']} ({counted(case['num_layers'], 'layer')}, "
+        f"{counted(case['num_heads'], 'head')}, width {case['embed_dim']}, "
+        f"{case['vocab_size']} tokens in the vocabulary), "
+        f"{case['batch_size']} x {case['context_length']} tokens",
+        f"{case['compute']}, precision of products {case['matmul_precision']}, attention "
+        f"{case['attention']} ({ours['attention']} in jax), {case['optimizer']}",
+        f"remat {case['remat']}, layers {'scanned' if case['scan_layers'] else 'unrolled'}, "
+        f"{case['backend']} {layout}, data {'in' if case['with_data'] else 'out'}side of the time",
+        f"{ours['device']}, {os.cpu_count()} CPU cores, {versions}",
+        f"products: {peak_text}; {len(ours['turns'])} turns each; the first step of "
+        + (f"{', '.join(compared)} equals jax's" if compared else "peers was not compared"),
+    ]
+
+
+def agreement_table(case: dict[str, Any], found: Iterable[tuple[str, list[Agreement]]]) -> str:
+    """Returns how the first steps of peers compare, a line for each: the largest differences."""
+    lines = [
+        f"first step of {case['model']}, {case['batch_size']} x {case['context_length']} tokens, "
+        f"{case['compute']}, precision of products {case['matmul_precision']}, "
+        f"{case['optimizer']}, attention {case['attention']}",
+        "",
+        "differences".ljust(18) + "".join(f"{t:18s}" for t in ("loss", "gradients", "weights")),
+    ]
+    for name, agreements in found:
+        columns = [
+            max(
+                (a for a in agreements if a.what.startswith(what)),
+                key=lambda a: a.found,
+                default=None,
+            )
+            for what in ("loss", "gradient of", "weights of")
+        ]
+        largest = [f"{a.found:.0e} of {a.allowed:g}" if a else "-" for a in columns]
+        difference = first_difference(agreements)
+        verdict = f"differs: {difference}" if difference else "equal"
+        lines.append(f"{name:18s}" + "".join(f"{text:18s}" for text in largest) + verdict)
+    return "\n".join(lines)
