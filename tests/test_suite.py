@@ -14,16 +14,14 @@ import pytest
 from absl import flags
 
 from gpt2.benchmark import case as benchmark
-from gpt2.benchmark import (
-    suite,
-    suite_attention,
-    suite_loop,
-    suite_report,
-    suite_versions,
-    wheels,
-    worker,
-)
-from gpt2.benchmark.suite_parts import FIRST, SIZES, Case, Part, make_parts
+from gpt2.benchmark import worker
+from gpt2.benchmark.suite import attention as suite_attention
+from gpt2.benchmark.suite import command as suite
+from gpt2.benchmark.suite import loop as suite_loop
+from gpt2.benchmark.suite import report as suite_report
+from gpt2.benchmark.suite import versions as suite_versions
+from gpt2.benchmark.suite import wheels
+from gpt2.benchmark.suite.parts import FIRST, SIZES, Case, Part, make_parts
 from gpt2.config import DEFAULTS, Config, read_option, with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.plots import plot_losses
@@ -149,7 +147,7 @@ def test_every_command_of_the_suite_has_options_that_work(size, tmp_path):
                 made = make_case(subject, *given)
                 varied = [text.partition("=")[2] for text in given if "--vary=" in text]
                 assert len(benchmark.read_variations(varied, made)) == len(varied)
-            elif module == "gpt2.benchmark.suite_loop":
+            elif module == "gpt2.benchmark.suite.loop":
                 settings = (text.partition("=") for text in arguments if "--config." in text)
                 names = {name.removeprefix("--config."): value for name, _, value in settings}
                 options = {name: read_option(name, value) for name, value in names.items()}

@@ -28,7 +28,7 @@ loading are outside the times. Clipping and the optimizer are inside. Dropout is
 `train` spreads over all devices. `eval` and `generate` run on one.
 
 `suite` measures all of that on a GPU, and `wheels` gathers the packages that it needs there: see
-gpt2/benchmark/suite.py and wheels.py.
+gpt2/benchmark/suite/.
 
 MFU is the model's FLOPs over the step's time, over the peak of the devices used. A trained token
 takes 6 N + 12 L D T FLOPs, and a token that is only read takes a third of them. The peak comes from
@@ -50,7 +50,6 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.benchmark import case as cases
-from gpt2.benchmark import suite, wheels
 from gpt2.benchmark.case import (
     PEERS,
     check_peers,
@@ -61,6 +60,8 @@ from gpt2.benchmark.case import (
 from gpt2.benchmark.first_step import first_difference
 from gpt2.benchmark.measure import measure, refusal, verify
 from gpt2.benchmark.report import agreement_table, rows, table, write_csv
+from gpt2.benchmark.suite import command as suite
+from gpt2.benchmark.suite import wheels
 from gpt2.errors import UserError
 
 OTHERS = {"suite": suite, "wheels": wheels}

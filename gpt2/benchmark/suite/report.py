@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt2.benchmark.suite_parts import Part
+from gpt2.benchmark.suite.parts import Part
 from gpt2.errors import MALFORMED, UserError
 from gpt2.utils.files import write_text
 from gpt2.utils.text import format_count

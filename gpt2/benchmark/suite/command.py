@@ -31,8 +31,8 @@ from typing import Any
 from absl import flags
 
 from gpt2 import cli, launch
-from gpt2.benchmark import suite_report as report
-from gpt2.benchmark.suite_parts import SIZES, Case, Part, make_parts
+from gpt2.benchmark.suite import report
+from gpt2.benchmark.suite.parts import SIZES, Case, Part, make_parts
 from gpt2.errors import UserError, require_choice, require_writable
 from gpt2.utils.files import write_json, write_text
 from gpt2.utils.text import format_duration

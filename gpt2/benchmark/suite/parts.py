@@ -309,15 +309,15 @@ def _compiled_fast(case: Case) -> Case:
 
 
 def _versions(output: Path) -> Case:
-    return Case("versions", ("-m", "gpt2.benchmark.suite_versions", str(output)))
+    return Case("versions", ("-m", "gpt2.benchmark.suite.versions", str(output)))
 
 
 def _attention(name: str, size: str) -> Case:
-    return Case(name, ("-m", "gpt2.benchmark.suite_attention", name, size))
+    return Case(name, ("-m", "gpt2.benchmark.suite.attention", name, size))
 
 
 def _loop(name: str, output: Path, options: Iterable[str]) -> Case:
-    return Case(name, ("-m", "gpt2.benchmark.suite_loop", str(output / "work" / "loop"), *options))
+    return Case(name, ("-m", "gpt2.benchmark.suite.loop", str(output / "work" / "loop"), *options))
 
 
 def _config(name: str) -> Path:

@@ -1,6 +1,6 @@
 """What a machine has: its devices, its versions, and XLA's description of its GPU.
 
-    python -m gpt2.benchmark.suite_versions DIR
+    python -m gpt2.benchmark.suite.versions DIR
 
 prints JSON. On a GPU it writes DIR/target.txtpb, for `train.py --plan_chips=DIR/target.txtpb-8`.
 """

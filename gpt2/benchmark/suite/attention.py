@@ -1,6 +1,6 @@
 """An implementation of attention against the reference, on the device that is here.
 
-    python -m gpt2.benchmark.suite_attention cudnn full
+    python -m gpt2.benchmark.suite.attention cudnn full
 
 prints JSON. Each check compares two 16-bit results with the reference in float32: that of the
 implementation, and that of the reference in the same 16 bits. An implementation passes if its error

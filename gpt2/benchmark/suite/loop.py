@@ -1,6 +1,6 @@
 """The step of train.py itself, from the metrics of a short run.
 
-    python -m gpt2.benchmark.suite_loop DIR --config=configs/gpt2_124m.py ...
+    python -m gpt2.benchmark.suite.loop DIR --config=configs/gpt2_124m.py ...
 
 trains in DIR/run, with its data in DIR/data, and prints JSON.
 """
