@@ -394,6 +394,16 @@ def test_unwritable_directory_is_refused(tmp_path, make):
         make("synthetic", data_dir=tmp_path / "file" / "inside")
 
 
+def test_a_disk_that_fills_while_records_are_written_is_named(tmp_path, make, monkeypatch):
+    def fail(writer):
+        raise RuntimeError("write() failed: No space left on device; writing x; at byte 0")
+
+    monkeypatch.setattr(records.sequential_writer.SequentialWriter, "close_all", fail)
+    with pytest.raises(UserError, match=r"\(write\(\) failed: No space left on device\)\. Choose"):
+        make("synthetic")
+    assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
+
+
 def test_too_little_room_is_refused_before_writing(make, monkeypatch):
     monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: type("", (), {"free": 10})())
     with pytest.raises(UserError, match=r"6\.5 MiB are needed, and 10 B are free.*--config\.data"):

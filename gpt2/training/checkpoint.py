@@ -14,7 +14,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ class Checkpointer:
         self._lowest_loss = (self.best() or (0, math.inf))[1]
         self._saving: int | None = None
         self.failure = ""
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = _without_closed_loops(self._hook)
 
     def _open(self) -> ocp.CheckpointManager:
         self._check_scores()
@@ -235,6 +238,7 @@ class Checkpointer:
         """Waits until everything saved is on disk, and ends the saving threads."""
         self.wait()
         self._manager.close()
+        sys.unraisablehook = self._hook
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -304,6 +308,20 @@ class Checkpointer:
                 f"checkpoint {self._directory / str(step)} cannot be read ({reason})",
                 name_others(self._directory.parent, step),
             ) from error
+
+
+def _without_closed_loops(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Wraps `sys.unraisablehook`, by which TensorStore prints that nobody waits for its writes.
+
+    It does so for each write that ends after another one of the same save has failed.
+    """
+
+    def filtered(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            hook(unraisable)
+
+    return filtered
 
 
 def _handlers(parameters_in_flight: int | None) -> Any:
