@@ -11,7 +11,7 @@ from tests.faults.laboratory import Watched
 from tests.helpers import TINY
 
 STEPS, WARM = 20_000, 2_000
-WINDOW = 1_000  # steps whose median counts: saves open files and start threads for a moment
+WINDOW = 1_000  # steps whose samples count
 
 
 def read_usage(pid):
@@ -37,7 +37,7 @@ def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
     samples = []
     with Watched(tmp_path / "run", data_dir, *options, screen=tmp_path / "screen") as run:
         run.until_step(WARM)
-        while run.process.poll() is None and (step := run.newest_step()) < STEPS:
+        while run.process.poll() is None and (step := run.newest_step()) < STEPS - 10:
             run.look()
             samples.append((step, *read_usage(run.process.pid)))
             time.sleep(0.2)
@@ -45,7 +45,11 @@ def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
     steps, *figures = np.transpose(samples)
     early, late = steps < WARM + WINDOW, steps >= STEPS - WINDOW
     assert early.sum() > 3 and late.sum() > 3
-    (memory, last), *others = [(np.median(f[early]), np.median(f[late])) for f in figures]
-    print(f"{memory / 2**20:.1f} and {last / 2**20:.1f} MiB; files, threads: {others}")
-    assert last <= 1.03 * memory
-    assert all(after == before for before, after in others)
+    memory, *others = [[f[early], f[late]] for f in figures]
+    before, after = map(np.median, memory)
+    print(f"{before / 2**20:.1f} and {after / 2**20:.1f} MiB, {after / before - 1:+.1%}")
+    assert after <= 1.03 * before
+    # A save opens files for a moment. Threads of pools come and go; one a save would be 180 more.
+    files, threads = ([int(part.min()) for part in parts] for parts in others)
+    print(f"files {files}, threads {threads}")
+    assert files[0] == files[1] and abs(threads[0] - threads[1]) < 10
