@@ -94,7 +94,7 @@ def strike(run: Watched, number: signal.Signals, phase: str, delay: float, saved
     run.go_on()
     code = 128 + number
     codes = {signal.SIGKILL: [-number], signal.SIGINT: [code]}.get(number, [code, -number])
-    # Where no step is left to leave out, the run ends as it would have.
+    # Where no step is left, the run ends as it would have.
     ends_anyway = hit == "report" and number != signal.SIGKILL
     run.wait(*codes, *([0] if ends_anyway else []))
     if hit not in ("start", "preparation"):
