@@ -4,6 +4,7 @@ import errno
 import re
 import shutil
 import subprocess
+import threading
 import time
 import types
 from pathlib import Path
@@ -168,6 +169,23 @@ def small_disk(tmp_path):
         pytest.skip("mounting a small disk takes root")
     yield disk
     subprocess.run(["umount", disk], check=True)
+
+
+def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(tmp_path, small_disk, capsys):
+    state = TrainState.create({"x": jnp.ones(4)}, optax.sgd(1.0), "float32")
+    with Checkpointer(small_disk, goes_on=True) as checkpointer:
+        checkpointer.save(state, 1)
+        checkpointer.wait()
+        before = threading.active_count()
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        checkpointer.save(state, 2)
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+        assert "step 2 is not saved" in checkpointer.failure
+        assert "(Read-only file system); the last one saved is that" in capsys.readouterr().err
+        assert threading.active_count() == before
+        checkpointer.save(state, 3)
+        checkpointer.wait()
+        assert checkpointer.failure == "" and checkpointer.all_steps() == [3]
 
 
 @pytest.mark.thorough

@@ -320,6 +320,23 @@ def test_failed_preparation_leaves_nothing(tmp_path, make):
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
 
 
+def test_a_text_that_changes_while_it_is_read_is_not_prepared(tmp_path, make, monkeypatch):
+    path, write_splits = tmp_path / "input.txt", prepare.write_splits
+    path.write_text(_document(1, 500))
+
+    def change(*arguments):
+        facts = write_splits(*arguments)
+        path.write_text(_document(2, 500))
+        return facts
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "write_splits", change)
+        with pytest.raises(UserError, match=r"input\.txt names has changed while it was read"):
+            make(f"text:{path}")
+    assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
+    make(f"text:{path}")
+
+
 def test_directory_from_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path))
     assert prepare.data_root("") == tmp_path
@@ -375,6 +392,16 @@ def test_unwritable_directory_is_refused(tmp_path, make):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="GPT2_DATA_DIR"):
         make("synthetic", data_dir=tmp_path / "file" / "inside")
+
+
+def test_a_disk_that_fills_while_records_are_written_is_named(tmp_path, make, monkeypatch):
+    def fail(writer):
+        raise RuntimeError("write() failed: No space left on device; writing x; at byte 0")
+
+    monkeypatch.setattr(records.sequential_writer.SequentialWriter, "close_all", fail)
+    with pytest.raises(UserError, match=r"\(write\(\) failed: No space left on device\)\. Choose"):
+        make("synthetic")
+    assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
 
 
 def test_too_little_room_is_refused_before_writing(make, monkeypatch):

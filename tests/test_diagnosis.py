@@ -125,7 +125,8 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
         for number in itertools.count(1):
             state, metrics = step(state, feed.batch(number - 1))
             values = [float(metrics[name]) for name in ("train/loss", "train/grad_norm")]
-            if not np.isfinite(values).all():
+            in_a_row = metrics.get("bad_in_a_row", not np.isfinite(values).all())
+            if in_a_row > program.config.train.skip_bad_steps:
                 what = "the gradients are" if np.isfinite(values[0]) else "the loss is"
                 raise DivergedError(number, what, before=True)
             assert number < 6
@@ -169,6 +170,14 @@ def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned,
             f"the loss is not finite at step {at + 1}: in micro-batch {micro_batch + 1} of 4, the "
             "first tensor that is not finite is the output of h_0/ln_1. Lower"
         ), told
+
+
+def test_a_weight_is_named_where_bad_steps_are_left_out_too(tmp_path):
+    program = make_program(skip_bad_steps=2)
+    told = diagnose(tmp_path, program, lambda state: plant(state, "h_1/mlp/c_fc/kernel"))
+    assert told.startswith(
+        "the loss is not finite at step 3: parameter h_1/mlp/c_fc/kernel was not finite before"
+    )
 
 
 @jax.custom_vjp

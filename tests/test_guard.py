@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpt2.config import MemoryConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from gpt2.model import layers
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import LEAST, WINDOW, Guard
 from gpt2.training.program import Program
@@ -94,6 +95,34 @@ def test_a_step_that_is_left_out_is_as_if_its_batch_had_never_been(layout):
     assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 0, 0, 1, 0]
     assert [metrics["train/skipped_steps"] for metrics in seen] == [0, 0, 1, 2, 2, 2, 3, 3]
     assert np.isnan([seen[i]["train/loss"] for i in poisoned]).all()
+
+
+@jax.custom_vjp
+def break_gradient(x):
+    return x
+
+
+# The gradient alone breaks, where the stream is large: for the poisoned token.
+break_gradient.defvjp(
+    lambda x: (x, x), lambda x, dy: (jnp.where(jnp.abs(x).max() > 50, jnp.nan, dy),)
+)
+
+
+def test_a_step_whose_gradient_alone_is_bad_is_left_out_too(monkeypatch):
+    norm = layers.norm
+    monkeypatch.setattr(layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw))
+    program = make_program.__wrapped__(skip_bad_steps=1)
+    state = program.init_state()
+    table = state.params["wte"]["embedding"].at[POISON].set(jnp.tile(jnp.array([100.0, -100.0]), 8))
+    loud = state.replace(params=state.params | {"wte": {"embedding": table}})
+    whole, seen = train(program, range(5), {2}, jax.tree.map(jnp.copy, loud))
+    without, _ = train(program, [0, 1, 3, 4], (), loud)
+    assert np.isfinite([metrics["train/loss"] for metrics in seen]).all()
+    assert [np.isfinite(metrics["train/grad_norm"]) for metrics in seen] == [1, 1, 0, 1, 1]
+    assert [metrics["skipped"] for metrics in seen] == [0, 0, 1, 0, 0]
+    chex.assert_trees_all_equal(
+        (whole.params, whole.opt_state), (without.params, without.opt_state)
+    )
 
 
 def test_without_the_option_the_same_step_spoils_the_run():

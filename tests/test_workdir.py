@@ -5,6 +5,8 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
+import optax
 import pytest
 
 from configs import quickstart
@@ -13,6 +15,8 @@ from gpt2.data.dataset import prepare
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
 from gpt2.training import workdir as run_files
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.state import TrainState
 
 
 def make_config(**groups):
@@ -50,6 +54,19 @@ def test_a_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
     (workdir / "samples.txt").touch()
     with pytest.raises(UserError, match="whose checkpoints are gone"):
         run_files.check_options(workdir, only_at_the_end)
+
+
+def test_a_run_whose_saves_have_all_failed_starts_anew(tmp_path):
+    config = make_config(train=dict(checkpoint_every=2))
+    workdir = write_run(tmp_path / "unsaved", config, steps_logged=5)
+    Checkpointer(workdir).close()
+    run_files.check_options(workdir, config)
+    state = TrainState.create({"x": jnp.ones(4)}, optax.sgd(1.0), "float32")
+    with Checkpointer(workdir) as checkpointer:
+        checkpointer.save(state, 2)
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    with pytest.raises(UserError, match="whose checkpoints are gone"):
+        run_files.check_options(workdir, config)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(2, 4), (3, 5), (0, 50)])

@@ -90,8 +90,7 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     Raises:
         UserError: the corpus, the tokenizer, the validation share or the directory cannot be used.
     """
-    ready_tokens = data.corpus.startswith("tokens:")
-    corpus = shards.open_shards(data) if ready_tokens else open_corpus(data.corpus)
+    corpus = _open_source(data)
     tokenizer_identity = check_spec(data.tokenizer)
     layout = [FORMAT, records.RECORD_TOKENS]
     parts = [*layout, corpus.fingerprint, tokenizer_identity, data.val_fraction]
@@ -112,6 +111,12 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
                 "Choose a directory with room by --config.data.data_dir=DIR or $GPT2_DATA_DIR",
             ) from error
     return _load(directory)
+
+
+def _open_source(data: DataConfig) -> Corpus | shards.Shards:
+    """Finds the documents, or the ready tokens, that a config names."""
+    ready_tokens = data.corpus.startswith("tokens:")
+    return shards.open_shards(data) if ready_tokens else open_corpus(data.corpus)
 
 
 def _find_damage(directory: Path) -> str | None:
@@ -153,6 +158,9 @@ def _write(
         else:
             _check_room(partial, corpus)
             facts = write_splits(corpus, data, partial, show_progress)
+        if _open_source(data).fingerprint != corpus.fingerprint:
+            what = f"the text that data.corpus={data.corpus} names has changed while it was read"
+            raise UserError(what, "Repeat the command")
         about = {
             "corpus": data.corpus,
             "tokenizer": data.tokenizer,

@@ -5,8 +5,10 @@ training windows, so that most windows touch one record. It is much shorter than
 a random read decodes little that it does not need.
 """
 
+import contextlib
 import functools
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -79,16 +81,27 @@ class RecordWriter:
         """Writes what is left and the data set's description."""
         for split in self._waiting:
             self._flush(split, 1)
-        self._writer.close_all()
+        with _writing():
+            self._writer.close_all()
 
     def _flush(self, split: str, least: int) -> None:
         """Writes the waiting tokens as records of at least `least` tokens."""
         stream = np.concatenate([*self._waiting[split], np.empty(0, self._dtype)])
         records = [stream[i : i + RECORD_TOKENS] for i in range(0, len(stream), RECORD_TOKENS)]
         left = records.pop() if records and len(records[-1]) < least else stream[:0]
-        self._writer.add_examples({split: [{"tokens": record} for record in records]})
+        with _writing():
+            self._writer.add_examples({split: [{"tokens": record} for record in records]})
         self._waiting[split] = [left]
         self._num_waiting[split] = len(left)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Turns what array_record raises where it cannot write, on a full disk too, into an OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(str(error).partition(";")[0]) from error
 
 
 class RecordStream:

@@ -13,6 +13,7 @@ others (`checkpoint_files.py` compares them).
 import contextlib
 import errno
 import math
+import os
 import shutil
 import sys
 import time
@@ -30,11 +31,12 @@ from gpt2.training.checkpoint_files import (
     METRIC,
     describe_damage,
     find_damage,
+    mark_unsaved,
     move_aside,
     name_others,
     saved_steps,
 )
-from gpt2.training.checkpoint_handlers import make_handlers
+from gpt2.training.checkpoint_handlers import make_handlers, without_closed_loops
 from gpt2.training.checkpoint_layout import (
     as_saved,
     describe_differences,
@@ -49,6 +51,10 @@ from gpt2.utils.text import format_bytes
 
 _NOTES_BYTES = 1 << 18  # Orbax's, beside the arrays
 _FULL_BYTES = 1 << 20  # with less, a save that failed has failed for want of room
+
+
+class _UnfitDiskError(Exception):
+    """What a disk lacks for a save, found before Orbax begins it."""
 
 
 class Checkpointer:
@@ -87,10 +93,14 @@ class Checkpointer:
         self._read_only, self._goes_on = read_only, goes_on
         self._parameters_in_flight = parameters_in_flight
         self._manager = self._open()
+        if not read_only and jax.process_index() == 0:
+            mark_unsaved(self._directory.parent)
         self._lowest_loss = (self.best() or (0, math.inf))[1]
         self._saving: int | None = None
         self._began = 0.0
         self.failure, self.longest_seconds = "", 0.0
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = without_closed_loops(self._hook)
 
     def _open(self) -> ocp.CheckpointManager:
         self._check_scores()
@@ -181,7 +191,7 @@ class Checkpointer:
             return
         self._saving, self._began = step, time.monotonic()
         try:
-            self._check_room(state)
+            self._check_disk(state, step)
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -244,11 +254,13 @@ class Checkpointer:
             self._recover(error)
         else:
             self._saving, self.failure = None, ""
+            distributed.only_first(mark_unsaved)(self._directory.parent)
 
     def close(self) -> None:
         """Waits until everything saved is on disk, and ends the saving threads."""
         self.wait()
         self._manager.close()
+        sys.unraisablehook = self._hook
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -256,25 +268,38 @@ class Checkpointer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_room(self, state: TrainState) -> None:
-        """Raises an OSError if the disk has no room for a state."""
+    def _check_disk(self, state: TrainState, step: int) -> None:
+        """Raises an error in all processes if the disk is read-only or has no room for a state."""
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + _NOTES_BYTES
         free = shutil.disk_usage(self._directory.parent).free
         if not distributed.from_first(free >= needed):
             about = f"{format_bytes(needed)} are needed, and {format_bytes(free)} are free"
-            raise OSError(errno.ENOSPC, about)
+            raise _UnfitDiskError(about)
+        # Where Orbax cannot create this folder, its threads wait for it for twenty minutes, and
+        # the process cannot end before.
+        folder, number = self._directory / f"{step}.orbax-checkpoint-tmp", 0
+        if jax.process_index() == 0:
+            try:
+                folder.mkdir()
+                folder.rmdir()
+            except FileExistsError:
+                pass
+            except OSError as error:
+                number = error.errno or errno.EIO
+        if number := distributed.from_first(number):
+            raise _UnfitDiskError(os.strerror(number))
 
     def _recover(self, error: Exception) -> None:
         """Tells of a save that failed, and goes on with the checkpoints before it."""
-        no_room = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        unfit = isinstance(error, _UnfitDiskError)
         if isinstance(error, TypeError | AttributeError | NameError):  # of the program
             raise error
-        if jax.process_count() > 1 and not no_room:
+        if jax.process_count() > 1 and not unfit:
             raise self._for_all(error)
         step, self._saving = self._saving, None
         assert step is not None  # one was under way
-        if no_room:
-            reason = error.args[-1]
+        if unfit:
+            reason = str(error)
         else:
             reason = self._why(error)
             with contextlib.suppress(Exception):

@@ -1,5 +1,6 @@
 """The folders of a run's checkpoints: which there are, and which are whole."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from gpt2.utils import digests, files
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
 ITEMS = ("params", "rest", "layout", "metrics")
+_UNSAVED = ".none-saved"
 METRIC = "eval/loss"  # by which the best checkpoint is known
 # The file, the key and the type of what each item in JSON holds.
 _JSON = {
@@ -41,6 +43,24 @@ def move_aside(workdir: Path, step: int) -> Path:
     (workdir / "damaged").mkdir(exist_ok=True)
     target = files.unused(workdir / "damaged" / str(step))
     return (workdir / "checkpoints" / str(step)).rename(target)
+
+
+def mark_unsaved(workdir: Path) -> None:
+    """Marks a run that has saved no checkpoint yet, and takes the mark away when it has.
+
+    The mark tells it from a run whose checkpoints were removed.
+    """
+    mark = workdir / "checkpoints" / _UNSAVED
+    with contextlib.suppress(OSError):  # a full disk is told at each save
+        if saved_steps(workdir):
+            mark.unlink(missing_ok=True)
+        else:
+            mark.touch()
+
+
+def is_marked_unsaved(workdir: Path) -> bool:
+    """Returns whether `mark_unsaved` has marked a run."""
+    return (workdir / "checkpoints" / _UNSAVED).exists()
 
 
 def saved_steps(workdir: Path | str) -> list[int]:

@@ -1,6 +1,7 @@
 """What writes and reads the parts of a checkpoint, by Orbax's means."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def make_handlers(parameters_in_flight: int | None) -> Any:
         for kind in kinds:
             registry.add(name, kind, handler)
     return registry
+
+
+def without_closed_loops(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Wraps `sys.unraisablehook`, by which TensorStore prints that nobody waits for its writes.
+
+    It does so for each write that ends after another one of the same save has failed.
+    """
+
+    def filtered(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            hook(unraisable)
+
+    return filtered
 
 
 class _DigestHandler(ocp.JsonCheckpointHandler):

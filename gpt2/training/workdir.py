@@ -23,6 +23,7 @@ from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import (
     describe_damage,
     find_damage,
+    is_marked_unsaved,
     latest_step,
     newest_whole_step,
     saved_steps,
@@ -283,13 +284,13 @@ def _had_checkpoint(workdir: Path, saved: Config) -> bool:
     """Returns whether a run without checkpoints must have had one.
 
     A run that was killed before its first checkpoint was complete has logged steps too. It has
-    logged none past its second checkpoint, which begins only when the first is complete. Samples
-    are written after the last checkpoint.
+    logged none past its second checkpoint, which begins only when the first is complete or has
+    failed. A mark tells of the latter. Samples are written after the last checkpoint.
     """
     logged = read_metrics(workdir / "metrics.jsonl")
     every = saved.train.checkpoint_every
     outran = 0 < 2 * every < max((line["step"] for line in logged), default=0)
-    return outran or (workdir / "samples.txt").exists()
+    return (outran and not is_marked_unsaved(workdir)) or (workdir / "samples.txt").exists()
 
 
 def _describe(dataset: Dataset) -> dict:
