@@ -41,6 +41,7 @@ from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.due import due_after
 from gpt2.training.feed import Feed
 from gpt2.training.program import Program, check_program
+from gpt2.training.room import check_room
 from gpt2.training.state import TrainState
 from gpt2.training.summary import describe_results, describe_run
 from gpt2.utils.files import write_text
@@ -75,6 +76,7 @@ def main() -> int:
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
     check_program(config, jax.devices())
+    check_room(config, jax.devices())
     if config.logging.wandb:
         check_wandb()
 

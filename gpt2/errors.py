@@ -54,7 +54,8 @@ class DivergedError(ArithmeticError):
 def exit_on_user_error(main: Callable) -> Callable:
     """Wraps a command's main, so that a user's mistake prints one line and sets the exit code.
 
-    A `UserError` prints `error: ...` on stderr, and so does a full disk. Ctrl-C exits with 130, as
+    A `UserError` prints `error: ...` on stderr, and so does a full disk or a path that the system
+    refuses. Ctrl-C exits with 130, as
     in a shell.
     """
 
@@ -66,14 +67,9 @@ def exit_on_user_error(main: Callable) -> Callable:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(error.exit_code)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not (told := _describe_os_error(error)):
                 raise
-            where = f" of {error.filename}" if error.filename else ""
-            print(
-                f"error: no room is left on the disk{where}. Make room, and repeat the command.",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"error: {told}", file=sys.stderr, flush=True)
             sys.exit(UserError.EXIT_CODE)
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
@@ -81,6 +77,24 @@ def exit_on_user_error(main: Callable) -> Callable:
             os._exit(128 + signal.SIGINT)  # the usual end crashes where XLA compiles in a thread
 
     return wrapped
+
+
+# What the system refuses because of a path that a person chose.
+_OF_PATHS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG),
+    *(errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+)
+
+
+def _describe_os_error(error: OSError) -> UserError | None:
+    """Returns the line for what the system refuses, None if no person can mend it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" of {error.filename}" if error.filename else ""
+        return UserError(f"no room is left on the disk{where}", "Make room, and repeat the command")
+    if error.errno in _OF_PATHS and error.filename:
+        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+        return UserError(f"{name}: {error.strerror}", "Give another path, or mend this one")
+    return None
 
 
 def warn(message: str) -> None:
