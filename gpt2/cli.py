@@ -66,7 +66,7 @@ def define_config() -> flags.FlagHolder:
     )
     try:
         holder = config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
-    except flags.Error as error:  # it reads --flagfile ahead of the others
+    except (flags.Error, OSError, ValueError) as error:  # it reads --flagfile ahead of the others
         raise UserError(str(error).removeprefix("ERROR:: "), "Check --flagfile") from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser(flag.parser)
@@ -196,7 +196,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
     except flags.UnrecognizedFlagError as error:
         spellings |= {name: f"--{name}" for name in flags.FLAGS if "." not in name}
         raise unknown_option(f"--{error.flagname}", spellings, otherwise) from None
-    except (flags.Error, TypeError, ValueError) as error:
+    except (flags.Error, OSError, TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), otherwise) from None
 
 

@@ -34,7 +34,13 @@ class UserError(Exception):
 
     def __init__(self, what: str, how: str, exit_code: int = EXIT_CODE):
         self.exit_code, self.what = exit_code, what.rstrip(".")
-        super().__init__(f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else "."))
+        told = f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else ".")
+        super().__init__("".join(map(_printable, told)))
+
+
+def _printable(character: str) -> str:
+    """Returns what shows a character in a line: names of files and flags may hold any."""
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 class DivergedError(ArithmeticError):

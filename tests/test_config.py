@@ -325,7 +325,7 @@ def test_wrong_type_names_the_type():
         ({"train__num_steps": 2**31}, r"num_steps=2147483648 does not fit .*num_steps=600000"),
         ({"optim__eps": 1e-45}, r"eps=1e-45 is 0 in 32 bits\..*--config\.optim\.eps=1e-08"),
         ({"optim__weight_decay": 1e39}, r"weight_decay=1e\+39 is infinite in 32 bits"),
-        ({"model__num_layers": 501}, r"hours .* Use --config\.memory\.scan_layers=True"),
+        ({"model__num_layers": 1001}, r"num_layers=1001 is above 1000\..*model\.num_layers=12"),
         (
             {"logging__profile_start": 9, "logging__profile_steps": 2, **SHORT_RUN},
             r"profile_start=9 is after the last.*at most --config\.logging\.profile_start=8",

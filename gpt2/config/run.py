@@ -34,9 +34,6 @@ MAX_SEED = 2**32 - 1  # keys hold 32 bits of a seed; larger seeds would repeat
 MAX_INT = 2**31 - 1  # of steps and of sizes
 _FLOAT32 = np.finfo(np.float32)
 
-# More layers than these take XLA hours, one by one.
-MAX_UNROLLED = 500
-
 # Rows of a vocabulary without a token, at most, or as many as there are tokens: enough to time
 # small tokenizers at the size of large ones.
 MAX_SPARE_TOKENS = 2**16
@@ -59,11 +56,6 @@ class Config:
 
     def __post_init__(self):
         require_at_least("seed", self.seed, 0)
-        if self.model.num_layers > MAX_UNROLLED and not self.memory.scan_layers:
-            raise UserError(
-                f"model.num_layers={self.model.num_layers} layers take hours to compile one by one",
-                "Use --config.memory.scan_layers=True",
-            )
         if self.logging.profile_steps and self.logging.profile_start >= self.train.num_steps:
             raise UserError(
                 f"logging.profile_start={self.logging.profile_start} is after the last of "
