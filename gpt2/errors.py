@@ -162,16 +162,18 @@ def require_finite(
     require_at_least(name, value, minimum, example)
 
 
-def require_positive(name: str, value: float) -> None:
-    """Raises a UserError unless the config option `name` is a number above 0."""
+def require_positive(name: str, value: float, example: float) -> None:
+    """Raises a UserError unless the config option `name` is above 0, as `example` is."""
     if not 0.0 < value < math.inf:
-        raise UserError(f"{name}={value} is not above 0", f"Give a positive --config.{name}")
+        how = f"For example, use --config.{name}={example}"
+        raise UserError(f"{name}={value} is not above 0", how)
 
 
-def require_fraction(name: str, value: float) -> None:
-    """Raises a UserError unless the config option `name` is in [0, 1)."""
+def require_fraction(name: str, value: float, example: float = 0.0) -> None:
+    """Raises a UserError unless the config option `name` is in [0, 1), as `example` is."""
     if not 0.0 <= value < 1.0:
-        raise UserError(f"{name}={value} is not in [0, 1)", f"For example, use --config.{name}=0.0")
+        how = f"For example, use --config.{name}={example}"
+        raise UserError(f"{name}={value} is not in [0, 1)", how)
 
 
 def require_writable(flag: str, directory: Path) -> None:

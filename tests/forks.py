@@ -48,14 +48,12 @@ class Commands:
     """A server of commands on one CPU device."""
 
     def __enter__(self) -> "Commands":
-        flags = "--xla_force_host_platform_device_count=1"
-        environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=environment(),
         )
         return self
 
@@ -80,6 +78,12 @@ class Commands:
         asked = dict(command=command, cwd=str(cwd), seconds=seconds, to_the_end=to_the_end)
         print(json.dumps(asked), file=self._server.stdin, flush=True)
         return Done(**json.loads(self._server.stdout.readline()))
+
+
+def environment() -> dict[str, str]:
+    """Returns the variables of commands: this project's code, on one CPU device."""
+    flags = "--xla_force_host_platform_device_count=1"
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
 
 
 def arguments_of(*command: str) -> list[str]:

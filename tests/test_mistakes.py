@@ -1,14 +1,16 @@
 """Generated mistakes are one line and exit code 2, write nothing, and their advice works."""
 
-import os
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
-from forks import STARTED, Commands, arguments_of
+from forks import STARTED, Commands, arguments_of, environment
 from hypothesis import HealthCheck, assume, core, given, settings
 from hypothesis import strategies as st
 from mistakes import (
@@ -24,8 +26,10 @@ from mistakes import (
     wrong_options,
 )
 
+from gpt2.ablate.sweep import register
 from gpt2.data.tokenizer import CharTokenizer
 from tests.helpers import ROOT, TINY, metrics_of
+from tests.test_ablate import sweep_in
 
 ROUNDS = 8  # of advice: a few for each of up to four mistakes in a command
 SHORT = [*TINY, "--config.train.num_steps=2", "--config.train.eval_batches=1"]
@@ -95,6 +99,17 @@ def pristine(tmp_path_factory, commands):
     assert done.code == 0, done.stderr
     done = commands.run("gpt2.hf", "export", "--workdir=run", "--to=hf", cwd=folder, seconds=120)
     assert done.code == 0, done.stderr
+    (folder / "sweep").mkdir()
+    register(sweep_in(folder / "sweep", "optim.beta1=0.5,0.6"))
+    shutil.copytree(folder / "hf", folder / "merges")
+    tree = json.loads((folder / "merges" / "tokenizer.json").read_text())
+    (folder / "merges" / "tokenizer.json").unlink()
+    (folder / "merges" / "vocab.json").write_text(json.dumps(tree["model"]["vocab"]))
+    (folder / "merges" / "merges.txt").write_text("#version: 0.2\n")
+    columns = pyarrow.table({"text": [f"row {i}" for i in range(300)]})
+    pyarrow.parquet.write_table(columns, folder / "docs.parquet")
+    done = commands.run("train.py", *PREPARED, cwd=folder, seconds=60)
+    assert done.code == STARTED, done
     return folder
 
 
@@ -128,6 +143,9 @@ def follow_to_the_start(commands, folder, arguments, refused=False):
         raise AssertionError(told)
     assert told or not refused, arguments
     return arguments
+
+
+PREPARED = [*SHORT[:-2], "--config.data.corpus=synthetic", "--config.data.data_dir=prepared"]
 
 
 @few_and_many(20, 150)
@@ -175,21 +193,20 @@ def test_options_that_are_accepted_train_two_steps(commands, pristine, tmp_path,
 def test_a_process_of_its_own_says_what_a_fork_says(commands, pristine, tmp_path, number):
     """In a sample of all kinds of mistakes; beyond it, the tests here trust forks."""
     for command, *arguments in IN_A_PROCESS[:: len(IN_A_PROCESS) // number]:
-        fork, process = (copy_tree(pristine, tmp_path / name) for name in ("folder", "process"))
-        done = commands.run(command, *arguments, cwd=fork)
-        before = snapshot(process)
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        folder = copy_tree(pristine, tmp_path / "folder")
+        before = snapshot(folder)
+        done = commands.run(command, *arguments, cwd=folder)
         apart = subprocess.run(
             arguments_of(command, *arguments),
-            cwd=process,
-            env=environment,
+            cwd=folder,
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=60,
         )
         assert apart.returncode == done.code == 2, (arguments, apart)
         assert apart.stderr == check_refusal(done) + "\n"
-        assert snapshot(process) == before
+        assert snapshot(folder) == before
 
 
 def with_base(flags):
@@ -312,6 +329,17 @@ READERS = [
         ["run/config.json", "run/metrics.jsonl", "points.csv"],
     ),
     (["gpt2.profile", "--text=points.csv"], ["points.csv"]),
+    (["train.py", *SHORT, "--config.data.corpus=parquet:docs.parquet"], ["docs.parquet"]),
+    (
+        ["gpt2.hf", "import", "--from=merges", "--workdir=new"],
+        ["merges/vocab.json", "merges/merges.txt"],
+    ),
+    (["gpt2.ablate", "--report", "--workdir=sweep"], ["sweep/sweep.json"]),
+    (["gpt2.compare", "sweep"], ["sweep/sweep.json"]),
+    (
+        ["train.py", *PREPARED],
+        [f"prepared/synthetic-*/{name}" for name in ("prepared.json", "tokenizer.json", "train*")],
+    ),
 ]
 READERS += [
     (["eval.py", "--hf=hf", f"--tasks={Path(file).stem}", "--task_dir=tasks"], [f"tasks/{file}"])
@@ -323,7 +351,7 @@ FILES = [(command, file) for command, files in READERS for file in files]
 @few_and_many(15, 300)
 def test_spoilt_files_are_refused_or_passed_over(commands, pristine, tmp_path, number):
     for file in {file for _, file in FILES}:
-        assert (pristine / file).is_file(), file
+        assert next(pristine.glob(file)).is_file(), file
 
     @examples(number)
     @given(st.sampled_from(FILES), st.sampled_from(DAMAGES), st.integers(0, 10**6))
@@ -335,7 +363,7 @@ def test_spoilt_files_are_refused_or_passed_over(commands, pristine, tmp_path, n
 
 def read_spoilt(commands, folder, command, file, damage, seed):
     """Damages a file, and asserts that the command which reads it goes on or refuses it."""
-    spoil(folder / file, damage, seed)
+    spoil(next(folder.glob(file)), damage, seed)
     before = snapshot(folder)
     done = commands.run(*command, cwd=folder, seconds=60)
     if done.code in (0, STARTED):

@@ -84,7 +84,7 @@ class ModelConfig:
                     f"For example, use --config.model.{name}=30.0, or 0 for none",
                 )
         for name in ("norm_eps", "rope_base"):
-            require_positive(f"model.{name}", getattr(self, name))
+            require_positive(f"model.{name}", getattr(self, name), DEFAULTS.model[name])
         require_fraction("model.dropout", self.dropout)
         require_choices("model", self)
         self._check_heads()

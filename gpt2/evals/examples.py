@@ -42,7 +42,7 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, in the two customary ways."""
     texts = dict.fromkeys(("ctx", "ctx_a", "ctx_b", "activity_label"), str)
-    examples = list(read_jsonl(path, **texts, endings=list, label=(int, str)))
+    examples = list(read_jsonl(path, **texts, endings=list, label=object))
     labels = []
     for number, example in enumerate(examples, 1):
         label, num_endings = str(example["label"]), len(example["endings"])
@@ -111,7 +111,7 @@ def after(tokenizer: Tokenizer, context: str, text: str, context_length: int) ->
     return continuation(whole[:start], whole[start:], context_length)
 
 
-def read_jsonl(path: Path, **fields: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, **fields: type) -> Iterator[dict[str, Any]]:
     """Reads one JSON object a line.
 
     Args:
@@ -142,11 +142,11 @@ def read_jsonl(path: Path, **fields: type | tuple[type, ...]) -> Iterator[dict[s
             yield example
 
 
-def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+def _is(value: Any, kind: type) -> bool:
     """Returns whether a value is of a type; texts, also those of a list, must not be empty."""
     if isinstance(value, list) and kind is list:
         return all(isinstance(each, str) and each for each in value)
-    return isinstance(value, kind) and not isinstance(value, bool) and value != ""
+    return isinstance(value, kind) and (kind is not str or value != "")
 
 
 def read_cbt(path: Path) -> Iterator[tuple[str, str, str, list[str]]]:
