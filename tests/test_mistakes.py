@@ -338,7 +338,10 @@ READERS = [
     (["gpt2.compare", "sweep"], ["sweep/sweep.json"]),
     (
         ["train.py", *PREPARED],
-        [f"prepared/synthetic-*/{name}" for name in ("prepared.json", "tokenizer.json", "train*")],
+        [
+            f"prepared/synthetic-*/{name}"
+            for name in ("prepared.json", "tokenizer.json", "tokens-train.*")
+        ],
     ),
 ]
 READERS += [
