@@ -15,6 +15,7 @@ import numpy as np
 import peer
 import pytest
 from forks import Commands
+from mistakes import copy_tree
 
 from gpt2.hf.runs import import_run
 from gpt2.hf.tokenizer import save_tokenizer
@@ -30,14 +31,20 @@ def commands():
         yield commands
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
     """A folder with a model of Hugging Face's form, a run of its weights, and a text."""
-    peer.write_model(tmp_path / "hf", "tied")
-    save_tokenizer(tmp_path / "hf", peer.characters(131), 96)
-    import_run(tmp_path / "hf", tmp_path / "run")
-    (tmp_path / "in.txt").write_text("hello, world\n" * 500)
-    return tmp_path
+    pristine = tmp_path_factory.mktemp("pristine")
+    peer.write_model(pristine / "hf", "tied")
+    save_tokenizer(pristine / "hf", peer.characters(131), 96)
+    import_run(pristine / "hf", pristine / "run")
+    (pristine / "in.txt").write_text("hello, world\n" * 500)
+    return pristine
+
+
+@pytest.fixture
+def folder(pristine, tmp_path):
+    return copy_tree(pristine, tmp_path / "folder")
 
 
 class Attack:

@@ -148,7 +148,7 @@ def follow_to_the_start(commands, folder, arguments, refused=False):
 PREPARED = [*SHORT[:-2], "--config.data.corpus=synthetic", "--config.data.data_dir=prepared"]
 
 
-@few_and_many(20, 150)
+@few_and_many(10, 150)
 def test_wrong_options_are_refused_and_their_advice_starts_the_run(commands, pristine, number):
     @examples(number)
     @given(st.lists(wrong_options(), min_size=1, max_size=2, unique_by=lambda f: f.split("=")[0]))
@@ -159,7 +159,7 @@ def test_wrong_options_are_refused_and_their_advice_starts_the_run(commands, pri
     check()
 
 
-@few_and_many(15, 150)
+@few_and_many(8, 150)
 def test_options_that_contradict_are_refused_or_the_run_starts(commands, pristine, number):
     @examples(number)
     @given(wild_options())
