@@ -42,6 +42,7 @@ from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.due import due_after
 from gpt2.training.feed import Feed
 from gpt2.training.program import Program, check_program
+from gpt2.training.room import check_room
 from gpt2.training.state import TrainState
 from gpt2.training.summary import describe_results, describe_run
 from gpt2.utils.files import write_text
@@ -74,7 +75,7 @@ def main() -> int:
         cli.refuse_ignored("visualize_to", "there is no --visualize")
     picture = check_picture(VISUALIZE_TO.value)
     if MAX_SECONDS.value is not None:
-        require_positive("max_seconds", MAX_SECONDS.value, "--max_seconds")
+        require_positive("max_seconds", MAX_SECONDS.value, 3600, flag=True)
     if planning.asks_for_plan():
         cli.refuse_ignored("max_seconds", "a plan trains nothing")
         return planning.plan(config, VISUALIZE.value, picture)
@@ -82,6 +83,7 @@ def main() -> int:
     workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
     check_program(config, jax.devices())
+    check_room(config, jax.devices())
     if config.logging.wandb:
         check_wandb()
 

@@ -68,7 +68,7 @@ def define_config() -> flags.FlagHolder:
     )
     try:
         holder = config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
-    except flags.Error as error:  # it reads --flagfile ahead of the others
+    except (flags.Error, OSError, ValueError) as error:  # it reads --flagfile ahead of the others
         raise UserError(str(error).removeprefix("ERROR:: "), "Check --flagfile") from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser(flag.parser)
@@ -188,7 +188,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
             elif name.startswith("config.") and options:
                 if name.removeprefix("config.") not in options:
                     raise _no_option(name, options, spellings, otherwise)
-                _check_type(name, value, _kind(name, options))
+                option = options[name.removeprefix("config.")]
+                _check_type(name, value, _kind(name, options), such_as=option)
             elif name in flags.FLAGS:
                 _check_type(name, value, _kind(name, options))
         return flags.FLAGS(argv)
@@ -197,7 +198,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
     except flags.UnrecognizedFlagError as error:
         spellings |= {name: f"--{name}" for name in flags.FLAGS if "." not in name}
         raise unknown_option(f"--{error.flagname}", spellings, otherwise) from None
-    except (flags.Error, TypeError, ValueError) as error:
+    except (flags.Error, OSError, TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), otherwise) from None
 
 
@@ -248,21 +249,23 @@ def _kind(name: str, options: dict[str, Any]) -> str:
     return flags.FLAGS[name].parser.flag_type() if name in flags.FLAGS else ""
 
 
-# How absl reads a value of each type, and an example of one.
-_TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
-    "int": (flags.IntegerParser().convert, "Give a whole number, such as 1000"),
-    "float": (flags.FloatParser().convert, "Give a number, such as 0.1 or 6e-4"),
-    "bool": (flags.BooleanParser().parse, "Give True or False"),
+# How absl reads a value of each type, and what to give.
+_TYPES: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "int": (flags.IntegerParser().convert, "Give a whole number", "1000"),
+    "float": (flags.FloatParser().convert, "Give a number", "0.1 or 6e-4"),
+    "bool": (flags.BooleanParser().parse, "Give True or False", ""),
 }
 
 
-def _check_type(name: str, value: str, kind: str) -> None:
-    """Raises unless a flag's value can be read as its type."""
-    read, example = _TYPES.get(kind, (str, ""))
+def _check_type(name: str, value: str, kind: str, such_as: Any = None) -> None:
+    """Raises unless a flag's value can be read as its type; `such_as` is a value that works."""
+    read, how, example = _TYPES.get(kind, (str, "", ""))
     try:
         read(value)
     except (TypeError, ValueError):
-        raise UserError(f"--{name}={value} is not of type {kind}", example) from None
+        if example:
+            how = f"{how}, such as {example if such_as is None else such_as}"
+        raise UserError(f"--{name}={value} is not of type {kind}", how) from None
 
 
 def _spellings(options: dict[str, Any]) -> dict[str, str]:

@@ -34,7 +34,13 @@ class UserError(Exception):
 
     def __init__(self, what: str, how: str, exit_code: int = EXIT_CODE):
         self.exit_code, self.what = exit_code, what.rstrip(".")
-        super().__init__(f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else "."))
+        told = f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else ".")
+        super().__init__("".join(map(_printable, told)))
+
+
+def _printable(character: str) -> str:
+    """Returns what shows a character in a line: names of files and flags may hold any."""
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 class DivergedError(ArithmeticError):
@@ -54,7 +60,8 @@ class DivergedError(ArithmeticError):
 def exit_on_user_error(main: Callable) -> Callable:
     """Wraps a command's main, so that a user's mistake prints one line and sets the exit code.
 
-    A `UserError` prints `error: ...` on stderr, and so does a full disk. Ctrl-C exits with 130, as
+    A `UserError` prints `error: ...` on stderr, and so does a full disk or a path that the system
+    refuses. Ctrl-C exits with 130, as
     in a shell.
     """
 
@@ -66,14 +73,9 @@ def exit_on_user_error(main: Callable) -> Callable:
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(error.exit_code)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not (told := _describe_os_error(error)):
                 raise
-            where = f" of {error.filename}" if error.filename else ""
-            print(
-                f"error: no room is left on the disk{where}. Make room, and repeat the command.",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"error: {told}", file=sys.stderr, flush=True)
             sys.exit(UserError.EXIT_CODE)
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr, flush=True)
@@ -81,6 +83,24 @@ def exit_on_user_error(main: Callable) -> Callable:
             os._exit(128 + signal.SIGINT)  # the usual end crashes where XLA compiles in a thread
 
     return wrapped
+
+
+# What the system refuses because of a path that a person chose.
+_OF_PATHS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG),
+    *(errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+)
+
+
+def _describe_os_error(error: OSError) -> UserError | None:
+    """Returns the line for what the system refuses, None if no person can mend it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" of {error.filename}" if error.filename else ""
+        return UserError(f"no room is left on the disk{where}", "Make room, and repeat the command")
+    if error.errno in _OF_PATHS and error.filename:
+        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+        return UserError(f"{name}: {error.strerror}", "Give another path, or mend this one")
+    return None
 
 
 def warn(message: str) -> None:
@@ -142,17 +162,26 @@ def require_finite(
     require_at_least(name, value, minimum, example)
 
 
-def require_positive(name: str, value: float, flag: str = "") -> None:
-    """Raises a UserError unless the config option `name`, or a flag, is a number above 0."""
+def require_positive(name: str, value: float, example: float, flag: bool = False) -> None:
+    """Raises a UserError unless `value` is finite and above 0, as `example` is.
+
+    Args:
+        name: of the config option, or of the `flag`.
+        value: its value.
+        example: one that works.
+        flag: `name` is not a config option.
+    """
     if not 0.0 < value < math.inf:
-        how = f"Give a positive {flag or f'--config.{name}'}"
-        raise UserError(f"{flag or name}={value} is not above 0 and finite", how)
+        dashes = "--" if flag else ""
+        how = f"For example, use {dashes or '--config.'}{name}={example}"
+        raise UserError(f"{dashes}{name}={value} is not above 0 and finite", how)
 
 
-def require_fraction(name: str, value: float) -> None:
-    """Raises a UserError unless the config option `name` is in [0, 1)."""
+def require_fraction(name: str, value: float, example: float = 0.0) -> None:
+    """Raises a UserError unless the config option `name` is in [0, 1), as `example` is."""
     if not 0.0 <= value < 1.0:
-        raise UserError(f"{name}={value} is not in [0, 1)", f"For example, use --config.{name}=0.0")
+        how = f"For example, use --config.{name}={example}"
+        raise UserError(f"{name}={value} is not in [0, 1)", how)
 
 
 def require_writable(flag: str, directory: Path) -> None:

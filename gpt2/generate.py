@@ -13,6 +13,7 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -54,9 +55,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UserError(
-                f"temperature={self.temperature} is negative", "Use 0 for the most likely token"
+                f"temperature={self.temperature} is not a finite number of at least 0",
+                "Use 0 for the most likely token",
             )
         if self.top_k < 0:
             raise UserError(f"top_k={self.top_k} is negative", "Use 0 for no limit")

@@ -326,7 +326,11 @@ def test_wrong_type_names_the_type():
         ({"parallel__backend": "pmap", "parallel__tensor": 2}, r"ignore parallel\.tensor=2"),
         ({"memory__remat": "some"}, r"memory\.remat=some is not one of"),
         ({"seed": -1}, r"seed=-1 is below 0"),
-        ({"seed": 2**32}, r"seed=4294967296 is above 4294967295"),
+        ({"seed": 2**32}, r"seed=4294967296 does not fit into 32 bits"),
+        ({"train__num_steps": 2**31}, r"num_steps=2147483648 does not fit .*num_steps=600000"),
+        ({"optim__eps": 1e-45}, r"eps=1e-45 is 0 in 32 bits\..*--config\.optim\.eps=1e-08"),
+        ({"optim__weight_decay": 1e39}, r"weight_decay=1e\+39 is infinite in 32 bits"),
+        ({"model__num_layers": 1001}, r"num_layers=1001 is above 1000\..*model\.num_layers=12"),
         (
             {"logging__profile_start": 9, "logging__profile_steps": 2, **SHORT_RUN},
             r"profile_start=9 is after the last.*at most --config\.logging\.profile_start=8",

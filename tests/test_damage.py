@@ -105,6 +105,16 @@ def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):
     assert run_files.find_start(tmp_path) == 2
 
 
+def test_notes_that_are_nested_without_end_are_damage(tmp_path):
+    save_checkpoints(tmp_path, 2)
+    notes = tmp_path / "checkpoints" / "2" / "_CHECKPOINT_METADATA"
+    notes.write_text("lost")
+    load_params(tmp_path, "latest")
+    notes.write_text('{"a":' * 10**5)
+    with pytest.raises(UserError, match=r"2 is damaged \(_CHECKPOINT_METADATA was altered\)"):
+        load_params(tmp_path, "latest")
+
+
 def test_a_damaged_checkpoint_moves_aside_so_that_its_step_is_saved_again(tmp_path):
     for number in (1, 2):
         save_checkpoints(tmp_path, 2, 4)

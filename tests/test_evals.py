@@ -288,11 +288,11 @@ def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
             task_file(name, str(tmp_path))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"tex": "b"}\n')
     with pytest.raises(UserError, match="line 2 has no field 'text'"):
-        list(read_jsonl(tmp_path / "bad.jsonl", "text"))
-    for broken in ('{"text"', "5", "[" * 10**5):
+        list(read_jsonl(tmp_path / "bad.jsonl", text=str))
+    for broken in ('{"text"', "5", "[" * 10**5, '{"text": 5}', '{"text": ""}'):
         (tmp_path / "bad.jsonl").write_text(f'{{"text": "a"}}\n{broken}\n')
         with pytest.raises(UserError, match="line 2"):
-            list(read_jsonl(tmp_path / "bad.jsonl", "text"))
+            list(read_jsonl(tmp_path / "bad.jsonl", text=str))
     (tmp_path / "cbt.txt").write_text("1 a\n2 b\n")
     with pytest.raises(UserError, match="block 1 is not a question"):
         list(read_cbt(tmp_path / "cbt.txt"))

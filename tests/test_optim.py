@@ -453,7 +453,7 @@ def test_schedules_that_do_not_fit_the_run_are_refused(options, message):
         (
             dict(momentum=0.9),
             r"^optim\.name=adamw would ignore optim\.momentum=0\.9\. "
-            r"Use --config\.optim\.name=sgd, or --config\.optim\.momentum=0\.95\.$",
+            r"Use --config\.optim\.momentum=0\.95, or --config\.optim\.name=sgd\.$",
         ),
         (dict(beta3=0.99), r"adamw would ignore optim\.beta3=0\.99.*name=ademamix"),
         (dict(name="sgd", beta2=0.9), r"sgd would ignore optim\.beta2=0\.9.*name=adamw"),

@@ -192,7 +192,10 @@ def test_cache_holds_what_the_config_says():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Sampling(temperature=-1.0), "temperature=-1.0 is negative"),
+        (
+            lambda: Sampling(temperature=-1.0),
+            "temperature=-1.0 is not a finite number",
+        ),
         (lambda: Sampling(top_k=-1), "top_k=-1 is negative"),
         (lambda: Sampling(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
         (lambda: generate({}, CFG, [[]], max_new_tokens=1), "a prompt is empty"),

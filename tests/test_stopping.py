@@ -97,7 +97,10 @@ def test_the_age_of_a_process_counts_from_its_start_not_from_its_imports():
 def test_a_limit_that_is_no_time_is_refused(tmp_path):
     code, _, told = run(tmp_path / "run", *ENDLESS, "--max_seconds=nan")
     assert code == 2 and told.count("\n") == 1
-    assert re.match(r"error: --max_seconds=.* is not above 0 and finite\. Give a positive", told)
+    assert re.match(
+        r"error: --max_seconds=.* is not above 0 and finite\. For example, use --max_seconds=3600",
+        told,
+    )
 
 
 @pytest.mark.thorough

@@ -22,6 +22,9 @@ SIZES = {
 }
 
 
+# Even scanned layers are traced one by one: more than these take minutes before anything is known.
+_MOST_LAYERS = 1000
+
 # Of logits and scores; a softmax of smaller ones is nearly uniform.
 _LEAST_SOFTCAP = 0.1
 
@@ -65,6 +68,11 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("context_length", "num_layers", "num_heads", "embed_dim", "mlp_ratio"):
             require_at_least(f"model.{name}", getattr(self, name), 1, DEFAULTS.model[name])
+        if self.num_layers > _MOST_LAYERS:
+            raise UserError(
+                f"model.num_layers={self.num_layers} is above {_MOST_LAYERS}",
+                f"For example, use --config.model.num_layers={DEFAULTS.model.num_layers}",
+            )
         for name in ("vocab_size", "num_kv_heads", "mlp_dim", "window", "mup_base_width"):
             require_at_least(f"model.{name}", getattr(self, name), 0)
         for name in ("logit_softcap", "attention_softcap", "init_std"):
@@ -76,7 +84,7 @@ class ModelConfig:
                     f"For example, use --config.model.{name}=30.0, or 0 for none",
                 )
         for name in ("norm_eps", "rope_base"):
-            require_positive(f"model.{name}", getattr(self, name))
+            require_positive(f"model.{name}", getattr(self, name), DEFAULTS.model[name])
         require_fraction("model.dropout", self.dropout)
         require_choices("model", self)
         self._check_heads()

@@ -56,5 +56,5 @@ def refuse_ignored(option: str, value: Any, needed: str, by: str, chosen: str) -
     if chosen != needed and value != default_value:
         raise UserError(
             f"{by}={chosen} would ignore {option}={value}",
-            f"Use --config.{by}={needed}, or --config.{option}={default_value}",
+            f"Use --config.{option}={default_value}, or --config.{by}={needed}",
         )

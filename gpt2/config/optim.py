@@ -67,7 +67,7 @@ class OptimConfig:
     def __post_init__(self):
         require_choices("optim", SimpleNamespace(**vars(self) | {"schedule": self.schedule_name}))
         for name in ("beta1", "beta2", "beta3", "momentum", "ema"):
-            require_fraction(f"optim.{name}", getattr(self, name))
+            require_fraction(f"optim.{name}", getattr(self, name), DEFAULTS.optim[name])
         for name in (
             *("learning_rate", "adam_learning_rate", "end_learning_rate", "alpha", "eps"),
             *("weight_decay", "clip_norm", "warmup_percent", "decay_percent"),
@@ -128,7 +128,7 @@ class OptimConfig:
             raise UserError(
                 f"optim.end_learning_rate={self.end_learning_rate} is above "
                 f"optim.learning_rate={self.learning_rate}",
-                "Lower --config.optim.end_learning_rate",
+                f"Use at most --config.optim.end_learning_rate={self.learning_rate}",
             )
         name = self.schedule_name
         ends = name not in ("constant", "inverse_sqrt", "piecewise")

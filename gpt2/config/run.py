@@ -6,10 +6,13 @@ options that a run would ignore, so that no run starts with a mistake.
 """
 
 import dataclasses
+import math
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from gpt2.config.architecture import GPTConfig, ModelConfig
@@ -28,6 +31,8 @@ from gpt2.config.record import read_record
 from gpt2.errors import UserError, require_at_least, unknown_option
 
 MAX_SEED = 2**32 - 1  # keys hold 32 bits of a seed; larger seeds would repeat
+MAX_INT = 2**31 - 1  # of steps and of sizes
+_FLOAT32 = np.finfo(np.float32)
 
 # Rows of a vocabulary without a token, at most, or as many as there are tokens: enough to time
 # small tokenizers at the size of large ones.
@@ -51,10 +56,6 @@ class Config:
 
     def __post_init__(self):
         require_at_least("seed", self.seed, 0)
-        if self.seed > MAX_SEED:
-            raise UserError(
-                f"seed={self.seed} is above {MAX_SEED}", f"Use --config.seed={MAX_SEED}"
-            )
         if self.logging.profile_steps and self.logging.profile_start >= self.train.num_steps:
             raise UserError(
                 f"logging.profile_start={self.logging.profile_start} is after the last of "
@@ -188,5 +189,22 @@ def _build(cls, tree: Mapping, prefix: str):
                 f"{prefix}{name}={value!r} is not of type {kind.__name__}",
                 f"Give a {kind.__name__} as --config.{prefix}{name}",
             )
+        _check_range(prefix + name, value)
         values[name] = value
     return cls(**values)
+
+
+def _check_range(name: str, value: Any) -> None:
+    """Raises a UserError for a number that would be another one where a program computes with it.
+
+    Steps, sizes and rates have 32 bits there. Smaller numbers than the normal ones count as 0.
+    """
+    default = operator.attrgetter(name)(DEFAULTS)
+    how = f"For example, use --config.{name}={default}"
+    if type(value) is int and abs(value) > (MAX_SEED if name == "seed" else MAX_INT):
+        raise UserError(f"{name}={value} does not fit into 32 bits", how)
+    if type(value) is float and math.isfinite(value) and value:
+        if abs(value) > float(_FLOAT32.max):
+            raise UserError(f"{name}={value} is infinite in 32 bits", how)
+        if abs(value) < float(_FLOAT32.tiny):
+            raise UserError(f"{name}={value} is 0 in 32 bits", how)

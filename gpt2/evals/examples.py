@@ -18,7 +18,7 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the end of each passage: its last token, and its last word."""
     T = scorer.context_length
     by_token, by_word = [], []
-    for example in read_jsonl(path, "text"):
+    for example in read_jsonl(path, text=str):
         tokens = tokenizer.encode(example["text"]).tolist()
         by_token.append(continuation(tokens[:-1], tokens[-1:], T))
         passage, _, word = example["text"].rpartition(" ")
@@ -41,7 +41,8 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, in the two customary ways."""
-    examples = list(read_jsonl(path, "ctx", "ctx_a", "ctx_b", "activity_label", "endings", "label"))
+    texts = dict.fromkeys(("ctx", "ctx_a", "ctx_b", "activity_label"), str)
+    examples = list(read_jsonl(path, **texts, endings=list, label=object))
     labels = []
     for number, example in enumerate(examples, 1):
         label, num_endings = str(example["label"]), len(example["endings"])
@@ -110,26 +111,42 @@ def after(tokenizer: Tokenizer, context: str, text: str, context_length: int) ->
     return continuation(whole[:start], whole[start:], context_length)
 
 
-def read_jsonl(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, **fields: type) -> Iterator[dict[str, Any]]:
     """Reads one JSON object a line.
 
+    Args:
+        path: of the file.
+        fields: what each object holds, by name. A list is one of texts.
+
     Raises:
-        UserError: a line is not an object or lacks one of `fields`.
+        UserError: a line is not an object, or lacks one of `fields`.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 example = json.loads(line)
-                missing = [field for field in fields if field not in example]
+                wrong = [name for name, kind in fields.items() if not _is(example[name], kind)]
+            except KeyError as error:
+                raise UserError(
+                    f"{path}, line {number} has no field {error}", "See docs/evaluation.md"
+                ) from None
             except MALFORMED as error:
                 raise UserError(
                     f"{path}, line {number}: {error}", "See docs/evaluation.md"
                 ) from None
-            if missing:
+            if wrong:
                 raise UserError(
-                    f"{path}, line {number} has no field {missing[0]!r}", "See docs/evaluation.md"
+                    f"{path}, line {number}: {wrong[0]}={example[wrong[0]]!r} is no value for it",
+                    "See docs/evaluation.md",
                 )
             yield example
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Returns whether a value is of a type; texts, also those of a list, must not be empty."""
+    if isinstance(value, list) and kind is list:
+        return all(isinstance(each, str) and each for each in value)
+    return isinstance(value, kind) and (kind is not str or value != "")
 
 
 def read_cbt(path: Path) -> Iterator[tuple[str, str, str, list[str]]]:

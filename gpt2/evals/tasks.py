@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from gpt2.data.corpus import reading
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.evals.examples import cbt, hellaswag, lambada
@@ -60,6 +61,11 @@ def task_file(name: str, directory: str) -> Path:
 def run_task(
     name: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
 ) -> list[Figure]:
-    """Scores one task; `stride` (tokens) is for those that slide a window over a text."""
+    """Scores one task; `stride` (tokens) is for those that slide a window over a text.
+
+    Raises:
+        UserError: the task's file cannot be read.
+    """
     task = TASKS[name]
-    return task.score(scorer, tokenizer, path, *([stride] if task.slides else []))
+    with reading(path):
+        return task.score(scorer, tokenizer, path, *([stride] if task.slides else []))

@@ -179,6 +179,8 @@ def _read_torch_zip(path: Path) -> tuple[dict, dict[str, int]]:
     """PyTorch 1.6 and later: an archive with a pickle and one uncompressed file a storage."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        if archive.getinfo(pickled).compress_type != zipfile.ZIP_STORED:  # it may be of any size
+            raise zipfile.BadZipFile(f"{pickled} is compressed")
         state = _StateDictUnpickler(io.BytesIO(archive.read(pickled))).load()
         folder = pickled.removesuffix("data.pkl") + "data/"
         offsets = {}

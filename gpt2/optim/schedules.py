@@ -48,12 +48,13 @@ def _constant(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """Stable, then a linear decay, by default over the last fifth of all steps (Hu et al. 2024)."""
     decay = optim.decay(num_steps)
-    for name in ("decay_steps", "decay_percent"):
+    most = {"decay_steps": steps, "decay_percent": 100 * steps // num_steps}
+    for name, limit in most.items():
         value = getattr(optim, name)
         if value and decay > steps:
             raise UserError(
                 f"optim.{name}={value:g} is longer than the {steps} steps after the warm-up",
-                f"Lower --config.optim.{name}",
+                f"Use at most --config.optim.{name}={limit}",
             )
     decay = min(decay, steps)
     return optax.linear_schedule(

@@ -236,7 +236,9 @@ def _read_line(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("step"), int)
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    whole = all(type(value) in (int, float, type(None)) for value in record.values())
     return record if whole else None
 
 

@@ -12,6 +12,7 @@ from gpt2.utils import digests, files
 ITEMS = ("params", "rest", "layout", "metrics")
 _UNSAVED = ".none-saved"
 METRIC = "eval/loss"  # by which the best checkpoint is known
+_NOTES = "_CHECKPOINT_METADATA"  # Orbax writes it last, so it has no digest; Orbax minds no loss
 # The file, the key and the type of what each item in JSON holds.
 _JSON = {
     "layout": ("layout/metadata", "scan_layers", bool),
@@ -99,6 +100,8 @@ def find_damage(
         the arrays are not looked at.
     """
     folder = Path(workdir) / "checkpoints" / str(step)
+    if _is_endless(folder / _NOTES):
+        return f"{_NOTES} was altered"
     if not (folder / "digests").exists() and _is_older(folder):
         return _find_malformed(folder, items)
     saved = digests.read_sealed(folder / "digests" / "digests")
@@ -120,10 +123,21 @@ def _find_malformed(folder: Path, items: Sequence[str]) -> str:
     return ""
 
 
+def _is_endless(notes: Path) -> bool:
+    """Returns whether Orbax's notes are nested so deep that they would end the program."""
+    try:
+        json.loads(notes.read_text())
+    except RecursionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
 def _is_older(checkpoint: Path) -> bool:
     """Returns whether a checkpoint without digests was saved without them, and not cut short."""
     try:
-        notes = (checkpoint / "_CHECKPOINT_METADATA").read_text()
+        notes = (checkpoint / _NOTES).read_text()
     except (OSError, UnicodeDecodeError):
         return False
     return '"digests"' not in notes and (checkpoint / "params").exists()

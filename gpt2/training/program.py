@@ -95,7 +95,7 @@ class Program:
 
     def init(self, key: jax.Array) -> TrainState:
         """Returns the state before the first step, as a pure function of a key."""
-        return self._first_state(_draw(self.model, key))
+        return self._first_state(draw_params(self.model, key))
 
     def _first_state(self, params: Any) -> TrainState:
         config = self.config
@@ -186,7 +186,8 @@ def _compile(step: Callable, *arguments: Any, **options: Any) -> CompiledStep:
     return compiled
 
 
-def _draw(model: GPT, key: jax.Array) -> Any:
+def draw_params(model: GPT, key: jax.Array) -> Any:
+    """Returns parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
 
@@ -205,7 +206,7 @@ def choose_gather(config: Config, devices: Sequence[jax.Device]) -> str:
         return "step"
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
-    shapes = jax.eval_shape(partial(_draw, GPT(config.gpt())), jax.random.key(0))
+    shapes = jax.eval_shape(partial(draw_params, GPT(config.gpt())), jax.random.key(0))
     name = board_name(devices[0].device_kind)
     needed = 8 * num_params(shapes) / sizes["tensor"]
     return "layer" if name and needed > 0.5 * 1e9 * BOARDS[name].memory else "step"
@@ -238,7 +239,9 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
     _make_optimizer(config)
     if config.optim.layer_rates:
         model = GPT(config.with_vocabulary(1).gpt())  # names do not depend on its size
-        check_layer_rates(config.optim, jax.eval_shape(partial(_draw, model), jax.random.key(0)))
+        check_layer_rates(
+            config.optim, jax.eval_shape(partial(draw_params, model), jax.random.key(0))
+        )
 
 
 def resolve_attention(config: Config, device: jax.Device) -> str:

@@ -1,0 +1,187 @@
+"""Commands in processes that need no imports: a server forks itself for each of them.
+
+A command takes seconds to import JAX and milliseconds to refuse an option. The server imports
+everything but the commands themselves, which define flags. A child then runs a command's file as
+`python` would, from its first line to its exit.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STARTED = 77  # the exit code of a run that was let go up to its first computation
+LATE = -1  # that of a command which took longer than it may
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """How a command ended.
+
+    Attributes:
+        code: its exit code; `STARTED`, `LATE`, or minus the number of a signal.
+        seconds: what it took.
+        memory: the most that it held beyond what the server holds, in bytes.
+    """
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    memory: int
+
+
+class Commands:
+    """A server of commands on one CPU device."""
+
+    def __enter__(self) -> "Commands":
+        self._server = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+        self._server.stdout.close()
+
+    def run(
+        self, *command: str, cwd: Path, seconds: float = 15.0, to_the_end: bool = False
+    ) -> Done:
+        """Runs a command.
+
+        Args:
+            command: a file such as `train.py`, or a module such as `gpt2.generate`, and its
+                arguments.
+            cwd: where it runs.
+            seconds: after which it is killed.
+            to_the_end: else a run ends with `STARTED` where it would begin to compute: when its
+                weights are drawn, or restored and about to be trained.
+        """
+        asked = dict(command=command, cwd=str(cwd), seconds=seconds, to_the_end=to_the_end)
+        print(json.dumps(asked), file=self._server.stdin, flush=True)
+        return Done(**json.loads(self._server.stdout.readline()))
+
+
+def environment() -> dict[str, str]:
+    """Returns the variables of commands: this project's code, on one CPU device."""
+    flags = "--xla_force_host_platform_device_count=1"
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+
+
+def arguments_of(*command: str) -> list[str]:
+    """Returns the arguments by which a process of its own runs a command of `Commands.run`."""
+    name, *arguments = command
+    start = [str(ROOT / name)] if name.endswith(".py") else ["-m", name]
+    return [sys.executable, *start, *arguments]
+
+
+def _serve() -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    _import_all()
+    gc.collect()
+    gc.freeze()  # else a child copies every page that the collector looks at
+    for line in sys.stdin:
+        print(json.dumps(_run(**json.loads(line))), flush=True)
+
+
+def _import_all() -> None:
+    """Imports what commands import, apart from modules that define flags."""
+    import gpt2
+
+    for module in pkgutil.walk_packages(gpt2.__path__, "gpt2."):
+        source = Path(importlib.util.find_spec(module.name).origin).read_text()
+        if not any(word in source for word in ("flags.DEFINE", "gpt2.cli", "import cli")):
+            importlib.import_module(module.name)
+
+
+def _run(command: Sequence[str], cwd: str, seconds: float, to_the_end: bool) -> dict:
+    start, held = time.monotonic(), _resident("self")
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        child = os.fork()
+        if not child:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stderr.fileno(), 2)
+            os._exit(_become(command, cwd, to_the_end))
+        most = 0
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            most = max(most, _resident(child))
+            if time.monotonic() - start > seconds:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
+            time.sleep(0.005)
+        code = os.waitstatus_to_exitcode(ended[1]) if ended[0] else LATE
+        texts = {}
+        for name, file in dict(stdout=stdout, stderr=stderr).items():
+            file.seek(0)
+            texts[name] = file.read().decode(errors="replace")
+    return dict(code=code, **texts, seconds=time.monotonic() - start, memory=max(most - held, 0))
+
+
+def _resident(process: int | str) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
+    return 0
+
+
+def _become(command: Sequence[str], cwd: str, to_the_end: bool) -> int:
+    """Runs a command in this process, and returns its exit code."""
+    os.chdir(cwd)
+    name, *arguments = command
+    if not to_the_end:
+        _stop_before_computing()
+    try:
+        if name.endswith(".py"):
+            sys.argv = sys.orig_argv = [str(ROOT / name), *arguments]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            sys.argv = [name, *arguments]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # as the interpreter ends
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _stop_before_computing() -> None:
+    from gpt2.training.program import Program
+
+    def stop(*_, **__):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(STARTED)
+
+    Program.init_state = stop
+    Program.compile_train = stop
+
+
+if __name__ == "__main__":
+    _serve()
