@@ -61,8 +61,7 @@ def exit_on_user_error(main: Callable) -> Callable:
     """Wraps a command's main, so that a user's mistake prints one line and sets the exit code.
 
     A `UserError` prints `error: ...` on stderr, and so does a full disk or a path that the system
-    refuses. Ctrl-C exits with 130, as
-    in a shell.
+    refuses. Ctrl-C exits with 130, as in a shell.
     """
 
     @functools.wraps(main)
