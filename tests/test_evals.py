@@ -182,9 +182,9 @@ def test_hellaswag_normalises_in_both_ways(params, scorer, tmp_path):
     endings = ["runs away", "x", "eats a very long meal [step] and sleeps", "sits down"]
     examples = [
         dict(
-            ctx=f"A man {i} walks. he",
+            ctx=f"A man {i} walks." + " he" * (i % 2),
             ctx_a=f"A man {i} walks.",
-            ctx_b="he",
+            ctx_b="he" * (i % 2),  # empty in WikiHow's rows
             activity_label="Walking",
             endings=endings,
             label=i % 4,
@@ -210,7 +210,7 @@ def test_hellaswag_normalises_in_both_ways(params, scorer, tmp_path):
         return text.replace("[step]", "").replace("  ", " ")
 
     def labelled(example):
-        return f"Walking: {example['ctx_a']} He"
+        return f"Walking: {example['ctx_a']} {example['ctx_b'].capitalize()}".rstrip()
 
     assert figures["acc"].value == accuracy(lambda e: e["ctx"], str, None)
     assert figures["acc_norm, llm.c"].value == accuracy(lambda e: e["ctx"], str, "tokens")

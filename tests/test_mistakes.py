@@ -122,6 +122,10 @@ def check_refusal(done):
     return last
 
 
+# What a message names without a value that would do: it cannot know one.
+WITHOUT_A_VALUE = ("data.corpus", "train.init_from")
+
+
 def follow_to_the_start(commands, folder, arguments, refused=False):
     """Follows the advice of train.py until the run starts, or a message proposes no value.
 
@@ -137,6 +141,7 @@ def follow_to_the_start(commands, folder, arguments, refused=False):
         assert told[-1] not in told[:-1], told
         changed = follow(arguments, told[-1])
         if changed is None:
+            assert any(subject in told[-1] for subject in WITHOUT_A_VALUE), told[-1]
             return None
         arguments = changed
     else:
@@ -302,6 +307,7 @@ CHECKPOINT = [
         *("params/manifest.ocdbt", "rest/manifest.ocdbt"),
     )
 ]
+DIGESTED = ("run/checkpoints/", "prepared/")  # what is altered in these is always told
 OF_HF = ["hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"]
 TOKENS = ["--config.data.corpus=tokens:shard_*.bin", "--config.data.tokenizer=gpt2"]
 BESIDE = ("data.json", "metrics.jsonl", "environment.jsonl", "samples.txt", "loss.png", ".lock")
@@ -366,11 +372,15 @@ def test_spoilt_files_are_refused_or_passed_over(commands, pristine, tmp_path, n
 
 def read_spoilt(commands, folder, command, file, damage, seed):
     """Damages a file, and asserts that the command which reads it goes on or refuses it."""
-    spoil(next(folder.glob(file)), damage, seed)
+    path = next(folder.glob(file))
+    whole = path.read_bytes()
+    spoil(path, damage, seed)
+    altered = not path.is_file() or path.read_bytes() != whole
     before = snapshot(folder)
     done = commands.run(*command, cwd=folder, seconds=60)
     if done.code in (0, STARTED):
         assert all(line.startswith("warning: ") for line in done.stderr.splitlines()), done
+        assert done.stderr or not (altered and file.startswith(DIGESTED)), done
     else:
         check_refusal(done)
         assert snapshot(folder) == before

@@ -47,3 +47,28 @@ def test_devices_that_could_share_a_state_are_advised_to(monkeypatch):
     room.check_room(with_options(config, told), jax.devices()[:8])
     monkeypatch.setattr(room, "device_memory", lambda device: None)  # it does not tell
     room.check_room(config, jax.devices()[:1])
+
+
+def test_a_size_that_is_proposed_fits(monkeypatch):
+    config = with_options(make_config(), {"model.num_layers": 24, "model.embed_dim": 768})
+    least = room.state_bytes(with_options(config, {"model.num_layers": 3}))
+    monkeypatch.setattr(room, "device_memory", lambda device: least)
+    with pytest.raises(UserError, match=r"use --config\.model\.num_layers=3\.$"):
+        room.check_room(config, jax.devices()[:1])
+
+
+def test_gradients_count_where_all_are_held_at_once():
+    config = make_config()
+    waits = room.state_bytes(config)
+    free = room.state_bytes(with_options(config, {"optim.clip_norm": 0.0}))
+    assert waits - free == pytest.approx(free / 3, rel=1e-3)  # parameters and two moments are left
+
+
+def test_a_device_of_another_process_is_not_asked(monkeypatch):
+    class Far:
+        process_index, platform = 1, "gpu"
+
+        def memory_stats(self):
+            raise RuntimeError("MemoryStats is only supported for addressable devices")
+
+    room.check_room(make_config(), [Far(), jax.devices()[0]])

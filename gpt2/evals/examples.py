@@ -42,7 +42,8 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, in the two customary ways."""
     texts = dict.fromkeys(("ctx", "ctx_a", "ctx_b", "activity_label"), str)
-    examples = list(read_jsonl(path, **texts, endings=list, label=object))
+    # WikiHow's half of the file has no second sentence that is begun.
+    examples = list(read_jsonl(path, may_be_empty="ctx_b", **texts, endings=list, label=object))
     labels = []
     for number, example in enumerate(examples, 1):
         label, num_endings = str(example["label"]), len(example["endings"])
@@ -111,11 +112,12 @@ def after(tokenizer: Tokenizer, context: str, text: str, context_length: int) ->
     return continuation(whole[:start], whole[start:], context_length)
 
 
-def read_jsonl(path: Path, **fields: type) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, may_be_empty: str = "", **fields: type) -> Iterator[dict[str, Any]]:
     """Reads one JSON object a line.
 
     Args:
         path: of the file.
+        may_be_empty: the one field whose text may be empty.
         fields: what each object holds, by name. A list is one of texts.
 
     Raises:
@@ -125,7 +127,10 @@ def read_jsonl(path: Path, **fields: type) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             try:
                 example = json.loads(line)
-                wrong = [name for name, kind in fields.items() if not _is(example[name], kind)]
+                found = {name: example[name] for name in fields}
+                wrong = [name for name, kind in fields.items() if not _is(found[name], kind)]
+                if found.get(may_be_empty) == "":
+                    wrong.remove(may_be_empty)
             except KeyError as error:
                 raise UserError(
                     f"{path}, line {number} has no field {error}", "See docs/evaluation.md"

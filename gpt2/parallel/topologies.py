@@ -115,7 +115,11 @@ def _read_target(path: Path) -> str:
             f"--plan_chips names {path}, which is not a file",
             "python -m gpt2.benchmark suite writes one on a GPU",
         )
-    return path.read_text()
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        how = "Give the target.txtpb that python -m gpt2.benchmark suite writes on a GPU"
+        raise UserError(f"{path} is no text", how) from None
 
 
 def _gpus(target: str, number: int) -> list[jax.Device]:

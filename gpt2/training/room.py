@@ -1,6 +1,7 @@
 """Whether the state of a run has room on its devices, told before anything is spent."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,16 +13,14 @@ from gpt2.data.tokenizer_names import tokens_by_name
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer
+from gpt2.parallel import distributed
 from gpt2.parallel.mesh import mesh_sizes
 from gpt2.telemetry.memory import device_memory
 from gpt2.training.program import draw_params
 from gpt2.utils.text import format_bytes
 
 # What makes a model large, and so what advice sets back.
-_SIZES = tuple(
-    f"model.{name}"
-    for name in ("num_layers", "embed_dim", "mlp_dim", "mlp_ratio", "vocab_size", "context_length")
-)
+_SIZES = ("num_layers", "embed_dim", "mlp_dim", "mlp_ratio", "vocab_size", "context_length")
 
 
 def check_room(config: Config, devices: Sequence[jax.Device]) -> None:
@@ -33,21 +32,21 @@ def check_room(config: Config, devices: Sequence[jax.Device]) -> None:
     Raises:
         UserError: there is no room. The message names options with which there would be.
     """
-    memory = device_memory(devices[0])
+    # Devices of other processes do not tell.
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    memory = device_memory(own)
     sizes = mesh_sizes(config.parallel, len(devices))
     parts = sizes["fsdp"] * sizes["tensor"]
     needed = state_bytes(config)
-    if memory is None or needed <= memory * parts:
+    if not distributed.from_first(memory is not None and needed > memory * parts) or not memory:
         return
     what = (
         f"the parameters, gradients and moments take {format_bytes(needed // parts)} on each "
         f"device, which has {format_bytes(memory)}"
     )
-    if parts < len(devices) and config.parallel.backend == "pjit":
-        spread = {"parallel.strategy": "zero3", "parallel.data": 1}
-        if needed <= memory * len(devices):
-            raise UserError(what, f"For example, use {_flags(spread)}")
-    raise UserError(what, f"For example, use {_flags(_smaller(config, memory * parts))}")
+    advice = _spread(config, len(devices), needed, memory) or _smaller(config, memory * parts)
+    flags = " ".join(f"--config.{name}={value}" for name, value in advice.items())
+    raise UserError(what, f"For example, use {flags}")
 
 
 def state_bytes(config: Config) -> int:
@@ -74,29 +73,45 @@ def _traced_bytes(config: Config, num_layers: int) -> int:
     params = jax.eval_shape(partial(draw_params, GPT(small.gpt())), jax.random.key(0))
     names = dataclasses.replace(config.optim, layer_rates="")  # which may name further layers
     optimizer = make_optimizer(names, lambda step: 1.0, num_steps=config.train.num_steps)
-    return 2 * _bytes(params) + _bytes(jax.eval_shape(optimizer.init, params))
+    # Without a norm of all gradients, and with nothing to add up, each can be used as it comes.
+    waits = config.optim.clip_norm or config.train.accumulate_steps > 1
+    return (1 + bool(waits)) * _bytes(params) + _bytes(jax.eval_shape(optimizer.init, params))
 
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def _spread(config: Config, num_devices: int, needed: int, memory: int) -> dict[str, Any]:
+    """Returns options that spread the state over all devices, if there are some that fit."""
+    options: dict[str, Any] = {"parallel.strategy": "zero3", "parallel.data": 1}
+    if config.parallel.fsdp != DEFAULTS.parallel.fsdp:
+        options["parallel.fsdp"] = -1
+    try:
+        sizes = mesh_sizes(with_options(config, options).parallel, num_devices)
+    except UserError:  # another option of the config does not go with them
+        return {}
+    fits = needed <= memory * sizes["fsdp"] * sizes["tensor"]
+    return options if fits and num_devices > 1 else {}
+
+
 def _smaller(config: Config, memory: int) -> dict[str, Any]:
-    """Returns sizes that differ from the config's and fit: one of them if that will do."""
+    """Returns sizes that differ from the config's: one of them if that will do, and that fit."""
     tree, defaults = config.to_dict()["model"], DEFAULTS.model
-    large = {
-        name: defaults[name.removeprefix("model.")]
-        for name in _SIZES
-        if tree[name.removeprefix("model.")] > defaults[name.removeprefix("model.")]
-    }
-    for name, value in large.items():
-        try:
-            if state_bytes(with_options(config, {name: value})) <= memory:
-                return {name: value}
-        except UserError:  # this one alone does not go with the others
-            continue
-    return large or {"model.num_layers": max(config.model.num_layers // 2, 1)}
+    options = [{f"model.{name}": defaults[name]} for name in _SIZES if tree[name] > defaults[name]]
+    large = [each for each in options if _bytes_with(config, each) < state_bytes(config)]
+    together = {name: value for each in large for name, value in each.items()}
+    layers = together.get("model.num_layers", config.model.num_layers)
+    halves = [layers >> times for times in range(1, layers.bit_length())]
+    fewer = [together | {"model.num_layers": number} for number in halves]
+    candidates = [*large, *([together] if together else []), *fewer]
+    fits = (each for each in candidates if _bytes_with(config, each) <= memory)
+    return next(fits, together | {"model.num_layers": 1})
 
 
-def _flags(options: dict[str, Any]) -> str:
-    return " ".join(f"--config.{name}={value}" for name, value in options.items())
+def _bytes_with(config: Config, options: dict[str, Any]) -> float:
+    """Returns the bytes of a state with other options, infinite if they do not go together."""
+    try:
+        return state_bytes(with_options(config, options))
+    except UserError:
+        return math.inf

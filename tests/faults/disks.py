@@ -145,7 +145,7 @@ def read_only_meanwhile(lab: Laboratory, index: int) -> float:
 
 def check_saves_failed(run: Watched) -> None:
     """Raises Broken unless a run has told of each save that failed, and of the last at its end."""
-    *warnings, last = run.stderr().splitlines()
+    *warnings, last = run.stderr().splitlines() or [""]
     told = [line for line in warnings if re.match(r"warning: the state of step \d+ is not", line)]
     if not told or not re.match(rf"error: the state of step {SHORT} is not saved", last):
         raise Broken(f"it does not tell of its saves: {run.stderr()!r}")

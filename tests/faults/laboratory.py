@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def attempt(what: str, often: object, make: Callable[[], float]) -> Row:
         return Row(what, str(often), make())
     except Broken as broken:
         return Row(what, str(often), problem=str(broken))
+    except Exception:  # of the test itself: the other rows are worth having
+        return Row(what, str(often), problem=traceback.format_exc())
 
 
 class Watched:
