@@ -51,7 +51,7 @@ def few_and_many(few, many):
     """Runs a test of generated examples with few of them, and with many where time is no matter."""
 
     def decorate(test):
-        counts = [few, pytest.param(many, marks=pytest.mark.thorough)]
+        counts = [few, pytest.param(many, marks=pytest.mark.slow)]
         return pytest.mark.parametrize("number", counts)(test)
 
     return decorate
