@@ -47,11 +47,14 @@ def examples(number):
     )
 
 
-def few_and_many(few, many):
-    """Runs a test of generated examples with few of them, and with many where time is no matter."""
+def few_and_many(few, many, *marks):
+    """Runs a test of generated examples with few of them, and with many where time is no matter.
+
+    `marks` are those of the few.
+    """
 
     def decorate(test):
-        counts = [few, pytest.param(many, marks=pytest.mark.slow)]
+        counts = [pytest.param(few, marks=marks), pytest.param(many, marks=pytest.mark.slow)]
         return pytest.mark.parametrize("number", counts)(test)
 
     return decorate
@@ -174,7 +177,7 @@ def test_options_that_contradict_are_refused_or_the_run_starts(commands, pristin
     check()
 
 
-@few_and_many(1, 100)
+@few_and_many(1, 100, pytest.mark.thorough)
 def test_options_that_are_accepted_train_two_steps(commands, pristine, tmp_path, number):
     @examples(number)
     @given(wild_options(MILD))
@@ -194,7 +197,7 @@ def test_options_that_are_accepted_train_two_steps(commands, pristine, tmp_path,
     check()
 
 
-@few_and_many(2, 20)
+@few_and_many(2, 20, pytest.mark.thorough)
 def test_a_process_of_its_own_says_what_a_fork_says(commands, pristine, tmp_path, number):
     """In a sample of all kinds of mistakes; beyond it, the tests here trust forks."""
     for command, *arguments in IN_A_PROCESS[:: len(IN_A_PROCESS) // number]:

@@ -84,6 +84,7 @@ class Pair:
         return "\n".join(log.read_text() for log in self.logs)
 
 
+@pytest.mark.thorough
 def test_a_killed_process_ends_the_other_and_the_pair_continues_exactly(tmp_path):
     workdir = tmp_path / "run"
     with Pair(workdir) as pair:

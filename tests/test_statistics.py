@@ -47,6 +47,7 @@ def watch(layout):
     return jax.device_get(program.compile_watch(state, batch)(1, state, batch))
 
 
+@pytest.mark.thorough
 def test_statistics_are_those_of_the_step_itself():
     program = make_program()
     state, batch = program.init_state(), program.backend.put_batch(BATCH)

@@ -130,6 +130,7 @@ def test_a_validation_of_many_batches_ends_on_simulated_devices(tmp_path):
     assert "validation loss" in stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"]
 )

@@ -199,6 +199,7 @@ def test_a_plan_for_gpu_chips_that_are_not_here_splits_attention(tensor):
     assert f"x tensor {tensor}" in stdout
 
 
+@pytest.mark.thorough
 def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     workdir = tmp_path / "run"
     options = [*SHORT, "--config.train.eval_batches=1"]
