@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 
 from gpt2.benchmark import case as benchmark
-from gpt2.benchmark import worker
+from gpt2.benchmark import measure, worker
 from gpt2.benchmark.suite import attention as suite_attention
 from gpt2.benchmark.suite import command as suite
 from gpt2.benchmark.suite import loop as suite_loop
@@ -38,6 +38,9 @@ def fail(line: str) -> tuple[str, ...]:
     return ("-c", f"import sys; sys.exit({line!r})")
 
 
+SHORT = "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9"
+
+
 def part(name: str, *cases: Case, seconds: float = 60, **more) -> Part:
     return Part(name, name.title(), seconds, cases, **more)
 
@@ -51,7 +54,7 @@ def test_a_part_that_fails_leaves_its_error_and_the_rest_runs(tmp_path):
     parts = [
         part("broken", Case("planted", ("-c", "raise ValueError('planted')")), Case("b", say(a=1))),
         part("slow", Case("hangs", hangs), Case("late", say(a=1)), seconds=1),
-        part("large", Case("big", fail("RESOURCE_EXHAUSTED: Out of memory"))),
+        part("large", Case("big", fail(SHORT))),
         part("poor", Case("peer", say(a=1), needs="no_such_package"), Case("far", say(absent="x"))),
         part("good", Case("last", say(a=2))),
     ]
@@ -74,6 +77,29 @@ def test_the_line_that_tells_is_that_of_the_contestant(tmp_path):
     lines = "RuntimeError: bad kernel\nerror: jax ended early. Its own message above tells it."
     ran = suite.run_case(Case("a", fail(lines)), 30, tmp_path / "log")
     assert (ran["status"], ran["reason"]) == ("failed", "RuntimeError: bad kernel")
+
+
+def test_only_the_error_that_ended_a_case_says_that_it_does_not_fit(tmp_path):
+    warned = "W0 bfc_allocator.cc:310] Allocator (GPU_0_bfc) ran out of memory trying to allocate 9"
+    warned += "GiB. The caller indicates that this is not a failure: RESOURCE_EXHAUSTED\n"
+    lost = "\nerror: torch ended early. Its own message above tells the reason."
+    torch = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
+    ended = {warned + "ValueError: planted": "failed", warned + SHORT: "does not fit"}
+    ended |= {torch + lost: "does not fit", SHORT + "\n---\n(frames)" + lost: "does not fit"}
+    for text, status in ended.items():
+        ran = suite.run_case(Case("a", fail(text)), 30, tmp_path / "log")
+        assert ran["status"] == status, ran
+    ran = suite.run_case(Case("a", fail(warned + "ValueError: planted")), 30, tmp_path / "log")
+    assert ran["reason"] == "ValueError: planted"
+
+
+def test_a_fault_of_the_table_does_not_end_the_measurements(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite_report, "block", lambda *_: 1 / 0)
+    parts = [part(name, Case("a", say(a=1))) for name in ("first", "second")]
+    assert [statuses(found) for found in suite.run_parts(parts, tmp_path, "tiny")] == [["done"]] * 2
+    told = "the table failed (ZeroDivisionError: division by zero); the JSON files hold the results"
+    assert (tmp_path / "summary.md").read_text() == f"{told}\n"
+    assert f"warning: {told}" in capsys.readouterr().err
 
 
 def test_nothing_that_a_case_started_lives_on(tmp_path):
@@ -110,7 +136,7 @@ def test_a_part_whose_json_is_there_is_not_run_again(tmp_path, capsys):
 
 
 def test_the_first_case_that_fits_is_the_last(tmp_path):
-    cases = Case("none", fail("RESOURCE_EXHAUSTED")), Case("dots", say(a=1)), Case("full", say(a=1))
+    cases = Case("none", fail(SHORT)), Case("dots", say(a=1)), Case("full", say(a=1))
     parts = [part("remat", *cases, until_one_fits=True), part("all", *cases)]
     remat, every = suite.run_parts(parts, tmp_path, "tiny")
     assert statuses(remat) == ["does not fit", "done"]
@@ -119,9 +145,21 @@ def test_the_first_case_that_fits_is_the_last(tmp_path):
 
 def test_results_of_two_sizes_do_not_mix(tmp_path):
     suite.run_parts([part("a", Case("a", say(a=1)))], tmp_path, "tiny")
-    suite._check_results(tmp_path, "tiny")
-    with pytest.raises(UserError, match="holds results of --size=tiny"):
-        suite._check_results(tmp_path, "full")
+    suite_report.check_size(tmp_path, "tiny")
+    with pytest.raises(UserError, match=r"a\.json has results of --size=tiny, not full"):
+        suite_report.check_size(tmp_path, "full")
+
+
+def test_a_report_refuses_a_folder_without_a_gpus_results(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"{suite_report.BEGIN}\nmeasured\n{suite_report.END}\n")
+    parts = make_parts("full", tmp_path)
+    with pytest.raises(UserError, match=r"nowhere has no versions\.json\. Name the folder"):
+        suite_report.rewrite(page, tmp_path / "nowhere", parts)
+    suite.run_parts([part("versions", Case("a", say(a=1)))], tmp_path, "tiny")
+    with pytest.raises(UserError, match="has results of --size=tiny, not full"):
+        suite_report.rewrite(page, tmp_path, parts)
+    assert "measured" in page.read_text()
 
 
 def test_a_cpu_does_not_run_the_full_size(tmp_path):
@@ -234,6 +272,15 @@ def test_the_tables_of_given_json_are_these(tmp_path):
     page.write_text(f"before\n{begin}\nafter\n")
     with pytest.raises(UserError, match="lacks the markers"):
         suite_report.rewrite(page, tmp_path, parts)
+
+
+def test_the_ratio_of_a_single_round_has_no_interval(tmp_path):
+    once = STEP | {"turns": [0.2], "speedup": measure.ratio([0.2], [0.1])}
+    contestants = {"jax": STEP | {"turns": [0.1]}, "torch": once}
+    written = record("torch", done("16", results=contestants))
+    (tmp_path / "torch.json").write_text(json.dumps(written))
+    parts = [part for part in make_parts("tiny", tmp_path) if part.name == "torch"]
+    assert "| jax is faster by 2.00 |" in suite_report.block(tmp_path, parts)
 
 
 def test_the_table_of_the_docs_is_that_of_its_json():

@@ -37,8 +37,10 @@ from gpt2.errors import UserError, require_choice, require_writable
 from gpt2.utils.files import write_json, write_text
 from gpt2.utils.text import format_duration
 
-_SHORT = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory")
-_TOLD = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: |RESOURCE_EXHAUSTED")
+# Lines that tell why a process ended, and those of them that tell of memory. XLA warns of an
+# allocation that it can do without; such a line is neither.
+_TOLD = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")
+_SHORT = re.compile(r"RESOURCE_EXHAUSTED|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY")
 _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -65,7 +67,7 @@ def main(_: str) -> int:
         report.rewrite(Path(options.report), output, make_parts("full", output))
         return 0
     require_writable("output", output)
-    _check_results(output, options.size)
+    report.check_size(output, options.size)
     # What ends this process ends the case that runs, which holds the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = run_parts(parts, output, options.size)
@@ -105,10 +107,22 @@ def run_parts(parts: Sequence[Part], output: Path, size: str) -> list[dict[str, 
         else:
             result = _run_part(part, output, size)
         results.append(result)
-        write_text(output / "summary.md", report.block(output, parts))
+        write_text(output / "summary.md", _summarise(output, parts))
         if part.name == "versions" and size == "full":
             _check_device(result)
     return results
+
+
+def _summarise(output: Path, parts: Sequence[Part]) -> str:
+    """Returns the tables; a fault of theirs must not end the measurements."""
+    try:
+        return report.block(output, parts)
+    except Exception as error:
+        told = (
+            f"the table failed ({type(error).__name__}: {error}); the JSON files hold the results"
+        )
+        print(f"warning: {told}", file=sys.stderr, flush=True)
+        return f"{told}\n"
 
 
 def _run_part(part: Part, output: Path, size: str) -> dict[str, Any]:
@@ -186,11 +200,11 @@ def run_case(case: Case, seconds: float, log: Path) -> dict[str, Any]:
     record["error"] = lines[-12:]
     if code is None:
         return record | {"status": "out of time", "reason": f"no end within {seconds:.0f} s"}
-    if _SHORT.search(error):
-        return record | {"status": "does not fit", "reason": "the device's memory is too small"}
     told = [line for line in lines if _TOLD.search(line)] or lines or [f"exit code {code}"]
     # The process of a contestant tells why; the one that waited for it only that it ended.
     ends = [line for line in told if "Its own message above" not in line] or told
+    if _SHORT.search(ends[-1]):
+        return record | {"status": "does not fit", "reason": "the device's memory is too small"}
     return record | {"status": "failed", "reason": ends[-1][:300]}
 
 
@@ -228,16 +242,6 @@ def _check_device(versions: dict[str, Any]) -> None:
             f"--size=full needs a GPU, and this machine has {result['device']}",
             "Use --size=tiny with another --output",
         )
-
-
-def _check_results(output: Path, size: str) -> None:
-    """Raises a UserError if the folder holds results of another size."""
-    for other in report.read_results(output):
-        if other["size"] != size:
-            raise UserError(
-                f"--output={output} holds results of --size={other['size']}",
-                "Give another --output",
-            )
 
 
 def _file_name(name: str) -> str:

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt2.benchmark.measure import OURS
+from gpt2.benchmark.report import format_ratio
 from gpt2.benchmark.suite.parts import Part
 from gpt2.errors import MALFORMED, UserError
 from gpt2.utils.files import write_text
 from gpt2.utils.text import format_count
 
 BEGIN, END = "<!-- suite: begin -->", "<!-- suite: end -->"
-_OURS = "jax"
 _COLUMNS = ("what", "step (range)", "tokens/s", "MFU", "memory", "compiled in", "")
 
 
@@ -26,7 +27,8 @@ def read_result(output: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         result = json.loads(path.read_text())
-        return result | {"cases": list(result["cases"]), "status": result["status"]}
+        named = {name: result[name] for name in ("part", "size", "status")}
+        return result | named | {"cases": list(result["cases"])}
     except MALFORMED as error:
         raise UserError(
             f"{path} holds no result of a part ({error})", "Delete it, and run the part again"
@@ -43,12 +45,26 @@ def read_results(output: Path) -> list[dict[str, Any]]:
     return [result for result in found if result]
 
 
+def check_size(output: Path, size: str) -> None:
+    """Raises a UserError if the folder holds results of another size."""
+    for other in read_results(output):
+        if other["size"] != size:
+            raise UserError(
+                f"{output / other['part']}.json has results of --size={other['size']}, not {size}",
+                "Give another --output",
+            )
+
+
 def rewrite(path: Path, output: Path, parts: Sequence[Part]) -> None:
-    """Puts the tables between the two markers of a file.
+    """Puts the tables of a folder of `--size=full` between the two markers of a file.
 
     Raises:
-        UserError: the file does not exist, or lacks a marker.
+        UserError: the file does not exist, or lacks a marker; or the folder holds no results, or
+            those of another size.
     """
+    if not (output / "versions.json").is_file():
+        raise UserError(f"--output={output} has no versions.json", "Name the folder of the results")
+    check_size(output, "full")
     if not path.is_file():
         raise UserError(f"--report={path} is not a file", "Name a Markdown file with two markers")
     before, begin, rest = path.read_text().partition(BEGIN)
@@ -106,7 +122,9 @@ def _rows(part: Part, results: dict[str, dict[str, Any] | None]) -> Iterator[lis
             yield [title, "done, without times"]
             continue
         for name, found in contestants.items():
-            note = _speedup(found) if len(contestants) > 1 and name != _OURS else ""
+            note = ""
+            if len(contestants) > 1 and name != OURS:
+                note = f"{OURS} is faster by {format_ratio(found['speedup'])}"
             if part.name == "loop":
                 note = _beside_the_benchmark(case["name"], found, results.get("124m"))
             which = f", {name}" if len(contestants) > 1 else ""
@@ -131,11 +149,6 @@ def _figures(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _speedup(found: dict[str, Any]) -> str:
-    median, least, most = found["speedup"]
-    return f"{_OURS} is faster by {median:.2f} ({least:.2f} to {most:.2f})"
-
-
 def _about(found: dict[str, Any]) -> str:
     """Returns the time by part of the model where that was asked for, else the attention in use."""
     shares = [f"{name} {share:.0%}" for name, share in (found.get("shares") or {}).items()]
@@ -148,7 +161,7 @@ def _beside_the_benchmark(name: str, found: dict[str, Any], measured: dict[str, 
     notes = [f"{1e3 * wait:.2f} ms of it waiting for data"] if wait is not None else []
     for case in (measured or {"cases": []})["cases"]:
         if case["name"] == name and case["status"] == "done":
-            ratio = found["step_seconds"] / case["result"]["results"][_OURS]["step_seconds"]
+            ratio = found["step_seconds"] / case["result"]["results"][OURS]["step_seconds"]
             notes.insert(0, f"{ratio:.3f} of the benchmark's step")
     return ", ".join(notes)
 
