@@ -27,7 +27,7 @@ def read_result(output: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         result = json.loads(path.read_text())
-        named = {name: result[name] for name in ("part", "size", "status")}
+        named = {name: result[name] for name in ("part", "size", "device", "status")}
         return result | named | {"cases": list(result["cases"])}
     except MALFORMED as error:
         raise UserError(
@@ -55,6 +55,16 @@ def check_size(output: Path, size: str) -> None:
             )
 
 
+def check_device(output: Path, device: str) -> None:
+    """Raises a UserError if the folder holds results of another device."""
+    for other in read_results(output):
+        if other["device"] != device:
+            raise UserError(
+                f"{output / other['part']}.json has results of {other['device']}, not {device}",
+                "Give another --output, or delete the file",
+            )
+
+
 def rewrite(path: Path, output: Path, parts: Sequence[Part]) -> None:
     """Puts the tables of a folder of `--size=full` between the two markers of a file.
 
@@ -77,7 +87,13 @@ def rewrite(path: Path, output: Path, parts: Sequence[Part]) -> None:
 
 
 def block(output: Path, parts: Sequence[Part]) -> str:
-    """Returns the tables of a folder as Markdown. A part without results has a row that says so."""
+    """Returns the tables of a folder as Markdown. A part without results has a row that says so.
+
+    Raises:
+        UserError: the results are not of one device.
+    """
+    if measured := read_results(output):
+        check_device(output, measured[0]["device"])
     results = {part.name: read_result(output, part.name) for part in parts}
     lines = [_describe_machine(results.get("versions")), ""]
     lines += [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
@@ -179,7 +195,9 @@ def _attention_rows(result: dict[str, Any] | None) -> Iterator[list[str]]:
         pairs = [pair for check in checks for pair in check.get("errors", {}).values()]
         ratios = [found / reference for found, reference in pairs if reference]
         worst = f"{max(ratios):.2f} at most" if ratios else ""
-        yield [case["name"], f"{passed} of {len(checks)}", worst]
+        planned = case["result"]["planned"]
+        cut = f", then {_problem(case)}" if len(checks) < planned else ""
+        yield [case["name"], f"{passed} of {planned}{cut}", worst]
 
 
 def _problem(case: dict[str, Any]) -> str:
