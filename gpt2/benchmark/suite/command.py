@@ -70,10 +70,10 @@ def main(_: str) -> int:
         return 0
     require_writable("output", output)
     report.check_size(output, options.size)
-    device = ask_device(output, options.size)
-    report.check_device(output, device)
     # What ends this process ends the case that runs, which holds the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    device = ask_device(output, options.size)
+    report.check_device(output, device)
     results = run_parts(parts, output, options.size, device)
     print(f"see {output / 'summary.md'}")
     return int(any(result["status"] == "failed" for result in results))

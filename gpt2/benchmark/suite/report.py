@@ -92,10 +92,11 @@ def block(output: Path, parts: Sequence[Part]) -> str:
     Raises:
         UserError: the results are not of one device.
     """
-    if measured := read_results(output):
-        check_device(output, measured[0]["device"])
+    device = next((result["device"] for result in read_results(output)), None)
+    if device:
+        check_device(output, device)
     results = {part.name: read_result(output, part.name) for part in parts}
-    lines = [_describe_machine(results.get("versions")), ""]
+    lines = [_describe_machine(device, read_result(output, "versions")), ""]
     lines += [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     for part in parts:
         if part.name not in ("versions", "attention"):
@@ -108,10 +109,12 @@ def block(output: Path, parts: Sequence[Part]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _describe_machine(result: dict[str, Any] | None) -> str:
+def _describe_machine(device: str | None, result: dict[str, Any] | None) -> str:
+    if device is None:
+        return "No GPU was measured."
     case = result["cases"][0] if result and result["cases"] else {}
     if "result" not in case:
-        return "No GPU was measured." if not case else f"Versions: {_problem(case)}."
+        return f"{device}; versions: {_problem(case) if case else 'not asked for'}."
     found = case["result"]
     names = ["jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch"]
     names += ["nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
