@@ -43,7 +43,7 @@ from gpt2.utils.text import format_duration
 # allocation that it can do without; such a line is neither.
 _TOLD = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")
 _SHORT = re.compile(r"RESOURCE_EXHAUSTED|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY")
-_ASK_SECONDS = 60  # CUDA may take ten to start
+ASK_SECONDS = 40  # CUDA may take ten to start
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
@@ -98,7 +98,7 @@ def ask_device(output: Path, size: str) -> str:
         UserError: it finds none, or the size is `full` and the machine has nothing but a CPU.
     """
     case = Case("device", ("-m", "gpt2.benchmark.suite.versions"))
-    ran = run_case(case, _ASK_SECONDS, output / "logs" / case.name)
+    ran = run_case(case, ASK_SECONDS, output / "logs" / case.name)
     if ran["status"] != "done":
         raise UserError(f"JAX finds no device: {ran['reason']}", f"See {output}/logs/device.err")
     found = ran["result"]

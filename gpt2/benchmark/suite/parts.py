@@ -91,7 +91,7 @@ def _full(output: Path) -> tuple[Part, ...]:
         *("--config.train.eval_batches=4", "--config.train.eval_every=0"),
     )
     return (
-        Part("versions", "Versions", 50, (_versions(output),)),
+        Part("versions", "Versions", 40, (_versions(output),)),
         Part(
             "attention",
             "Attention against the reference",
