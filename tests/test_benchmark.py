@@ -243,6 +243,40 @@ def test_a_player_does_the_steps_it_is_asked_for_and_tells():
         assert player.info() == 4
 
 
+def test_players_on_a_gpu_share_its_memory_unless_the_user_has_said_how(monkeypatch):
+    given: dict[str, dict[str, str]] = {}
+
+    class Noting:
+        def __init__(self, name, command, environment):
+            given[name] = environment
+            if len(given) == 3:
+                raise UserError("all have started", "Go on")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def play(self, steps):
+            return [1.0] * steps
+
+    def shares():
+        given.clear()
+        with pytest.raises(UserError, match="all have started"):
+            varied = {name: {} for name in ("second", "third")}
+            measure.measure(tiny(), [], rounds=1, seconds=0.0, variations=varied)
+        names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+        return [[variables.get(name) for name in names] for variables in given.values()]
+
+    monkeypatch.setattr(measure, "Player", Noting)
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    assert shares() == [["0.30", None]] * 3
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")  # JAX refuses both names at once
+    assert shares() == [[None, "0.2"]] * 3
+
+
 def test_a_player_that_ends_early_is_a_user_error():
     command = [sys.executable, "-c", "input()"]
     with Player("quitter", command, dict(os.environ)) as player, pytest.raises(UserError):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 from absl import flags
 
+from gpt2 import ops
 from gpt2.benchmark import case as benchmark
-from gpt2.benchmark import worker
+from gpt2.benchmark import measure, worker
 from gpt2.benchmark.suite import attention as suite_attention
 from gpt2.benchmark.suite import command as suite
 from gpt2.benchmark.suite import loop as suite_loop
@@ -24,6 +26,8 @@ from gpt2.benchmark.suite import wheels
 from gpt2.benchmark.suite.parts import FIRST, SIZES, Case, Part, make_parts
 from gpt2.config import DEFAULTS, Config, read_option, with_options
 from gpt2.errors import UserError
+from gpt2.model import attention as model_attention
+from gpt2.ops import Scoring
 from gpt2.telemetry.plots import plot_losses
 from tests.test_benchmark import make_case, tiny
 
@@ -38,8 +42,16 @@ def fail(line: str) -> tuple[str, ...]:
     return ("-c", f"import sys; sys.exit({line!r})")
 
 
+EIGHT = "--xla_force_host_platform_device_count=8"
+SHORT = "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9"
+
+
 def part(name: str, *cases: Case, seconds: float = 60, **more) -> Part:
     return Part(name, name.title(), seconds, cases, **more)
+
+
+def run_parts(parts, output, device="1 x cpu"):
+    return suite.run_parts(parts, output, "tiny", device)
 
 
 def statuses(result) -> list[str]:
@@ -51,11 +63,11 @@ def test_a_part_that_fails_leaves_its_error_and_the_rest_runs(tmp_path):
     parts = [
         part("broken", Case("planted", ("-c", "raise ValueError('planted')")), Case("b", say(a=1))),
         part("slow", Case("hangs", hangs), Case("late", say(a=1)), seconds=1),
-        part("large", Case("big", fail("RESOURCE_EXHAUSTED: Out of memory"))),
+        part("large", Case("big", fail(SHORT))),
         part("poor", Case("peer", say(a=1), needs="no_such_package"), Case("far", say(absent="x"))),
         part("good", Case("last", say(a=2))),
     ]
-    broken, slow, large, poor, good = suite.run_parts(parts, tmp_path, "tiny")
+    broken, slow, large, poor, good = run_parts(parts, tmp_path)
     assert statuses(broken) == ["failed", "done"] and broken["status"] == "failed"
     assert broken["cases"][0]["reason"] == "ValueError: planted"
     assert "Traceback" in broken["cases"][0]["error"][0]
@@ -76,6 +88,29 @@ def test_the_line_that_tells_is_that_of_the_contestant(tmp_path):
     assert (ran["status"], ran["reason"]) == ("failed", "RuntimeError: bad kernel")
 
 
+def test_only_the_error_that_ended_a_case_says_that_it_does_not_fit(tmp_path):
+    warned = "W0 bfc_allocator.cc:310] Allocator (GPU_0_bfc) ran out of memory trying to allocate 9"
+    warned += "GiB. The caller indicates that this is not a failure: RESOURCE_EXHAUSTED\n"
+    lost = "\nerror: torch ended early. Its own message above tells the reason."
+    torch = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
+    ended = {warned + "ValueError: planted": "failed", warned + SHORT: "does not fit"}
+    ended |= {torch + lost: "does not fit", SHORT + "\n---\n(frames)" + lost: "does not fit"}
+    for text, status in ended.items():
+        ran = suite.run_case(Case("a", fail(text)), 30, tmp_path / "log")
+        assert ran["status"] == status, ran
+    ran = suite.run_case(Case("a", fail(warned + "ValueError: planted")), 30, tmp_path / "log")
+    assert ran["reason"] == "ValueError: planted"
+
+
+def test_a_fault_of_the_table_does_not_end_the_measurements(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite_report, "block", lambda *_: 1 / 0)
+    parts = [part(name, Case("a", say(a=1))) for name in ("first", "second")]
+    assert [statuses(found) for found in run_parts(parts, tmp_path)] == [["done"]] * 2
+    told = "the table failed (ZeroDivisionError: division by zero); the JSON files hold the results"
+    assert (tmp_path / "summary.md").read_text() == f"{told}\n"
+    assert f"warning: {told}" in capsys.readouterr().err
+
+
 def test_nothing_that_a_case_started_lives_on(tmp_path):
     pid = tmp_path / "pid"
     script = "import subprocess, sys, time\n"
@@ -92,47 +127,95 @@ def test_nothing_that_a_case_started_lives_on(tmp_path):
 
 def test_a_part_whose_json_is_there_is_not_run_again(tmp_path, capsys):
     count = tmp_path / "count"
-    left = tmp_path / "work" / "once" / "left"  # by an earlier try
-    left.mkdir(parents=True)
     script = f"open({str(count)!r}, 'a').write('x'); print('{{}}')"
     parts = [part("once", Case("a", ("-c", script)))]
-    suite.run_parts(parts, tmp_path, "tiny")
-    suite.run_parts(parts, tmp_path, "tiny")
-    assert not left.exists()
+    run_parts(parts, tmp_path)
+    run_parts(parts, tmp_path)
     assert count.read_text() == "x" and "once: not run again" in capsys.readouterr().out
     record = json.loads((tmp_path / "once.json").read_text())
     (tmp_path / "once.json").write_text(json.dumps(record | {"status": "running"}))  # cut off
-    suite.run_parts(parts, tmp_path, "tiny")
+    run_parts(parts, tmp_path)
     assert count.read_text() == "xx"
     (tmp_path / "once.json").write_text("{")
     with pytest.raises(UserError, match=r"once\.json holds no result of a part"):
-        suite.run_parts(parts, tmp_path, "tiny")
+        run_parts(parts, tmp_path)
+
+
+def test_temporary_files_of_a_part_go_with_it(tmp_path):
+    script = "import json, os, tempfile, time; name = tempfile.mkstemp()[1]\n"
+    script += "cache = os.environ.get('JAX_COMPILATION_CACHE_DIR')\n"
+    script += "print(json.dumps({'name': name, 'cache': cache}), flush=True)\n"
+    cases = Case("ends", ("-c", script)), Case("hangs", ("-c", script + "time.sleep(60)"))
+    parts = [part("a", *cases, seconds=5, shares_cache=True), part("b", Case("a", ("-c", script)))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+        shared, alone = run_parts(parts, tmp_path / "output")
+    ended, cut = (case["result"] for case in shared["cases"])
+    other = alone["cases"][0]["result"]
+    assert statuses(shared) == ["done", "out of time"] and cut["name"] != ended["name"]
+    assert ended["cache"] == cut["cache"] == str(Path(ended["name"]).parent / "compiled")
+    assert other["cache"] is None and Path(other["name"]).parent != Path(cut["name"]).parent
+    assert not any(Path(found["name"]).parent.exists() for found in (ended, cut, other))
+    kept = {path.name for path in (tmp_path / "output").iterdir()}
+    assert kept == {"a.json", "b.json", "logs", "summary.md"}
+
+
+def test_checks_that_were_made_outlive_what_ends_the_rest(tmp_path):
+    first = json.dumps({"planned": 2, "checks": [{"passed": True, "errors": {"out": [3.0, 2.0]}}]})
+    script = f'import time; print({first!r})\nprint(\'{{"planned": 2, "che\', flush=True)\n'
+    parts = [part("attention", Case("cudnn", ("-c", script + "time.sleep(60)")), seconds=4)]
+    run_parts(parts, tmp_path)
+    row = "| cudnn | 1 of 2, then out of time: no end within 4 s | 1.50 at most |"
+    assert row in (tmp_path / "summary.md").read_text()
 
 
 def test_the_first_case_that_fits_is_the_last(tmp_path):
-    cases = Case("none", fail("RESOURCE_EXHAUSTED")), Case("dots", say(a=1)), Case("full", say(a=1))
+    cases = Case("none", fail(SHORT)), Case("dots", say(a=1)), Case("full", say(a=1))
     parts = [part("remat", *cases, until_one_fits=True), part("all", *cases)]
-    remat, every = suite.run_parts(parts, tmp_path, "tiny")
+    remat, every = run_parts(parts, tmp_path)
     assert statuses(remat) == ["does not fit", "done"]
     assert statuses(every) == ["does not fit", "done", "done"]
 
 
 def test_results_of_two_sizes_do_not_mix(tmp_path):
-    suite.run_parts([part("a", Case("a", say(a=1)))], tmp_path, "tiny")
-    suite._check_results(tmp_path, "tiny")
-    with pytest.raises(UserError, match="holds results of --size=tiny"):
-        suite._check_results(tmp_path, "full")
+    run_parts([part("a", Case("a", say(a=1)))], tmp_path)
+    suite_report.check_size(tmp_path, "tiny")
+    with pytest.raises(UserError, match=r"a\.json has results of --size=tiny, not full"):
+        suite_report.check_size(tmp_path, "full")
 
 
-def test_a_cpu_does_not_run_the_full_size(tmp_path):
-    versions = part("versions", Case("versions", say(platform="cpu", device="1 x cpu")))
+def test_a_report_refuses_a_folder_without_a_gpus_results(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"{suite_report.BEGIN}\nmeasured\n{suite_report.END}\n")
+    parts = make_parts("full", tmp_path)
+    with pytest.raises(UserError, match=r"nowhere has no versions\.json\. Name the folder"):
+        suite_report.rewrite(page, tmp_path / "nowhere", parts)
+    run_parts([part("versions", Case("a", say(a=1)))], tmp_path)
+    with pytest.raises(UserError, match="has results of --size=tiny, not full"):
+        suite_report.rewrite(page, tmp_path, parts)
+    assert "measured" in page.read_text()
+
+
+def test_a_cpu_does_not_run_the_full_size(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert suite.ask_device(tmp_path, "tiny") == "1 x cpu"
     with pytest.raises(UserError, match="--size=full needs a GPU, and this machine has 1 x cpu"):
-        suite._check_device(suite._run_part(versions, tmp_path / "logs" / "..", "full"))
+        suite.ask_device(tmp_path, "full")
+    monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
+    with pytest.raises(UserError, match=r"JAX finds no device: .*nonsense"):
+        suite.ask_device(tmp_path, "tiny")
 
 
-@pytest.fixture(autouse=True)
-def logs(tmp_path):
-    (tmp_path / "logs").mkdir()
+def test_results_of_two_devices_do_not_mix(tmp_path):
+    parts = [part(name, Case("a", say(a=1))) for name in ("a", "b")]
+    run_parts(parts, tmp_path)
+    suite_report.check_device(tmp_path, "1 x cpu")
+    run = command("--size=tiny", "--parts=mask", f"--output={tmp_path}", XLA_FLAGS=EIGHT)
+    assert run.returncode == 2 and "a.json has results of 1 x cpu, not 8 x cpu" in run.stderr
+    (tmp_path / "b.json").unlink()
+    run_parts(parts, tmp_path, "8 x cpu")
+    with pytest.raises(UserError, match=r"b\.json has results of 8 x cpu, not 1 x cpu"):
+        suite_report.block(tmp_path, parts)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -157,8 +240,9 @@ def test_every_command_of_the_suite_has_options_that_work(size, tmp_path):
 def test_the_first_parts_take_less_than_nine_minutes_and_all_less_than_an_hour(tmp_path):
     parts = make_parts("full", tmp_path)
     assert tuple(part.name for part in parts[: len(FIRST)]) == FIRST
-    assert sum(part.seconds for part in parts[: len(FIRST)]) < 9 * 60
-    assert sum(part.seconds for part in parts) < 60 * 60
+    first = sum(part.seconds for part in parts[: len(FIRST)])
+    assert first < 9 * 60 and first + suite.ASK_SECONDS < 9.5 * 60
+    assert sum(part.seconds for part in parts) + suite.ASK_SECONDS < 46 * 60
 
 
 STEP = {
@@ -174,7 +258,8 @@ MACHINE = {
 
 def record(name, *cases):
     began = "2026-11-24T10:00:00+00:00"
-    return {"part": name, "size": "full", "status": "done", "began": began, "cases": list(cases)}
+    about = {"part": name, "size": "full", "device": MACHINE["device"], "status": "done"}
+    return about | {"began": began, "cases": list(cases)}
 
 
 def done(name, **result):
@@ -215,7 +300,7 @@ def test_the_tables_of_given_json_are_these(tmp_path):
         record("124m", done("32 x 1024 tokens", results={"jax": STEP})),
         record("loop", done("32 x 1024 tokens", results={"train.py": loop})),
         record("torch", done("16", results={"jax": STEP, "torch": torch})),
-        record("attention", done("cudnn", checks=checks)),
+        record("attention", done("cudnn", planned=2, checks=checks)),
     ]
     results[1]["cases"] += [{"name": "96 x 1024 tokens", "status": "does not fit", "reason": "x"}]
     failed = {"name": "xla", "status": "failed", "reason": "RuntimeError: a | b"}
@@ -234,6 +319,17 @@ def test_the_tables_of_given_json_are_these(tmp_path):
     page.write_text(f"before\n{begin}\nafter\n")
     with pytest.raises(UserError, match="lacks the markers"):
         suite_report.rewrite(page, tmp_path, parts)
+
+
+def test_the_ratio_of_a_single_round_has_no_interval(tmp_path):
+    once = STEP | {"turns": [0.2], "speedup": measure.ratio([0.2], [0.1])}
+    contestants = {"jax": STEP | {"turns": [0.1]}, "torch": once}
+    written = record("torch", done("16", results=contestants))
+    (tmp_path / "torch.json").write_text(json.dumps(written))
+    parts = [part for part in make_parts("tiny", tmp_path) if part.name == "torch"]
+    written = suite_report.block(tmp_path, parts)
+    assert written.startswith("1 x NVIDIA H100 80GB HBM3; versions: not asked for.\n")
+    assert "| jax is faster by 2.00 |" in written
 
 
 def test_the_table_of_the_docs_is_that_of_its_json():
@@ -273,8 +369,77 @@ def test_a_kernel_that_is_wrong_by_a_fiftieth_does_not_pass(monkeypatch):
     assert check()["error"] == "division by zero" and not check()["passed"]
 
 
+def scale_late_rows(right, *qkv, **options):
+    out = right(*qkv, **options)
+    late = np.arange(out.shape[1]) >= out.shape[1] // 4
+    return out * np.where(late, 0.9, 1.0).astype(out.dtype)[:, None, None]
+
+
+def drop_documents(right, *qkv, segments, **options):
+    return right(*qkv, segments=None, **options)
+
+
+def narrow_window(right, *qkv, scoring, **options):
+    return right(*qkv, scoring=Scoring(window=scoring.window - 1), **options)
+
+
+FAULTS = scale_late_rows, drop_documents, narrow_window
+FORM = dict(dtype="bfloat16", kv_heads=2, window=8, documents=True)
+
+
+def plant(monkeypatch, fault):
+    right = ops.attention
+
+    def planted(*qkv, implementation, **options):
+        call = right if implementation == "reference" else partial(fault, right)
+        return call(*qkv, implementation=implementation, **options)
+
+    for room in (suite_attention, model_attention):
+        monkeypatch.setattr(room, "attention", planted)
+
+
+def test_a_kernel_with_a_fault_of_some_rows_does_not_pass(monkeypatch):
+    def check():
+        compare = partial(suite_attention.check_kernel, "xla", (1, 32, 2, 8), **FORM)
+        return suite_attention._checked("xla", FORM, compare)
+
+    assert check()["passed"]
+    for fault in FAULTS:
+        with monkeypatch.context() as patch:
+            plant(patch, fault)
+            wrong = check()
+            assert not wrong["passed"] and "error" not in wrong, fault
+
+
+@pytest.mark.thorough
+def test_a_model_whose_attention_has_a_fault_does_not_pass(monkeypatch):
+    def check():
+        compare = partial(suite_attention.check_model, "blocked", (8, 64, 4, 16), 16, True)
+        return suite_attention._checked("blocked", FORM, compare)
+
+    right = check()
+    assert right["passed"] and right["errors"].keys() >= {"loss", "h_1/attn/c_attn/kernel"}
+    for fault in FAULTS:
+        with monkeypatch.context() as patch:
+            plant(patch, fault)
+            wrong = check()
+            assert not wrong["passed"] and "error" not in wrong, fault
+
+
+def test_a_loss_has_its_own_spare_and_a_value_that_is_no_number_does_not_pass():
+    def passes(**errors):
+        return suite_attention._checked("xla", FORM, lambda: errors)["passed"]
+
+    assert passes(loss=(1e-4, 0.0), dq=(1e-3, 0.0)) and not passes(loss=(1e-3, 0.0))
+    exact = np.ones((2, 4))
+    broken = np.array([[1, 1, 1, 1], [1, 1, np.nan, 1]])
+    assert not passes(dq=suite_attention._worst(broken, exact, exact, 2))
+    wrong = np.array([[1, 1, 1, 1], [1, 1, 1, 3]])
+    assert suite_attention._worst(wrong, exact, exact, 2) == (1.0, 0.0)  # of the second row alone
+
+
 def test_attention_that_is_not_on_this_device_is_said_so():
-    found = suite_attention.check_attention("cudnn", "tiny")
+    (found,) = suite_attention.check_attention("cudnn", "tiny")
     assert found == {"absent": "model.attention='cudnn' needs an NVIDIA GPU, and this is a cpu"}
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-from gpt2 import launch
 from gpt2.benchmark.first_step import Agreement, FirstStep, compare, first_difference
-from gpt2.benchmark.turns import Player
+from gpt2.benchmark.turns import Player, environment_of_players
 from gpt2.errors import UserError
 
 OURS = "jax"
@@ -48,9 +47,10 @@ def measure(
     steps, warm_up = {}, {}
     with contextlib.ExitStack() as stack:
         shown = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for name, command in _commands(case, peers, variations).items():
+        commands = _commands(case, peers, variations)
+        for name, command in commands.items():
             began = time.perf_counter()
-            player = players[name] = stack.enter_context(_start(name, command))
+            player = players[name] = stack.enter_context(_start(name, command, len(commands)))
             first = [player.show(shown / f"{name}.npz")] if name in compared else []
             if first and name != OURS:
                 _refuse_difference(name, _compare(shown, name))
@@ -82,7 +82,7 @@ def verify(case: dict[str, Any], peers: list[str]) -> Iterator[tuple[str, list[A
     """Yields, for each peer, how its first training step compares with this project's."""
     with tempfile.TemporaryDirectory() as directory:
         for name, command in _commands(case, peers, {}).items():
-            with _start(name, command) as player:
+            with _start(name, command, 1) as player:
                 player.show(Path(directory) / f"{name}.npz")
             if name != OURS:
                 yield name, _compare(Path(directory), name)
@@ -118,8 +118,8 @@ def _commands(
     return commands
 
 
-def _start(name: str, command: list[str]) -> Player:
-    environment = launch.environment_to_measure()  # the same memory settings for all
+def _start(name: str, command: list[str], contestants: int) -> Player:
+    environment = environment_of_players(contestants)
     return Player(name, [sys.executable, "-m", *command], environment)
 
 

@@ -2,24 +2,29 @@
 
     python -m gpt2.benchmark.suite.attention cudnn full
 
-prints JSON. Each check compares two 16-bit results with the reference in float32: that of the
-implementation, and that of the reference in the same 16 bits. An implementation passes if its error
-is at most `TIMES` that of the reference, with one unit of the type's precision to spare. Errors are
-the largest difference over the largest value.
+prints JSON after each check, with all checks so far: what ends the process loses no other check.
+
+Each check compares two 16-bit results with the reference in float32: that of the implementation,
+and that of the reference in the same 16 bits. An implementation passes if its error is at most
+`TIMES` that of the reference, with a quarter of the type's precision to spare.
 
 The kernel alone is compared by its result and its gradients, with grouped heads, documents and
-windows. Then a model of two layers takes a step under pjit, whose loss and gradients are compared.
+windows. An error is the norm of the difference over that of the values, for each eighth of each
+row alone. Late positions of causal attention average over many keys, so that their values are small
+beside those of the first. Then a model of two layers takes a step under pjit. Its gradients are
+compared by parameter, and its loss with `LOSS_SPARE` to spare.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from gpt2.config import DEFAULTS, Config, with_options
 from gpt2.errors import UserError, exit_on_user_error
@@ -28,14 +33,21 @@ from gpt2.training.program import Program
 from gpt2.utils.platform import platform_of
 
 TIMES = 3.0
+LOSS_SPARE = 1e-4
+BLOCKS = 8  # of a row
 
 # B, T, N, H and the window of a check; those of GPT-2 124M, and of a small one.
+_LOSS = "loss"
+_ABOUT = ("dtype", "kv_heads", "window", "documents")
 _SHAPES = {"full": (4, 1024, 12, 64, 256), "tiny": (2, 64, 4, 16, 16)}
 Errors = dict[str, tuple[float, float]]  # by array: of the implementation, of the reference
+Planned = tuple[dict[str, Any], Callable[[], Errors]]  # what a check is about, and how to make it
 
 
-def check_attention(name: str, size: str) -> dict[str, Any]:
-    """Returns the checks of an implementation, or under `absent` why it cannot run here.
+def check_attention(name: str, size: str) -> Iterator[dict[str, Any]]:
+    """Yields the checks of an implementation so far, or under `absent` why it cannot run here.
+
+    `planned` is their number in the end. Those of whole models come last.
 
     Args:
         name: of `gpt2.ops.attention.IMPLEMENTATIONS`.
@@ -46,7 +58,8 @@ def check_attention(name: str, size: str) -> dict[str, Any]:
     try:
         resolve(name, platform_of(device), "bfloat16", T, H)
     except UserError as error:
-        return {"absent": error.what}
+        yield {"absent": error.what}
+        return
     forms = [(0, False), (window, True)]
     if size == "full":
         forms += [(0, True), (window, False)]
@@ -54,17 +67,20 @@ def check_attention(name: str, size: str) -> dict[str, Any]:
     others = [("bfloat16", N // 4)] + [("float16", N)] * (platform_of(device) == "gpu")
     kernels = [("bfloat16", N, *form) for form in forms]
     kernels += [(*other, window, True) for other in others]
-    names, checks = ("dtype", "kv_heads", "window", "documents"), []
+    planned: list[Planned] = []
     for values in kernels:
-        about: dict[str, Any] = dict(zip(names, values, strict=True))
-        compare = partial(check_kernel, name, (B, T, N, H), **about)
-        checks.append(_checked(name, about, compare))
+        about: dict[str, Any] = dict(zip(_ABOUT, values, strict=True))
+        planned.append((about, partial(check_kernel, name, (B, T, N, H), **about)))
     rows = B * len(jax.devices())
     for form in forms[:2] if size == "full" else forms[1:]:
-        about = dict(dtype="bfloat16", kv_heads=N, window=form[0], documents=form[1])
+        about = dict(zip(_ABOUT, ("bfloat16", N, *form), strict=True))
         compare = partial(check_model, name, (rows, T, N, H), *form)
-        checks.append(_checked(name, about | {"where": "model under pjit"}, compare))
-    return {"device": device.device_kind, "times": TIMES, "checks": checks}
+        planned.append((about | {"where": "model under pjit"}, compare))
+    checks: list[dict[str, Any]] = []
+    for about, errors_of in planned:
+        checks.append(_checked(name, about, errors_of))
+        found = {"device": device.device_kind, "times": TIMES, "planned": len(planned)}
+        yield found | {"checks": checks}
 
 
 def check_kernel(
@@ -77,6 +93,9 @@ def check_kernel(
     documents: bool,
 ) -> Errors:
     """Returns errors of an implementation and of the 16-bit reference, by array.
+
+    They are those of the block of rows, `T / BLOCKS` positions of one row, where the implementation
+    is worst.
 
     Args:
         name: of `gpt2.ops.attention.IMPLEMENTATIONS`.
@@ -113,15 +132,17 @@ def check_kernel(
     rounded = out_and_gradients(tuple(qkv), "reference")
     with jax.default_matmul_precision("highest"):
         exact = out_and_gradients(tuple(x.astype(jnp.float32) for x in qkv), "reference")
-    return {
-        key: (_error(found[key], exact[key]), _error(rounded[key], exact[key])) for key in exact
-    }
+    return {key: _worst(found[key], rounded[key], exact[key], B * BLOCKS) for key in exact}
 
 
 def check_model(
     name: str, shape: tuple[int, int, int, int], window: int, documents: bool
 ) -> Errors:
-    """Returns errors of the loss and of all gradients of a model under pjit; as `check_kernel`."""
+    """Returns errors of a model under pjit, of its loss and of the gradient of each parameter.
+
+    Args:
+        name, shape, window, documents: as for `check_kernel`.
+    """
     B, T, N, H = shape
     tokens, targets = np.random.default_rng(0).integers(0, 512, (2, B, T), np.int32)
     batch = {"tokens": tokens, "targets": targets}
@@ -142,22 +163,19 @@ def check_model(
         config = with_options(Config.from_dict(DEFAULTS.to_dict()), options | more)
         program = Program.from_config(config, jax.devices())
         state = program.init_state()
-        before = jax.device_get(state.params)
+        before = flatten_dict(jax.device_get(state.params), sep="/")
         placed = program.backend.put_batch(batch)
         state, metrics = program.compile_train(state, placed)(state, placed)
-        after = jax.device_get(state.params)
-        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-        gradients = np.concatenate([(old - new).ravel() for old, new in pairs])
-        return {"loss": np.asarray(metrics["train/loss"]), "gradients": gradients}
+        after = flatten_dict(jax.device_get(state.params), sep="/")
+        gradients = {path: before[path] - after[path] for path in before}
+        return {_LOSS: np.asarray(metrics["train/loss"])} | gradients
 
     half, single = {"precision.compute": "bfloat16"}, {"precision.compute": "float32"}
     found = loss_and_gradients(**half, **{"model.attention": name})
     rounded = loss_and_gradients(**half, **{"model.attention": "reference"})
     with jax.default_matmul_precision("highest"):
         exact = loss_and_gradients(**single, **{"model.attention": "reference"})
-    return {
-        key: (_error(found[key], exact[key]), _error(rounded[key], exact[key])) for key in exact
-    }
+    return {key: _worst(found[key], rounded[key], exact[key], 1) for key in exact}
 
 
 def _checked(name: str, about: dict[str, Any], compare: Callable[[], Errors]) -> dict[str, Any]:
@@ -167,14 +185,31 @@ def _checked(name: str, about: dict[str, Any], compare: Callable[[], Errors]) ->
         errors = compare()
     except Exception as error:  # of a kernel that this device, or library, does not take
         return record | {"passed": False, "error": str(error).strip()[:400]}
-    spare = float(jnp.finfo(about["dtype"]).eps)
-    passed = all(error <= TIMES * reference + spare for error, reference in errors.values())
+    rounding = float(jnp.finfo(about["dtype"]).eps) / 4
+    passed = all(
+        error <= TIMES * reference + (LOSS_SPARE if key == _LOSS else rounding)
+        for key, (error, reference) in errors.items()
+    )
     return record | {"passed": passed, "errors": errors}
 
 
-def _error(found: Any, exact: Any) -> float:
-    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-    return float(np.max(np.abs(found - exact)) / np.max(np.abs(exact)))
+def _worst(found: Any, rounded: Any, exact: Any, parts: int) -> tuple[float, float]:
+    """Returns the errors of `found` and of `rounded` in the part where `found` compares worst.
+
+    Args:
+        found, rounded: as computed in 16 bits, by an implementation and by the reference.
+        exact: the same in float32.
+        parts: how many equal parts of the first axes are judged alone.
+    """
+    found, rounded, exact = (
+        np.asarray(x, np.float64).reshape(parts, -1) for x in (found, rounded, exact)
+    )
+    norms = np.linalg.norm(exact, axis=1)
+    errors, references = (np.linalg.norm(x - exact, axis=1) / norms for x in (found, rounded))
+    worst = np.argmax(
+        errors - TIMES * references
+    )  # of a part that is not a number, if there is one
+    return float(errors[worst]), float(references[worst])
 
 
 def _segments(B: int, T: int) -> np.ndarray:
@@ -187,8 +222,9 @@ def _segments(B: int, T: int) -> np.ndarray:
 def main() -> int:
     """Prints the checks, and returns 1 if one failed."""
     name, size = sys.argv[1:]
-    found = check_attention(name, size)
-    print(json.dumps(found, indent=2))
+    found: dict[str, Any] = {}
+    for found in check_attention(name, size):
+        print(json.dumps(found), flush=True)
     return int(not all(check["passed"] for check in found.get("checks", ())))
 
 

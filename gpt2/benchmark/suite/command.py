@@ -4,8 +4,9 @@
 
 Each case runs in a process of its own, and a part has a time limit, so that a failure costs no
 more than its own row. DIR gets a JSON file for each part, summary.md, the output of every command
-in logs/, and on a GPU target.txtpb for `train.py --plan_chips`. A part whose JSON is there is not
-run again. Delete the file to repeat it.
+in logs/, and on a GPU target.txtpb for `train.py --plan_chips`. Data, checkpoints and compiled
+programs go into a temporary directory of the part. A part whose JSON is there is not run again.
+Delete the file to repeat it. All results of a DIR are of one device.
 
     python -m gpt2.benchmark suite --output=DIR --report=docs/performance.md
 
@@ -18,14 +19,15 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from absl import flags
@@ -37,9 +39,11 @@ from gpt2.errors import UserError, require_choice, require_writable
 from gpt2.utils.files import write_json, write_text
 from gpt2.utils.text import format_duration
 
-_SHORT = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory")
-_TOLD = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: |RESOURCE_EXHAUSTED")
-_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# Lines that tell why a process ended, and those of them that tell of memory. XLA warns of an
+# allocation that it can do without; such a line is neither.
+_TOLD = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")
+_SHORT = re.compile(r"RESOURCE_EXHAUSTED|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY")
+ASK_SECONDS = 40  # CUDA may take ten to start
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
@@ -65,10 +69,12 @@ def main(_: str) -> int:
         report.rewrite(Path(options.report), output, make_parts("full", output))
         return 0
     require_writable("output", output)
-    _check_results(output, options.size)
+    report.check_size(output, options.size)
     # What ends this process ends the case that runs, which holds the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    results = run_parts(parts, output, options.size)
+    device = ask_device(output, options.size)
+    report.check_device(output, device)
+    results = run_parts(parts, output, options.size, device)
     print(f"see {output / 'summary.md'}")
     return int(any(result["status"] == "failed" for result in results))
 
@@ -85,69 +91,105 @@ def choose_parts(parts: Sequence[Part], names: Sequence[str]) -> tuple[Part, ...
     return tuple(part for part in parts if not names or part.name in names)
 
 
-def run_parts(parts: Sequence[Part], output: Path, size: str) -> list[dict[str, Any]]:
+def ask_device(output: Path, size: str) -> str:
+    """Returns what a process of its own finds: the number and the kind of this machine's devices.
+
+    Raises:
+        UserError: it finds none, or the size is `full` and the machine has nothing but a CPU.
+    """
+    case = Case("device", ("-m", "gpt2.benchmark.suite.versions"))
+    ran = run_case(case, ASK_SECONDS, output / "logs" / case.name)
+    if ran["status"] != "done":
+        raise UserError(f"JAX finds no device: {ran['reason']}", f"See {output}/logs/device.err")
+    found = ran["result"]
+    if found["platform"] == "cpu" and size == "full":
+        raise UserError(
+            f"--size=full needs a GPU, and this machine has {found['device']}",
+            "Use --size=tiny with another --output",
+        )
+    return found["device"]
+
+
+def run_parts(parts: Sequence[Part], output: Path, size: str, device: str) -> list[dict[str, Any]]:
     """Runs the parts that have no results yet, and returns the results of all.
 
     Args:
         parts: in the order in which they run.
         output: where results go.
         size: of the parts, for their record.
+        device: as `ask_device` returns it, for their record.
 
     Raises:
-        UserError: the size is `full`, and the machine has nothing but a CPU.
+        UserError: the JSON file of a part is damaged.
     """
-    (output / "logs").mkdir(parents=True, exist_ok=True)
     results = []
     for part in parts:
         result = report.read_result(output, part.name)
         if result and result["status"] != "running":
             print(f"{part.name}: not run again, since {output / part.name}.json is there")
         else:
-            result = _run_part(part, output, size)
+            result = _run_part(part, output, size, device)
         results.append(result)
-        write_text(output / "summary.md", report.block(output, parts))
-        if part.name == "versions" and size == "full":
-            _check_device(result)
+        write_text(output / "summary.md", _summarise(output, parts))
     return results
 
 
-def _run_part(part: Part, output: Path, size: str) -> dict[str, Any]:
+def _summarise(output: Path, parts: Sequence[Part]) -> str:
+    """Returns the tables; a fault of theirs must not end the measurements."""
+    try:
+        return report.block(output, parts)
+    except Exception as error:
+        told = (
+            f"the table failed ({type(error).__name__}: {error}); the JSON files hold the results"
+        )
+        print(f"warning: {told}", file=sys.stderr, flush=True)
+        return f"{told}\n"
+
+
+def _run_part(part: Part, output: Path, size: str, device: str) -> dict[str, Any]:
     """Runs the cases of a part; its JSON says after each what there is so far."""
-    # Of an earlier try, whose run would go on and whose cache is not empty.
-    shutil.rmtree(output / "work" / part.name, ignore_errors=True)
     result: dict[str, Any] = {
-        **{"part": part.name, "title": part.title, "size": size, "status": "running"},
+        **{"part": part.name, "title": part.title, "size": size, "device": device},
+        "status": "running",
         **{"began": datetime.datetime.now().astimezone().isoformat(timespec="seconds")},
         **{"limit_seconds": part.seconds, "seconds": 0.0, "cases": []},
     }
     began = time.monotonic()
-    for case in part.cases:
-        left = part.seconds - (time.monotonic() - began)
-        ran = run_case(case, left, output / "logs" / f"{part.name}-{_file_name(case.name)}")
-        told = f"{part.name}: {case.name}: {ran['status']} ({format_duration(ran['seconds'])})"
-        print(told, flush=True)
-        result["cases"].append(ran)
-        result["seconds"] = time.monotonic() - began
-        write_json(output / f"{part.name}.json", result)
-        if part.until_one_fits and ran["status"] == "done":
-            break
+    with tempfile.TemporaryDirectory(prefix="suite-", ignore_cleanup_errors=True) as work:
+        variables = {"TMPDIR": work}  # also for what a case that is ended cannot remove
+        if part.shares_cache:
+            variables["JAX_COMPILATION_CACHE_DIR"] = f"{work}/compiled"
+        for case in part.cases:
+            left = part.seconds - (time.monotonic() - began)
+            log = output / "logs" / f"{part.name}-{_file_name(case.name)}"
+            ran = run_case(case, left, log, variables)
+            told = f"{part.name}: {case.name}: {ran['status']} ({format_duration(ran['seconds'])})"
+            print(told, flush=True)
+            result["cases"].append(ran)
+            result["seconds"] = time.monotonic() - began
+            write_json(output / f"{part.name}.json", result)
+            if part.until_one_fits and ran["status"] == "done":
+                break
     failed = any(ran["status"] in ("failed", "out of time") for ran in result["cases"])
     result["status"] = "failed" if failed else "done"
     write_json(output / f"{part.name}.json", result)
     return result
 
 
-def run_case(case: Case, seconds: float, log: Path) -> dict[str, Any]:
+def run_case(
+    case: Case, seconds: float, log: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Runs a command that prints JSON, and returns its record, whatever becomes of it.
 
     The record's `status` is `done`, `does not fit`, `not installed`, `not on this device`,
-    `out of time` or `failed`. `result` is what the command printed. `error` holds the last lines
-    of a command that failed, and `reason` the one that tells most.
+    `out of time` or `failed`. `result` is the last object that the command printed, whatever ended
+    it. `error` holds the last lines of a command that failed, and `reason` the one that tells most.
 
     Args:
         case: the command.
         seconds: after which the command and all that it started are ended.
         log: its output goes to `log`.out and `log`.err.
+        variables: of its environment, beside those of the case.
     """
     command = [sys.executable, *case.arguments]
     record: dict[str, Any] = {"name": case.name, "seconds": 0.0}
@@ -157,6 +199,7 @@ def run_case(case: Case, seconds: float, log: Path) -> dict[str, Any]:
     if seconds <= 0:
         return record | {"status": "out of time", "reason": "no time was left"}
     began = time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
     out, err = (Path(f"{log}.{kind}") for kind in ("out", "err"))
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         process = subprocess.Popen(
@@ -164,7 +207,7 @@ def run_case(case: Case, seconds: float, log: Path) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env=_environment(case),
+            env={**launch.environment_to_measure(), **case.environment, **variables},
             start_new_session=True,
         )
         try:
@@ -186,22 +229,12 @@ def run_case(case: Case, seconds: float, log: Path) -> dict[str, Any]:
     record["error"] = lines[-12:]
     if code is None:
         return record | {"status": "out of time", "reason": f"no end within {seconds:.0f} s"}
-    if _SHORT.search(error):
-        return record | {"status": "does not fit", "reason": "the device's memory is too small"}
     told = [line for line in lines if _TOLD.search(line)] or lines or [f"exit code {code}"]
     # The process of a contestant tells why; the one that waited for it only that it ended.
     ends = [line for line in told if "Its own message above" not in line] or told
+    if _SHORT.search(ends[-1]):
+        return record | {"status": "does not fit", "reason": "the device's memory is too small"}
     return record | {"status": "failed", "reason": ends[-1][:300]}
-
-
-def _environment(case: Case) -> dict[str, str]:
-    """Returns the variables of a case: JAX may take nine tenths of a GPU, unless told otherwise."""
-    environment = launch.environment_to_measure()
-    if not any(environment.get(name) for name in _MEMORY):
-        environment["XLA_CLIENT_MEM_FRACTION"] = "0.9"
-    if _MEMORY[0] in case.environment:
-        environment.pop(_MEMORY[1], None)  # JAX refuses both names at once
-    return environment | case.environment
 
 
 def _end_group(process: subprocess.Popen) -> None:
@@ -212,32 +245,12 @@ def _end_group(process: subprocess.Popen) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the object that a command printed last; libraries may print before it."""
+    """Returns the last whole object that a command printed; libraries may print around it."""
     text = path.read_text(errors="replace")
-    start = re.search(r"^\{", text, re.MULTILINE)
-    try:
-        return json.loads(text[start.start() :]) if start else None
-    except ValueError:
-        return None
-
-
-def _check_device(versions: dict[str, Any]) -> None:
-    result = versions["cases"][0].get("result", {})
-    if result.get("platform") == "cpu":
-        raise UserError(
-            f"--size=full needs a GPU, and this machine has {result['device']}",
-            "Use --size=tiny with another --output",
-        )
-
-
-def _check_results(output: Path, size: str) -> None:
-    """Raises a UserError if the folder holds results of another size."""
-    for other in report.read_results(output):
-        if other["size"] != size:
-            raise UserError(
-                f"--output={output} holds results of --size={other['size']}",
-                "Give another --output",
-            )
+    for start in reversed([match.start() for match in re.finditer(r"^\{", text, re.MULTILINE)]):
+        with contextlib.suppress(ValueError):  # cut off
+            return json.JSONDecoder().raw_decode(text, start)[0]
+    return None
 
 
 def _file_name(name: str) -> str:

@@ -1,14 +1,15 @@
 """The step of train.py itself, from the metrics of a short run.
 
-    python -m gpt2.benchmark.suite.loop DIR --config=configs/gpt2_124m.py ...
+    python -m gpt2.benchmark.suite.loop --config=configs/gpt2_124m.py ...
 
-trains in DIR/run, with its data in DIR/data, and prints JSON.
+trains in a temporary directory, and prints JSON.
 """
 
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,15 @@ def describe_steps(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Trains, prints the figures, and returns the exit code of train.py."""
-    directory, *options = sys.argv[1:]
     train = Path(configs.__file__).parents[1] / "train.py"
-    run, data = Path(directory) / "run", Path(directory) / "data"
-    command = [sys.executable, str(train), *options]
-    command += [f"--workdir={run}", f"--config.data.data_dir={data}"]
-    code = subprocess.run(command, stdout=sys.stderr).returncode
-    if code == 0:
-        results = {"train.py": describe_steps(read_metrics(run / "metrics.jsonl"))}
-        print(json.dumps({"results": results}, indent=2))
+    with tempfile.TemporaryDirectory() as directory:
+        run, data = Path(directory) / "run", Path(directory) / "data"
+        command = [sys.executable, str(train), *sys.argv[1:]]
+        command += [f"--workdir={run}", f"--config.data.data_dir={data}"]
+        code = subprocess.run(command, stdout=sys.stderr).returncode
+        if code == 0:
+            results = {"train.py": describe_steps(read_metrics(run / "metrics.jsonl"))}
+            print(json.dumps({"results": results}, indent=2))
     return code
 
 

@@ -44,6 +44,7 @@ class Part:
         seconds: the time that its cases have together.
         cases: in the order in which they run.
         until_one_fits: whether the first case that is done is the last that runs.
+        shares_cache: whether the cases share a cache of compiled programs, empty at first.
         unmeasured: what the table says in place of a result that is missing.
     """
 
@@ -52,6 +53,7 @@ class Part:
     seconds: float
     cases: tuple[Case, ...]
     until_one_fits: bool = False
+    shares_cache: bool = False
     unmeasured: str = _NOT_MEASURED
 
 
@@ -60,7 +62,7 @@ def make_parts(size: str, output: Path) -> tuple[Part, ...]:
 
     Args:
         size: `full` for a GPU of 80 GB, or `tiny` for a CPU, in a minute or two.
-        output: the suite's folder, where some parts keep files in work/NAME.
+        output: the suite's folder, where the first part writes the description of a GPU.
     """
     return _full(output) if size == "full" else _tiny(output)
 
@@ -76,11 +78,6 @@ def _train(name: str, model: str, rows: int, *flags: str, **case: object) -> Cas
     return _benchmark(name, "train", f"--model={model}", *timing, *flags, **case)
 
 
-def _shared(contestants: int) -> dict[str, str]:
-    """Returns the variables for so many processes that hold the GPU's memory at once."""
-    return {"XLA_CLIENT_MEM_FRACTION": f"{0.9 / contestants:.2f}"}
-
-
 def _rows(rows: int) -> str:
     return f"{rows} x 1024 tokens"
 
@@ -93,9 +90,8 @@ def _full(output: Path) -> tuple[Part, ...]:
         *("--config.data.batch_size=32", "--config.train.num_steps=300"),
         *("--config.train.eval_batches=4", "--config.train.eval_every=0"),
     )
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(output / "work" / "compile")}
     return (
-        Part("versions", "Versions", 50, (_versions(output),)),
+        Part("versions", "Versions", 40, (_versions(output),)),
         Part(
             "attention",
             "Attention against the reference",
@@ -126,7 +122,7 @@ def _full(output: Path) -> tuple[Part, ...]:
             until_one_fits=True,
             unmeasured=_COMPILED,
         ),
-        Part("loop", "train.py, 124M, bfloat16", 180, (_loop(_rows(32), output, loop),)),
+        Part("loop", "train.py, 124M, bfloat16", 180, (_loop(_rows(32), loop),)),
         Part(
             "torch",
             "124M beside PyTorch, in turn",
@@ -137,7 +133,6 @@ def _full(output: Path) -> tuple[Part, ...]:
                     small,
                     16,
                     "--peers=torch,torch_compile",
-                    environment=_shared(3),
                     needs="torch",
                 ),
             ),
@@ -153,7 +148,6 @@ def _full(output: Path) -> tuple[Part, ...]:
                     8,
                     "--vary=data.document_mask=True",
                     "--vary=data.document_mask=True,model.attention=xla",
-                    environment=_shared(3),
                 ),
             ),
         ),
@@ -176,10 +170,11 @@ def _full(output: Path) -> tuple[Part, ...]:
             "Compile times, 124M, bfloat16, 32 x 1024 tokens",
             240,
             (
-                _train("unrolled, empty cache", small, 32, environment=cache),
-                _train("unrolled, filled cache", small, 32, environment=cache),
-                _train("scanned, empty cache", small, 32, "--scan_layers", environment=cache),
+                _train("unrolled, empty cache", small, 32),
+                _train("unrolled, filled cache", small, 32),
+                _train("scanned, empty cache", small, 32, "--scan_layers"),
             ),
+            shares_cache=True,
         ),
         Part(
             "variants",
@@ -191,7 +186,6 @@ def _full(output: Path) -> tuple[Part, ...]:
                     small,
                     8,
                     *("--vary=precision.logits=bfloat16", "--vary=model.attention=xla"),
-                    environment=_shared(3),
                 ),
             ),
         ),
@@ -277,7 +271,7 @@ def _tiny(output: Path) -> tuple[Part, ...]:
             ),
             until_one_fits=True,
         ),
-        Part("loop", "train.py", seconds, (_loop("8 x 16 tokens", output, loop),)),
+        Part("loop", "train.py", seconds, (_loop("8 x 16 tokens", loop),)),
         Part(
             "torch",
             "Beside PyTorch, in turn",
@@ -316,8 +310,8 @@ def _attention(name: str, size: str) -> Case:
     return Case(name, ("-m", "gpt2.benchmark.suite.attention", name, size))
 
 
-def _loop(name: str, output: Path, options: Iterable[str]) -> Case:
-    return Case(name, ("-m", "gpt2.benchmark.suite.loop", str(output / "work" / "loop"), *options))
+def _loop(name: str, options: Iterable[str]) -> Case:
+    return Case(name, ("-m", "gpt2.benchmark.suite.loop", *options))
 
 
 def _config(name: str) -> Path:

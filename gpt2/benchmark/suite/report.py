@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt2.benchmark.measure import OURS
+from gpt2.benchmark.report import format_ratio
 from gpt2.benchmark.suite.parts import Part
 from gpt2.errors import MALFORMED, UserError
 from gpt2.utils.files import write_text
 from gpt2.utils.text import format_count
 
 BEGIN, END = "<!-- suite: begin -->", "<!-- suite: end -->"
-_OURS = "jax"
 _COLUMNS = ("what", "step (range)", "tokens/s", "MFU", "memory", "compiled in", "")
 
 
@@ -26,7 +27,8 @@ def read_result(output: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         result = json.loads(path.read_text())
-        return result | {"cases": list(result["cases"]), "status": result["status"]}
+        named = {name: result[name] for name in ("part", "size", "device", "status")}
+        return result | named | {"cases": list(result["cases"])}
     except MALFORMED as error:
         raise UserError(
             f"{path} holds no result of a part ({error})", "Delete it, and run the part again"
@@ -43,12 +45,36 @@ def read_results(output: Path) -> list[dict[str, Any]]:
     return [result for result in found if result]
 
 
+def check_size(output: Path, size: str) -> None:
+    """Raises a UserError if the folder holds results of another size."""
+    for other in read_results(output):
+        if other["size"] != size:
+            raise UserError(
+                f"{output / other['part']}.json has results of --size={other['size']}, not {size}",
+                "Give another --output",
+            )
+
+
+def check_device(output: Path, device: str) -> None:
+    """Raises a UserError if the folder holds results of another device."""
+    for other in read_results(output):
+        if other["device"] != device:
+            raise UserError(
+                f"{output / other['part']}.json has results of {other['device']}, not {device}",
+                "Give another --output, or delete the file",
+            )
+
+
 def rewrite(path: Path, output: Path, parts: Sequence[Part]) -> None:
-    """Puts the tables between the two markers of a file.
+    """Puts the tables of a folder of `--size=full` between the two markers of a file.
 
     Raises:
-        UserError: the file does not exist, or lacks a marker.
+        UserError: the file does not exist, or lacks a marker; or the folder holds no results, or
+            those of another size.
     """
+    if not (output / "versions.json").is_file():
+        raise UserError(f"--output={output} has no versions.json", "Name the folder of the results")
+    check_size(output, "full")
     if not path.is_file():
         raise UserError(f"--report={path} is not a file", "Name a Markdown file with two markers")
     before, begin, rest = path.read_text().partition(BEGIN)
@@ -61,9 +87,16 @@ def rewrite(path: Path, output: Path, parts: Sequence[Part]) -> None:
 
 
 def block(output: Path, parts: Sequence[Part]) -> str:
-    """Returns the tables of a folder as Markdown. A part without results has a row that says so."""
+    """Returns the tables of a folder as Markdown. A part without results has a row that says so.
+
+    Raises:
+        UserError: the results are not of one device.
+    """
+    device = next((result["device"] for result in read_results(output)), None)
+    if device:
+        check_device(output, device)
     results = {part.name: read_result(output, part.name) for part in parts}
-    lines = [_describe_machine(results.get("versions")), ""]
+    lines = [_describe_machine(device, read_result(output, "versions")), ""]
     lines += [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     for part in parts:
         if part.name not in ("versions", "attention"):
@@ -76,10 +109,12 @@ def block(output: Path, parts: Sequence[Part]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _describe_machine(result: dict[str, Any] | None) -> str:
+def _describe_machine(device: str | None, result: dict[str, Any] | None) -> str:
+    if device is None:
+        return "No GPU was measured."
     case = result["cases"][0] if result and result["cases"] else {}
     if "result" not in case:
-        return "No GPU was measured." if not case else f"Versions: {_problem(case)}."
+        return f"{device}; versions: {_problem(case) if case else 'not asked for'}."
     found = case["result"]
     names = ["jax", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch"]
     names += ["nvidia-cudnn-cu12", "nvidia-cudnn-cu13"]
@@ -106,7 +141,9 @@ def _rows(part: Part, results: dict[str, dict[str, Any] | None]) -> Iterator[lis
             yield [title, "done, without times"]
             continue
         for name, found in contestants.items():
-            note = _speedup(found) if len(contestants) > 1 and name != _OURS else ""
+            note = ""
+            if len(contestants) > 1 and name != OURS:
+                note = f"{OURS} is faster by {format_ratio(found['speedup'])}"
             if part.name == "loop":
                 note = _beside_the_benchmark(case["name"], found, results.get("124m"))
             which = f", {name}" if len(contestants) > 1 else ""
@@ -131,11 +168,6 @@ def _figures(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _speedup(found: dict[str, Any]) -> str:
-    median, least, most = found["speedup"]
-    return f"{_OURS} is faster by {median:.2f} ({least:.2f} to {most:.2f})"
-
-
 def _about(found: dict[str, Any]) -> str:
     """Returns the time by part of the model where that was asked for, else the attention in use."""
     shares = [f"{name} {share:.0%}" for name, share in (found.get("shares") or {}).items()]
@@ -148,7 +180,7 @@ def _beside_the_benchmark(name: str, found: dict[str, Any], measured: dict[str, 
     notes = [f"{1e3 * wait:.2f} ms of it waiting for data"] if wait is not None else []
     for case in (measured or {"cases": []})["cases"]:
         if case["name"] == name and case["status"] == "done":
-            ratio = found["step_seconds"] / case["result"]["results"][_OURS]["step_seconds"]
+            ratio = found["step_seconds"] / case["result"]["results"][OURS]["step_seconds"]
             notes.insert(0, f"{ratio:.3f} of the benchmark's step")
     return ", ".join(notes)
 
@@ -166,7 +198,9 @@ def _attention_rows(result: dict[str, Any] | None) -> Iterator[list[str]]:
         pairs = [pair for check in checks for pair in check.get("errors", {}).values()]
         ratios = [found / reference for found, reference in pairs if reference]
         worst = f"{max(ratios):.2f} at most" if ratios else ""
-        yield [case["name"], f"{passed} of {len(checks)}", worst]
+        planned = case["result"]["planned"]
+        cut = f", then {_problem(case)}" if len(checks) < planned else ""
+        yield [case["name"], f"{passed} of {planned}{cut}", worst]
 
 
 def _problem(case: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
     python -m gpt2.benchmark.suite.versions DIR
 
 prints JSON. On a GPU it writes DIR/target.txtpb, for `train.py --plan_chips=DIR/target.txtpb-8`.
+Without DIR it tells the devices alone.
 """
 
 import importlib.metadata
@@ -31,12 +32,18 @@ _ASKED = (
 _VARIABLES = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
 
+def describe_device() -> dict[str, str]:
+    """Returns the platform, and the number and the kind of the devices."""
+    devices = jax.devices()
+    kind = f"{len(devices)} x {devices[0].device_kind}"
+    return {"platform": platform_of(devices[0]), "device": kind}
+
+
 def describe_machine(output: Path) -> dict[str, Any]:
     """Returns versions and devices, and writes target.txtpb into `output` on a GPU."""
     device = jax.devices()[0]
     return {
-        "platform": platform_of(device),
-        "device": f"{len(jax.devices())} x {device.device_kind}",
+        **describe_device(),
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
         "runtime": device.client.platform_version,
         "python": platform.python_version(),
@@ -87,4 +94,5 @@ def _keep_target(device: jax.Device, output: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(describe_machine(Path(sys.argv[1])), indent=2))
+    asked = [Path(argument) for argument in sys.argv[1:]]
+    print(json.dumps(describe_machine(*asked) if asked else describe_device(), indent=2))
