@@ -128,7 +128,7 @@ class ModelConfig:
             if pattern != DEFAULTS.model.window_pattern:
                 raise UserError(
                     f"model.window_pattern={pattern} is ignored while model.window=0",
-                    "Give --config.model.window",
+                    f"For example, use --config.model.window={max(self.context_length // 4, 1)}",
                 )
             return
         if self.window >= self.context_length:

@@ -87,7 +87,7 @@ class ParallelConfig:
                 f"{' and '.join(rest)} are both -1, and only one axis can take the rest",
                 f"Give one of them a size. For example, use --config.{rest[-1]}=1"
                 if self.strategy_axis is None
-                else f"Give --config.parallel.{self.strategy_axis} a size above 1",
+                else f"For example, use --config.parallel.{self.strategy_axis}=2",
             )
         self._refuse_ignored()
 

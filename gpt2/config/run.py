@@ -118,7 +118,7 @@ class Config:
         if not (wanted or tokens):
             raise UserError(
                 f"data.tokenizer={self.data.tokenizer} does not say how many tokens it has",
-                "Give --config.model.vocab_size",
+                "Give their number, for example --config.model.vocab_size=50257",
             )
         if 0 < wanted < tokens:
             raise UserError(

@@ -42,7 +42,8 @@ def check_spec(spec: str) -> str:
     if not Path(spec).is_file():
         raise UserError(
             f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
-            "Choose gpt2, byte, char, bpe:SIZE or a path to a tokenizer.json",
+            "For example, use --config.data.tokenizer=gpt2; byte, char, bpe:SIZE and the path of a "
+            "tokenizer.json do too",
         )
     return hashlib.sha256(Path(spec).read_bytes()).hexdigest()
 
