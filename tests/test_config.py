@@ -252,7 +252,7 @@ def test_wrong_type_names_the_type():
         ),
         (
             {"parallel__strategy": "megatron", "parallel__fsdp": -1},
-            r"fsdp and parallel\.tensor are both -1.*Give --config\.parallel\.tensor a size",
+            r"fsdp and parallel\.tensor are both -1.*use --config\.parallel\.tensor=2",
         ),
         (
             {"parallel__rules": {**DEFAULTS.parallel.rules, "mlp": "tensor,fsdp"}},
@@ -307,7 +307,7 @@ def test_wrong_type_names_the_type():
         ({"train__accumulate_steps": 7}, r"does not split into.*batch_size=483"),
         (
             {"train__keep_checkpoints": 5, "train__checkpoint_every": 0, "train__eval_every": 0},
-            r"keep_checkpoints=5 is ignored .*--config\.train\.keep_checkpoints=1\.",
+            r"keep_checkpoints=5 is ignored .*Use --config\.train\.keep_checkpoints=1,",
         ),
         ({"train__keep_every": 1500}, r"no multiple of .*every=1000, .*keep_every=2000\."),
         (

@@ -94,8 +94,8 @@ class TrainConfig:
             raise UserError(
                 f"train.keep_checkpoints={self.keep_checkpoints} is ignored while "
                 "train.checkpoint_every=0 and train.eval_every=0: only the end is saved",
-                "For example, use "
-                f"--config.train.checkpoint_every={DEFAULTS.train.checkpoint_every}",
+                f"Use --config.train.keep_checkpoints={DEFAULTS.train.keep_checkpoints}, or give "
+                "--config.train.checkpoint_every",
             )
         every = self.checkpoint_every
         if self.keep_every and (not every or self.keep_every % every):
