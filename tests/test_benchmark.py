@@ -1,5 +1,6 @@
 """The benchmark says what it measured, and PyTorch's twin computes what this project computes."""
 
+import contextlib
 import csv
 import json
 import os
@@ -14,7 +15,7 @@ from absl import flags
 
 from gpt2 import cli, launch
 from gpt2.benchmark import case as benchmark
-from gpt2.benchmark import measure, picture, report, worker
+from gpt2.benchmark import first_step, measure, picture, report, worker
 from gpt2.benchmark.turns import Player
 from gpt2.errors import UserError
 
@@ -68,15 +69,20 @@ def test_the_first_step_of_a_turn_does_not_count(monkeypatch):
         def __exit__(self, *_):
             pass
 
+        def runs_on(self):
+            return {"platform": "cpu", "device": "1 x cpu"}
+
         def play(self, steps):
             return [100.0] + [0.5] * (steps - 1) if steps > 1 else [0.5]  # a turn; the last warm-up
 
         def info(self):
-            return {"peak_flops": None, "flops_per_token": 1.0}
+            return {"peak_flops": None, "flops_per_token": 1.0, "compile_seconds": 3.0}
 
     monkeypatch.setattr(measure, "Player", Waking)
     results = measure.measure(tiny(), [], rounds=3, seconds=1.0)
     assert results[measure.OURS]["turns"] == [0.5] * 3
+    assert results[measure.OURS]["compile_seconds"] == 3.0 + 100.0 - 0.5  # beyond a usual step
+    assert results[measure.OURS]["device"] == "1 x cpu"
 
 
 def test_options_to_vary_are_read_with_their_types():
@@ -202,17 +208,77 @@ def test_lists_give_a_case_for_each_size_and_type():
 
 
 def test_one_devices_work_is_measured_by_one_devices_peak(monkeypatch):
-    assert worker.hardware(tiny())["device"] == "8 x cpu"
-    alone = worker.hardware(tiny(subject="eval"))
-    assert alone["device"] == "1 x cpu"
-    assert alone["peak_flops"] == worker.hardware(tiny())["peak_flops"]  # all share one CPU
+    assert (len(worker.devices_of(tiny())), len(worker.devices_of(tiny("eval")))) == (8, 1)
+    alone = worker.peak(tiny("eval"))
+    assert alone["peak_flops"] == worker.peak(tiny())["peak_flops"]  # all share one CPU
     gpu = SimpleNamespace(device_kind="NVIDIA H200", platform="gpu")
     monkeypatch.setattr(jax, "devices", lambda: [gpu] * 4)
-    of_all = worker.hardware(tiny(compute="bfloat16"))
-    of_one = worker.hardware(tiny(compute="bfloat16", subject="generate"))
-    assert (of_all["device"], of_one["device"]) == ("4 x NVIDIA H200", "1 x NVIDIA H200")
+    of_all = worker.peak(tiny(compute="bfloat16"))
+    of_one = worker.peak(tiny("generate", compute="bfloat16"))
     assert of_all["peak_flops"] == 4 * of_one["peak_flops"] > 0
-    assert worker.hardware(tiny(subject="data"))["peak_flops"] is None
+    assert worker.peak(tiny("data"))["peak_flops"] is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "known"),
+    [("gpu", "NVIDIA H100", ("default", "high")), ("tpu", "TPU v4", ("default",))],
+)
+def test_products_without_a_known_peak_have_none(platform, kind, known, monkeypatch):
+    chip = SimpleNamespace(device_kind=kind, platform=platform)
+    monkeypatch.setattr(jax, "devices", lambda: [chip])
+    for precision in ("default", "high", "highest"):
+        found = worker.peak(tiny(matmul_precision=precision))
+        assert bool(found["peak_flops"]) == (precision in known)
+        assert (found["peak_source"] == "unknown") == (precision not in known)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        (("gpu", "1 x H100"), ("gpu", "1 x H100"), None),
+        (("gpu", "1 x H100"), ("cpu", "1 x cpu"), "torch runs on 1 x cpu, and jax on 1 x H100"),
+        (("cpu", "1 x cpu"), ("gpu", "1 x H100"), "torch runs on 1 x H100, and jax on 1 x cpu"),
+        (("gpu", "1 x H100"), ("gpu", "1 x L4"), "torch runs on 1 x L4, and jax on 1 x H100"),
+        (("gpu", "2 x H100"), ("gpu", "1 x H100"), r"2 x H100, and a peer on one.*DEVICES=0"),
+    ],
+)
+@pytest.mark.parametrize("compares", [measure.measure, measure.verify])
+def test_a_peer_on_other_hardware_is_refused(ours, theirs, told, compares, monkeypatch):
+    class Announcing:
+        def __init__(self, name, command, environment):
+            self._tells = ours if name == measure.OURS else theirs
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def runs_on(self):
+            return dict(zip(("platform", "device"), self._tells, strict=True))
+
+        def show(self, path):
+            first_step.FirstStep("float32", 4.0).save(path)
+            return 0.1
+
+        def play(self, steps):
+            return [0.1] * steps
+
+        def info(self):
+            return {"peak_flops": None, "flops_per_token": 1.0}
+
+    monkeypatch.setattr(measure, "Player", Announcing)
+    turns = {"rounds": 1, "seconds": 0.0} if compares is measure.measure else {}
+    with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
+        assert len(dict(compares(tiny(), ["torch"], **turns)))
+
+
+def test_a_process_announces_what_it_runs_on_before_it_serves():
+    code = "from gpt2.benchmark.turns import announce, serve; announce('tpu', 'TPU v4', 2); "
+    code += "serve(lambda: None, lambda: 7)"
+    with Player("announcer", [sys.executable, "-c", code], dict(os.environ)) as player:
+        assert player.runs_on() == {"platform": "tpu", "device": "2 x TPU v4"}
+        assert player.info() == 7
 
 
 def test_impossible_peers_are_user_errors(monkeypatch):
@@ -232,6 +298,17 @@ def test_impossible_peers_are_user_errors(monkeypatch):
         benchmark.check_peers(["torch_xla"], tiny(attention="flash"))
     with pytest.raises(UserError, match="scales losses here and does not in --peers=torch"):
         benchmark.check_peers(["torch"], tiny(compute="float16"))
+    for changes in (dict(remat="full"), dict(backend="pmap"), dict(data=1), dict(fsdp=2)):
+        ((name, value),) = changes.items()
+        with pytest.raises(UserError, match=f"--{name}={value} would be ignored by --peers=torch"):
+            benchmark.check_peers(["torch"], tiny(**changes))
+        benchmark.check_peers([], tiny(**changes))
+
+
+def test_beside_peers_both_sides_multiply_by_a_padded_vocabulary():
+    assert make_case("train", "--model=gpt2-124m")["vocab_size"] == 50257
+    assert make_case("train", "--model=gpt2-124m", "--peers=torch")["vocab_size"] == 50304
+    assert make_case("train", "--model=quickstart", "--peers=torch")["vocab_size"] == 4096
 
 
 def test_a_player_does_the_steps_it_is_asked_for_and_tells():
@@ -322,7 +399,7 @@ def test_table_shows_every_contestant_its_ratio_and_every_setting():
     assert "2.50 (2.50 to 2.50)" in shown and "torch 1.0" in shown and "mlp 100%" in shown
     for setting in (
         *("sgd", "attention eager (blocked in jax)", "precision of products highest"),
-        *("data inside of the time", "remat none", "layers unrolled", "pjit data=-1 fsdp=1"),
+        *("data inside of the time", "remat none", "layers unrolled in jax", "pjit data=-1 fsdp=1"),
         *("4 x 16 tokens", "width 32", "50 tokens in the vocabulary", "1,000 GFLOP/s, measured"),
         *("2 turns each", "the first step of torch equals jax's", "3.5"),
     ):
@@ -333,6 +410,12 @@ def test_a_file_and_a_picture_hold_every_cell(tmp_path):
     lines = []
     for case in (tiny(), tiny(compute="bfloat16"), tiny(batch_size=8)):
         lines += report.rows(case, results(case, {"jax": [0.2, 0.3], "torch": [0.5, 0.6]}))
+    varied = results(tiny(), {"jax": [0.2, 0.3], "model.attention=xla": [0.4, 0.5]})
+    varied["jax"]["attention"], varied["model.attention=xla"]["attention"] = "blocked", "xla"
+    found = report.rows(tiny(), varied)
+    assert [row["our_attention"] for row in found] == ["blocked", "xla"]  # each has its own
+    assert "95 % intervals" in picture._foot(found)
+    assert "95 % intervals" not in picture._foot(found[:1])
     report.write_csv(tmp_path / "cells.csv", lines)
     with (tmp_path / "cells.csv").open() as file:
         read = list(csv.DictReader(file))
@@ -352,6 +435,12 @@ def test_shares_of_time_by_part_add_up_to_one(subject):
     assert sum(shares.values()) == pytest.approx(1.0)
     assert {"attention", "mlp"} <= set(shares)
     assert ("optimizer" in shares) == (subject == "train")
+
+
+def test_a_trace_without_the_programs_operations_is_told(monkeypatch):
+    work = worker.Work(tiny("eval"))
+    monkeypatch.setattr(worker, "ProgramText", lambda text: SimpleNamespace(operations={}))
+    assert work.shares() == {"unmatched operations": 1.0}
 
 
 def test_generation_fills_the_other_half_of_the_context():

@@ -26,6 +26,7 @@ PEERS = {
 
 # Options that would change nothing. `eval` and `generate` use one device, and `data` none.
 LAYOUT = ("backend", "data", "fsdp", "tensor")
+_DEFAULTS: dict[str, Any] = {"backend": "pjit", "data": -1, "fsdp": 1, "tensor": 1, "remat": "none"}
 _OF_TRAINING = (*LAYOUT, "remat", "optimizer", "with_data")
 IGNORED: dict[str, tuple[str, ...]] = {
     "train": (),
@@ -41,6 +42,10 @@ SMALL = {
     "shakespeare-char-cpu": ((4, 4, 128), 64, 12, 65),
     "shakespeare-char": ((6, 6, 384), 256, 64, 65),
 }
+
+# Beside peers, OpenAI's sizes have a vocabulary of a multiple of 128, as nanoGPT trains. Tables are
+# padded to one here, where a device multiplies such shapes faster, and not in peers.
+_PADDED_VOCAB = 50304
 
 # Forms of attention that every side has, in this project's names. `flash` is what `auto` takes
 # where there is a flash kernel; the worker refuses it elsewhere.
@@ -90,11 +95,13 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     )
     choice("optimizer", "adamw", ("adamw", "sgd"), "On all sides; sgd has Nesterov's momentum.")
     switch("with_data", "Read each batch by the loader of each side, inside of the time.")
-    choice("remat", "none", CHOICES["memory.remat"], "What the backward pass recomputes.")
-    switch("scan_layers", "One compiled block.")
-    choice("backend", "pjit", CHOICES["parallel.backend"], "How devices are used.")
-    for axis, size in (("data", -1), ("fsdp", 1), ("tensor", 1)):
-        number(axis, size, "Devices along this axis; -1: the rest.")
+    choice(
+        "remat", _DEFAULTS["remat"], CHOICES["memory.remat"], "What the backward pass recomputes."
+    )
+    switch("scan_layers", "One compiled block here; peers' layers stay unrolled.")
+    choice("backend", _DEFAULTS["backend"], CHOICES["parallel.backend"], "How devices are used.")
+    for axis in ("data", "fsdp", "tensor"):
+        number(axis, _DEFAULTS[axis], "Devices along this axis; -1: the rest.")
     texts("peers", "", f"Any of {', '.join(PEERS['train'])}.")
     flags.DEFINE_multi_string(
         "vary",
@@ -127,7 +134,7 @@ def make_cases(subject: str, values: flags.FlagValues = flags.FLAGS) -> list[dic
     """
     _check_flags(subject, values)
     sizes, context_length, batch_size, vocab_size = SMALL.get(values.model) or (
-        *(SIZES[values.model], 1024, 2, 50257),
+        *(SIZES[values.model], 1024, 2, _PADDED_VOCAB if values.peers else 50257),
     )
     batch_sizes = [_read_batch_size(text) for text in values.batch_size] or [batch_size]
     for name, given in (("batch_size", batch_sizes), ("compute", values.compute)):
@@ -147,11 +154,6 @@ def make_cases(subject: str, values: flags.FlagValues = flags.FLAGS) -> list[dic
         case | {"compute": compute, "batch_size": batch_size}
         for compute, batch_size in itertools.product(values.compute, batch_sizes)
     ]
-
-
-def make_case(subject: str, values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
-    """Returns the first of `make_cases`, whose arguments these are."""
-    return make_cases(subject, values)[0]
 
 
 def _read_batch_size(text: str) -> int:
@@ -271,6 +273,12 @@ _NEEDS = {"hf": ("transformers", "peers"), "torch_xla": ("torch_xla", "peers-xla
 
 
 def _check_peer(peer: str, case: dict[str, Any]) -> None:
+    for name in (*LAYOUT, "remat"):
+        if case[name] != _DEFAULTS[name]:
+            raise UserError(
+                f"--{name}={case[name]} would be ignored by --peers={peer}",
+                f"Leave out --{name}, or leave out --peers",
+            )
     if case["compute"] == "float16" and case["subject"] == "train":
         raise UserError(
             f"--compute=float16 scales losses here and does not in --peers={peer}",

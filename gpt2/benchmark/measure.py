@@ -1,6 +1,7 @@
 """Measures a case here and by peers in turn, after it has seen that both sides compute the same."""
 
 import contextlib
+import functools
 import json
 import math
 import statistics
@@ -33,7 +34,7 @@ def measure(
     """Runs the case here and by the peers in turn, and returns the results by name.
 
     Args:
-        case: from `make_case`.
+        case: from `make_cases`.
         peers: of `PEERS[case["subject"]]`.
         variations: more contestants: this project with other options, by name.
         rounds: how many turns each has after its warm-up.
@@ -42,24 +43,27 @@ def measure(
     Raises:
         UserError: a peer does not compute what this project computes, or a contestant ends early.
     """
+    if peers and case["subject"] in COMPARED and case["compute"] != "float32":
+        _compare_in_float32(json.dumps(_in_float32(case)), tuple(peers))
     compared = [OURS, *peers] if peers and case["subject"] in COMPARED else []
     players: dict[str, Player] = {}
-    steps, warm_up = {}, {}
+    steps, warm_up, longer = {}, {}, {}
+    runs_on: dict[str, dict[str, str]] = {}
     with contextlib.ExitStack() as stack:
         shown = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         commands = _commands(case, peers, variations)
         for name, command in commands.items():
             began = time.perf_counter()
             player = players[name] = stack.enter_context(_start(name, command, len(commands)))
-            first = [player.show(shown / f"{name}.npz")] if name in compared else []
-            if first and name != OURS:
+            runs_on[name] = player.runs_on()
+            _require_same_hardware(name, peers, runs_on)
+            first = player.show(shown / f"{name}.npz") if name in compared else None
+            if first is not None and name != OURS:
                 _refuse_difference(name, _compare(shown, name))
-            first += player.play(2)  # compiles, and fills caches
+            again, _ = player.play(2)  # compiles if that was not done, and fills caches
             steps[name] = max(1, math.ceil(seconds / (usual := player.play(1)[0])))
-            warm_up[name] = {
-                "warm_up_seconds": time.perf_counter() - began,
-                "compile_seconds": max(0.0, sum(first) - len(first) * usual),
-            }
+            longer[name] = max(0.0, (again if first is None else first) - usual)
+            warm_up[name] = {"warm_up_seconds": time.perf_counter() - began}
         medians: dict[str, list[float]] = {name: [] for name in players}
         for _ in range(rounds):
             for name, player in players.items():
@@ -72,20 +76,77 @@ def measure(
         # Peers compute what we do; a variation has FLOPs of its own.
         flops = infos[name if name in variations else OURS]["flops_per_token"]
         info = infos[OURS] | {"flops_per_token": flops}
-        results[name] = warm_up[name] | infos[name]
+        results[name] = runs_on[name] | warm_up[name] | infos[name]
         results[name] |= summarise(case, medians[name], medians[OURS], info)
+        # Before the first step, and in it: the contestants compile at either time.
+        results[name]["compile_seconds"] = infos[name].get("compile_seconds", 0.0) + longer[name]
         results[name]["compared"] = name in compared
     return results
 
 
 def verify(case: dict[str, Any], peers: list[str]) -> Iterator[tuple[str, list[Agreement]]]:
     """Yields, for each peer, how its first training step compares with this project's."""
+    runs_on: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, command in _commands(case, peers, {}).items():
             with _start(name, command, 1) as player:
+                runs_on[name] = player.runs_on()
+                _require_same_hardware(name, peers, runs_on)
                 player.show(Path(directory) / f"{name}.npz")
             if name != OURS:
                 yield name, _compare(Path(directory), name)
+
+
+def _in_float32(case: dict[str, Any]) -> dict[str, Any]:
+    """Returns the case of two sequences in full float32. There are no flash kernels for it."""
+    attention = "eager" if case["attention"] == "eager" else "sdpa"
+    exact = dict(compute="float32", matmul_precision="highest", attention=attention)
+    return case | exact | dict(batch_size=min(2, case["batch_size"]), with_data=False, shares=False)
+
+
+@functools.cache
+def _compare_in_float32(case: str, peers: tuple[str, ...]) -> None:
+    """Raises a UserError if a peer differs in float32, where 16 bits would hide the difference.
+
+    A compiled peer is compared without its compiler, which would take minutes once more.
+
+    Args:
+        case: as JSON. A case is compared once.
+        peers: their names.
+    """
+    eager = list(dict.fromkeys(peer.removesuffix("_compile") for peer in peers))
+    for name, agreements in verify(json.loads(case), eager):
+        _refuse_difference(name, agreements)
+
+
+def _require_same_hardware(
+    name: str, peers: list[str], runs_on: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Raises a UserError if a contestant runs on other hardware than a comparison allows.
+
+    A peer uses one device. Beside peers this project therefore has to, too.
+
+    Args:
+        name: the contestant.
+        peers: those of the comparison.
+        runs_on: what each contestant so far runs on, this project's first.
+    """
+    ours, theirs = runs_on[OURS], runs_on[name]
+    if peers and not ours["device"].startswith("1 x "):
+        raise UserError(
+            f"{OURS} runs on {ours['device']}, and a peer on one device",
+            "Show one device: set CUDA_VISIBLE_DEVICES=0, or on a CPU unset XLA_FLAGS",
+        )
+    if name in peers and theirs["platform"] != ours["platform"]:
+        raise UserError(
+            f"{name} runs on {theirs['device']}, and {OURS} on {ours['device']}",
+            f"Install PyTorch and JAX for the same hardware, or leave out --peers={name}",
+        )
+    if name in peers and ours["platform"] == "gpu" and theirs["device"] != ours["device"]:
+        raise UserError(
+            f"{name} runs on {theirs['device']}, and {OURS} on {ours['device']}",
+            "Show both one GPU: set CUDA_VISIBLE_DEVICES=0",
+        )
 
 
 def refusal(name: str, difference: Agreement) -> UserError:

@@ -1,4 +1,4 @@
-"""What a first step computed, read from this project's states: see `gpt2.benchmark.first_step`."""
+"""What first steps computed, read from this project's states: see `gpt2.benchmark.first_step`."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gpt2.benchmark.first_step import FirstStep, draw_weight, sample
+from gpt2.benchmark.first_step import draw_weight, sample
 from gpt2.config import Config, GPTConfig
 from gpt2.model import GPT
 from gpt2.optim.parameters import is_matrix, map_parameters, unrolled_names
@@ -37,32 +37,24 @@ def samples(params: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def describe(
-    config: Config,
-    products: str,
-    before: dict[str, np.ndarray],
-    state: TrainState,
-    metrics: dict[str, Any],
-) -> FirstStep:
-    """Returns what the first step computed.
+def clipped_gradients(
+    config: Config, before: dict[str, np.ndarray], state: TrainState
+) -> dict[str, np.ndarray]:
+    """Returns samples of the first step's clipped gradients, by name.
 
-    Gradients are read from the optimizer's first moment, so that no second program runs. AdamW
-    keeps 1 - beta1 of the clipped gradient. SGD keeps all of it, with the decay added.
+    They are read from the optimizer's first moment, so that no second program runs. AdamW keeps
+    1 - beta1 of the clipped gradient. SGD keeps all of it, with the decay added.
 
     Args:
         config: of the program.
-        products: the type in which the device multiplies.
         before: `samples` of the parameters before the step.
-        state, metrics: after it.
+        state: after it.
     """
     optim = config.optim
     is_sgd = optim.name == "sgd"
     moments = samples(optax.tree.get(state.opt_state, "trace" if is_sgd else "mu"))
-    scale = max(1.0, float(metrics["train/grad_norm"]) / optim.clip_norm)
     gradients = {}
     for name, moment in moments.items():
         decay = optim.weight_decay * before[name] if is_matrix(tuple(name.split("/"))) else 0.0
-        clipped = moment - decay if is_sgd else moment / (1 - optim.beta1)
-        gradients[name] = scale * clipped
-    loss = float(metrics["train/loss"])
-    return FirstStep(products, loss, before, samples(state.params), gradients)
+        gradients[name] = moment - decay if is_sgd else moment / (1 - optim.beta1)
+    return gradients

@@ -13,6 +13,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gpt2.benchmark.case import make_config
 from gpt2.benchmark.first_step import (
+    STEPS,
     FirstStep,
     draw_batch,
     draw_weight,
     products_of,
     sample,
+    single_targets,
 )
 from gpt2.benchmark.peer_models import make_model, named_weights
-from gpt2.benchmark.turns import serve
+from gpt2.benchmark.turns import announce, serve
+from gpt2.config import OptimConfig
 
 # `--matmul_precision` in PyTorch's words. JAX's default on an NVIDIA GPU is TF32, which is `high`.
 PRECISION = {"highest": "highest", "high": "high", "default": "high"}
@@ -41,7 +46,7 @@ class Work:
 
     Args:
         peer: its name.
-        case: see `gpt2.benchmark.case.make_case`.
+        case: see `gpt2.benchmark.case.make_cases`.
         device: as PyTorch names it.
     """
 
@@ -50,13 +55,14 @@ class Work:
         self._is_training = case["subject"] == "train"
         self._model = make_model(peer, case).to(device).train(self._is_training)
         self._weights = list(self._model.parameters())
-        self._optimizer = _make_optimizer(case, self._weights, device)
+        self._optim = make_config(case).optim
+        self._optimizer = _make_optimizer(self._optim, self._weights, device)
         self._dtype: torch.dtype | None = None  # of logits
         self._loss: Callable = self._compute_loss
         if peer.endswith("_compile"):
             backend = "openxla" if device == "xla" else "inductor"
             self._loss = torch.compile(self._compute_loss, backend=backend)
-        batch = torch.from_numpy(draw_batch(case)).long().to(device)
+        batch = self._put(draw_batch(case))
         self._next_batch: Callable = lambda: batch
         if case["with_data"]:
             self._next_batch = batches_from_file(case, device)
@@ -64,12 +70,17 @@ class Work:
     def step(self) -> float:
         """Does one step, waits for the device, and returns the loss."""
         loss = self._forward_and_backward(self._next_batch())
+        self._clip()
         self._update()
         self._wait()
         return loss.item()
 
-    def show(self, path: Path) -> None:
-        """Does the first step from drawn weights, and writes what it computed to a file."""
+    def show(self, path: Path) -> float:
+        """Does first steps from drawn weights, and writes what they computed to a file.
+
+        Returns:
+            Seconds of the first step.
+        """
         weights = named_weights(self._model)
         with torch.no_grad():
             for name, (parameter, flipped) in weights.items():
@@ -80,33 +91,58 @@ class Work:
         def samples(value: Callable) -> dict[str, np.ndarray]:
             return {name: _sample(name, value(p), flip) for name, (p, flip) in weights.items()}
 
-        batch = torch.from_numpy(draw_batch(self._case)).long().to(self._device)
+        batch = self._put(draw_batch(self._case))
         self._wait()
-        before = samples(lambda parameter: parameter)
+        before = samples(lambda parameter: parameter) if self._is_training else {}
+        began = time.perf_counter()
         loss = self._forward_and_backward(batch)
+        self._clip()
         self._wait()
-        shown: dict[str, Any] = {}
+        mean = loss.item()
+        seconds = time.perf_counter() - began
+        shown = FirstStep(self._products(), mean, before=before)
         if self._is_training:
-            shown = {"before": before, "gradients": samples(lambda parameter: parameter.grad)}
-        self._update()
-        self._wait()
-        if self._is_training:
-            shown["after"] = samples(lambda parameter: parameter)
-        FirstStep(self._products(), loss.item(), **shown).save(path)
+            shown.gradients = samples(lambda parameter: parameter.grad)
+            began = time.perf_counter()
+            self._update()
+            self._wait()
+            self._weights[0].sum().item()  # the update is done
+            seconds += time.perf_counter() - began
+            for step in range(1, STEPS):
+                self._forward_and_backward(self._put(draw_batch(self._case, step)))
+                self._clip()
+                self._update()
+                self._wait()
+            shown.after = samples(lambda parameter: parameter)
+        else:
+            shown.tokens = self._losses_of_tokens()
+        shown.save(path)
+        return seconds
+
+    def _losses_of_tokens(self) -> np.ndarray:
+        """Returns the loss of single tokens, by the program that is timed."""
+        tokens, targets = draw_batch(self._case)
+        losses = []
+        for single in single_targets(targets, none=-100):  # what cross_entropy leaves out
+            loss = self._forward_and_backward(self._put(np.stack([tokens, single])))
+            self._wait()
+            losses.append(loss.item())
+        return np.array(losses)
+
+    def _put(self, batch: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(batch).long().to(self._device)
 
     def _products(self) -> str:
         """Returns the type in which the last step multiplied."""
-        platform, precision = self._device, "highest"
-        if platform == "xla":
-            import torch_xla
+        precision = "highest"
+        if self._device == "xla":
             import torch_xla.backends
 
-            platform = torch_xla.runtime.device_type().lower()
             precision = torch_xla.backends.get_mat_mul_precision()
-        elif platform == "cuda":
+        elif self._device == "cuda":
             precision = torch.get_float32_matmul_precision()
         compute = str(self._dtype).removeprefix("torch.")
-        return products_of(compute, precision, {"cuda": "gpu"}.get(platform, platform))
+        return products_of(compute, precision, platform_of(self._device))
 
     def _forward_and_backward(self, batch: Any) -> torch.Tensor:
         with torch.set_grad_enabled(self._is_training):
@@ -116,9 +152,12 @@ class Work:
                 loss.backward()
         return loss
 
+    def _clip(self) -> None:
+        if self._is_training:
+            nn.utils.clip_grad_norm_(self._weights, self._optim.clip_norm)
+
     def _update(self) -> None:
         if self._is_training:
-            nn.utils.clip_grad_norm_(self._weights, 1.0)
             self._optimizer.step()
 
     def _wait(self) -> None:
@@ -162,16 +201,18 @@ def _attention_kernel(attention: str) -> contextlib.AbstractContextManager:
 
 
 def _make_optimizer(
-    case: dict[str, Any], weights: list[nn.Parameter], device: str
+    optim: OptimConfig, weights: list[nn.Parameter], device: str
 ) -> torch.optim.Optimizer:
     groups = [
-        dict(params=[w for w in weights if w.ndim >= 2], weight_decay=0.1),
+        dict(params=[w for w in weights if w.ndim >= 2], weight_decay=optim.weight_decay),
         dict(params=[w for w in weights if w.ndim < 2], weight_decay=0.0),
     ]
     fused = device != "xla"  # XLA fuses by itself
-    if case["optimizer"] == "sgd":
-        return torch.optim.SGD(groups, lr=6e-4, momentum=0.95, nesterov=True, fused=fused)
-    return torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=fused)
+    rate = optim.learning_rate
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=optim.momentum, nesterov=True, fused=fused)
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optim.eps, fused=fused)
 
 
 class Generation:
@@ -241,6 +282,21 @@ def choose_device(peer: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def platform_of(device: str) -> str:
+    """Returns `cpu`, `gpu` or `tpu` for a device as PyTorch names it."""
+    if device == "xla":
+        import torch_xla
+
+        device = torch_xla.runtime.device_type().lower()
+    return {"cuda": "gpu"}.get(device, device)
+
+
+def device_name(device: str) -> str:
+    """Returns the device's name as JAX gives it, for NVIDIA's GPUs and CPUs."""
+    is_cuda = platform_of(device) == "gpu" and torch.cuda.is_available()
+    return torch.cuda.get_device_name() if is_cuda else platform_of(device)
+
+
 def set_matmul_precision(precision: str, device: str) -> None:
     """Sets how float32 is multiplied, by a value of `--matmul_precision`."""
     if device == "xla" and precision != "default":  # it warns of a setting without effect
@@ -264,6 +320,7 @@ def main() -> None:
     peer, case = sys.argv[1], json.loads(sys.argv[2])
     torch.manual_seed(0)
     device = choose_device(peer)
+    announce(platform_of(device), device_name(device))
     set_matmul_precision(case["matmul_precision"], device)
     work = SUBJECTS[case["subject"]](peer, case, device)
 

@@ -142,12 +142,13 @@ def _heading(rows: Sequence[dict[str, Any]]) -> str:
 def _foot(rows: Sequence[dict[str, Any]]) -> str:
     row = rows[0]
     versions = dict.fromkeys(row["versions"] for row in rows)
+    is_compared = any(other["contestant"] != OURS for other in rows) and row["rounds"] > 1
     layers = "scanned" if row["scan_layers"] else "unrolled"
     data = "inside" if row["with_data"] else "outside"
     return (
         f"{row['device']}, {row['cpu_cores']} CPU cores; {', '.join(versions)}; attention "
         f"{row['attention']}, precision of products {row['matmul_precision']}, "
-        f"{row['optimizer']}, remat {row['remat']}, layers {layers}, data {data} of the time; "
-        f"{counted(row['rounds'], 'turn')} each: median, least and most"
-        + ("; ratios with 95 % intervals over turns" if len(versions) > 1 else "")
+        f"{row['optimizer']}, remat {row['remat']}, layers {layers} in jax, "
+        f"data {data} of the time; {counted(row['rounds'], 'turn')} each: median, least and most"
+        + ("; ratios with 95 % intervals over turns" if is_compared else "")
     )

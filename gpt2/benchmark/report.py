@@ -34,8 +34,8 @@ def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
         found.append(
             {"contestant": name}
             | {setting: case[setting] for setting in _SETTINGS}
-            | {"attention": case["attention"], "our_attention": ours["attention"]}
-            | {"device": ours["device"], "cpu_cores": os.cpu_count()}
+            | {"attention": case["attention"], "our_attention": result.get("attention")}
+            | {"device": result["device"], "cpu_cores": os.cpu_count()}
             | {"versions": " ".join(f"{k} {v}" for k, v in result["versions"].items())}
             | {figure: result[figure] for figure in _FIGURES}
             | {"least_step_seconds": min(result["turns"]), "rounds": len(result["turns"])}
@@ -103,7 +103,7 @@ def _header(case: dict[str, Any], results: Results) -> list[str]:
         f"{case['batch_size']} x {case['context_length']} tokens",
         f"{case['compute']}, precision of products {case['matmul_precision']}, attention "
         f"{case['attention']} ({ours['attention']} in jax), {case['optimizer']}",
-        f"remat {case['remat']}, layers {'scanned' if case['scan_layers'] else 'unrolled'}, "
+        f"remat {case['remat']}, layers {'scanned' if case['scan_layers'] else 'unrolled'} in jax, "
         f"{case['backend']} {layout}, data {'in' if case['with_data'] else 'out'}side of the time",
         f"{ours['device']}, {os.cpu_count()} CPU cores, {versions}",
         f"products: {peak_text}; {len(ours['turns'])} turns each; the first step of "

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,35 @@ from gpt2.errors import UserError
 _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
+def announce(platform: str, device: str, count: int = 1) -> None:
+    """Tells the other end, before anything else, what this process runs on.
+
+    Args:
+        platform: 'cpu', 'gpu' or 'tpu'.
+        device: the name of one device.
+        count: how many of them the work uses.
+    """
+    print(json.dumps({"platform": platform, "device": f"{count} x {device}"}), flush=True)
+
+
 def serve(
     work: Callable[[], Any],
     info: Callable[[], dict[str, Any]],
-    show: Callable[[Path], Any] | None = None,
+    show: Callable[[Path], float] | None = None,
 ) -> None:
     """Does as many steps as each line of standard input asks for, until it closes.
 
     Args:
         work: does one step and waits for it.
         info: returns what there is to report beside times, in answer to a line of 0.
-        show: does the first step and writes what it computed to a file, in answer to a line that
-            names the file; None: no line does.
+        show: does first steps, writes what they computed to a file and returns the seconds of the
+            first, in answer to a line that names the file; None: no line does.
     """
     for line in sys.stdin:
         request, seconds = json.loads(line), []
         if isinstance(request, str):
             assert show, "this program has nothing to show"
-            seconds = [_seconds(partial(show, Path(request)))]
+            seconds = [show(Path(request))]
         else:
             seconds = [_seconds(work) for _ in range(request)]
         print(json.dumps(seconds or info()), flush=True)
@@ -76,6 +86,10 @@ class Player:
         assert process.stdin and process.stdout  # they are pipes
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
 
+    def runs_on(self) -> dict[str, str]:
+        """Returns what the process announced before anything else: platform and device."""
+        return self._read()
+
     def play(self, steps: int) -> list[float]:
         """Lets the process do `steps` steps, 1 or more, and returns the seconds of each.
 
@@ -86,7 +100,11 @@ class Player:
         return self._ask(steps)
 
     def show(self, path: Path) -> float:
-        """Lets the process do its first step and write what it computed; returns its seconds."""
+        """Lets the process do first steps and write what they computed.
+
+        Returns:
+            Seconds of the first step.
+        """
         (seconds,) = self._ask(str(path))
         return seconds
 
@@ -97,6 +115,9 @@ class Player:
     def _ask(self, request: int | str) -> Any:
         self._stdin.write(f"{json.dumps(request)}\n")
         self._stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
         answer = self._stdout.readline()
         if not answer:
             if self._process.wait() == UserError.EXIT_CODE:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import numpy as np
 
 from gpt2.benchmark import our_step
 from gpt2.benchmark.case import make_config
-from gpt2.benchmark.first_step import FirstStep, draw_batch, products_of
-from gpt2.benchmark.turns import serve
+from gpt2.benchmark.first_step import STEPS, FirstStep, draw_batch, products_of, single_targets
+from gpt2.benchmark.turns import announce, serve
 from gpt2.config import DataConfig
 from gpt2.errors import UserError, exit_on_user_error
 from gpt2.model import GPT
@@ -66,14 +66,15 @@ class Work:
     """A compiled program and the state that it works on, for `train` or `eval`.
 
     Attributes:
-        compile_seconds: what tracing and compiling took.
+        compile_seconds: what tracing and compiling took before the first step.
     """
 
     def __init__(self, case: dict[str, Any]):
         self._is_training = case["subject"] == "train"
-        devices = jax.devices()[: None if self._is_training else 1]
+        devices = devices_of(case)
         program = Program.from_config(make_config(case), devices)
-        self._program, self._batch = program, program.backend.put_batch(_batch(case))
+        self._case, self._program = case, program
+        self._batch = program.backend.put_batch(_batch(case))
         self._state = program.init_state() if self._is_training else program.init_params()
         compile_step = program.compile_train if self._is_training else program.compile_eval
         self._compiled = compile_step(self._state, self._batch)
@@ -88,23 +89,44 @@ class Work:
         """Runs the program once, on the next batch, and waits for it."""
         self._run(next(self._batches))
 
-    def show(self, path: Path) -> None:
-        """Does the first step from drawn weights, and writes what it computed to a file."""
+    def show(self, path: Path) -> float:
+        """Does first steps from drawn weights, and writes what they computed to a file.
+
+        Returns:
+            Seconds of the first step.
+        """
         program = self._program
         self._state = None  # its memory goes to the drawn weights
         params = our_step.draw_params(program.model.config)
         if self._is_training:
             self._state = program.init_state(params)
             before = our_step.samples(self._state.params)
-            metrics = self._run(self._batch)
-            shown = our_step.describe(program.config, self._products, before, self._state, metrics)
         else:
             placed = jax.tree.map(lambda shape: shape.sharding, program.state_shapes.params)
             self._state = jax.device_put(params, placed)
-            sums = self._run(self._batch)
-            loss = float(sums["loss_sum"] / sums["count"])
-            shown = FirstStep(self._products, loss)
+        began = time.perf_counter()
+        reported = self._run(self._batch)
+        seconds = time.perf_counter() - began
+        if self._is_training:
+            shown = FirstStep(self._products, float(reported["train/loss"]), before=before)
+            shown.gradients = our_step.clipped_gradients(program.config, before, self._state)
+            for step in range(1, STEPS):
+                self._run(program.backend.put_batch(_batch(self._case, step)))
+            shown.after = our_step.samples(self._state.params)
+        else:
+            shown = FirstStep(self._products, _mean_loss(reported), self._losses_of_tokens())
         shown.save(path)
+        return seconds
+
+    def _losses_of_tokens(self) -> np.ndarray:
+        """Returns the loss of single tokens, by the program that is timed."""
+        batch = _batch(self._case)
+        return np.array(
+            [
+                _mean_loss(self._run(self._program.backend.put_batch(batch | {"targets": single})))
+                for single in single_targets(batch["targets"], none=-1)
+            ]
+        )
 
     def _run(self, batch: Any) -> Any:
         """Runs the program once, waits for it and returns what it reports."""
@@ -115,6 +137,8 @@ class Work:
 
     def shares(self) -> dict[str, float]:
         """Returns the share of the time that each of `SCOPES`, and `other`, takes in one step.
+
+        If no operation of the trace is one of the program's, `unmatched operations` take all.
 
         A trace of the step times operations; the compiled program knows each one's scope.
         """
@@ -131,15 +155,16 @@ class Work:
             if ran.name in operations:
                 part = operations[ran.name].part
                 seconds[part if part in SCOPES else "other"] += ran.end - ran.start
+        if not seconds:  # the trace names operations in another way
+            return {"unmatched operations": 1.0}
         ranked = sorted(seconds.items(), key=lambda item: -item[1])
         return {scope: time / sum(seconds.values()) for scope, time in ranked}
 
 
 class Generation:
-    """Greedy continuations of prompts that fill half of the context, to its end.
+    """Greedy continuations of prompts that fill half of the context, to its end."""
 
-    `compile_seconds` is how much longer the first took than the second.
-    """
+    compile_seconds = 0.0  # its first step compiles
 
     def __init__(self, case: dict[str, Any]):
         # Imported here, since it brings the code that reads weights, which only this needs.
@@ -156,8 +181,6 @@ class Generation:
             max_new_tokens=case["context_length"] // 2,
             sampling=Sampling(temperature=0.0),
         )
-        seconds = [_seconds(self.step) for _ in range(2)]
-        self.compile_seconds = max(0.0, seconds[0] - seconds[1])
 
 
 class Reading:
@@ -173,21 +196,28 @@ class Reading:
         self._loader.batch(next(self._count))
 
 
-def hardware(case: dict[str, Any]) -> dict[str, Any]:
-    """Returns the devices that a case runs on, as text, and the FLOP/s that they can reach."""
-    devices, subject = jax.devices(), case["subject"]
-    used = devices if subject == "train" else devices[:1]
-    if subject == "data":
-        peak = None
-    elif subject == "train" or used[0].platform == "cpu":  # simulated devices share the whole CPU
-        peak = total_peak_flops(case["compute"])
-    else:
-        peak = peak_flops(used[0], case["compute"])
-    return {
-        "device": f"{len(used)} x {used[0].device_kind}",
-        "peak_flops": peak,
-        "peak_source": peak_source(used[0]),
-    }
+def devices_of(case: dict[str, Any]) -> list[jax.Device]:
+    """Returns the devices that a case runs on."""
+    return jax.devices()[: None if case["subject"] == "train" else 1]
+
+
+def peak(case: dict[str, Any]) -> dict[str, Any]:
+    """Returns the FLOP/s that the devices of a case can reach, and where the figure is from.
+
+    Of a GPU's or TPU's products of float32, the table of chips knows those of JAX's default
+    precision alone.
+    """
+    used, subject = devices_of(case), case["subject"]
+    compute, platform = case["compute"], platform_of(used[0])
+    default = products_of(compute, "default", platform)
+    flops, source = None, peak_source(used[0])
+    if products_of(compute, case["matmul_precision"], platform) != default:
+        source = "unknown"
+    elif subject == "train" or (subject != "data" and used[0].platform == "cpu"):
+        flops = total_peak_flops(case["compute"])  # simulated devices share the whole CPU
+    elif subject != "data":
+        flops = peak_flops(used[0], case["compute"])
+    return {"peak_flops": flops, "peak_source": source}
 
 
 def _make_loader(case: dict[str, Any]) -> Any:
@@ -216,25 +246,27 @@ def main() -> None:
     """Serves steps of the case that the command line gives."""
     case = json.loads(sys.argv[1])
     config = make_config(case)
+    used = devices_of(case)
+    announce(platform_of(used[0]), used[0].device_kind, len(used))
     prepare_jax(case)
-    device, runs_on = jax.devices()[0], hardware(case)
+    found = peak(case)
     subjects: dict[str, type[Any]] = {"generate": Generation, "data": Reading}
     work = subjects.get(case["subject"], Work)(case)
     flops = model_flops_per_token(config.gpt())
 
     def info() -> dict[str, Any]:
-        statistics = device.memory_stats() or {}  # None on a CPU
+        statistics = used[0].memory_stats() or {}  # None on a CPU
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         # A CPU's peak is the better of what it reached before and after the turns.
         forget_measured_peak()
-        before, after = runs_on["peak_flops"], hardware(case)["peak_flops"]
+        before, after = found["peak_flops"], peak(case)["peak_flops"]
         return {
-            **runs_on,
+            **found,
             "peak_flops": before and max(before, after),
             "compile_seconds": work.compile_seconds,
             "flops_per_token": flops if case["subject"] == "train" else flops / 3,
             "peak_bytes": statistics.get("peak_bytes_in_use", on_host),
-            "attention": resolve_attention(config, device),
+            "attention": resolve_attention(config, used[0]),
             "versions": {"jax": jax.__version__},
             "shares": work.shares() if case["shares"] else {},
         }
@@ -242,14 +274,12 @@ def main() -> None:
     serve(work.step, info, getattr(work, "show", None))
 
 
-def _seconds(function: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
+def _mean_loss(sums: dict[str, jax.Array]) -> float:
+    return float(sums["loss_sum"] / sums["count"])
 
 
-def _batch(case: dict[str, Any]) -> dict[str, np.ndarray]:
-    tokens, targets = draw_batch(case)
+def _batch(case: dict[str, Any], step: int = 0) -> dict[str, np.ndarray]:
+    tokens, targets = draw_batch(case, step)
     batch = {"tokens": tokens, "targets": targets}
     if make_config(case).data.document_mask:  # documents of 256 tokens in the mean, at random
         batch["segments"] = np.cumsum(tokens % 256 == 0, axis=1, dtype=np.int32)
