@@ -154,8 +154,12 @@ def train(
 ) -> int:
     """Runs the steps after `start`, writes the run's files and returns the exit code."""
     config, num_steps = program.config, program.config.train.num_steps
-    seconds = launch.seconds_since_start() + seconds_taken(workdir / "metrics.jsonl", start)
-    clock = StepClock(config.tokens_per_step, model_flops_per_token(program.model.config), seconds)
+    clock = StepClock(
+        config.tokens_per_step,
+        model_flops_per_token(program.model.config),
+        seconds_before=seconds_taken(workdir / "metrics.jsonl", start),
+        start_seconds=launch.seconds_since_start(),
+    )
     # Compile once, before the loop, while the devices still draw the weights. A batch of another
     # shape is an error later.
     with clock.phase("compile"):
@@ -183,13 +187,14 @@ def train(
 
     start_over = partial(first_state, program, feed.dataset)
     diagnosis = Diagnosis(program, feed, workdir, checkpointer, train_step, start_over)
-    deadline = Deadline(MAX_SECONDS.value, clock, checkpointer, lambda: validate.seconds)
-    deadline.check()
+    limit = MAX_SECONDS.value
+    deadline = Deadline(limit, config.train, clock, checkpointer, lambda: validate.seconds)
+    deadline.check(start)
     launch.say_when_left(partial(run_files.describe_saved, workdir))
 
     # Metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
-    stop = StopSignal(deadline.why_stop)
+    stop = StopSignal(deadline.is_over)
     with checkpointer, reporter, profiler, batches, watchdog, stop:
         with diagnosis.ends_if_diverged(lambda: state), clock.phase("step"):
             for step in range(start + 1, num_steps + 1):
@@ -219,6 +224,10 @@ def train(
                         if stopping:
                             reporter.say("saving; a second Ctrl-C would end the run without that")
                         checkpointer.save(state, step, scores if due.validation else None)
+                        if measuring and not due.end:  # how long it takes to stop
+                            checkpointer.wait()
+                            validate.measure(step, state.eval_params)
+                            deadline.check(step)
                 if due.end:
                     break
         with clock.phase("checkpoint"):
@@ -228,7 +237,8 @@ def train(
         how = f"Mend that, and repeat the command to train from step {latest_step(workdir) or 0} on"
         raise UserError(checkpointer.failure, how, exit_code=5)
     if stop.requested and stop.is_agreed:
-        print(f"stopped by {stop.reason} at step {step}; the same command continues")
+        by = deadline.reason if stop.is_late else stop.requested.name
+        print(f"stopped by {by} at step {step}; the same command continues")
         return 128 + stop.requested
     if not scores:  # the run was killed after its last checkpoint
         with diagnosis.ends_if_diverged(lambda: state), clock.phase("validation"):

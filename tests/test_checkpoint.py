@@ -94,7 +94,7 @@ def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(
         assert (blocked < 0.05 * 60) != synchronous
         saver.wait()
         assert time.perf_counter() - began > 4
-        assert synchronous or saver.longest_seconds > 4
+        assert saver.longest_seconds > 4
 
 
 def steps_in(params):

@@ -1,5 +1,6 @@
 """A run stops on signals and in time for a limit, and continues to the same bits."""
 
+import random
 import re
 import shutil
 import signal
@@ -7,17 +8,23 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpt2 import launch
+from gpt2.config import TrainConfig
 from gpt2.errors import UserError
+from gpt2.parallel import distributed
 from gpt2.parallel.stop import StopSignal
 from gpt2.training import deadline
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.deadline import Deadline
+from gpt2.training.due import due_after
 from tests.helpers import ROOT, TINY, finish, metrics_of, params_of, run, start, wait_for_step
 from tests.test_telemetry import events
 
@@ -56,30 +63,151 @@ def slow_saves(tmp_path):
     return write
 
 
-def make_deadline(max_seconds, steps=(), save=0.0, validation=0.0):
+class Simulation:
+    """The loop of train.py on a clock of its own, whose steps, saves and validations take a while.
+
+    Each takes up to a fifth more than its seconds. It stands for the StepClock and the Checkpointer
+    of a Deadline too.
+    """
+
+    def __init__(self, train, step, save, validation, processes=1, seed=0):
+        self.train, self.processes, self.random = train, processes, random.Random(seed)
+        self.step, self.save, self.validation = step, save, validation
+        self.now, self.saved_at = 20.0, 0.0
+        self.newest_seconds, self.longest_seconds = [], 0.0
+
+    def about(self, seconds):
+        return seconds * self.random.uniform(1.0, 1.2)
+
+    def is_saving(self):
+        return self.now < self.saved_at
+
+    def finish_step(self):
+        """A step is waited for once the next one is dispatched, or something is due."""
+        if self.is_under_way:
+            self.newest_seconds.append(self.about(self.step))
+            self.now += self.newest_seconds[-1]
+        self.is_under_way = False
+
+    def run(self, max_seconds):
+        """Trains until the limit or the last step, and returns that step."""
+        with (
+            mock.patch.object(launch, "seconds_since_start", lambda: self.now),
+            mock.patch("jax.process_count", lambda: self.processes),
+            mock.patch.object(distributed, "from_first", lambda number: number),
+        ):
+            return self.train_until(max_seconds)
+
+    def train_until(self, max_seconds):
+        limit = Deadline(max_seconds, self.train, self, self, lambda: self.validation)
+        limit.check(0)
+        self.is_under_way, heard_at, last = False, None, self.train.num_steps
+        for step in range(1, self.train.num_steps + 1):
+            self.finish_step()
+            self.is_under_way = True
+            if heard_at is None and limit.is_over(step):
+                heard_at = self.now + self.random.uniform(0, 1) * (self.processes > 1)
+            if heard_at is not None and self.now >= heard_at:
+                last = min(last, step + (self.random.randint(0, 2) if self.processes > 1 else 0))
+            due = due_after(step, self.train, stopping=step == last, measuring=step == 1)
+            saves = due.checkpoint or (due.validation and self.random.random() < 0.5)
+            if due.validation or saves:
+                self.finish_step()
+            if due.validation:
+                self.now += self.about(self.validation)
+            if saves:
+                self.now = max(self.now + 0.8 * self.step, self.saved_at)
+                seconds = self.about(self.save)
+                self.longest_seconds = max(self.longest_seconds, seconds)
+                self.saved_at = self.now + seconds
+            if step == 1 and not due.end:
+                self.now = self.saved_at
+                limit.check(step)
+            if due.end:
+                break
+        self.now = max(self.now, self.saved_at)
+        return step
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    step=st.floats(0.02, 60.0),
+    save=st.floats(0.1, 200.0),
+    validation=st.floats(0.1, 200.0),
+    checkpoint_every=st.sampled_from([0, 1, 2, 3, 10]),
+    eval_every=st.sampled_from([0, 1, 2, 7, 50]),
+    processes=st.sampled_from([1, 4]),
+    limit=st.floats(10.0, 5000.0),
+    seed=st.integers(0, 9),
+)
+def test_a_run_ends_before_its_limit_or_is_told_a_limit_with_which_it_trains(
+    step, save, validation, checkpoint_every, eval_every, processes, limit, seed
+):
+    train = TrainConfig(num_steps=1000, checkpoint_every=checkpoint_every, eval_every=eval_every)
+    for _ in range(3):
+        loop = Simulation(train, step, save, validation, processes, seed)
+        try:
+            last = loop.run(limit)
+        except UserError as error:
+            told = re.search(
+                r"--max_seconds=(\S+) leaves no .* With --max_seconds=(\d+), ", str(error)
+            )
+            assert float(told[1]) == pytest.approx(limit, rel=1e-5) and int(told[2]) > limit
+            limit = float(told[2])
+        else:
+            break
+    else:
+        pytest.fail("each limit was followed by another")
+    left = limit - loop.now
+    assert left >= deadline.END_SECONDS - deadline.NOTICE_SECONDS
+    assert last > 2
+    stopped = last < 1000
+    if stopped and processes == 1:  # not too early: the most that can come, and a step
+        assert left < deadline.MARGIN * 1.2 * (6 * step + 2 * validation + 4 * save) + 10
+
+
+def make_deadline(max_seconds, train=None, steps=(), save=0.0, validation=0.0, saving=False):
     clock = SimpleNamespace(newest_seconds=steps)
-    checkpointer = SimpleNamespace(longest_seconds=save)
-    return Deadline(max_seconds, clock, checkpointer, lambda: validation)
+    checkpointer = SimpleNamespace(longest_seconds=save, is_saving=lambda: saving)
+    return Deadline(max_seconds, train or TrainConfig(), clock, checkpointer, lambda: validation)
 
 
-def test_a_run_stops_when_the_rest_of_its_time_is_what_stopping_may_take(monkeypatch):
-    limit = make_deadline(1000.0, steps=[2.0, 4.0, 3.0], save=10.0, validation=20.0)
-    needed = deadline.MARGIN * (3 * 4.0 + 20.0 + 2 * 10.0) + deadline.END_SECONDS
-    assert limit.seconds_to_stop() == needed == 70.0
-    for age, reason in ((929.9, ""), (930.1, "--max_seconds=1000 (70 s are left, and up to 70 s")):
-        monkeypatch.setattr(launch, "seconds_since_start", lambda age=age: age)
-        stop = StopSignal(limit.why_stop)
-        assert stop.reached(5) == bool(reason)
-        assert stop.reason.startswith(reason) and (stop.requested or 0) == 15 * bool(reason)
-    assert not StopSignal(make_deadline(None).why_stop).reached(5)
+@pytest.mark.parametrize(
+    ("step", "saving", "steps", "saves", "validations"),
+    [
+        (5, False, 3, 1, 0),
+        (5, True, 3, 2, 0),  # the last save waits for the one under way
+        (7, False, 4, 2, 0),  # a save is due after this step
+        (7, True, 4, 3, 0),
+        (9, False, 3, 1, 1),  # a validation is due after the next step
+        (10, False, 4, 2, 1),
+        (100, False, 3, 1, 1),  # the end: there is no next step
+    ],
+)
+def test_a_run_stops_when_the_rest_of_its_time_is_what_stopping_may_take(
+    monkeypatch, step, saving, steps, saves, validations
+):
+    train = TrainConfig(num_steps=100, checkpoint_every=7, eval_every=10)
+    limit = make_deadline(1000.0, train, [2.0, 4.0, 3.0], 10.0, 20.0, saving)
+    needed = 1.25 * (steps * 4.0 + 10.0 * saves + 20.0 * validations) + 5.0
+    assert limit.seconds_to_stop(step) == needed
+    for late in (-0.1, 0.1):
+        monkeypatch.setattr(launch, "seconds_since_start", lambda: 1000 - needed + late)  # noqa: B023
+        stop = StopSignal(limit.is_over)
+        assert stop.reached(step) == stop.is_late == (late > 0)
+        assert stop.requested == (signal.SIGTERM if late > 0 else None)
+    about = f" ({needed - 0.1:.0f} s are left, and up to {needed:.0f} s are needed)"
+    assert limit.reason == f"--max_seconds=1000{about}"
+    assert not StopSignal(make_deadline(None).is_over).reached(step)
 
 
 def test_a_limit_that_start_up_has_used_up_is_a_mistake(monkeypatch):
     monkeypatch.setattr(launch, "seconds_since_start", lambda: 26.0)
-    make_deadline(None).check()
-    make_deadline(31.5).check()
-    with pytest.raises(UserError, match=r"=30 leaves no time for a step: .* took 26 s\. Give more"):
-        make_deadline(30.0).check()
+    make_deadline(None).check(0)
+    make_deadline(31.5).check(0)
+    about = r"=30 leaves no time to train: to start took 26 s, and to stop may take 5 s\. With "
+    with pytest.raises(UserError, match=f"{about}--max_seconds=70, half of the time is for steps"):
+        make_deadline(30.0).check(0)
 
 
 def test_the_age_of_a_process_counts_from_its_start_not_from_its_imports():
@@ -123,6 +251,23 @@ def test_a_run_with_a_limit_ends_before_it_with_all_saved_and_continues(tmp_path
         assert (workdir / "checkpoints" / found[3]).is_dir()
     assert 0 < steps[1] < steps[2]
     assert [line["step"] for line in metrics_of(workdir)] == list(range(1, steps[2] + 1))
+
+
+@pytest.mark.thorough
+def test_a_limit_too_short_for_progress_is_a_mistake_so_that_a_queue_stops_repeating(
+    tmp_path, slow_saves
+):
+    workdir = tmp_path / "run"
+    code, _, told = run(workdir, *ENDLESS, "--max_seconds=50", script=slow_saves(20))
+    assert code == 2 and told.count("\n") == 1
+    found = re.fullmatch(
+        r"error: --max_seconds=50 leaves no time to train: to start took \d+ s, and to stop may "
+        r"take (\d+) s\. With --max_seconds=(\d+), half of the time is for steps\.\n",
+        told,
+    )
+    assert found, told
+    assert 30 <= int(found[1]) < 60 and int(found[2]) % 10 == 0
+    assert latest_step(workdir) == 1
 
 
 BLOCKED = """

@@ -149,7 +149,9 @@ class Seconds:
 
 def test_step_clock_leaves_validation_out_and_charges_each_second_once():
     seconds = Seconds()
-    clock = throughput.StepClock(1000, flops_per_token=6.0, seconds_before=100.0, now=seconds)
+    clock = throughput.StepClock(
+        1000, flops_per_token=6.0, seconds_before=70.0, start_seconds=30.0, now=seconds
+    )
     clock.peak_flops = 24_000.0
     seconds.now += 1
     with clock.phase("compile"):
@@ -177,7 +179,8 @@ def test_step_clock_leaves_validation_out_and_charges_each_second_once():
         seconds.now += 4
         clock.count_step()
         assert clock.read()["perf/step_seconds"] == pytest.approx(4.0)
-    total = 24.0
+    total = 54.0  # of this start
+    assert clock.total_seconds == pytest.approx(70.0 + total)
     assert clock.shares() == pytest.approx(
         {
             "validation": 10 / total,
@@ -185,7 +188,7 @@ def test_step_clock_leaves_validation_out_and_charges_each_second_once():
             "compile": 3 / total,
             "checkpoint": 2 / total,
             "data wait": 1 / total,
-            "start and end": 1 / total,
+            "start and end": 31 / total,
         }
     )
 

@@ -13,6 +13,7 @@ from gpt2.training.feed import Feed
 # Batches that the host may be ahead of the devices. Simulated devices that get further wait for
 # each other for ever, since XLA has one pool of threads for all of them.
 MOST_AHEAD = 32
+MEASURED = 4  # batches that tell how long a validation takes
 
 
 class Validator:
@@ -23,7 +24,7 @@ class Validator:
         feed: of the run.
 
     Attributes:
-        seconds: how long a whole validation takes; 0 before anything was scored.
+        seconds: how long a whole validation takes; 0 before the first one, or `measure`.
     """
 
     def __init__(self, eval_step: Callable, feed: Feed):
@@ -46,11 +47,22 @@ class Validator:
         began, whole = time.monotonic(), self._feed.num_eval_batches
         with self._feed.eval_batches(num_batches or whole) as batches:
             scores = validate(self._eval_step, params, batches, self._targets_per_byte)
-        if not (num_batches and self.seconds):  # a part is better than nothing
-            self.seconds = (time.monotonic() - began) * whole / (num_batches or whole)
+        if not num_batches:
+            self.seconds = time.monotonic() - began
         if not math.isfinite(scores["eval/loss"]):
             raise DivergedError(step, "the validation loss is", before=False)
         return scores
+
+    def measure(self, step: int, params: Any) -> None:
+        """Estimates `seconds` from a few batches, if no validation has measured it yet."""
+        if self.seconds:
+            return
+        whole = self._feed.num_eval_batches
+        few = min(MEASURED, whole)
+        self(step, params, few)  # the first ones are slower
+        began = time.monotonic()
+        self(step, params, few)
+        self.seconds = (time.monotonic() - began) * whole / few
 
 
 def validate(

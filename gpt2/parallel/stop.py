@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from gpt2.parallel import distributed
+
 
 class StopSignal:
     """Lets SIGTERM, SIGINT and the end of the run's time end the loop after its step.
@@ -20,33 +22,33 @@ class StopSignal:
     clock. JAX's runtime listens for SIGTERM and lets them agree on a step that none has passed yet.
 
     Args:
-        why_now: returns why the run's time is over, for people, or an empty text; asked after
-            every step.
+        is_over: returns whether the run's time is over after a step; asked after every step.
 
     Attributes:
         requested: the signal that came, or SIGTERM in place of one; None before.
-        reason: why the run stops, for people.
+        is_late: whether it stops since the first process's time is over.
         is_agreed: whether all processes know that it stops.
     """
 
-    def __init__(self, why_now: Callable[[], str] = str):
+    def __init__(self, is_over: Callable[[int], bool] = lambda step: False):
         self.requested: signal.Signals | None = None
-        self.reason = ""
-        self._why_now = why_now
+        self.is_late = False
+        self._is_over = is_over
         self._agrees = jax.distributed.is_initialized()
         self.is_agreed = not self._agrees
 
     def reached(self, step: int) -> bool:
         """Returns whether to stop after `step`. Call it after every step."""
-        if not self.requested and (reason := self._why_now()):
-            self._request(signal.SIGTERM, reason)
+        if not self.requested and self._is_over(step):
+            self.is_late = True
+            self._request(signal.SIGTERM)
         if not self._agrees:
             return self.requested is not None
         if not multihost_utils.reached_preemption_sync_point(step):
             return False
-        if not self.requested:
-            self.requested, self.reason = signal.SIGTERM, signal.SIGTERM.name
+        self.requested = self.requested or signal.SIGTERM
         self.is_agreed = True
+        self.is_late = bool(distributed.from_first(int(self.is_late)))
         return True
 
     def __enter__(self) -> "StopSignal":
@@ -62,9 +64,9 @@ class StopSignal:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if not self.requested:
-            self._request(signal.Signals(number), signal.Signals(number).name)
+            self._request(signal.Signals(number))
 
-    def _request(self, number: signal.Signals, reason: str) -> None:
-        self.requested, self.reason = number, reason
+    def _request(self, number: signal.Signals) -> None:
+        self.requested = number
         if self._agrees:
             os.kill(os.getpid(), signal.SIGTERM)  # which JAX's runtime hears

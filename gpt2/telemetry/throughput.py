@@ -181,7 +181,9 @@ class StepClock:
     Args:
         tokens_per_step: tokens in a global batch.
         flops_per_token: from `model_flops_per_token`.
-        seconds_before: what the run has taken before the clock was made.
+        seconds_before: what earlier starts of the run have taken.
+        start_seconds: what this start has taken before the clock was made, such as imports and
+            data: `start and end`.
         now: the clock, in seconds.
 
     Attributes:
@@ -196,13 +198,14 @@ class StepClock:
         tokens_per_step: int,
         flops_per_token: float,
         seconds_before: float = 0.0,
+        start_seconds: float = 0.0,
         now: Callable[[], float] = time.perf_counter,
     ):
         self.peak_flops: float | None = None
         self.tokens_per_step, self._flops = tokens_per_step, flops_per_token
         self._now, self._seconds_before = now, seconds_before
         self._phase, self._since = "start and end", now()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._seconds = defaultdict(float, {self._phase: start_seconds})
         self._window = (0.0, 0.0)  # seconds of step and of data wait when the window began
         self._steps = 0  # in the window
         self._counted = 0.0  # seconds of step and of data wait before the newest step
@@ -269,7 +272,7 @@ class StepClock:
         return metrics
 
     def shares(self) -> dict[str, float]:
-        """Returns each phase's share of the wall time since the clock was made; they add to 1."""
+        """Returns each phase's share of the wall time of this start; they add to 1."""
         self._switch(self._phase)
         total = sum(self._seconds.values())
         ranked = sorted(self._seconds.items(), key=lambda item: -item[1])

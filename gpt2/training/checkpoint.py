@@ -64,8 +64,8 @@ class Checkpointer:
 
     Attributes:
         failure: why the newest state that was to be saved is not; empty if it is.
-        longest_seconds: from the call of `save` until all was on disk, in the slowest save so far;
-            0 before the first, and in all processes but the first.
+        longest_seconds: from the call of `save` until `is_saving` or `wait` saw its end, in the
+            slowest save so far; 0 before the first.
 
     Args:
         workdir: the run's directory.
@@ -97,7 +97,7 @@ class Checkpointer:
             mark_unsaved(self._directory.parent)
         self._lowest_loss = (self.best() or (0, math.inf))[1]
         self._saving: int | None = None
-        self._began = 0.0
+        self._began: float | None = None  # in seconds; None once the newest save is timed
         self.failure, self.longest_seconds = "", 0.0
         self._hook = sys.unraisablehook
         sys.unraisablehook = without_closed_loops(self._hook)
@@ -141,13 +141,8 @@ class Checkpointer:
                     raise self._for_all(error)
                 wait(key=key, timeout_ms=timeout_ms)
 
-        def note_end() -> None:
-            seconds = time.monotonic() - self._began
-            self.longest_seconds = max(self.longest_seconds, seconds)
-
         return ocp.options.AsyncOptions(
-            barrier_sync_fn=wait_for_others if jax.process_count() > 1 else None,
-            post_finalization_callback=note_end,
+            barrier_sync_fn=wait_for_others if jax.process_count() > 1 else None
         )
 
     def _check_scores(self) -> None:
@@ -244,6 +239,19 @@ class Checkpointer:
         items = self._restore(step, params=ocp.args.StandardRestore(saved))
         return place(items["params"], params)
 
+    def is_saving(self) -> bool:
+        """Returns whether a save is under way.
+
+        Asked after every step, it sees the end of each save, the removal of older ones included.
+        """
+        if self._began is None:
+            return False
+        if self._manager.is_saving_in_progress():
+            return True
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - self._began)
+        self._began = None
+        return False
+
     def wait(self) -> None:
         """Returns once everything saved is on disk, or has failed."""
         if self._saving is None:
@@ -251,8 +259,10 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # of many kinds
+            self.is_saving()
             self._recover(error)
         else:
+            self.is_saving()
             self._saving, self.failure = None, ""
             distributed.only_first(mark_unsaved)(self._directory.parent)
 
