@@ -217,7 +217,8 @@ from gpt2 import launch
 launch.prepare_process()
 launch.take_interrupts()
 launch.end_on_interrupt()
-sys.setswitchinterval(100)  # the thread that listens comes too late
+time.sleep(0.1)  # the thread listens
+sys.setswitchinterval(100)  # and will come too late
 signal.raise_signal(signal.SIGINT)
 signal.signal(signal.SIGINT, lambda *_: print("taken over"))
 time.sleep(1)
