@@ -10,6 +10,7 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()  # before the imports below, which take seconds
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.config import Config
 from gpt2.data.dataset import Dataset, prepare
-from gpt2.errors import UserError, require_positive
+from gpt2.errors import UserError, require_positive, tell
 from gpt2.evals.validation import Validator
 from gpt2.generate import sample_texts
 from gpt2.parallel import distributed, gather
@@ -195,7 +196,7 @@ def train(
     # Metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
     stop = StopSignal(deadline.is_over)
-    with checkpointer, reporter, profiler, batches, watchdog, stop:
+    with stop, checkpointer, reporter, profiler, batches, watchdog:
         with diagnosis.ends_if_diverged(lambda: state), clock.phase("step"):
             for step in range(start + 1, num_steps + 1):
                 with clock.phase("data wait"):
@@ -238,7 +239,7 @@ def train(
         raise UserError(checkpointer.failure, how, exit_code=5)
     if stop.requested and stop.is_agreed:
         by = deadline.reason if stop.is_late else stop.requested.name
-        print(f"stopped by {by} at step {step}; the same command continues")
+        tell(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
         return 128 + stop.requested
     if not scores:  # the run was killed after its last checkpoint
         with diagnosis.ends_if_diverged(lambda: state), clock.phase("validation"):
@@ -267,7 +268,7 @@ def show_results(
 ) -> None:
     """Draws the loss curve, and prints where the time went and how good the model is."""
     plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
-    print(describe_results(scores, feed, clock, start))
+    tell(describe_results(scores, feed, clock, start), sys.stdout)
 
 
 @distributed.only_first
@@ -276,7 +277,7 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
     texts = sample_texts(params, config.gpt(), dataset.tokenizer, number=3, seed=config.seed)
     rule = "\n" + "-" * 80 + "\n"
     write_text(workdir / "samples.txt", rule.join(texts) + "\n")
-    print(f"see loss.png and samples.txt in {workdir}")
+    tell(f"see loss.png and samples.txt in {workdir}", sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The error for mistakes that a user can mend, the checks that raise it, and warnings."""
 
+import contextlib
 import difflib
 import errno
 import functools
@@ -8,8 +9,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 # What Python raises where a file is no JSON, or holds values of other types than were expected.
 MALFORMED = (
@@ -68,20 +70,47 @@ def exit_on_user_error(main: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         try:
             return main(*args, **kwargs)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.exit(error.exit_code)
-        except OSError as error:
-            if not (told := _describe_os_error(error)):
+        except (UserError, OSError, KeyboardInterrupt) as error:
+            if not (end := describe_end(error)):
                 raise
-            print(f"error: {told}", file=sys.stderr, flush=True)
-            sys.exit(UserError.EXIT_CODE)
-        except KeyboardInterrupt:
-            print("stopped by SIGINT", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(128 + signal.SIGINT)  # the usual end crashes where XLA compiles in a thread
+            message, code = end
+            tell(message)
+            if isinstance(error, KeyboardInterrupt):
+                with unheard(sys.stdout):
+                    sys.stdout.flush()
+                os._exit(code)  # the usual end crashes where XLA compiles in a thread
+            sys.exit(code)
 
     return wrapped
+
+
+def describe_end(error: BaseException) -> tuple[str, int] | None:
+    """Returns what a command prints that ends by an exception, and its exit code.
+
+    None: the exception is a mistake of the program, and its traceback has to be seen.
+    """
+    if isinstance(error, OSError):
+        error = _describe_os_error(error) or error
+    if isinstance(error, UserError):
+        return f"error: {error}", error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by SIGINT", 128 + signal.SIGINT
+    return None
+
+
+@contextlib.contextmanager
+def paths_are_checked() -> Iterator[None]:
+    """Leaves the body the tracebacks of paths that the system refuses. No person chose them badly.
+
+    Raises:
+        RuntimeError: in place of an OSError that `exit_on_user_error` would ascribe to a person.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OF_PATHS:
+            raise
+        raise RuntimeError(f"the system has refused what it allowed before: {error}") from error
 
 
 # What the system refuses because of a path that a person chose.
@@ -104,7 +133,41 @@ def _describe_os_error(error: OSError) -> UserError | None:
 
 def warn(message: str) -> None:
     """Prints what a person should know, in one line on stderr. The program goes on."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    tell(f"warning: {message}")
+
+
+def tell(message: str, stream: TextIO | None = None) -> None:
+    """Prints a message at once, on stderr unless `stream` is given. It may be lost: `unheard`."""
+    stream = stream or sys.stderr
+    with unheard(stream):
+        print(message, file=stream, flush=True)
+
+
+@contextlib.contextmanager
+def unheard(stream: TextIO) -> Iterator[None]:
+    """Lets the body print on `stream`. What cannot be printed is lost, and the program goes on.
+
+    The pipe of a screen may have lost its reader, since Ctrl-C ends `tee` too. The disk of a log
+    may be full. What is printed later is tried again.
+    """
+    try:
+        yield
+    except OSError:
+        with contextlib.suppress(OSError):
+            _forget(stream)
+
+
+def _forget(stream: TextIO) -> None:
+    """Empties a stream's buffer. Python would print it at its end, and fail with exit code 120."""
+    number = stream.fileno()
+    kept = os.dup(number)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), number)
+        try:
+            stream.flush()
+        finally:
+            os.dup2(kept, number)
+            os.close(kept)
 
 
 def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> UserError:

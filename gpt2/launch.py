@@ -13,12 +13,13 @@ Order: XLA orders programs for little memory (docs/performance.md, XLA:CPU note 
 
 Ctrl-C: a line in place of a traceback, whatever the process is doing. It ends imports, raises
 KeyboardInterrupt where work has to tidy up, ends the process at once where it has not, and at its
-second press in any case.
+second press in any case, also after all is done.
 
 On NVIDIA GPUs, products that share an operand stay apart, and gathers of a layer's kernels do not
 wait for each other (docs/performance.md, GPUs and TPUs).
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -48,7 +49,9 @@ _GPU_FLAGS = (
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
 _SAME_PRESS = 0.3  # seconds within which a launcher may pass on what the terminal has sent already
-_are_watched = threading.Event()  # set once a thread listens for signals
+_LAST_SECONDS = 1.0  # in which last words are found and printed: disks and screens may hang
+_leaving = threading.Lock()  # of the thread that prints them; never released
+_is_watched = False  # whether a thread listens for signals
 _last_words: list[Callable[[], str]] = []
 _imported = time.monotonic()
 _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
@@ -95,14 +98,15 @@ def take_interrupts() -> None:
     A second one ends the process at once. A thread sees to that, since the main thread acts on
     signals only between two lines of Python, not while XLA compiles or a device is waited for.
     """
-    if signal.getsignal(signal.SIGINT) is not _stop:
+    global _is_watched
+    if _is_watched or signal.getsignal(signal.SIGINT) is not _stop:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # A child's signals are its own.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    _are_watched.set()
+    _is_watched = True
     threading.Thread(target=_watch_interrupts, args=(reader,), name="signals", daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -112,18 +116,21 @@ def end_on_interrupt() -> None:
 
     An exception may come where it is printed and lost, such as in a callback of JAX.
     """
-    if _are_watched.is_set():
-        signal.signal(signal.SIGINT, _leave_it_to_the_thread)
+    if _is_watched:
+        signal.signal(signal.SIGINT, _stop)
 
 
 def ignore_interrupts() -> None:
-    """Lets Ctrl-C do nothing more: all is done, and an exception would only spoil the end."""
-    if _are_watched.is_set():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Lets the first Ctrl-C do nothing: all is done, and an exception would only spoil the end."""
+    if _is_watched:
+        signal.signal(signal.SIGINT, _do_nothing)  # SIG_IGN would hide the second from the thread
 
 
 def say_when_left(words: Callable[[], str]) -> None:
-    """Lets a second Ctrl-C add what `words` returns to its line. A thread calls it."""
+    """Lets a second Ctrl-C add what `words` returns to its line, unless it fails or hangs.
+
+    A thread calls it.
+    """
     _last_words[:] = [words]
 
 
@@ -142,15 +149,28 @@ def _watch_interrupts(reader: int) -> None:
     while number := os.read(reader, 1):
         if number[0] != signal.SIGINT:
             continue
-        if signal.getsignal(signal.SIGINT) is _leave_it_to_the_thread:
-            _stop()
+        if signal.getsignal(signal.SIGINT) is _stop:  # to which the main thread may not come
+            _stop(signal.SIGINT, None)
         now = time.monotonic()
         if first is not None and now - first > _SAME_PRESS:
-            _end("".join(["left at once by a second SIGINT", *(say() for say in _last_words)]))
+            _end(f"left at once by a second SIGINT{_find_last_words()}")
         first = now if first is None else first
 
 
-def _leave_it_to_the_thread(*_: object) -> None:
+def _find_last_words() -> str:
+    found: list[str] = []
+
+    def find() -> None:
+        with contextlib.suppress(Exception):  # of any kind: this is the only way to leave
+            found.extend(words() for words in _last_words)
+
+    thread = threading.Thread(target=find, daemon=True)
+    thread.start()
+    thread.join(_LAST_SECONDS)
+    return "".join(found)
+
+
+def _do_nothing(*_: object) -> None:
     pass
 
 
@@ -160,8 +180,11 @@ def _stop(*_: object) -> None:
 
 def _end(line: str) -> None:
     show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # which a progress bar hides
-    os.write(2, f"{show_cursor}{line}\n".encode())
-    os._exit(128 + signal.SIGINT)
+    try:
+        if _leaving.acquire(timeout=_LAST_SECONDS):  # two threads may hear of one press
+            os.write(2, f"{show_cursor}{line}\n".encode())
+    finally:  # nobody may read it
+        os._exit(128 + signal.SIGINT)
 
 
 def environment_to_measure() -> dict[str, str]:

@@ -335,6 +335,9 @@ def test_players_on_a_gpu_share_its_memory_unless_the_user_has_said_how(monkeypa
         def __exit__(self, *_):
             pass
 
+        def runs_on(self):
+            return {"platform": "gpu", "device": "H100"}
+
         def play(self, steps):
             return [1.0] * steps
 
@@ -486,6 +489,7 @@ def test_a_peers_file_is_gone_when_it_ends(tmp_path):
     command = [sys.executable, "-m", "gpt2.benchmark.peers", "torch"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with Player("torch", [*command, json.dumps(tiny(subject="data"))], environment) as player:
+        player.runs_on()
         player.play(1)
         assert list(tmp_path.rglob("train.bin"))
     assert not list(tmp_path.rglob("train.bin"))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 import time
 from functools import partial
 
@@ -220,3 +221,16 @@ def test_an_average_begins_with_the_weights_that_a_run_starts_from(tmp_path):
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7.0, np.float32), program.init_params())
     state = program.init_state(params)
     assert steps_in(state.params) == steps_in(state.eval_params) == {7.0}
+
+
+def test_a_checkpointer_leaves_python_as_it_was(tmp_path, monkeypatch):
+    hook = sys.unraisablehook
+    writer = Checkpointer(tmp_path)
+    assert sys.unraisablehook is hook
+    writer.close()
+    with Checkpointer(tmp_path, read_only=True):
+        assert sys.unraisablehook is hook
+    with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as checkpointer:
+        assert sys.unraisablehook is not hook
+        monkeypatch.setattr(checkpointer, "close", lambda: 1 / 0)
+    assert sys.unraisablehook is hook

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from absl import flags
 
 import gpt2.cli as cli
 from gpt2 import launch
-from gpt2.errors import UserError
+from gpt2.errors import UserError, tell
 from gpt2.utils.text import counted
 
 ROOT = Path(__file__).parents[1]
@@ -282,6 +283,44 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "stopped by SIGINT\n")
+
+
+@pytest.mark.parametrize("screen", ["full disk", "no reader"])
+def test_a_screen_that_takes_no_line_neither_ends_a_program_nor_alters_its_exit_code(screen):
+    program = """
+import sys
+from gpt2.errors import UserError, exit_on_user_error, tell, warn
+from gpt2.telemetry.progress import Progress
+
+@exit_on_user_error
+def main():
+    warn("lost")
+    with Progress(total=10) as shown:
+        shown.write(1, {"train/loss": 1.0})
+        shown.say("lost")
+    tell("lost", sys.stdout)
+    raise UserError("lost", "lost", exit_code=5)
+
+main()
+"""
+    if screen == "full disk":
+        writer = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=writer, stderr=writer, cwd=ROOT, timeout=60)
+    os.close(writer)
+    assert done.returncode == 5
+
+
+def test_a_line_that_a_full_disk_does_not_take_is_lost_and_the_next_is_not(tmp_path):
+    log = tmp_path / "log"
+    with open("/dev/full", "w") as stream, log.open("w") as disk:
+        tell("lost", stream)
+        os.dup2(disk.fileno(), stream.fileno())  # there is room again
+        tell("heard", stream)
+        assert log.read_text() == "heard\n"
 
 
 def run_early(program):

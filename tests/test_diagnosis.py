@@ -1,6 +1,7 @@
 """What went bad first is named: a weight, a batch, a micro-batch, an activation, a gradient."""
 
 import contextlib
+import errno
 import functools
 import itertools
 
@@ -21,7 +22,7 @@ from gpt2.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from gpt2.errors import DivergedError, UserError
+from gpt2.errors import DivergedError, UserError, exit_on_user_error
 from gpt2.model import layers
 from gpt2.training.diagnosis import Diagnosis, forward_order
 from gpt2.training.program import Program
@@ -278,3 +279,28 @@ def test_a_run_that_diverged_names_its_best_checkpoint_since_the_newest_may_be_s
         diagnosis.ends_if_diverged(lambda: None),
     ):
         raise DivergedError(30, "the loss is", before=True)
+
+
+def test_a_path_refused_within_the_loop_is_no_mistake_of_a_person(tmp_path):
+    @exit_on_user_error
+    def main(within):
+        with within:
+            open(tmp_path)  # noqa: SIM115 - a directory
+
+    with pytest.raises(SystemExit, match="2"):
+        main(contextlib.nullcontext())
+    diagnosis = Diagnosis(None, None, tmp_path, StubCheckpointer(), None, None)
+    with pytest.raises(RuntimeError, match=r"refused what it allowed before: .* Is a directory"):
+        main(diagnosis.ends_if_diverged(lambda: None))
+
+
+def test_a_full_disk_within_the_loop_is_a_line(tmp_path, capsys):
+    @exit_on_user_error
+    def main():
+        diagnosis = Diagnosis(None, None, tmp_path, StubCheckpointer(), None, None)
+        with diagnosis.ends_if_diverged(lambda: None):
+            raise OSError(errno.ENOSPC, "No space left on device", "a")
+
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith("error: no room is left on the disk of a. Make room")

@@ -207,3 +207,26 @@ with distributed.ends_together():
         [*command, "interrupted"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (run.returncode, run.stderr) == (130, "stopped by SIGINT\n")
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one process", "of several"])
+def test_a_full_disk_is_a_line_and_exit_code_2_also_in_one_of_several_processes(several):
+    code = f"""
+import errno
+import jax
+from gpt2.errors import exit_on_user_error
+from gpt2.parallel import distributed
+
+@exit_on_user_error
+@distributed.ends_together()
+def main():
+    raise OSError(errno.ENOSPC, "No space left on device", "runs/a/config.json")
+
+jax.distributed.is_initialized = lambda: {several}
+main()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    about = "no room is left on the disk of runs/a/config.json. Make room, and repeat the command."
+    assert (run.returncode, run.stderr) == (2, f"error: {about}\n")

@@ -1,5 +1,6 @@
 """A run stops on signals and in time for a limit, and continues to the same bits."""
 
+import os
 import random
 import re
 import shutil
@@ -298,9 +299,27 @@ finally:
         ("", (0.5, 0.6), 130, "left at once by a second SIGINT; all is saved\n"),
         ("", (0.5, 0.0, 0.0), None, ""),  # a launcher has sent the same one several times
         ("launch.end_on_interrupt()", (0.5,), 130, "stopped by SIGINT\n"),
-        ("launch.ignore_interrupts()", (0.5, 0.6), None, ""),
+        (
+            "launch.ignore_interrupts()",
+            (0.5, 0.6),
+            130,
+            "left at once by a second SIGINT; all is saved\n",
+        ),
+        # The words' disk fails, or hangs.
+        (
+            "launch.say_when_left(lambda: 1 / 0)",
+            (0.5, 0.6),
+            130,
+            "left at once by a second SIGINT\n",
+        ),
+        (
+            "launch.say_when_left(lambda: time.sleep(60))",
+            (0.5, 0.6),
+            130,
+            "left at once by a second SIGINT\n",
+        ),
     ],
-    ids=["second", "repeated", "at once", "done"],
+    ids=["second", "repeated", "at once", "done", "failing words", "hanging words"],
 )
 def test_ctrl_c_ends_a_process_whose_main_thread_hears_nothing(mode, pauses, code, told):
     process = subprocess.Popen(
@@ -317,6 +336,89 @@ def test_ctrl_c_ends_a_process_whose_main_thread_hears_nothing(mode, pauses, cod
     found = process.communicate(timeout=20)
     if code is not None:
         assert (process.returncode, *found) == (code, "", told)
+
+
+@pytest.mark.parametrize("mode", ["launch.end_on_interrupt()", ""], ids=["at once", "second"])
+def test_ctrl_c_ends_a_process_whose_stderr_nobody_reads(mode):
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED.format(mode=mode, pauses=(0.5, 0.6))],
+        stderr=writer,
+        cwd=ROOT,
+    )
+    os.close(writer)
+    os.close(reader)
+    try:
+        assert process.wait(timeout=20) == 130
+    finally:
+        process.kill()
+
+
+def test_ctrl_c_just_before_a_run_takes_it_over_is_not_lost():
+    program = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from gpt2 import launch
+launch.prepare_process()
+launch.take_interrupts()
+launch.end_on_interrupt()
+time.sleep(0.1)  # the thread listens
+sys.setswitchinterval(100)  # and will come too late
+signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, lambda *_: print("taken over"))
+time.sleep(1)
+print("lost")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=20
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by SIGINT\n")
+
+
+CLOSING = """
+import os, signal, time
+from gpt2 import launch
+launch.prepare_process()
+import train
+from gpt2 import cli
+from gpt2.telemetry.metrics import MetricsWriter
+from gpt2.telemetry.watchdog import Watchdog
+
+leave, close = Watchdog.__exit__, MetricsWriter.close
+def press(self, *exception):
+    leave(self, *exception)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)  # in which the thread that listens hears of it
+def note(self):
+    close(self)
+    print("closed", flush=True)
+Watchdog.__exit__, MetricsWriter.close = press, note
+cli.run(train.main, default_config="quickstart")
+"""
+
+
+@pytest.mark.thorough
+def test_ctrl_c_while_the_files_of_a_run_are_closed_lets_them_be(tmp_path):
+    script = tmp_path / "closing.py"
+    script.write_text(CLOSING)
+    options = [*TINY, "--config.data.corpus=synthetic", "--config.train.eval_batches=1"]
+    code, stdout, told = run(tmp_path / "run", *options, script=script)
+    assert (code, told) == (130, "")
+    assert stdout.endswith("closed\nstopped by SIGINT at step 8; the same command continues\n")
+
+
+@pytest.mark.thorough
+def test_ctrl_c_saves_a_run_whose_screen_has_lost_its_reader(tmp_path):
+    """As in `python train.py | tee log`, since Ctrl-C ends `tee` too."""
+    workdir = tmp_path / "run"
+    process = start(workdir, *ENDLESS)
+    wait_for_step(process, workdir, 3)
+    process.stdout.close()
+    wait_for_step(process, workdir, metrics_of(workdir)[-1]["step"] + 5)  # it goes on
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert process.stderr.read() == ""
+    assert latest_step(workdir) == metrics_of(workdir)[-1]["step"]
 
 
 def wait_for_line(process, text):

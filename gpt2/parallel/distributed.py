@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, describe_end, tell, unheard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -131,20 +131,17 @@ def _end_process(
 ) -> None:
     if error is None or not jax.distributed.is_initialized():
         return
-    if isinstance(error, UserError):
-        message, code = f"error: {error}", error.exit_code
-    elif isinstance(error, KeyboardInterrupt):
-        message, code = "stopped by SIGINT", 128 + signal.SIGINT
+    if end := describe_end(error):
+        message, code = end
     elif isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
         # The original message comes first, since a wrong network setup fails in the same way.
         said = str(error).strip().split("\n")[0]
         message, code = f"{said}\n{LOST_PEER}", 1
     else:
         message, code = "".join(traceback.format_exception(error)), 1
-    with contextlib.suppress(OSError):  # both may be files on a full disk
-        print(message, file=sys.stderr)
+    tell(message)
+    with unheard(sys.stdout):
         sys.stdout.flush()
-        sys.stderr.flush()
     os._exit(code)
 
 
@@ -159,7 +156,8 @@ def _explain_aborts() -> None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _on_abort(_: int) -> None:
-    os.write(sys.stderr.fileno(), f"\n{LOST_PEER}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), f"\n{LOST_PEER}\n".encode())
     os._exit(1)
 
 

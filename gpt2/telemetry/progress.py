@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from gpt2.errors import tell, unheard
 from gpt2.telemetry.event_file import Histogram
 from gpt2.utils.text import format_bytes, format_count, format_duration
 
@@ -61,7 +62,7 @@ class Progress:
 
     On a terminal a bar stays at the bottom, with the newest loss, validation loss, tokens/s, MFU
     and time left. Each validation prints a line above it. Elsewhere each write that carries metrics
-    prints one line.
+    prints one line. A screen that is gone ends no run: what it cannot show is lost.
 
     Args:
         total: the step at which the run ends.
@@ -79,12 +80,14 @@ class Progress:
             self._task = self._bar.add_task(
                 "", total=self._total, completed=self._start, shown="", left=""
             )
-            self._bar.start()
+            with unheard(sys.stdout):
+                self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._bar:
-            self._bar.stop()
+            with unheard(sys.stdout):
+                self._bar.stop()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Moves to `step` and shows its metrics, which are named as in metrics.jsonl."""
@@ -92,7 +95,8 @@ class Progress:
         left = format_duration(self._seconds_left(step))
         if self._bar:
             shown = format_metrics(self._newest, _ON_BAR)
-            self._bar.update(self._task, completed=step, shown=shown, left=f"{left} left")
+            with unheard(sys.stdout):
+                self._bar.update(self._task, completed=step, shown=shown, left=f"{left} left")
         line = format_metrics(metrics)
         if line and (not self._bar or "eval/loss" in metrics):
             width = len(str(self._total))
@@ -110,9 +114,10 @@ class Progress:
 
     def _print(self, text: str) -> None:
         if self._bar:
-            self._bar.console.print(text, markup=False, highlight=False)
+            with unheard(sys.stdout):
+                self._bar.console.print(text, markup=False, highlight=False)
         else:
-            print(text, flush=True)
+            tell(text, sys.stdout)
 
     def _seconds_left(self, step: int) -> float:
         if step >= self._total:

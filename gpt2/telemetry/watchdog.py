@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from gpt2.errors import tell, unheard
 from gpt2.telemetry.throughput import StepClock
 from gpt2.utils.text import format_duration
 
@@ -68,12 +69,11 @@ class Watchdog:
     def _tell(self, quiet: float) -> None:
         newest = self._clock.newest_seconds
         usual = f"a step took {statistics.median(list(newest)):.2g} s" if newest else "none ended"
-        sys.stdout.flush()
+        with unheard(sys.stdout):
+            sys.stdout.flush()
         faulthandler.dump_traceback(sys.stderr)
-        print(
+        tell(
             f"error: the run hangs: no step has ended for {format_duration(quiet)}, and {usual}. "
             "The stacks of all threads are above; the same command continues from the last "
-            "checkpoint.",
-            file=sys.stderr,
-            flush=True,
+            "checkpoint."
         )

@@ -99,8 +99,6 @@ class Checkpointer:
         self._saving: int | None = None
         self._began: float | None = None  # in seconds; None once the newest save is timed
         self.failure, self.longest_seconds = "", 0.0
-        self._hook = sys.unraisablehook
-        sys.unraisablehook = without_closed_loops(self._hook)
 
     def _open(self) -> ocp.CheckpointManager:
         self._check_scores()
@@ -270,13 +268,18 @@ class Checkpointer:
         """Waits until everything saved is on disk, and ends the saving threads."""
         self.wait()
         self._manager.close()
-        sys.unraisablehook = self._hook
 
     def __enter__(self) -> "Checkpointer":
+        self._hook = sys.unraisablehook
+        if not self._read_only:
+            sys.unraisablehook = without_closed_loops(self._hook)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        try:
+            self.close()
+        finally:
+            sys.unraisablehook = self._hook
 
     def _check_disk(self, state: TrainState, step: int) -> None:
         """Raises an error in all processes if the disk is read-only or has no room for a state."""

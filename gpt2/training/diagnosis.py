@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.config import LossConfig
-from gpt2.errors import DivergedError, UserError
+from gpt2.errors import DivergedError, UserError, paths_are_checked
 from gpt2.model import GPT
 from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
 from gpt2.parallel import distributed, gather
@@ -60,7 +60,7 @@ class Diagnosis:
         Args:
             state: returns the run's newest state.
         """
-        with distributed.ends_together():
+        with distributed.ends_together(), paths_are_checked():
             try:
                 yield
             except DivergedError as error:

@@ -22,6 +22,7 @@ SMALL_DISK = ("-t", "tmpfs", "-o", "size=32m", "tmpfs")
 def full_disks(lab: Laboratory) -> Iterator[Row]:
     """Fills the disk of a run, or of its prepared text."""
     yield row(lab, "a full disk: during a save", full_during_save, 3)
+    yield row(lab, "a full disk: of the screen too", full_with_its_screen, 1)
     yield row(lab, "a full disk: during preparation", full_during_preparation, 2)
     yield row(lab, "a full disk: from the start", full_from_the_start, 1)
 
@@ -88,6 +89,20 @@ def full_during_save(lab: Laboratory, index: int) -> float:
                 run.go_on()
                 run.wait(5)
         check_saves_failed(run)
+        return max(run.quiet, lab.finish(run.workdir, SHORT, saved))
+
+
+def full_with_its_screen(lab: Laboratory, index: int) -> float:
+    """What would be told finds no room either."""
+    disk = lab.directory / "screen-disk"
+    with mounted(disk, *SMALL_DISK):
+        with lab.run(disk / disk.name, SHORT, screens=disk) as run:
+            run.until_phase("save", saved=10)
+            run.stop()
+            saved = newest_saved(run.workdir)
+            with filled(disk):
+                run.go_on()
+                run.wait(5)
         return max(run.quiet, lab.finish(run.workdir, SHORT, saved))
 
 

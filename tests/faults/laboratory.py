@@ -263,13 +263,14 @@ class Laboratory:
         *options: str,
         corpus: Path | None = None,
         data_dir: Path | None = None,
+        screens: Path | None = None,
         process: int = 0,
         **environment: str,
     ) -> Watched:
-        """Starts a run of so many steps, or one of its processes."""
+        """Starts a run of so many steps, or one of its processes, with its screen in `screens`."""
         texts = f"--config.data.corpus=text:{corpus or self.corpus}/*.txt"
         options = (*_OPTIONS, texts, f"--config.train.num_steps={steps}", *options)
-        screen = self._screens / f"{workdir.name}-{process}"
+        screen = (screens or self._screens) / f"{workdir.name}-{process}"
         return Watched(workdir, data_dir or self.data_dir, *options, screen=screen, **environment)
 
     def unharmed(self, steps: int) -> Path:
