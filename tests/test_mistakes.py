@@ -126,7 +126,7 @@ def check_refusal(done):
 
 
 # What a message names without a value that would do: it cannot know one.
-WITHOUT_A_VALUE = ("data.corpus", "train.init_from")
+WITHOUT_A_VALUE = ("data.corpus", "train.init_from", "optim.layer_rates", "val_fraction")
 
 
 def follow_to_the_start(commands, folder, arguments, refused=False):

@@ -109,7 +109,7 @@ class ModelConfig:
         if self.position == "rope" and self.head_size % 2:
             raise UserError(
                 f"model.position=rope needs an even head size, not {self.head_size}",
-                "Change --config.model.num_heads or --config.model.embed_dim",
+                f"For example, use --config.model.embed_dim={2 * self.num_heads * self.head_size}",
             )
         if self.position == "sinusoidal" and self.embed_dim % 2:
             raise UserError(
@@ -135,7 +135,7 @@ class ModelConfig:
             raise UserError(
                 f"model.window={self.window} hides nothing of "
                 f"model.context_length={self.context_length}",
-                "Use a smaller --config.model.window, or 0",
+                f"For example, use --config.model.window={self.context_length // 4}",
             )
         if len(pattern) > self.num_layers:
             raise UserError(

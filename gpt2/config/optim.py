@@ -142,7 +142,7 @@ class OptimConfig:
             raise UserError(
                 f"optim.adam_learning_rate={self.adam_learning_rate} follows the schedule of "
                 "optim.learning_rate, which is 0",
-                "Give a positive --config.optim.learning_rate",
+                f"For example, use --config.optim.learning_rate={DEFAULTS.optim.learning_rate}",
             )
 
     def _check_optimizer(self):
@@ -191,7 +191,7 @@ class OptimConfig:
         if self.masks_decay and not self.weight_decay:
             raise UserError(
                 f"optim.cautious={self.cautious} masks a decay, and optim.weight_decay=0",
-                "Give a positive --config.optim.weight_decay",
+                f"For example, use --config.optim.weight_decay={DEFAULTS.optim.weight_decay}",
             )
 
     @property

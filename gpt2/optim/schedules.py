@@ -79,14 +79,15 @@ def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule
     if first < warmup:
         raise UserError(
             f"optim.schedule={optim.schedule} begins at step {first}, in a warm-up of {warmup}",
-            "Lower --config.optim.warmup_steps, or begin later",
+            f"For example, use --config.optim.warmup_steps={first}"
+            + (" --config.optim.warmup_percent=0.0" if optim.warmup_percent else ""),
         )
     last = optim.pieces[-1][0]
     if last >= num_steps:
         raise UserError(
             f"optim.schedule={optim.schedule} changes at step {last}, and train.num_steps="
             f"{num_steps} ends before",
-            "Leave out that piece, or train for longer",
+            f"Leave out that piece, or use --config.train.num_steps={last + 1}",
         )
     shares = [1.0, *(share for _, share in optim.pieces)]
     rates = [optax.constant_schedule(peak * share) for share in shares]
