@@ -528,6 +528,7 @@ def without_times(root):
         return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
 
 
+@pytest.mark.thorough
 def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     root = tmp_path / "sweep"
     first = ablate(*SMALL, f"--workdir={root}")

@@ -249,11 +249,18 @@ def test_verify_shows_every_peer_and_refuses_the_first_that_differs(monkeypatch,
         __main__.print_agreement([CASE], [])
 
 
-@pytest.mark.parametrize("changes", [dict(scan_layers=True), dict(fsdp=8, data=1)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(scan_layers=True),
+        pytest.param(dict(fsdp=8, data=1), marks=pytest.mark.thorough),
+    ],
+)
 def test_layouts_show_the_same_first_step(changes, ours):
     assert difference(ours(), ours(**changes)) is None
 
 
+@pytest.mark.thorough
 def test_gradients_read_from_moments_are_those_of_the_loss(ours):
     config = make_config(CASE)
     program = Program.from_config(config, jax.devices()[:1])

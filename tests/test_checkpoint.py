@@ -196,7 +196,13 @@ CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2,
 
 
 @pytest.mark.parametrize(
-    "optim", [dict(ema=0.9), dict(name="schedule_free", **CONSTANT)], ids=["ema", "schedule_free"]
+    "optim",
+    [
+        pytest.param(dict(ema=0.9), id="ema"),
+        pytest.param(
+            dict(name="schedule_free", **CONSTANT), id="schedule_free", marks=pytest.mark.thorough
+        ),
+    ],
 )
 def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(tmp_path, optim):
     program = averaging(tmp_path, **optim)

@@ -175,6 +175,7 @@ FILES = [
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "file", "data"),
     [file[1:] for file in FILES],

@@ -47,14 +47,12 @@ def examples(number):
     )
 
 
-def few_and_many(few, many, *marks):
-    """Runs a test of generated examples with few of them, and with many where time is no matter.
-
-    `marks` are those of the few.
-    """
+def few_and_many(few, many):
+    """Runs a test of generated examples with few of them, and with many where time is no matter."""
 
     def decorate(test):
-        counts = [pytest.param(few, marks=marks), pytest.param(many, marks=pytest.mark.slow)]
+        marks = {few: pytest.mark.thorough, many: pytest.mark.slow}
+        counts = [pytest.param(count, marks=mark) for count, mark in marks.items()]
         return pytest.mark.parametrize("number", counts)(test)
 
     return decorate
@@ -177,7 +175,7 @@ def test_options_that_contradict_are_refused_or_the_run_starts(commands, pristin
     check()
 
 
-@few_and_many(1, 100, pytest.mark.thorough)
+@few_and_many(1, 100)
 def test_options_that_are_accepted_train_two_steps(commands, pristine, tmp_path, number):
     @examples(number)
     @given(wild_options(MILD))
@@ -197,7 +195,7 @@ def test_options_that_are_accepted_train_two_steps(commands, pristine, tmp_path,
     check()
 
 
-@few_and_many(2, 20, pytest.mark.thorough)
+@few_and_many(2, 20)
 def test_a_process_of_its_own_says_what_a_fork_says(commands, pristine, tmp_path, number):
     """In a sample of all kinds of mistakes; beyond it, the tests here trust forks."""
     for command, *arguments in IN_A_PROCESS[:: len(IN_A_PROCESS) // number]:

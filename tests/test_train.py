@@ -99,7 +99,9 @@ def test_eval_scores_the_checkpoint_as_training_did(finished):
     assert loss == pytest.approx(metrics_of(workdir)[-1]["eval/loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("suffix", "checkpoint"), [("", "best"), ("@8", "8")])
+@pytest.mark.parametrize(
+    ("suffix", "checkpoint"), [("", "best"), pytest.param("@8", "8", marks=pytest.mark.thorough)]
+)
 def test_a_run_that_learns_nothing_keeps_the_weights_it_began_with(
     finished, corpus, tmp_path, suffix, checkpoint
 ):
@@ -122,8 +124,11 @@ def wait_for_file(process, path):
 @pytest.mark.parametrize(
     "kill_at",
     [
-        *("config.json", "checkpoints", 3),
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in (".lock", 1, 6)),
+        3,
+        *(
+            pytest.param(each, marks=pytest.mark.thorough)
+            for each in ("config.json", "checkpoints", ".lock", 1, 6)
+        ),
     ],
 )
 def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, kill_at):

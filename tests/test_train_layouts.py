@@ -145,6 +145,7 @@ def test_a_run_that_changes_its_layout_half_way_equals_one_device(reference, spr
     assert relative_difference(workdir, reference[0], name) < 1e-5
 
 
+@pytest.mark.thorough
 def test_rematerialised_layers_are_computed_twice(reference, spread):
     flops = compiled_flops(reference[1])
     # Each device has a quarter of the rows, and the loop over two micro-batches counts once:
@@ -152,6 +153,7 @@ def test_rematerialised_layers_are_computed_twice(reference, spread):
     assert 8 * compiled_flops(spread[1]) > 1.15 * flops
 
 
+@pytest.mark.thorough
 def test_a_trace_holds_the_step_asked_for(spread):
     (trace,) = (spread[0] / "profile").rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(trace))
