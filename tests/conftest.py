@@ -1,6 +1,7 @@
 """What every test shares: eight simulated devices, and one cache of compiled programs."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,10 @@ _CACHE = Path(tempfile.gettempdir()) / f"gpt2-tests-{os.getuid()}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("GPT2_DATA_DIR", str(_CACHE / "data"))
+
+# Jobs in the background ignore Ctrl-C, and so would the processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_a_variation_runs_in_turn_with_flops_of_its_own():
     assert list(results) == [measure.OURS, name]
     flops = [result["flops_per_token"] for result in results.values()]
     assert flops[1] - flops[0] == 6 * 2 * (32 * 128 + 128)  # a third map in two layers
-    assert f"\n{name} " in measure.table(case, results)
+    assert f"\n{name} " in report.table(case, results)
 
 
 def test_flags_override_what_the_model_brings():

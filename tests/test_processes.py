@@ -112,7 +112,7 @@ def test_a_killed_process_ends_the_other_and_the_pair_continues_exactly(tmp_path
     assert (workdir / "checkpoints" / stopped.pop()).is_dir()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_limit_of_time_stops_both_after_the_same_step(tmp_path):
     workdir, limit, began = tmp_path / "run", 150, time.monotonic()
     with Pair(workdir, f"--max_seconds={limit}", "--config.train.checkpoint_every=0") as pair:

@@ -232,7 +232,7 @@ def test_a_limit_that_is_no_time_is_refused(tmp_path):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_with_a_limit_ends_before_it_with_all_saved_and_continues(tmp_path, slow_saves):
     workdir, limit, script = tmp_path / "run", 75, slow_saves(5)
     steps = [0]
@@ -464,7 +464,7 @@ def test_a_second_sigterm_leaves_a_save_alone(tmp_path, slow_saves):
     assert metrics_of(workdir)[-1]["step"] == int(step)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_is_a_line_and_the_run_continues_to_the_same_bits(tmp_path):
     options = [*TINY, "--config.train.eval_batches=2", f"--config.data.data_dir={tmp_path}/data"]
     began = time.monotonic()

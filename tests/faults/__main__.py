@@ -17,6 +17,8 @@ from pathlib import Path
 # Before JAX has devices.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import signal
+
 from absl import logging
 
 from tests.faults import checkpoints, disks, processes, signals, texts
@@ -44,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if unknown := set(chosen.kinds.split(",")) - KINDS.keys():
         parser.error(f"there is no kind {', '.join(unknown)}; choose of {', '.join(KINDS)}")
+    # Jobs in the background ignore Ctrl-C, and so would the runs.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.set_verbosity(logging.FATAL)  # Orbax, where checkpoints are compared
     began, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as scratch:
