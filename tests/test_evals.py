@@ -15,7 +15,7 @@ import pytest
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.evals import scoring
-from gpt2.evals.examples import after, cbt, hellaswag, lambada, read_cbt, read_jsonl
+from gpt2.evals.examples import after, cbt, hellaswag, is_filled, lambada, read_cbt, read_jsonl
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import Figure, mean, perplexity, print_table, ratio, write_json
 from gpt2.evals.scoring import Score, Scorer, continuation, windows
@@ -288,11 +288,11 @@ def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
             task_file(name, str(tmp_path))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"tex": "b"}\n')
     with pytest.raises(UserError, match="line 2 has no field 'text'"):
-        list(read_jsonl(tmp_path / "bad.jsonl", text=str))
+        list(read_jsonl(tmp_path / "bad.jsonl", text=is_filled))
     for broken in ('{"text"', "5", "[" * 10**5, '{"text": 5}', '{"text": ""}'):
         (tmp_path / "bad.jsonl").write_text(f'{{"text": "a"}}\n{broken}\n')
         with pytest.raises(UserError, match="line 2"):
-            list(read_jsonl(tmp_path / "bad.jsonl", text=str))
+            list(read_jsonl(tmp_path / "bad.jsonl", text=is_filled))
     (tmp_path / "cbt.txt").write_text("1 a\n2 b\n")
     with pytest.raises(UserError, match="block 1 is not a question"):
         list(read_cbt(tmp_path / "cbt.txt"))

@@ -18,7 +18,7 @@ times the same model with an option changed, in turn with the model as it is.
 
     python -m gpt2.benchmark verify --peers=torch,hf
 
-compares loss, gradients and weights of a first step from the same weights. The same comes before
+compares loss, gradients and weights of first steps from the same weights. The same comes before
 `train`, and the loss before `eval`: what differs is not timed.
 
 Each contestant runs in a process of its own. They take turns, A B A B, so that a ratio compares

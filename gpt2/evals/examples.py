@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the end of each passage: its last token, and its last word."""
     T = scorer.context_length
     by_token, by_word = [], []
-    for example in read_jsonl(path, text=str):
+    for example in read_jsonl(path, text=is_filled):
         tokens = tokenizer.encode(example["text"]).tolist()
         by_token.append(continuation(tokens[:-1], tokens[-1:], T))
         passage, _, word = example["text"].rpartition(" ")
@@ -41,9 +41,13 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, in the two customary ways."""
-    texts = dict.fromkeys(("ctx", "ctx_a", "ctx_b", "activity_label"), str)
-    # WikiHow's half of the file has no second sentence that is begun.
-    examples = list(read_jsonl(path, may_be_empty="ctx_b", **texts, endings=list, label=object))
+    fields: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("ctx", "ctx_a", "activity_label"), is_filled),
+        "ctx_b": lambda value: isinstance(value, str),  # WikiHow's rows begin no second sentence
+        "endings": lambda value: isinstance(value, list) and all(map(is_filled, value)),
+        "label": lambda value: True,  # looked at below
+    }
+    examples = list(read_jsonl(path, **fields))
     labels = []
     for number, example in enumerate(examples, 1):
         label, num_endings = str(example["label"]), len(example["endings"])
@@ -112,13 +116,12 @@ def after(tokenizer: Tokenizer, context: str, text: str, context_length: int) ->
     return continuation(whole[:start], whole[start:], context_length)
 
 
-def read_jsonl(path: Path, may_be_empty: str = "", **fields: type) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, **fields: Callable[[Any], bool]) -> Iterator[dict[str, Any]]:
     """Reads one JSON object a line.
 
     Args:
         path: of the file.
-        may_be_empty: the one field whose text may be empty.
-        fields: what each object holds, by name. A list is one of texts.
+        fields: what each object holds, by name: whether a value will do.
 
     Raises:
         UserError: a line is not an object, or lacks one of `fields`.
@@ -127,10 +130,7 @@ def read_jsonl(path: Path, may_be_empty: str = "", **fields: type) -> Iterator[d
         for number, line in enumerate(file, 1):
             try:
                 example = json.loads(line)
-                found = {name: example[name] for name in fields}
-                wrong = [name for name, kind in fields.items() if not _is(found[name], kind)]
-                if found.get(may_be_empty) == "":
-                    wrong.remove(may_be_empty)
+                wrong = [name for name, will_do in fields.items() if not will_do(example[name])]
             except KeyError as error:
                 raise UserError(
                     f"{path}, line {number} has no field {error}", "See docs/evaluation.md"
@@ -147,11 +147,9 @@ def read_jsonl(path: Path, may_be_empty: str = "", **fields: type) -> Iterator[d
             yield example
 
 
-def _is(value: Any, kind: type) -> bool:
-    """Returns whether a value is of a type; texts, also those of a list, must not be empty."""
-    if isinstance(value, list) and kind is list:
-        return all(isinstance(each, str) and each for each in value)
-    return isinstance(value, kind) and (kind is not str or value != "")
+def is_filled(value: Any) -> bool:
+    """Returns whether a value is a text that is not empty."""
+    return isinstance(value, str) and value != ""
 
 
 def read_cbt(path: Path) -> Iterator[tuple[str, str, str, list[str]]]:

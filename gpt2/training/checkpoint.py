@@ -11,10 +11,7 @@ others (`checkpoint_files.py` compares them).
 """
 
 import contextlib
-import errno
 import math
-import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -27,6 +24,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
+from gpt2.training.checkpoint_disk import UnfitDiskError, check_disk, describe_failure
 from gpt2.training.checkpoint_files import (
     METRIC,
     describe_damage,
@@ -47,14 +45,6 @@ from gpt2.training.checkpoint_layout import (
 )
 from gpt2.training.state import TrainState
 from gpt2.utils.scan import is_scanned
-from gpt2.utils.text import format_bytes
-
-_NOTES_BYTES = 1 << 18  # Orbax's, beside the arrays
-_FULL_BYTES = 1 << 20  # with less, a save that failed has failed for want of room
-
-
-class _UnfitDiskError(Exception):
-    """What a disk lacks for a save, found before Orbax begins it."""
 
 
 class Checkpointer:
@@ -184,7 +174,8 @@ class Checkpointer:
             return
         self._saving, self._began = step, time.monotonic()
         try:
-            self._check_disk(state, step)
+            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            check_disk(self._directory, num_bytes, step)
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -281,30 +272,9 @@ class Checkpointer:
         finally:
             sys.unraisablehook = self._hook
 
-    def _check_disk(self, state: TrainState, step: int) -> None:
-        """Raises an error in all processes if the disk is read-only or has no room for a state."""
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + _NOTES_BYTES
-        free = shutil.disk_usage(self._directory.parent).free
-        if not distributed.from_first(free >= needed):
-            about = f"{format_bytes(needed)} are needed, and {format_bytes(free)} are free"
-            raise _UnfitDiskError(about)
-        # Where Orbax cannot create this folder, its threads wait for it for twenty minutes, and
-        # the process cannot end before.
-        folder, number = self._directory / f"{step}.orbax-checkpoint-tmp", 0
-        if jax.process_index() == 0:
-            try:
-                folder.mkdir()
-                folder.rmdir()
-            except FileExistsError:
-                pass
-            except OSError as error:
-                number = error.errno or errno.EIO
-        if number := distributed.from_first(number):
-            raise _UnfitDiskError(os.strerror(number))
-
     def _recover(self, error: Exception) -> None:
         """Tells of a save that failed, and goes on with the checkpoints before it."""
-        unfit = isinstance(error, _UnfitDiskError)
+        unfit = isinstance(error, UnfitDiskError)
         if isinstance(error, TypeError | AttributeError | NameError):  # of the program
             raise error
         if jax.process_count() > 1 and not unfit:
@@ -314,7 +284,7 @@ class Checkpointer:
         if unfit:
             reason = str(error)
         else:
-            reason = self._why(error)
+            reason = describe_failure(error, self._directory)
             with contextlib.suppress(Exception):
                 self._manager.close()
             self._manager = self._open()  # which removes what the save left
@@ -334,12 +304,8 @@ class Checkpointer:
         """Returns what ends all processes after a save that failed in this one."""
         if isinstance(error, jax.errors.JaxRuntimeError):  # another one has ended
             return error
-        what = self._describe_failure(self._saving, self._why(error))
+        what = self._describe_failure(self._saving, describe_failure(error, self._directory))
         return UserError(what, "Mend that, and start all processes again", exit_code=5)
-
-    def _why(self, error: Exception) -> str:
-        full = shutil.disk_usage(self._directory.parent).free < _FULL_BYTES
-        return "no room is left on the disk" if full else str(error).strip().split("\n")[0]
 
     def _describe_failure(self, step: int | None, reason: str) -> str:
         return f"the state of step {step} is not saved in {self._directory} ({reason})"
@@ -365,10 +331,12 @@ class Checkpointer:
     def _differences(self, step: int, items: dict[str, Any]) -> str:
         """Returns in which arrays a checkpoint is not what was to be restored, if it tells."""
         wanted = {name: items[name].item for name in ("params", "rest") if name in items}
+        if not wanted:
+            return ""
         try:
             found = self._manager.item_metadata(step)
             saved = {name: found[name].tree for name in wanted}
-        except Exception:  # of many kinds: it is damaged
+        except Exception:  # of many kinds: it is damaged, and restoring tells how
             return ""
         saved, wanted = (tree.pop("rest", {}) | tree for tree in (saved, wanted))
         return describe_differences(saved, wanted)
