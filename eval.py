@@ -117,7 +117,8 @@ def validation_data() -> DataConfig:
     if not (CORPUS.value or learnt_here):
         raise UserError(
             "these weights came without a corpus",
-            "For example, use --corpus=pystdlib, or give other --tasks",
+            "For example, use --corpus=pystdlib, with the --val_fraction that training held out, "
+            "or give other --tasks",
         )
     if not CORPUS.value:
         return data

@@ -47,6 +47,7 @@ from gpt2.training.room import check_room
 from gpt2.training.state import TrainState
 from gpt2.training.summary import describe_results, describe_run
 from gpt2.utils.files import write_text
+from gpt2.utils.terminal import wrap
 from gpt2.weights import load_initial_params
 
 CONFIG = cli.define_config()
@@ -223,7 +224,7 @@ def train(
                             validate(step, state.eval_params, num_batches=1)
                         reporter.flush(step)
                         if stopping:
-                            reporter.say("saving; a second Ctrl-C would end the run without that")
+                            reporter.say(stop.describe_save())
                         checkpointer.save(state, step, scores if due.validation else None)
                         if measuring and not due.end:  # how long it takes to stop
                             checkpointer.wait()
@@ -268,7 +269,7 @@ def show_results(
 ) -> None:
     """Draws the loss curve, and prints where the time went and how good the model is."""
     plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
-    tell(describe_results(scores, feed, clock, start), sys.stdout)
+    tell(wrap(describe_results(scores, feed, clock, start)), sys.stdout)
 
 
 @distributed.only_first
@@ -277,7 +278,8 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
     texts = sample_texts(params, config.gpt(), dataset.tokenizer, number=3, seed=config.seed)
     rule = "\n" + "-" * 80 + "\n"
     write_text(workdir / "samples.txt", rule.join(texts) + "\n")
-    tell(f"see loss.png and samples.txt in {workdir}", sys.stdout)
+    drawn = "loss.png and " if (workdir / "loss.png").is_file() else ""  # it needs matplotlib
+    tell(wrap(f"see {drawn}samples.txt in {workdir}"), sys.stdout)
 
 
 if __name__ == "__main__":

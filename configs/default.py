@@ -135,7 +135,7 @@ def get_config() -> ConfigDict:
             eval_every=1000,  # steps; 0: only at the end
             eval_batches=0,  # batches per validation; 0: the whole split, which bits per byte need
             checkpoint_every=1000,  # steps; 0: only at the end
-            keep_checkpoints=1,  # number of newest checkpoints to keep, beside the best
+            keep_checkpoints=2,  # newest checkpoints to keep, beside the best; one may be damaged
             keep_every=0,  # steps whose multiples stay as checkpoints for good; 0: none
             skip_bad_steps=0,  # steps in a row whose loss or gradients are not finite that may be
             # left out; 0: the first one ends the run
@@ -179,6 +179,9 @@ def get_config() -> ConfigDict:
             # attention: results of attention's products; mlp: of the MLP's; dots: of both, so that
             # no product runs twice; offload: as dots, in the host's memory: docs/parallelism.md
             scan_layers=False,  # one compiled block for all layers
+            scan_unroll=1,  # layers in one turn of the loop of scan_layers, a divisor of their
+            # number. As many as there are: no loop, and stacked parameters: fewer kernels on
+            # GPUs, and slower on TPUs (docs/performance.md)
         )
     )
     config.logging = ConfigDict(

@@ -1,6 +1,7 @@
 """Draws the validation curves of runs over each other, over tokens, FLOPs and time.
 
-python -m gpt2.compare runs/first runs/second [--reference=published.csv] [--output=compare.png]
+python -m gpt2.compare runs/first runs/second [--reference=published.csv] [--log_x]
+    [--output=compare.png]
 
 A directory is that of a run, or of a sweep, whose arms are drawn. A reference has a line for each
 point under the header `tokens,loss`; a column `name` tells several curves apart.
@@ -23,9 +24,11 @@ from gpt2.ablate.results import Curve, read_curve, read_reference
 from gpt2.ablate.sweep import load_sweep
 from gpt2.config import load_config
 from gpt2.errors import UserError, require_writable_file
+from gpt2.utils.terminal import align, wrap
 from gpt2.utils.text import format_count, format_duration
 
 REFERENCE = flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
+LOG_X = flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs and time.")
 OUTPUT = flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
 
 
@@ -51,18 +54,17 @@ def main(*directories: str) -> None:
         print("the runs' corpora differ: their losses are of different texts")
     curves = {name: [read_curve(each, score) for each in w] for name, w in workdirs.items()}
     for name in [name for name, each in curves.items() if not any(len(c.scores) for c in each)]:
-        print(f"{name} has no validation, and is left out")
+        print(wrap(f"{name} has no validation, and is left out"))
         del curves[name]
     if not curves:
         raise UserError("no run has a validation yet", "Wait for one")
     if REFERENCE.value:
         curves |= read_reference(Path(REFERENCE.value))
     output.parent.mkdir(parents=True, exist_ok=True)
-    plot_curves(output, curves, unit)
-    width = max(map(len, curves))
-    for name, members in curves.items():
-        ends = [curve for curve in members if len(curve.scores)]
-        print(f"{name:<{width}}  {_describe(ends)} {unit}")
+    plot_curves(output, curves, unit, log_x=LOG_X.value)
+    ends = {name: [c for c in members if len(c.scores)] for name, members in curves.items()}
+    rows = [[name, *_describe(last)] for name, last in ends.items()]
+    print(align([["run", "tokens", "time", f"validation ({unit})"], *rows]))
     print(f"see {output}")
 
 
@@ -82,15 +84,13 @@ def _workdirs(directory: Path) -> dict[str, list[Path]]:
     return workdirs
 
 
-def _describe(ends: list[Curve]) -> str:
+def _describe(ends: list[Curve]) -> list[str]:
+    """Returns the tokens, the time and the scores at the end of an arm's curves, as cells."""
     scores = [curve.scores[-1] for curve in ends]
     last = ends[0]
-    parts = [f"{format_count(last.tokens[-1])} tokens"]
-    if math.isfinite(last.seconds[-1]):
-        parts.append(format_duration(last.seconds[-1]))
-    if len(scores) > 1:
-        return f"{', '.join(parts)}: {np.mean(scores):.4f} ± {np.std(scores, ddof=1):.4f}"
-    return f"{', '.join(parts)}: {scores[0]:.4f}"
+    seconds = format_duration(last.seconds[-1]) if math.isfinite(last.seconds[-1]) else ""
+    deviation = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
+    return [format_count(last.tokens[-1]), seconds, f"{np.mean(scores):.4f}{deviation}"]
 
 
 if __name__ == "__main__":

@@ -183,12 +183,22 @@ def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> U
     return UserError(f"there is no option {name}", how)
 
 
-def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = True) -> None:
-    """Raises a UserError unless `value` is one of `choices`; `flag`: `name` is a config option."""
+def require_choice(
+    name: str, value: str, choices: tuple[str, ...], flag: bool = True, usual: str | None = None
+) -> None:
+    """Raises a UserError unless `value` is one of `choices`.
+
+    Args:
+        name: of the config option.
+        value: its value.
+        choices: what it may be.
+        flag: `name` is a config option.
+        usual: the choice to propose where none is similar to `value`; the first, if not given.
+    """
     if value not in choices:
         cutoff = 0.75 if choices[0] == "auto" else 0.6  # "flash" is not meant as "splash"
         similar = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=cutoff)
-        near = similar[0] if similar else choices[0]
+        near = similar[0] if similar else usual or choices[0]
         option = f"--config.{name}={near}" if flag else near
         raise UserError(
             f"{name}={value} is not one of {', '.join(choices)}", f"For example, use {option}"

@@ -21,9 +21,11 @@ wait for each other (docs/performance.md, GPUs and TPUs).
 
 import contextlib
 import ctypes
+import glob
 import importlib.util
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -42,12 +44,15 @@ _CACHE, _LEAST_SECONDS = (
     "JAX_COMPILATION_CACHE_DIR",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
 )
-_chosen: dict[str, str] = {}  # variables of JAX's cache that this process set
+_chosen: dict[str, str] = {}  # variables of JAX that this process set
 _set_flags: list[str] = []  # of XLA for GPUs, by this process
 _GPU_FLAGS = (
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
+_TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # of TPUs
+_PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
+_GOOGLE = "0x1ae0"  # the vendor of TPUs, as JAX looks for them
 _SAME_PRESS = 0.3  # seconds within which a launcher may pass on what the terminal has sent already
 _LAST_SECONDS = 1.0  # in which last words are found and printed: disks and screens may hang
 _leaving = threading.Lock()  # of the thread that prints them; never released
@@ -65,6 +70,9 @@ def prepare_process() -> None:
     holds: call this before anything else, slow imports included. Where JAX may find an
     accelerator, there are no memory settings to make.
 
+    libtpu, which plans for TPUs on any machine, is not asked for TPUs where there are none. It
+    would print lines that look like failures.
+
     Until `take_interrupts`, Ctrl-C ends the process with a line: imports turn the usual exception
     into tracebacks of their own.
     """
@@ -72,6 +80,8 @@ def prepare_process() -> None:
         signal.signal(signal.SIGINT, _stop)
     if _STARTED_AGAIN in os.environ:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if "JAX_PLATFORMS" not in os.environ and _has_libtpu_alone():
+        _chosen["JAX_PLATFORMS"] = os.environ["JAX_PLATFORMS"] = "cpu"
     if not _may_have_accelerators():
         missing = _missing_tunables()
         once = _STARTED_AGAIN not in os.environ  # even where the settings get lost
@@ -218,6 +228,25 @@ def _may_have_accelerators() -> bool:
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
     return any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+
+
+def _has_libtpu_alone() -> bool:
+    """Whether libtpu is the only plugin of JAX here, and no TPU is.
+
+    libtpu reaches a TPU through the device files below. Google's machines and runtimes that have
+    one also set variables.
+    """
+    if importlib.util.find_spec("jax_plugins") or not importlib.util.find_spec("libtpu"):
+        return False
+    # JAX sets the one that is left out where it finds no TPU.
+    told = {name for name in os.environ if re.match("(CLOUD_|JAX_FORCE_|LIB)?TPU", name)}
+    if told - {"TPU_SKIP_MDS_QUERY"} or any(map(glob.glob, _TPU_FILES)):
+        return False
+    try:
+        vendors = {Path(path).read_text().strip() for path in glob.glob(_PCI_VENDORS)}
+    except OSError:  # not to be read, or gone meanwhile
+        return False
+    return _GOOGLE not in vendors
 
 
 def _missing_tunables() -> dict[str, str]:

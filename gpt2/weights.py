@@ -50,7 +50,7 @@ def load_model(
 # Options in which two models may differ and still use the same parameters.
 _FREE = (
     *("context_length", "dropout", "attention", "init", "init_std", "zero_init_projections"),
-    *("param_dtype", "compute_dtype", "remat", "scan_layers"),
+    *("param_dtype", "compute_dtype", "remat", "scan_layers", "scan_unroll"),
 )
 
 
@@ -110,10 +110,26 @@ def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
                 f"train.init_from=hf:{directory} names a run, not a Hugging Face directory",
                 f"Use --config.train.init_from=run:{directory}",
             )
+        _require_config(kind, directory)
         cfg = read_config(directory)
         tokens = count_tokens(directory, cfg)
         return dataclasses.replace(cfg, vocab_size=tokens), load_tokenizer(directory, cfg)
+    _require_config(kind, directory)
     return load_config(directory).gpt(), tokenizers.load(directory / "tokenizer.json")
+
+
+def _require_config(kind: str, directory: Path) -> None:
+    """Raises, naming the option, unless there is something to load."""
+    found, whose = {
+        "hf": ("model", "that transformers' save_pretrained wrote"),
+        "run": ("run", "of a run of train.py"),
+    }[kind]
+    if not (directory / "config.json").is_file():
+        raise UserError(
+            f"{directory} holds no {found} (no config.json), but train.init_from={kind}:{directory}"
+            " names it",
+            f"Give {kind}:DIR with a directory {whose}",
+        )
 
 
 def _check_same_model(source: str, found: GPTConfig, cfg: GPTConfig) -> None:

@@ -26,11 +26,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def compiles_fast():
-    """For modules whose time is XLA's, spent on programs that run a few times."""
+    """Most of a test's time is LLVM's, spent on programs that run a few times.
+
+    The commands that tests start compile as they do for users.
+    """
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+
+
+@pytest.fixture(scope="module")
+def compiles_fully(compiles_fast):
+    """For modules about the compiled program itself."""
+    import jax
+
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

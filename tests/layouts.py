@@ -95,6 +95,7 @@ class Case:
     accumulate: int = 1
     remat: str = "none"
     scanned: bool = False
+    unroll: int = 1
     optim: OptimConfig = dataclasses.field(default=OPTIM, repr=False)
     model: ModelConfig = dataclasses.field(default=MODEL, repr=False)
 
@@ -113,7 +114,7 @@ def make_config(case: Case) -> Config:
         optim=case.optim,
         train=TrainConfig(num_steps=NUM_STEPS, accumulate_steps=case.accumulate),
         parallel=(LAYOUTS | FOR_OPTIMIZERS)[case.layout],
-        memory=MemoryConfig(remat=case.remat, scan_layers=case.scanned),
+        memory=MemoryConfig(remat=case.remat, scan_layers=case.scanned, scan_unroll=case.unroll),
         logging=LoggingConfig(),
     )
 

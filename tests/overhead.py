@@ -4,7 +4,7 @@
 
 Both are runs of train.py, loop and files included. One is stopped while the other works. It prints
 the ratio of their steps, by the clock and by the CPU time of their processes. Let the machine do
-nothing else.
+nothing else. `tests.overhead_telemetry` is about profiler, metrics and screen.
 """
 
 import argparse

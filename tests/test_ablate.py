@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from configs import quickstart
+from gpt2.ablate import pictures, screen
 from gpt2.ablate.arms import describe_warmup, make_arms
 from gpt2.ablate.equal import choose_score, equalize, refuse_undone, step_flops
 from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
-from gpt2.ablate.results import amount_to_reach, read_curve, read_reference
+from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_reference
 from gpt2.ablate.runs import Outcome
 from gpt2.ablate.scaling import at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
@@ -289,10 +290,10 @@ def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_pa
     muon = [run for run in sweep.runs() if run.arm == "optim.name=muon"]
     write_run(muon[1], 3.7, "failed", "error: no text file matches books/*.txt. Check it.")
     (muon[2].folder / "outcome.json").unlink()  # as if the disk had been full
-    table = write_report(sweep)
+    words = [row[-1] for row in write_report(sweep)]
     text = (tmp_path / "report.md").read_text()
-    assert "diverged in 1 of 3 runs" in table
-    assert "better" not in table
+    assert any("diverged in 1 of 3 runs" in verdict for verdict in words)
+    assert "better" not in words
     assert "| optim.name=lion seed 0 | diverged | 1000 | the loss is not finite at step 7 |" in text
     assert "| optim.name=muon seed 1 | failed | 1000 | error: no text file matches" in text
     assert "Runs: 1 diverged, 1 failed, 6 finished, 1 to come." in text
@@ -422,6 +423,28 @@ def test_runs_at_once_share_the_cores(monkeypatch):
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2)] == ["4", "7"]
     with pytest.raises(UserError, match=r"--jobs=3 is more than the 2 GPUs"):
         make_slots(3)
+
+
+def test_a_sweep_tells_no_time_left_before_it_is_known_or_while_runs_end(tmp_path, monkeypatch):
+    sweep = sweep_in(tmp_path, "optim.name=lion", num_seeds=1)
+    monkeypatch.setattr(screen.time, "monotonic", lambda: 0.0)
+    shown = screen.Screen(sweep, sweep.runs(), "comparing")
+    monkeypatch.setattr(screen.time, "monotonic", lambda: 100.0)
+    assert shown._left() == ""
+    first, second = sweep.runs()
+    write_run(first, 3.8)
+    assert shown._left() == "1m 40s left"  # the second has as many steps
+    write_run(second, 3.7)
+    (second.folder / "outcome.json").unlink()  # it still saves
+    assert shown._left() == ""
+
+
+@pytest.mark.parametrize("log_x", [False, True])
+def test_curves_of_very_different_lengths_are_drawn(tmp_path, log_x):
+    amounts = [np.array(steps) * 2048.0 for steps in ([1, 2], np.arange(0, 2001, 100))]
+    curves = {str(len(x)): [Curve(x, x, x, 8 - np.log1p(x) / 4)] for x in amounts}
+    pictures.plot_curves(tmp_path / "curves.png", curves, "nats per token", log_x=log_x)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Scaling

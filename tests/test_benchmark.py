@@ -15,7 +15,7 @@ from absl import flags
 
 from gpt2 import cli, launch
 from gpt2.benchmark import case as benchmark
-from gpt2.benchmark import first_step, measure, picture, report, worker
+from gpt2.benchmark import first_step, measure, picture, tables, worker
 from gpt2.benchmark.turns import Player
 from gpt2.errors import UserError
 
@@ -125,7 +125,7 @@ def test_a_variation_runs_in_turn_with_flops_of_its_own():
     assert list(results) == [measure.OURS, name]
     flops = [result["flops_per_token"] for result in results.values()]
     assert flops[1] - flops[0] == 6 * 2 * (32 * 128 + 128)  # a third map in two layers
-    assert f"\n{name} " in report.table(case, results)
+    assert f"\n{name} " in tables.table(case, results)
 
 
 def test_flags_override_what_the_model_brings():
@@ -398,7 +398,7 @@ def results(case, by_name):
 
 def test_table_shows_every_contestant_its_ratio_and_every_setting():
     case = tiny(optimizer="sgd", attention="eager", matmul_precision="highest", with_data=True)
-    shown = report.table(case, results(case, {"jax": [0.2, 0.2], "torch": [0.5, 0.5]}))
+    shown = tables.table(case, results(case, {"jax": [0.2, 0.2], "torch": [0.5, 0.5]}))
     assert "2.50 (2.50 to 2.50)" in shown and "torch 1.0" in shown and "mlp 100%" in shown
     for setting in (
         *("sgd", "attention eager (blocked in jax)", "precision of products highest"),
@@ -412,14 +412,14 @@ def test_table_shows_every_contestant_its_ratio_and_every_setting():
 def test_a_file_and_a_picture_hold_every_cell(tmp_path):
     lines = []
     for case in (tiny(), tiny(compute="bfloat16"), tiny(batch_size=8)):
-        lines += report.rows(case, results(case, {"jax": [0.2, 0.3], "torch": [0.5, 0.6]}))
+        lines += tables.rows(case, results(case, {"jax": [0.2, 0.3], "torch": [0.5, 0.6]}))
     varied = results(tiny(), {"jax": [0.2, 0.3], "model.attention=xla": [0.4, 0.5]})
     varied["jax"]["attention"], varied["model.attention=xla"]["attention"] = "blocked", "xla"
-    found = report.rows(tiny(), varied)
+    found = tables.rows(tiny(), varied)
     assert [row["our_attention"] for row in found] == ["blocked", "xla"]  # each has its own
     assert "95 % intervals" in picture._foot(found)
     assert "95 % intervals" not in picture._foot(found[:1])
-    report.write_csv(tmp_path / "cells.csv", lines)
+    tables.write_csv(tmp_path / "cells.csv", lines)
     with (tmp_path / "cells.csv").open() as file:
         read = list(csv.DictReader(file))
     assert [row["contestant"] for row in read] == 3 * ["jax", "torch"]
@@ -432,7 +432,7 @@ def test_a_file_and_a_picture_hold_every_cell(tmp_path):
 
 @pytest.mark.parametrize("subject", ["train", "eval"])
 def test_shares_of_time_by_part_add_up_to_one(subject):
-    work = worker.Work(tiny(subject=subject, batch_size=8))
+    work = worker.OurModel(tiny(subject=subject, batch_size=8))
     work.step()
     shares = work.shares()
     assert sum(shares.values()) == pytest.approx(1.0)
@@ -441,14 +441,14 @@ def test_shares_of_time_by_part_add_up_to_one(subject):
 
 
 def test_a_trace_without_the_programs_operations_is_told(monkeypatch):
-    work = worker.Work(tiny("eval"))
+    work = worker.OurModel(tiny("eval"))
     monkeypatch.setattr(worker, "ProgramText", lambda text: SimpleNamespace(operations={}))
     assert work.shares() == {"unmatched operations": 1.0}
 
 
 def test_generation_fills_the_other_half_of_the_context():
     case = tiny(subject="generate")
-    new = worker.Generation(case).step()
+    new = worker.OurGenerator(case).step()
     assert [len(tokens) for tokens in new] == 4 * [8]
     found = measure.summarise(case, [2.0], [1.0], {"peak_flops": None, "flops_per_token": 1})
     assert found["tokens_per_second"] == 4 * 8 / 2.0
@@ -456,7 +456,7 @@ def test_generation_fills_the_other_half_of_the_context():
 
 def test_reading_goes_on_to_the_next_batch(monkeypatch):
     case = tiny(subject="data")
-    reading = worker.Reading(case)
+    reading = worker.OurReader(case)
     read = []
     monkeypatch.setattr(reading, "_loader", SimpleNamespace(batch=read.append))
     reading.step()

@@ -2,7 +2,10 @@
 
 import functools
 import itertools
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -28,7 +31,7 @@ CASE = dict(
 
 @functools.cache
 def our_first_step(tmp, **changes):
-    worker.Work(CASE | changes).show(tmp / "ours.npz")
+    worker.OurModel(CASE | changes).show(tmp / "ours.npz")
     return FirstStep.load(tmp / "ours.npz")
 
 
@@ -38,15 +41,17 @@ def ours(tmp_path_factory):
     return functools.partial(our_first_step, tmp_path_factory.mktemp("ours"))
 
 
+def peers_module():
+    return pytest.importorskip("gpt2.benchmark.peers", reason="needs PyTorch", exc_type=ImportError)
+
+
 def their_work(peer="torch", **changes):
-    peers = pytest.importorskip(
-        "gpt2.benchmark.peers", reason="needs PyTorch", exc_type=ImportError
-    )
+    peers = peers_module()
     if peer.startswith("hf"):
         pytest.importorskip("transformers")
     if "xla" in peer:
         pytest.importorskip("torch_xla")
-    return peers.Work(peer, CASE | changes, peers.choose_device(peer))
+    return peers.PeerModel(peer, CASE | changes, peers.choose_device(peer))
 
 
 def show(work, tmp_path):
@@ -145,9 +150,7 @@ def plant_in_optimizer(name, **changes):
     ],
 )
 def test_a_planted_difference_is_named(changes, plant, told, ours, tmp_path, monkeypatch):
-    peers = pytest.importorskip(
-        "gpt2.benchmark.peers", reason="needs PyTorch", exc_type=ImportError
-    )
+    peers = peers_module()
     plant(peers, monkeypatch)
     found = difference(ours(**changes), show(their_work(**changes), tmp_path))
     assert found and found.startswith(told)
@@ -326,9 +329,7 @@ def test_a_cpu_refuses_what_it_cannot_do():
 
 
 def test_precision_reaches_pytorch(monkeypatch):
-    peers = pytest.importorskip(
-        "gpt2.benchmark.peers", reason="needs PyTorch", exc_type=ImportError
-    )
+    peers = peers_module()
     told = []
     monkeypatch.setattr(peers.torch, "set_float32_matmul_precision", told.append)
     for precision in ("highest", "high", "default"):
@@ -379,7 +380,7 @@ def test_forms_of_attention_are_forms_of_ours():
 
 
 def test_with_data_every_step_has_a_batch_of_its_own(monkeypatch):
-    work = worker.Work(CASE | {"with_data": True})
+    work = worker.OurModel(CASE | {"with_data": True})
     seen = []
     monkeypatch.setattr(work, "_run", lambda batch: seen.append(np.asarray(batch["tokens"])))
     work.step()
@@ -398,3 +399,59 @@ def test_with_data_peers_read_a_batch_for_each_step(monkeypatch):
     (tokens, targets), (others, _) = seen
     assert tokens.shape == (8, 16) and (tokens != others).any()
     assert (tokens[:, 1:] == targets[:, :-1]).all() and tokens.max() < 50
+
+
+def test_with_data_peers_fetch_the_next_batch_before_the_backward_pass(monkeypatch):
+    work, order = their_work(with_data=True), []
+
+    def note(name, call, *arguments):
+        order.append(name)
+        return call(*arguments)
+
+    for name in ("_forward", "_fetch", "_backward", "_update"):
+        monkeypatch.setattr(work, name, functools.partial(note, name, getattr(work, name)))
+    work.step()
+    assert order == ["_forward", "_fetch", "_backward", "_update"]
+
+
+def test_a_peers_batch_goes_to_cuda_from_pinned_memory(monkeypatch):
+    torch = pytest.importorskip("torch")
+    peers, calls = peers_module(), []
+
+    def to(rows, device, non_blocking=False):
+        calls.append((device, non_blocking))
+        return rows
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: calls.append("pinned") or rows)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    peers.batches_from_file(CASE, "cuda")()
+    assert calls == 2 * ["pinned", ("cuda", True)]
+    calls.clear()
+    peers.batches_from_file(CASE, "cpu")()
+    assert calls == 2 * [("cpu", False)]
+
+
+def test_a_compiled_peer_computes_what_this_project_computes(ours, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    torch._dynamo.reset()
+    theirs = show(their_work("torch_compile", num_layers=1), tmp_path)
+    assert difference(ours(num_layers=1), theirs) is None
+    assert list((tmp_path / "compiled").rglob("*.so"))  # inductor compiled it
+
+
+def test_a_compiled_peer_has_a_cache_of_its_own_unless_the_user_has_set_one(tmp_path):
+    peers_module()
+    code = "import os; from gpt2.benchmark.peers import use_empty_cache; use_empty_cache(); "
+    code += "print(place := os.environ['TORCHINDUCTOR_CACHE_DIR'], os.path.isdir(place))"
+
+    def cache(**variables):
+        environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+        run = [sys.executable, "-c", code]
+        return subprocess.check_output(run, text=True, env=environment | variables).split()
+
+    place, is_there = cache(TMPDIR=str(tmp_path))
+    assert Path(place).parent == tmp_path and is_there == "True"
+    assert not list(tmp_path.iterdir())  # it is gone with its process
+    mine = str(tmp_path / "mine")
+    assert cache(TORCHINDUCTOR_CACHE_DIR=mine) == [mine, "False"]

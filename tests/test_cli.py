@@ -345,6 +345,42 @@ except KeyboardInterrupt:
     assert run_early(program.format("launch.take_interrupts()")) == (0, "caught\n", "")
 
 
+@pytest.mark.parametrize(
+    ("modules", "variable", "file", "platforms"),
+    [
+        ({"libtpu"}, None, None, "cpu"),
+        ({"libtpu"}, "TPU_SKIP_MDS_QUERY", None, "cpu"),
+        ({"libtpu"}, "JAX_PLATFORMS", None, ""),  # what a user sets wins
+        ({"libtpu"}, "TPU_WORKER_ID", None, None),
+        ({"libtpu"}, "JAX_FORCE_TPU_INIT", None, None),
+        ({"libtpu"}, None, "/dev/accel0", None),
+        ({"libtpu"}, None, "/dev/vfio/1", None),
+        ({"libtpu"}, None, "/sys/bus/pci/devices/0/vendor", None),
+        ({"libtpu", "jax_plugins"}, None, None, None),
+        (set(), None, None, None),
+    ],
+)
+def test_libtpu_is_not_asked_for_tpus_that_cannot_be_here(
+    monkeypatch, modules, variable, file, platforms
+):
+    program = f"""
+import fnmatch, glob, importlib.util
+from pathlib import Path
+importlib.util.find_spec = lambda name: name in {modules}
+glob.glob = lambda pattern: fnmatch.filter({[file] if file else []}, pattern)
+Path.read_text = lambda path: "0x1ae0\\n"
+os.environ[launch._STARTED_AGAIN] = "1"
+launch._missing_order = dict
+launch.prepare_process()
+print(os.environ.get("JAX_PLATFORMS"))
+"""
+    for name in [name for name in os.environ if "TPU" in name or name == "JAX_PLATFORMS"]:
+        monkeypatch.delenv(name)
+    if variable:
+        monkeypatch.setenv(variable, "")
+    assert run_early(program) == (0, f"{platforms}\n", "")
+
+
 def test_ctrl_c_between_a_start_and_the_next_is_not_lost(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if not launch.cpu_environment().get("GLIBC_TUNABLES"):

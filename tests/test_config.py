@@ -279,7 +279,10 @@ def test_wrong_type_names_the_type():
             {"model__attention_softcap": float("inf")},
             r"attention_softcap=inf is not a finite number",
         ),
-        ({"model__mlp_dim": 9, "model__mlp_ratio": 2}, r"would ignore model\.mlp_ratio=2.*=1536"),
+        (
+            {"model__mlp_dim": 9, "model__mlp_ratio": 2},
+            r"would ignore model\.mlp_ratio=2.*mlp_ratio=4",
+        ),
         ({"model__window_pattern": "SL"}, r"window_pattern=SL is ignored while model\.window=0"),
         ({"model__window": 4, "model__window_pattern": "SX"}, "is not made of S"),
         ({"model__window": 4, "model__window_pattern": "L"}, "gives no layer the window"),
@@ -304,12 +307,12 @@ def test_wrong_type_names_the_type():
         ),
         ({"data__val_fraction": 0.0}, "no validation text"),
         ({"data__batch_size": 0}, r"data\.batch_size=0 is below 1"),
-        ({"train__accumulate_steps": 7}, r"does not split into.*batch_size=483"),
+        ({"train__accumulate_steps": 7}, r"does not split into.*batch_size=476"),
         (
             {"train__keep_checkpoints": 5, "train__checkpoint_every": 0, "train__eval_every": 0},
-            r"keep_checkpoints=5 is ignored .*Use --config\.train\.keep_checkpoints=1,",
+            r"keep_checkpoints=5 is ignored .*Use --config\.train\.keep_checkpoints=2,",
         ),
-        ({"train__keep_every": 1500}, r"no multiple of .*every=1000, .*keep_every=2000\."),
+        ({"train__keep_every": 1500}, r"no multiple of .*every=1000, .*keep_every=1000\."),
         (
             {"train__keep_every": 5, "train__checkpoint_every": 0},
             r"no multiple of .*every=0, .*keep_every=0\.",
@@ -325,6 +328,19 @@ def test_wrong_type_names_the_type():
         ({"parallel__fsdp": -1}, "only one axis can take the rest"),
         ({"parallel__backend": "pmap", "parallel__tensor": 2}, r"ignore parallel\.tensor=2"),
         ({"memory__remat": "some"}, r"memory\.remat=some is not one of"),
+        ({"memory__scan_unroll": 0}, r"memory\.scan_unroll=0 is below 1"),
+        (
+            {"memory__scan_unroll": 12},
+            r"scan_unroll=12 is ignored while memory\.scan_layers=False\. .*scan_layers=True",
+        ),
+        (
+            {"memory__scan_layers": True, "memory__scan_unroll": 5},
+            r"scan_unroll=5 does not divide model\.num_layers=12\. .*scan_unroll=4",
+        ),
+        (
+            dict(memory__scan_layers=True, memory__scan_unroll=12, memory__remat="offload"),
+            r"offload is known to free .*not memory\.scan_unroll=12\. .*scan_unroll=1",
+        ),
         ({"seed": -1}, r"seed=-1 is below 0"),
         ({"seed": 2**32}, r"seed=4294967296 does not fit into 32 bits"),
         ({"train__num_steps": 2**31}, r"num_steps=2147483648 does not fit .*num_steps=600000"),

@@ -89,10 +89,16 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
     assert run_files.find_start(tmp_path) == 4
     shutil.rmtree(tmp_path / "checkpoints" / "2")
     flip_a_bit(next(path for path in files if "params" in path.parts))
-    with pytest.raises(UserError, match=r"all checkpoints of .* are damaged\. Restore one"):
+    with pytest.raises(UserError, match=r"4 is damaged \(params/.*\), the only one\. .*workdir\.$"):
         run_files.find_start(tmp_path)
     with pytest.raises(UserError, match=r"There is no other: restore it from a copy\.$"):
         load_params(tmp_path, "latest")
+    shutil.rmtree(newest)
+    shutil.copytree(copy, newest)
+    cut(next(path for path in files if "rest" in path.parts))
+    with pytest.raises(UserError, match=rf"weights .* whole: .*init_from=run:{tmp_path}@4\.$"):
+        run_files.find_start(tmp_path)
+    load_params(tmp_path, 4)
 
 
 def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):
@@ -105,12 +111,13 @@ def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):
     assert run_files.find_start(tmp_path) == 2
 
 
-def test_notes_that_are_nested_without_end_are_damage(tmp_path):
+@pytest.mark.parametrize("text", ['{"a":' * 10**5, "9" * 5000], ids=("nested", "digits"))
+def test_notes_that_end_whoever_reads_them_are_damage(tmp_path, text):
     save_checkpoints(tmp_path, 2)
     notes = tmp_path / "checkpoints" / "2" / "_CHECKPOINT_METADATA"
     notes.write_text("lost")
     load_params(tmp_path, "latest")
-    notes.write_text('{"a":' * 10**5)
+    notes.write_text(text)
     with pytest.raises(UserError, match=r"2 is damaged \(_CHECKPOINT_METADATA was altered\)"):
         load_params(tmp_path, "latest")
 

@@ -27,8 +27,6 @@ from gpt2.model import layers
 from gpt2.training.diagnosis import Diagnosis, forward_order
 from gpt2.training.program import Program
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
 MICRO_BATCHES, ROWS, T = 4, 32, 8
 POISON = 50  # a token whose row of the embedding is not finite
 MODEL = ModelConfig(

@@ -16,8 +16,6 @@ from gpt2.training.guard import LEAST, WINDOW, Guard
 from gpt2.training.program import Program
 from tests.test_config import build
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
 T, ROWS, POISON = 8, 16, 50
 MODEL = ModelConfig(
     vocab_size=64, context_length=T, num_layers=2, num_heads=2, embed_dim=16, tie_embeddings=False

@@ -23,8 +23,6 @@ from gpt2.model import GPT
 from gpt2.utils.scan import stack_layers
 from gpt2.weights import load_initial_params, load_model
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
 BIG = pytest.param("124m", marks=pytest.mark.slow)
 LLAMA = dict(norm="rmsnorm", position="rope", activation="swiglu", bias=False)
 NEOX = dict(position="rope", parallel_block=True, tie_embeddings=False)

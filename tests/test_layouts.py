@@ -40,9 +40,11 @@ CASES = [
     Case("data 2 x megatron x 4", remat="full", scanned=True),
     Case("fsdp 2 by layer x megatron x 4", accumulate=4),
     Case("fsdp 4 x tensor 2 by other rules", scanned=True),
+    Case("fsdp 8 by layer", remat="full", scanned=True, unroll=MODEL.num_layers),
+    Case("data 2 x fsdp 2 x tensor 2", scanned=True, unroll=MODEL.num_layers),
 ]
 # Those that the default run leaves to CI: what they have, others have too.
-LONG = {1, 2, 3, 4, 7, 9, 11}
+LONG = {1, 2, 3, 4, 7, 9, 11, 13}
 each_case = pytest.mark.parametrize(
     "case",
     [
@@ -91,6 +93,7 @@ def test_every_switch_changes_the_program(case):
 
     assert changed("remat|checkpoint") == (case.remat != "none")
     assert changed(rf"length={MODEL.num_layers}\b") == case.scanned
+    assert changed(rf"unroll={MODEL.num_layers}\b") == (case.unroll > 1)
     assert changed(r"length=4\b") == (case.accumulate == 4)
 
 
@@ -209,7 +212,7 @@ def test_state_of_a_spread_layout_is_spread():
 
 
 def test_a_checkpoint_of_any_layout_continues_in_any_other(reference, tmp_path):
-    for saved, others in ((CASES[0], CASES[3:6]), (CASES[5], [REFERENCE, *CASES[:2]])):
+    for saved, others in ((CASES[0], CASES[3:6]), (CASES[5], [REFERENCE, *CASES[:2], CASES[12]])):
         results = continue_elsewhere(saved, others, tmp_path / saved.layout)
         for result in results.values():
             assert len(result.losses) == 3

@@ -157,6 +157,29 @@ def test_scanned_layers_equal_unrolled_ones(changes):
     )
 
 
+@pytest.mark.parametrize("unroll", [pytest.param(2, marks=pytest.mark.thorough), 4])
+def test_turns_of_several_layers_equal_turns_of_one_and_unrolled_layers(unroll):
+    unrolled = replaced(num_layers=4)
+    one, several = (
+        dataclasses.replace(unrolled, scan_layers=True, scan_unroll=n) for n in (1, unroll)
+    )
+    params, stacked, tokens = init(unrolled), init(one), tokens_of(1)
+    chex.assert_trees_all_equal(stacked, init(several))
+    assert has_loop(one, stacked, tokens)
+    assert has_loop(several, stacked, tokens) == several.loops_over_layers == (unroll < 4)
+    chex.assert_trees_all_close(
+        logits_of(several, stacked, tokens), logits_of(unrolled, params, tokens), atol=1e-5
+    )
+    gradients = gradient_of(several, stacked, tokens)
+    chex.assert_trees_all_close(gradients, gradient_of(one, stacked, tokens), atol=2e-6)
+    wanted = stack_layers(gradient_of(unrolled, params, tokens))
+    chex.assert_trees_all_close(gradients, wanted, atol=2e-6)
+
+
+def has_loop(config, params, tokens):
+    return "stablehlo.while" in loss.lower(config, params, tokens).as_text()
+
+
 @pytest.mark.parametrize("changes", VARIANTS)
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_cached_logits_equal_uncached_ones(changes, scan_layers):

@@ -114,6 +114,28 @@ def test_norm_equals_reference(rows, width, mean, kind, dtypes):
     assert_close(*gradients, loosest)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_gradients_of_a_norm_of_split_rows_cross_devices_as_sums(monkeypatch, platform):
+    mesh = make_mesh(ParallelConfig(data=2, tensor=4))
+    rows = NamedSharding(mesh, PartitionSpec("tensor"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    x = jax.ShapeDtypeStruct((8, 16, 32), "float32", sharding=rows)
+    vector = jax.ShapeDtypeStruct((32,), "float32", sharding=whole)
+
+    def sent():
+        with spread_over(mesh, RULES):
+            gradients = jax.jit(
+                jax.grad(weighted(norm, *x.shape), (0, 1, 2)), out_shardings=(rows, whole, whole)
+            )
+            return collectives(gradients.lower(x, vector, vector).compile().as_text())
+
+    monkeypatch.setattr(ops_forms, "platform", lambda: platform)
+    assert {c.kind for c in sent()} == {"all-reduce"}
+    if platform == "gpu":  # what XLA makes of the form for rows that are whole
+        monkeypatch.setattr(ops_forms, "splits_axes", lambda: False)
+        assert "all-gather" in {c.kind for c in sent()}
+
+
 def test_linear_contracts_two_axes():
     x, kernel = normal(0, 2, 5, 3, 4), normal(1, 3, 4, 6)
     expected = np.asarray(x).reshape(2, 5, 12) @ np.asarray(kernel).reshape(12, 6)
@@ -434,9 +456,16 @@ def test_the_forms_of_every_platform_equal_the_references(monkeypatch, platform,
     assert_close(parts(*args), whole(*args), dtype)
     gradients = [jax.grad(weighted(f, 3, 2, 9, 2, 7), every)(*args) for f in (parts, whole)]
     assert_close(*gradients, dtype)
+    into_sum, plain = (
+        jax.value_and_grad(weighted(partial(linear, dtype=dtype, into_sum=s), 2, 9, 3, 2, 7), every)
+        for s in (True, False)
+    )
+    assert_close(into_sum(*args), plain(*args), dtype)
     for kind, mean in (("layernorm", 10.0), ("layernorm", 300.0), ("rmsnorm", 10.0)):
         if mean < 100 or dtype == "float32":
             test_norm_equals_reference.hypothesis.inner_test(9, 40, mean, kind, (dtype, dtype))
+    huge = jnp.full((1, 1, 40), 3e19, dtype).at[..., -1].set(0.0)  # whose squares overflow
+    assert jnp.isfinite(norm(huge, jnp.ones(40), jnp.zeros(40))).all()
     for softcap, extra in ((0.0, {}), (2.0, dict(z_loss=0.1, label_smoothing=0.1))):
         test_cross_entropy_equals_reference.hypothesis.inner_test(
             length=7, chunk=3, padding=2, dtype=dtype, softcap=softcap, extra=extra

@@ -25,8 +25,6 @@ from gpt2.training.steps import make_train_step
 from gpt2.utils.scan import in_layout
 from tests.peer import needs_peers
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
 SMALL = GPTConfig(vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
 NUM_STEPS = 10
 TOLERANCE = 1e-5  # of the largest entry
@@ -544,6 +542,7 @@ def test_a_pattern_is_checked_before_a_run_begins():
 # Memory
 
 
+@pytest.mark.thorough
 def test_bytes_of_state_per_device_are_those_of_theory():
     """GPT-2 1558M over fsdp=8: what an axis of length D belongs to is split, and nothing else."""
     V, T, D, F, L, P = 50257, 1024, 1600, 6400, 48, 1_557_611_200

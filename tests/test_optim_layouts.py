@@ -24,7 +24,7 @@ from tests.layouts import (
     setup,
 )
 
-pytestmark = [pytest.mark.usefixtures("compiles_fast"), pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 # Without biases: the gradient of one on all keys is zero in theory and noise in practice, which an
 # update of fixed size would follow.

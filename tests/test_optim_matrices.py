@@ -27,8 +27,6 @@ from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout
 from tests.peer import needs_peers
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
 RULES = rules.Rules.from_config(ParallelConfig())
 SMALL = GPTConfig(vocab_size=50, context_length=16, num_layers=2, num_heads=4, embed_dim=32)
 MESHES = {

@@ -28,7 +28,7 @@ from gpt2.parallel.pieces import Pieces, torus_sides
 from gpt2.parallel.rules import Rules
 from gpt2.planning.plan import compute_seconds, make_plan
 from gpt2.telemetry.chips import BOARDS, find_chip
-from gpt2.training.program import Program, choose_gather
+from gpt2.training.program import Program, check_program, choose_gather
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_train_step
 from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
@@ -99,7 +99,8 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL, devices=None):
         (
             8,
             dict(data__batch_size=16, train__accumulate_steps=4, parallel__fsdp=2),
-            "data=4 x parallel.fsdp=2 x train.accumulate_steps=4. Use --config.data.batch_size=32",
+            "data=4 x parallel.fsdp=2 x train.accumulate_steps=4. "
+            "Use --config.train.accumulate_steps=2, or --config.data.batch_size=32",
         ),
     ],
 )
@@ -107,6 +108,14 @@ def test_a_mesh_that_does_not_fit_names_the_numbers_and_the_nearest(num_devices,
     wrong = config(**options)
     with pytest.raises(UserError, match=message):
         check_layout(wrong, wrong.model, num_devices)
+
+
+def test_too_few_cpus_may_be_simulated_or_planned_for():
+    wanted = config(parallel__fsdp=8)
+    with pytest.raises(UserError, match=r"Use --config.parallel.fsdp=1, or XLA_FLAGS=\S+=8 to .*"):
+        check_program(wanted, jax.devices("cpu")[:1])
+    with pytest.raises(UserError, match=r"Use --config.parallel.fsdp=1\.$"):
+        check_layout(wanted, wanted.model, 1)  # of other devices
 
 
 @pytest.mark.parametrize("num_devices", [1, 6, 8, 64])

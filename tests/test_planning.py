@@ -1,6 +1,7 @@
 """Searches among layouts: what they compile, what they need not compile, and in which order."""
 
 import math
+import re
 import types
 
 import jax
@@ -8,9 +9,10 @@ import pytest
 
 from configs import quickstart
 from gpt2.config import Config, with_options
+from gpt2.errors import UserError
 from gpt2.model import num_params
-from gpt2.planning import candidates
-from gpt2.planning.plan import make_plan, usable_memory
+from gpt2.planning import candidates, command
+from gpt2.planning.plan import OutOfMemory, make_plan, usable_memory
 from gpt2.planning.search import Search
 from gpt2.telemetry.chips import BOARDS, Board
 
@@ -19,11 +21,6 @@ SMALL = {
     **{"model.context_length": 32, "data.tokenizer": "byte", "data.batch_size": 16},
 }
 RING = ["parallel.data", "parallel.fsdp", "parallel.tensor"]
-
-
-@pytest.fixture(autouse=True)
-def compiles_fast_here(compiles_fast):
-    """A plan's collectives do not hang on how well products are compiled."""
 
 
 def config(**options) -> Config:
@@ -61,6 +58,38 @@ def test_a_search_orders_by_what_is_sent_where_nothing_else_counts(monkeypatch):
     twice = with_options(layer.candidate.config, {"train.accumulate_steps": 2})
     ratio = make_plan(twice).tokens_per_second(name) / layer.plan.tokens_per_second(name)
     assert ratio == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_search_tries_the_configs_own_layout_first():
+    wanted = config(parallel__data=1, parallel__fsdp=-1, parallel__strategy="zero3")
+    wanted = with_options(wanted, {"memory.remat": "full", "train.accumulate_steps": 2})
+    own = {"parallel.data": 1, "parallel.fsdp": 2, "parallel.tensor": 1}
+    own |= {"parallel.strategy": "auto", "parallel.fsdp_gather": "step"}
+    own |= {"memory.remat": "full", "train.accumulate_steps": 2}
+    assert Search(wanted, jax.devices()[:2], "H100").waiting[0].options == own
+    impossible = config(parallel__tensor=8)
+    assert candidates.options_of(impossible, jax.devices()[:2], []) is None
+
+
+def test_nothing_fits_only_where_all_was_tried(monkeypatch, capsys):
+    def refuse(config, devices):
+        raise OutOfMemory("none is left")
+
+    monkeypatch.setattr("gpt2.planning.search.make_plan", refuse)
+    monkeypatch.setattr(command.cli, "overrides", dict)
+    monkeypatch.setattr(command.cli, "config_file", lambda: "configs/quickstart.py")
+    found = {}
+    for trials in (1, 99):
+        monkeypatch.setattr(command, "TRIALS", types.SimpleNamespace(value=trials))
+        try:
+            found[trials] = command._search(config(), jax.devices()[:1], "NVIDIA H100", "H100")
+        except UserError as error:
+            found[trials] = str(error)
+        assert ("nothing fits" in capsys.readouterr().out) == (trials == 99)
+    assert re.match(
+        r"none of the 1 candidates tried fits; \d+ are left. Use --plan_trials=4\.", found[1]
+    )
+    assert found[99] == 1
 
 
 @pytest.mark.thorough

@@ -25,6 +25,8 @@ from gpt2.profile.trace import Ran, Span, Trace, read_trace
 from gpt2.training.program import Program
 from gpt2.utils.hlo import parse_instruction
 
+pytestmark = pytest.mark.usefixtures("compiles_fully")
+
 # A loop of seven turns: a slice of four rows of A, times B, written into a row of the sum.
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -184,7 +186,7 @@ def test_flops_of_products_in_each_form():
     assert flops_of("%x = f32[4]{0} add(%a, %b)", a="f32[4]{0}", b="f32[4]{0}") == 0
 
 
-def test_products_of_a_compiled_step_are_those_of_the_formula(compiles_fast):
+def test_products_of_a_compiled_step_are_those_of_the_formula():
     config = default.get_config()
     config.model.update(num_layers=2, num_heads=2, embed_dim=64, context_length=32, vocab_size=256)
     config.data.batch_size = 4

@@ -19,6 +19,8 @@ from gpt2.training.program import check_program
 from gpt2.utils.remat import KEPT, compiler_options
 from tests.layouts import REFERENCE, make_config
 
+pytestmark = pytest.mark.usefixtures("compiles_fully")
+
 SMALL = GPTConfig(
     vocab_size=300,
     context_length=16,
@@ -68,7 +70,9 @@ def compiled(cfg, batch_size=2):
     """Compiles as a run does."""
     key = jax.random.key(5) if cfg.dropout else None
     lowered = loss_and_gradient.lower(cfg, init(cfg), tokens_for(cfg, batch_size), key)
-    return lowered.compile(compiler_options(cfg.remat, scanned=cfg.scan_layers, platform="cpu"))
+    return lowered.compile(
+        compiler_options(cfg.remat, looped=cfg.loops_over_layers, platform="cpu")
+    )
 
 
 def product_flops(cfg):
@@ -110,17 +114,18 @@ def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_unroll", [0, 1, SMALL.num_layers])
 @pytest.mark.parametrize("policy", KEPT)
-def test_the_compiled_program_computes_the_other_products_again(policy, scan_layers):
+def test_the_compiled_program_computes_the_other_products_again(policy, scan_unroll):
     again = collections.Counter()
-    for line in compiled(replaced(remat=policy, scan_layers=scan_layers)).as_text().splitlines():
+    cfg = replaced(remat=policy, scan_layers=scan_unroll > 0, scan_unroll=max(1, scan_unroll))
+    for line in compiled(cfg).as_text().splitlines():
         found = re.search(r"rematted_computation/.*\b(attn|mlp)/([^\"]*)/dot_general", line)
         if " dot(" in line and found:
             is_core = "_with_scoring" in found[2]
             name = "core" if is_core else found[2].split("/")[-1]
             again[f"{found[1]}/{name}"] += 1
-    layers = 1 if scan_layers else SMALL.num_layers
+    layers = 1 if cfg.loops_over_layers else SMALL.num_layers
     every = {"attn/c_attn": 1, "attn/core": 4, "attn/c_proj": 1, "mlp/c_fc": 1}  # two blocks
     wanted = {name: layers * number for name, number in every.items() if name not in KEEPS[policy]}
     assert again == wanted

@@ -14,8 +14,6 @@ from gpt2.training.program import Program
 from gpt2.training.statistics import count_values
 from tests.test_config import build
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
 T, ROWS = 8, 16
 LAYOUTS = {
     "one device": (ParallelConfig(), False),

@@ -484,6 +484,25 @@ def test_a_run_without_matplotlib_warns_that_it_draws_nothing(tmp_path, monkeypa
     assert not (tmp_path / "loss.png").exists()
 
 
+def test_a_run_points_to_no_picture_that_it_has_not_drawn(tmp_path):
+    code = """
+import sys, train
+from pathlib import Path
+from types import SimpleNamespace
+train.sample_texts = lambda *_, **__: ["text"]
+workdir, config = Path(sys.argv[1]), SimpleNamespace(gpt=dict, seed=0)
+for picture in (None, workdir / "loss.png"):
+    if picture:
+        picture.touch()
+    train.write_samples(workdir, config, SimpleNamespace(tokenizer=None), {})
+"""
+    told = subprocess.check_output([sys.executable, "-c", code, str(tmp_path)], text=True)
+    assert told.splitlines() == [
+        f"see samples.txt in {tmp_path}",
+        f"see loss.png and samples.txt in {tmp_path}",
+    ]
+
+
 def command(*arguments, **variables):
     environment = os.environ | {"XLA_FLAGS": ""} | variables
     line = [sys.executable, "-m", "gpt2.benchmark", "suite", *arguments]

@@ -14,8 +14,6 @@ from gpt2.ops import alibi_slopes
 from tests import plain
 from tests.test_switches import config_of, each_switch, mean_loss, model_of, params_of, tokens_of
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
 
 @each_switch
 def test_logits_and_loss_are_those_of_plain_numpy(name):

@@ -22,8 +22,6 @@ from gpt2.telemetry.throughput import count_compute_parameters, model_flops_per_
 from gpt2.training.program import Program
 from gpt2.utils.scan import in_layout
 
-pytestmark = pytest.mark.usefixtures("compiles_fast")
-
 # Name -> the options that differ from GPT-2's.
 SWITCHES = {
     "gelu": {"model.activation": "gelu"},

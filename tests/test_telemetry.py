@@ -311,7 +311,7 @@ def test_plain_progress_prints_a_line_per_update_with_metrics(capsys):
 
 
 def test_terminal_keeps_validations_above_the_bar(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "_on_terminal", lambda: True)
+    monkeypatch.setattr(progress, "on_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "100")
     progress.print_summary({"data": {"corpus": "text:[a-z]*"}})
     with progress.Progress(total=100) as shown:
@@ -319,8 +319,35 @@ def test_terminal_keeps_validations_above_the_bar(capsys, monkeypatch):
         shown.write(100, {"eval/loss": 3.0})
     out = capsys.readouterr().out
     assert "text:[a-z]*" in out
-    assert "step 100/100 | val loss 3.0000 | 0s left\n" in out
-    assert "100/100 loss 3.5000 | val loss 3.0000 | MFU 41.2%" in out
+    assert "step 100/100 | val loss 3.0000\n" in out
+    assert "100/100 loss 3.5000 | val loss 3.0000 | MFU 41.2% 0s left" in out
+
+
+@pytest.mark.parametrize(
+    ("width", "total", "bar", "has_mfu"),
+    [(100, 200, 16, True), (86, 200, 7, True), (80, 200, 0, True), (80, 10**6, 5, False)],
+)
+def test_a_narrow_terminal_takes_the_bar_then_metrics_and_never_the_steps(
+    width, total, bar, has_mfu
+):
+    from rich.console import Console
+
+    metrics = {"train/loss": 4.5886, "eval/loss": 4.8165, "perf/tokens_per_second": 2116.0}
+    shown = progress._Bar(total, 0)
+    shown.show(total, metrics | {"perf/mfu": 0.435}, "1m 48s left")
+    console = Console(width=width, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(shown)
+    (line,) = capture.get().splitlines()
+    assert len(line) <= width and line.count("━") == bar
+    assert f"{total}/{total} loss 4.5886 | val loss 4.8165 | 2,116 tokens/s" in line
+    assert ("MFU" in line) == has_mfu and line.endswith(" 1m 48s left")
+
+
+def test_no_time_left_is_told_before_a_step_tells_it(capsys):
+    with progress.Progress(total=100) as shown:
+        shown.write(0, {"eval/loss": 3.0})
+    assert capsys.readouterr().out == "step   0/100 | val loss 3.0000\n"
 
 
 def test_plain_summary_is_aligned(capsys):
@@ -360,6 +387,15 @@ def test_run_without_losses_draws_nothing(tmp_path):
         writer.write(1, {"tokens": 64})
     plots.plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_frame_holds_the_first_losses_unless_they_take_over_half_of_it():
+    short = [8.1, 7.0, *np.linspace(6.2, 4.5, 18)]
+    low, high = plots._limits(short, [5.2, 4.8])
+    assert low < 4.5 and high > 8.1
+    long = [*np.geomspace(11, 4, 50), *np.linspace(4, 3, 950)]
+    low, high = plots._limits(long, [])
+    assert low < 3 and 4 <= high < 4.1
 
 
 def test_smoothing_keeps_a_straight_line_straight():

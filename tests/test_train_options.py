@@ -4,6 +4,8 @@ import importlib.util
 import json
 import re
 import shlex
+import signal
+import time
 
 import pytest
 
@@ -12,7 +14,7 @@ from gpt2.optim import make_schedule
 from gpt2.parallel.collectives import collectives
 from gpt2.training import summary
 from gpt2.training.due import due_after
-from tests.helpers import TINY, metrics_of, run
+from tests.helpers import TINY, finish, metrics_of, run, start
 from tests.test_workdir import make_config
 
 STEPS = range(1, 9)
@@ -41,6 +43,10 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
             "--config.parallel.fsdp=8",
             "takes 8 devices; found: 1. Plan for devices that are not here: ",
         ),
+        (
+            "--plan_chips=v7-8",
+            "there is no chip v7 to plan for. For example, use --plan_chips=v6e-8",
+        ),
         ("--plan_text=/", "--plan_text=/ is a directory. Give a file."),
         ("--plan_trials=2", "--plan_trials would be ignored: there is no --plan_search"),
         ("--plan_board=h100", "--plan_board would be ignored: there is no --plan_search"),
@@ -51,7 +57,7 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
         ("--plan_chips=v5e-9", "--plan_chips=v5e-9 names no devices. Use v5e-N with N of 1, 4, 8"),
         ("--plan_chips=tpu", "Use CHIP-N, such as v5e-8 or h100-8"),
         ("--plan_chips=", "Use CHIP-N, such as v5e-8 or h100-8"),
-        ("--plan_chips=h100-0", "--plan_chips=h100-0 names no devices"),
+        ("--plan_chips=h100-0", "--plan_chips=h100-0 names no devices. Use h100-N with N of 1 to"),
         ("--plan_chips=x.txtpb-8", "--plan_chips names x.txtpb, which is not a file"),
         ("--config.precision.logits=bfloat16", "Use --config.precision.logits=float32"),
     ],
@@ -131,6 +137,30 @@ def test_a_search_refuses_what_it_would_ignore(tmp_path, flags, message):
     assert code == 2
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert message in stderr
+
+
+SLOW_COMPILER = """
+import hashlib
+from gpt2 import launch
+launch.prepare_process()
+import train
+from gpt2 import cli
+from gpt2.planning import command
+# A minute without a line of Python.
+command.compile_plan = lambda program: hashlib.pbkdf2_hmac("sha512", b"", b"", 10**8)
+cli.run(train.main, default_config="quickstart")
+"""
+
+
+def test_ctrl_c_ends_a_plan_while_it_compiles(tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_COMPILER)
+    process = start(None, "--plan_devices=2", *SHORT, script=script)
+    told = process.stderr.readline()
+    assert told.startswith("compiling a step of quickstart.py for 2 devices (simulated)")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert finish(process, timeout=20) == (130, "", "stopped by SIGINT\n")
 
 
 @pytest.mark.thorough

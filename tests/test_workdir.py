@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from configs import quickstart
-from gpt2.config import Config, DataConfig
+from gpt2.config import Config, DataConfig, OptimConfig
 from gpt2.data.dataset import prepare
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
@@ -168,6 +168,28 @@ def test_a_continued_run_has_no_samples_before_its_end(tmp_path, prepared):
     assert not run_files.is_finished(workdir, longer, start=4)
     run_files.write(workdir, longer, prepared)
     assert not (workdir / "samples.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "start", "num_steps", "told"),
+    [
+        *(("cosine", 4, 40, False), ("cosine", 4, 60, True), ("constant", 4, 60, False)),
+        *(("cosine", 40, 60, True), ("constant", 40, 60, False)),
+    ],
+)
+def test_another_number_of_steps_is_told_where_it_changes_the_learning_rate(
+    tmp_path, prepared, capsys, schedule, start, num_steps, told
+):
+    peak = OptimConfig().learning_rate
+    rates = dict(schedule=schedule, warmup_steps=2)
+    rates |= dict(end_learning_rate=peak, learning_rate=peak) if schedule == "constant" else {}
+    begun = make_config(train=dict(num_steps=40), optim=rates)
+    now = make_config(train=dict(num_steps=num_steps), optim=rates)
+    workdir = write_run(tmp_path / "run", begun, start, (start,))
+    run_files.begin(workdir, now, prepared, start)
+    line = f"warning: the run was last started with train.num_steps=40; from step {start} on, its "
+    line += "learning rate follows the schedule of 60 steps\n"
+    assert capsys.readouterr().err == line * told
 
 
 DOCUMENTS = [f"document {i} " * (10 + i % 3) for i in range(30)]

@@ -37,6 +37,7 @@ from gpt2.data.dataset import prepare
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import files
+from gpt2.utils.terminal import align, wrap
 from gpt2.utils.text import counted, format_duration
 
 CONFIG = cli.define_config()
@@ -284,9 +285,11 @@ def _dry_run(sweep: Sweep, slot: Slot) -> int:
         total += sum(sweep.num_seeds * a.config.train.num_steps * seconds[a.name] for a in later)
         print(f"then {counted(number, 'run')} with the values that these choose")
     print(
-        f"{format_duration(total / JOBS.value)} of training steps with --jobs={JOBS.value}, by "
-        f"{_MEASURED_STEPS} measured steps of each arm; validation, checkpoints and starts come "
-        "on top"
+        wrap(
+            f"{format_duration(total / JOBS.value)} of training steps with --jobs={JOBS.value}, "
+            f"by {_MEASURED_STEPS} measured steps of each arm; validation, checkpoints and starts "
+            "come on top"
+        )
     )
     return 0
 
@@ -312,31 +315,18 @@ def _step_seconds(root: Path, arm: Arm, slot: Slot) -> float:
 def _report(sweep: Sweep) -> int:
     """Writes the report, prints its verdicts, and returns 1 if a run of a whole sweep failed."""
     try:
-        print(_aligned(write_report(sweep)))
+        print(align(write_report(sweep)))
     except OSError as error:
         raise UserError(
             f"the report cannot be written to {sweep.root} ({error.strerror})",
             "Make room, and repeat with --report",
         ) from error
-    print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
+    print(wrap(f"\nsee report.html, report.md and results.csv in {sweep.root}"))
     states: list[str] = [run.outcome().state for run in (*sweep.choosing_runs(), *sweep.runs())]
     for state, words in (("failed", "failed, see the report"), ("waiting", "still to come")):
         if number := states.count(state):
             print(f"{counted(number, 'run')} {words}")
     return 0 if REPORT.value else int("failed" in states or "waiting" in states)
-
-
-def _aligned(table: str) -> str:
-    """Returns a Markdown table as columns for a terminal."""
-    lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    rows = [line for i, line in enumerate(lines) if i != 1]
-    number = max(map(len, rows))
-    rows = [row + [""] * (number - len(row)) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(number)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 if __name__ == "__main__":

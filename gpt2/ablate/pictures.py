@@ -50,15 +50,18 @@ def plot_differences(
     figure.savefig(png)
 
 
-def plot_curves(png: Path, curves: Mapping[str, Sequence[Curve]], unit: str) -> None:
+def plot_curves(
+    png: Path, curves: Mapping[str, Sequence[Curve]], unit: str, *, log_x: bool = False
+) -> None:
     """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
     Args:
         png: where the picture goes.
         curves: by name, the baseline first; one for each seed.
         unit: of scores.
+        log_x: amounts are drawn as logarithms, for runs of very different lengths.
     """
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     figure, panels = _figure(height=4.6 + 0.12 * len(curves), width=14, columns=3)
     amounts: tuple[tuple[str, Callable[[float], str]], ...] = (
@@ -81,9 +84,17 @@ def plot_curves(png: Path, curves: Mapping[str, Sequence[Curve]], unit: str) -> 
             if len(members) > 1:
                 axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
         axes.set_xlabel({"flops": "FLOPs", "seconds": "time in training steps"}.get(amount, amount))
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        if log_x:
+            axes.set_xscale("log")
+            left, right = axes.get_xlim()
+            # Powers of ten alone may all be outside.
+            subs = (1,) if right > 30 * left else (1, 2, 5)
+            axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+            axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(lambda value, _, write=write: write(value))
-        axes.set_xlim(left=0)
         axes.grid(color=_GRID, linewidth=0.8)
     panels[0].set_ylabel(f"validation ({unit})")
     panels[0].set_ylim(*_frame([curve.scores for members in curves.values() for curve in members]))

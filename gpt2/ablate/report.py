@@ -41,20 +41,19 @@ _ALIKE = {
 }
 
 
-def write_report(sweep: Sweep) -> str:
-    """Writes all files of the report, and returns its table of verdicts for the screen."""
+def write_report(sweep: Sweep) -> list[list[str]]:
+    """Writes all files of the report, and returns its verdicts for the screen, as rows of cells."""
     results = sweep.results()
     choosing = [read_result(run, sweep.score) for run in sweep.choosing_runs()]
     by_arm, verdicts = tables.samples(sweep, results), tables.judge(sweep, results)
     write_csv(sweep.root / "results.csv", [*choosing, *results], sweep.root)
-    verdict_table = tables.verdict_table(sweep, by_arm, verdicts)
     text = "\n\n".join(
         section
         for section in (
             f"# {sweep.root.resolve().name}",
             _introduction(sweep, results),
             "## Verdicts",
-            verdict_table,
+            tables.verdict_table(sweep, by_arm, verdicts),
             _explanation(sweep, verdicts),
             _differences(sweep, by_arm, verdicts),
             "## Curves",
@@ -76,7 +75,7 @@ def write_report(sweep: Sweep) -> str:
     )
     write_text(sweep.root / "report.md", text + "\n")
     write_text(sweep.root / "report.html", _html(text, sweep.root))
-    return verdict_table
+    return tables.short_verdicts(sweep, by_arm, verdicts)
 
 
 def _introduction(sweep: Sweep, results: Sequence[Result]) -> str:

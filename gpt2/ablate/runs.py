@@ -59,7 +59,7 @@ class Run:
         """Returns how it ended; `waiting` if it has not."""
         try:
             return Outcome(**json.loads((self.folder / "outcome.json").read_text()))
-        except (FileNotFoundError, json.JSONDecodeError, TypeError):
+        except (FileNotFoundError, ValueError, TypeError, RecursionError):
             return Outcome("waiting")
 
     def write_outcome(self, outcome: "Outcome") -> None:

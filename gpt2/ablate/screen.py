@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from gpt2.ablate.results import read_result
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.tables import judge, samples
+from gpt2.utils.terminal import on_terminal
 from gpt2.utils.text import counted, format_duration
 
 _REFRESH_SECONDS = 2.0
@@ -34,7 +34,7 @@ class Screen:
         self._began, self._steps_before = time.monotonic(), self._steps()
         self._drawn, self._ended_runs = 0.0, sum(map(self._ended, self._runs))
         self._before = self._ended_runs
-        self._live = _make_live() if sys.stdout.isatty() else None
+        self._live = _make_live() if on_terminal() else None
 
     def __enter__(self) -> "Screen":
         before = f", {self._before} ended before" if self._before else ""
@@ -72,13 +72,21 @@ class Screen:
             what = f"{score:.4f} {self._sweep.unit}"
         else:
             what = f"{outcome.state}: {outcome.error}"
-        seconds = self._seconds_left()
-        left = f"  {format_duration(seconds)} left" if math.isfinite(seconds) else ""
-        return f"{number}/{len(self._runs)}  {run.label}  {what}{left}"
+        left = self._left()
+        return f"{number}/{len(self._runs)}  {run.label}  {what}" + (f"  {left}" if left else "")
 
     def _steps(self) -> int:
         """Returns the steps that all runs have trained."""
         return sum(_steps(run) for run in self._runs)
+
+    def _left(self) -> str:
+        """Returns the time left in words: none before a step tells, and none after the last one.
+
+        Runs that have trained their last step still save and draw.
+        """
+        seconds = self._seconds_left()
+        known = math.isfinite(seconds) and round(seconds) > 0
+        return f"{format_duration(seconds)} left" if known else ""
 
     def _seconds_left(self) -> float:
         steps, total = self._steps(), 0
@@ -93,6 +101,7 @@ class Screen:
 
     def _table(self, training: list[Run]):
         from rich.table import Table
+        from rich.text import Text
 
         results = self._sweep.results() if not self._runs[0].chooses else []
         verdicts = judge(self._sweep, results) if results else {}
@@ -102,7 +111,7 @@ class Screen:
         table = Table(
             title=f"{self._title}: {states['finished']} of {counted(len(self._runs), 'run')} done"
             + (f", {broken} broke" if broken else "")
-            + f", {format_duration(self._seconds_left())} left",
+            + (f", {left}" if (left := self._left()) else ""),
             title_justify="left",
             box=None,
             pad_edge=False,
@@ -113,7 +122,7 @@ class Screen:
             values = list(sample.scores.values())
             verdict = verdicts.get(name)
             table.add_row(
-                name,
+                Text(name),
                 str(len(values)),
                 f"{sum(values) / len(values):.4f}" if values else "-",
                 f"{verdict.difference:+.4f}" if verdict and values else "",
@@ -121,7 +130,7 @@ class Screen:
             )
         for run in training:
             done = f"step {_steps(run)}/{run.config.train.num_steps}"
-            table.add_row(f"[cyan]{run.label}[/cyan]", "", "", "", f"[cyan]{done}[/cyan]")
+            table.add_row(Text(run.label, "cyan"), "", "", "", Text(done, "cyan"))
         return table
 
     def _print(self, text: str) -> None:

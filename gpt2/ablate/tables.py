@@ -71,6 +71,21 @@ def verdict_table(
     )
 
 
+def short_verdicts(
+    sweep: Sweep, by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]
+) -> list[list[str]]:
+    """Returns what a screen has room for of `verdict_table`: a header, and a row for each arm."""
+    rows = [["arm", "mean", "difference", "95 % interval", "verdict"]]
+    for arm in (arm for group in sweep.groups() for arm in group):
+        scores = list(by_arm[arm.name].scores.values())
+        row = [arm.name, f"{mean(scores):.4f}" if scores else "-", "", "", ""]
+        if verdict := verdicts.get(arm.name):
+            interval = _interval(verdict.low, verdict.high, "+.4f").strip("()")
+            row[2:] = [_number(verdict.difference, "+.4f"), interval, verdict.words]
+        rows.append(row)
+    return rows
+
+
 def noise_table(sweep: Sweep, by_arm: Mapping[str, Sample]) -> str:
     """Returns how much seeds matter; empty where there are too few to tell.
 

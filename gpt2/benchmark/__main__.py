@@ -59,9 +59,9 @@ from gpt2.benchmark.case import (
 )
 from gpt2.benchmark.first_step import first_difference
 from gpt2.benchmark.measure import measure, refusal, verify
-from gpt2.benchmark.report import agreement_table, rows, table, write_csv
 from gpt2.benchmark.suite import command as suite
 from gpt2.benchmark.suite import wheels
+from gpt2.benchmark.tables import agreement_table, rows, table, write_csv
 from gpt2.errors import UserError
 
 OTHERS = {"suite": suite, "wheels": wheels}
@@ -111,7 +111,8 @@ def print_agreement(wanted: list[dict[str, Any]], peers: list[str]) -> None:
     refused = []
     for case in wanted:
         found = dict(verify(case, peers))
-        print(agreement_table(case, found.items()), flush=True)
+        end = "\n\n" if case is not wanted[-1] else "\n"
+        print(agreement_table(case, found.items()), end=end, flush=True)
         refused += [
             refusal(name, difference)
             for name, agreements in found.items()

@@ -212,7 +212,7 @@ def make_config(case: dict[str, Any]) -> Config:
         "end_learning_rate": tree["optim"]["learning_rate"],
     }
     tree["parallel"].update({name: case[name] for name in tree["parallel"] if name in case})
-    tree["memory"] = {name: case[name] for name in tree["memory"]}
+    tree["memory"].update({name: case[name] for name in tree["memory"] if name in case})
     return with_options(Config.from_dict(tree), case["vary"])
 
 

@@ -40,8 +40,10 @@ from gpt2.config import OptimConfig
 # `--matmul_precision` in PyTorch's words. JAX's default on an NVIDIA GPU is TF32, which is `high`.
 PRECISION = {"highest": "highest", "high": "high", "default": "high"}
 
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # Triton's programs are in it too
 
-class Work:
+
+class PeerModel:
     """A model and what its steps need, for `train` or `eval`.
 
     Args:
@@ -62,14 +64,20 @@ class Work:
         if peer.endswith("_compile"):
             backend = "openxla" if device == "xla" else "inductor"
             self._loss = torch.compile(self._compute_loss, backend=backend)
-        batch = self._put(draw_batch(case))
-        self._next_batch: Callable = lambda: batch
+        self._batch: Any = self._put(draw_batch(case))
+        self._fetch: Callable = lambda: self._batch
         if case["with_data"]:
-            self._next_batch = batches_from_file(case, device)
+            self._fetch = batches_from_file(case, device)
+            self._batch = self._fetch()
 
     def step(self) -> float:
-        """Does one step, waits for the device, and returns the loss."""
-        loss = self._forward_and_backward(self._next_batch())
+        """Does one step, waits for the device, and returns the loss.
+
+        The next batch is fetched where nanoGPT fetches it: a GPU then computes the forward pass.
+        """
+        loss = self._forward(self._batch)
+        self._batch = self._fetch()
+        self._backward(loss)
         self._clip()
         self._update()
         self._wait()
@@ -95,7 +103,8 @@ class Work:
         self._wait()
         before = samples(lambda parameter: parameter) if self._is_training else {}
         began = time.perf_counter()
-        loss = self._forward_and_backward(batch)
+        loss = self._forward(batch)
+        self._backward(loss)
         self._clip()
         self._wait()
         mean = loss.item()
@@ -109,7 +118,7 @@ class Work:
             self._weights[0].sum().item()  # the update is done
             seconds += time.perf_counter() - began
             for step in range(1, STEPS):
-                self._forward_and_backward(self._put(draw_batch(self._case, step)))
+                self._backward(self._forward(self._put(draw_batch(self._case, step))))
                 self._clip()
                 self._update()
                 self._wait()
@@ -124,7 +133,7 @@ class Work:
         tokens, targets = draw_batch(self._case)
         losses = []
         for single in single_targets(targets, none=-100):  # what cross_entropy leaves out
-            loss = self._forward_and_backward(self._put(np.stack([tokens, single])))
+            loss = self._forward(self._put(np.stack([tokens, single])))
             self._wait()
             losses.append(loss.item())
         return np.array(losses)
@@ -144,13 +153,14 @@ class Work:
         compute = str(self._dtype).removeprefix("torch.")
         return products_of(compute, precision, platform_of(self._device))
 
-    def _forward_and_backward(self, batch: Any) -> torch.Tensor:
+    def _forward(self, batch: Any) -> torch.Tensor:
         with torch.set_grad_enabled(self._is_training):
-            loss = self._loss(*batch)
-            if self._is_training:
-                self._optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-        return loss
+            return self._loss(*batch)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self._is_training:
+            self._optimizer.zero_grad(set_to_none=True)
+            loss.backward()
 
     def _clip(self) -> None:
         if self._is_training:
@@ -215,7 +225,7 @@ def _make_optimizer(
     return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optim.eps, fused=fused)
 
 
-class Generation:
+class PeerGenerator:
     """Transformers' own loop with its cache: greedy, and not ended by end-of-text."""
 
     def __init__(self, peer: str, case: dict[str, Any], device: str):
@@ -237,21 +247,22 @@ class Generation:
             )
 
 
-class Reading:
-    """Batches from a file, as nanoGPT reads them."""
+class PeerReader:
+    """Batches from a file, as nanoGPT reads them, in host memory as ours are."""
 
     def __init__(self, peer: str, case: dict[str, Any], device: str):
-        self._next_batch = batches_from_file(case, device)
+        self._fetch = batches_from_file(case, "cpu")
 
     def step(self) -> None:
         """Reads a batch."""
-        self._next_batch()
+        self._fetch()
 
 
 def batches_from_file(case: dict[str, Any], device: str) -> Callable[[], tuple]:
     """Returns a function to tokens and targets `[B, T]` int64 on the device.
 
-    They are random windows of a memory-mapped file of uint16, as in nanoGPT's get_batch.
+    They are random windows of a memory-mapped file of uint16, as in nanoGPT's get_batch. To a CUDA
+    device they are copied from pinned memory, and the host does not wait for the copy.
     """
     B, T = case["batch_size"], case["context_length"]
     directory = tempfile.mkdtemp()
@@ -259,16 +270,19 @@ def batches_from_file(case: dict[str, Any], device: str) -> Callable[[], tuple]:
     path = Path(directory) / "train.bin"
     np.random.default_rng(0).integers(0, case["vocab_size"], 2**24, np.uint16).tofile(path)
 
-    def next_batch() -> tuple:
+    def fetch() -> tuple:
         data = np.memmap(path, np.uint16, "r")  # anew each time, as nanoGPT avoids a leak
         starts = torch.randint(len(data) - T, (B,)).tolist()
         windows = (
             [torch.from_numpy(data[i + shift : i + shift + T].astype(np.int64)) for i in starts]
             for shift in (0, 1)
         )
-        return tuple(torch.stack(rows).to(device) for rows in windows)
+        batch = (torch.stack(rows) for rows in windows)
+        if device == "cuda":
+            return tuple(rows.pin_memory().to(device, non_blocking=True) for rows in batch)
+        return tuple(rows.to(device) for rows in batch)
 
-    return next_batch
+    return fetch
 
 
 def choose_device(peer: str) -> str:
@@ -307,11 +321,21 @@ def set_matmul_precision(precision: str, device: str) -> None:
         torch.set_float32_matmul_precision(PRECISION[precision])
 
 
+def use_empty_cache() -> None:
+    """Gives inductor an empty cache, which ends with the process, unless the user has set one.
+
+    Compilation is timed, and would otherwise find what an earlier process compiled.
+    """
+    if _CACHE not in os.environ:
+        directory = os.environ[_CACHE] = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)  # its workers may still write
+
+
 SUBJECTS: dict[str, Callable[[str, dict[str, Any], str], Any]] = {
-    "train": Work,
-    "eval": Work,
-    "generate": Generation,
-    "data": Reading,
+    "train": PeerModel,
+    "eval": PeerModel,
+    "generate": PeerGenerator,
+    "data": PeerReader,
 }
 
 
@@ -319,6 +343,7 @@ def main() -> None:
     """Serves steps of the peer and the case that the command line gives."""
     peer, case = sys.argv[1], json.loads(sys.argv[2])
     torch.manual_seed(0)
+    use_empty_cache()
     device = choose_device(peer)
     announce(platform_of(device), device_name(device))
     set_matmul_precision(case["matmul_precision"], device)

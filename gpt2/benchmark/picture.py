@@ -22,7 +22,7 @@ def plot(png: Path, rows: Sequence[dict[str, Any]]) -> None:
 
     Args:
         png: where the picture goes.
-        rows: from `gpt2.benchmark.report.rows`, of one case or more.
+        rows: from `gpt2.benchmark.tables.rows`, of one case or more.
     """
     import matplotlib
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state

@@ -62,7 +62,7 @@ def prepare_jax(case: dict[str, Any]) -> None:
         )
 
 
-class Work:
+class OurModel:
     """A compiled program and the state that it works on, for `train` or `eval`.
 
     Attributes:
@@ -161,7 +161,7 @@ class Work:
         return {scope: time / sum(seconds.values()) for scope, time in ranked}
 
 
-class Generation:
+class OurGenerator:
     """Greedy continuations of prompts that fill half of the context, to its end."""
 
     compile_seconds = 0.0  # its first step compiles
@@ -183,7 +183,7 @@ class Generation:
         )
 
 
-class Reading:
+class OurReader:
     """Training batches of a prepared synthetic corpus, shuffled, as the loop reads them."""
 
     compile_seconds = 0.0
@@ -250,8 +250,8 @@ def main() -> None:
     announce(platform_of(used[0]), used[0].device_kind, len(used))
     prepare_jax(case)
     found = peak(case)
-    subjects: dict[str, type[Any]] = {"generate": Generation, "data": Reading}
-    work = subjects.get(case["subject"], Work)(case)
+    subjects: dict[str, type[Any]] = {"generate": OurGenerator, "data": OurReader}
+    work = subjects.get(case["subject"], OurModel)(case)
     flops = model_flops_per_token(config.gpt())
 
     def info() -> dict[str, Any]:

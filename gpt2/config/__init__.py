@@ -14,11 +14,12 @@ from gpt2.config.optim import OptimConfig
 from gpt2.config.overrides import option, read_option, with_options
 from gpt2.config.parallel import ParallelConfig, RulesConfig
 from gpt2.config.record import complete_record, read_record
-from gpt2.config.run import MAX_SEED, Config, differences, load_config
+from gpt2.config.run import MAX_INT, MAX_SEED, Config, differences, load_config, propose_batch
 
 __all__ = [
     "CHOICES",
     "DEFAULTS",
+    "MAX_INT",
     "MAX_SEED",
     "SIZES",
     "Config",
@@ -38,6 +39,7 @@ __all__ = [
     "flatten",
     "load_config",
     "option",
+    "propose_batch",
     "read_option",
     "read_record",
     "with_options",

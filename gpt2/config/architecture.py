@@ -1,6 +1,7 @@
 """The shape of a model: its options, validated, and the sizes that OpenAI released."""
 
 import dataclasses
+import math
 from typing import Any, Self
 
 from gpt2.config.choices import CHOICES, DEFAULTS, refuse_ignored, require_choices
@@ -93,14 +94,14 @@ class ModelConfig:
 
     def _check_heads(self):
         if self.embed_dim % self.num_heads:
-            nearest = _nearest_divisor(self.embed_dim, self.num_heads)
+            nearest = nearest_divisor(self.embed_dim, self.num_heads)
             raise UserError(
                 f"model.embed_dim={self.embed_dim} is not a multiple of "
                 f"model.num_heads={self.num_heads}",
                 f"For example, use --config.model.num_heads={nearest}",
             )
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            nearest = _nearest_divisor(self.num_heads, self.num_kv_heads)
+            nearest = nearest_divisor(self.num_heads, self.num_kv_heads)
             raise UserError(
                 f"model.num_heads={self.num_heads} is not a multiple of "
                 f"model.num_kv_heads={self.num_kv_heads}",
@@ -118,17 +119,21 @@ class ModelConfig:
             )
 
     def _check_window(self):
-        pattern = self.window_pattern
+        pattern, usual = self.window_pattern, DEFAULTS.model.window_pattern
         if not pattern or set(pattern) - {"S", "L"}:
             raise UserError(
                 f"model.window_pattern={pattern!r} is not made of S (window) and L (all)",
-                "For example, use --config.model.window_pattern=SSSL",
+                f"Use --config.model.window_pattern={usual}, or SSSL for a window in three of four "
+                "layers",
             )
         if not self.window:
-            if pattern != DEFAULTS.model.window_pattern:
+            if pattern != usual:
+                ways = [f"--config.model.window_pattern={usual}"]
+                if self.context_length > 1:
+                    ways.insert(0, f"--config.model.window={max(self.context_length // 4, 1)}")
                 raise UserError(
                     f"model.window_pattern={pattern} is ignored while model.window=0",
-                    f"For example, use --config.model.window={max(self.context_length // 4, 1)}",
+                    f"Use {', or '.join(ways)}",
                 )
             return
         if self.window >= self.context_length:
@@ -155,7 +160,8 @@ class ModelConfig:
         if self.mlp_dim and self.mlp_ratio != DEFAULTS.model.mlp_ratio:
             raise UserError(
                 f"model.mlp_dim={self.mlp_dim} would ignore model.mlp_ratio={self.mlp_ratio}",
-                f"Use --config.model.mlp_dim={self.mlp_ratio * self.embed_dim}, or leave it 0",
+                f"Use --config.model.mlp_ratio={DEFAULTS.model.mlp_ratio}, or "
+                "--config.model.mlp_dim=0",
             )
         if self.dropout and self.attention not in ("auto", "reference"):
             raise UserError(
@@ -227,9 +233,10 @@ class ModelConfig:
         return self.embed_dim / self.mup_base_width if self.mup_base_width else 1.0
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    return min(divisors, key=lambda n: abs(n - wanted))
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Returns the divisor of `number` that is nearest to `wanted`."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return min((*small, *(number // n for n in small)), key=lambda n: (abs(n - wanted), n))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +249,7 @@ class GPTConfig(ModelConfig):
     logits_dtype: str = DEFAULTS.precision.logits
     remat: str = DEFAULTS.memory.remat
     scan_layers: bool = DEFAULTS.memory.scan_layers
+    scan_unroll: int = DEFAULTS.memory.scan_unroll
 
     def __post_init__(self):
         super().__post_init__()
@@ -250,6 +258,12 @@ class GPTConfig(ModelConfig):
         require_choice("precision.compute", self.compute_dtype, CHOICES["precision.compute"])
         require_choice("precision.logits", self.logits_dtype, CHOICES["precision.logits"])
         require_choice("memory.remat", self.remat, CHOICES["memory.remat"])
+        require_at_least("memory.scan_unroll", self.scan_unroll, 1)
+
+    @property
+    def loops_over_layers(self) -> bool:
+        """Whether the compiled program has a loop over layers, and not one block after another."""
+        return self.scan_layers and self.scan_unroll < self.num_layers
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> "GPTConfig":

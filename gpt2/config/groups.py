@@ -99,7 +99,7 @@ class TrainConfig:
             )
         every = self.checkpoint_every
         if self.keep_every and (not every or self.keep_every % every):
-            multiple = max(1, round(self.keep_every / every)) * every if every else 0
+            multiple = max(1, self.keep_every // every) * every if every else 0
             raise UserError(
                 f"train.keep_every={self.keep_every} is no multiple of "
                 f"train.checkpoint_every={every}, so that such steps are not saved",
@@ -119,14 +119,27 @@ class MemoryConfig:
 
     remat: str = DEFAULTS.memory.remat
     scan_layers: bool = DEFAULTS.memory.scan_layers
+    scan_unroll: int = DEFAULTS.memory.scan_unroll
 
     def __post_init__(self):
         require_choices("memory", self)
+        require_at_least("memory.scan_unroll", self.scan_unroll, 1)
+        if self.scan_unroll > 1 and not self.scan_layers:
+            raise UserError(
+                f"memory.scan_unroll={self.scan_unroll} is ignored while memory.scan_layers=False",
+                "Use --config.memory.scan_layers=True, or --config.memory.scan_unroll=1",
+            )
         if self.remat == "offload" and not self.scan_layers:
             # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
             raise UserError(
                 "memory.remat=offload frees a device only where layers are scanned",
                 "Use --config.memory.scan_layers=True, or --config.memory.remat=dots",
+            )
+        if self.remat == "offload" and self.scan_unroll > 1:
+            raise UserError(
+                "memory.remat=offload is known to free a device only with one layer in a turn of "
+                f"the loop, not memory.scan_unroll={self.scan_unroll}",
+                "Use --config.memory.scan_unroll=1, or --config.memory.remat=dots",
             )
 
 

@@ -32,7 +32,8 @@ class RulesConfig:
     def __post_init__(self):
         for name in self.names():
             choices = ("none", "tensor") if name == "sequence" else _SPLITS
-            require_choice(f"parallel.rules.{name}", getattr(self, name), choices)
+            usual = DEFAULTS.parallel.rules[name]
+            require_choice(f"parallel.rules.{name}", getattr(self, name), choices, usual=usual)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from gpt2.config.architecture import GPTConfig, ModelConfig
+from gpt2.config.architecture import GPTConfig, ModelConfig, nearest_divisor
 from gpt2.config.choices import DEFAULTS, flatten
 from gpt2.config.groups import (
     DataConfig,
@@ -71,13 +71,18 @@ class Config:
                         f"ignore model.{name}={value}",
                         f"Use --config.model.{name}={unset}",
                     )
+        num_layers, unroll = self.model.num_layers, self.memory.scan_unroll
+        if num_layers % unroll:
+            raise UserError(
+                f"memory.scan_unroll={unroll} does not divide model.num_layers={num_layers}",
+                f"Use --config.memory.scan_unroll={nearest_divisor(num_layers, unroll)}",
+            )
         batch_size, accumulate_steps = self.data.batch_size, self.train.accumulate_steps
         if batch_size % accumulate_steps:
             raise UserError(
                 f"data.batch_size={batch_size} does not split into "
                 f"train.accumulate_steps={accumulate_steps} micro-batches",
-                "Use --config.data.batch_size="
-                f"{max(1, round(batch_size / accumulate_steps)) * accumulate_steps}",
+                propose_batch(batch_size, accumulate_steps),
             )
 
     @property
@@ -144,7 +149,30 @@ class Config:
             logits_dtype=self.precision.logits,
             remat=self.memory.remat,
             scan_layers=self.memory.scan_layers,
+            scan_unroll=self.memory.scan_unroll,
         )
+
+
+def propose_batch(batch_size: int, accumulate_steps: int, shards: int = 1) -> str:
+    """Returns how to make a batch split into micro-batches, and each of these over devices.
+
+    What it proposes first is no larger than what was asked for, where that is possible: a corpus
+    or a device may have no room for more.
+
+    Args:
+        batch_size: sequences of a batch, which do not split.
+        accumulate_steps: micro-batches.
+        shards: devices over which each micro-batch is split.
+    """
+    parts = accumulate_steps * shards
+    size = "--config.data.batch_size="
+    if batch_size >= parts:
+        return f"Use {size}{batch_size // parts * parts}"
+    fewer = max(1, batch_size // shards)
+    flags = [f"--config.train.accumulate_steps={fewer}"] * (fewer != accumulate_steps)
+    flags += [f"{size}{fewer * shards}"] * (fewer * shards != batch_size)
+    larger = f", or {size}{parts}" if accumulate_steps > 1 and parts <= MAX_INT else ""
+    return f"Use {' '.join(flags)}{larger}"
 
 
 def load_config(workdir: Path) -> Config:

@@ -36,7 +36,8 @@ def check_spec(spec: str) -> str:
         if not size.isdecimal() or not 257 <= int(size) <= 1_000_000:
             raise UserError(
                 f"data.tokenizer={spec!r} does not give a possible vocabulary size",
-                "Give a number from 257 (256 bytes and end-of-text) to 1000000, such as bpe:4096",
+                "For example, use --config.data.tokenizer=bpe:4096; a size is from 257 (256 bytes "
+                "and end-of-text) to 1000000",
             )
         return spec
     if not Path(spec).is_file():

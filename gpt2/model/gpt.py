@@ -79,9 +79,11 @@ class GPT(nn.Module):
         if cfg.position == "learned":
             axes = ("position", "table")
             self.wpe = Embedding(cfg, cfg.context_length, axes, stddev=cfg.init_std / 2)
-        block = remat(Block, cfg.remat, static=("deterministic",), scanned=cfg.scan_layers)
+        block = remat(Block, cfg.remat, static=("deterministic",), looped=cfg.loops_over_layers)
         if cfg.scan_layers:
-            scanned = scan_layers(block, cfg.num_layers, per_layer=("cache", "index"))
+            scanned = scan_layers(
+                block, cfg.num_layers, per_layer=("cache", "index"), unroll=cfg.scan_unroll
+            )
             self.h: Any = scanned(cfg, layer=None)
         else:
             self.h = [block(cfg, layer) for layer in range(cfg.num_layers)]

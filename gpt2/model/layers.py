@@ -46,7 +46,7 @@ class Linear(nn.Module):
         dtype = self.config.param_dtype
         init = nn.with_logical_partitioning(nn.initializers.normal(self._stddev()), self.axes)
         cfg = self.config
-        pieces = pieces_of(self.axes, forget=cfg.remat == "none" and not cfg.scan_layers)
+        pieces = pieces_of(self.axes, forget=cfg.remat == "none" and not cfg.loops_over_layers)
         shape = pieces.piece_shape(self.shape) if pieces else self.shape
         kernel = self.param("kernel", init, shape, dtype, unbox=True)
         bias = None
@@ -65,6 +65,7 @@ class Linear(nn.Module):
                 activation=self.activation,
                 dtype=self.config.compute_dtype,
                 pieces=pieces,
+                into_sum=self.is_projection,
             )
         return named(y, "/".join(self.path[-2:]))
 

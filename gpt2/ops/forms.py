@@ -24,7 +24,12 @@ class Forms:
         head_by_width: the gradient of the head's table adds up as `[D, V]` and is transposed at the
             end, which is less to copy than the gradient of the logits. In float32 alone: XLA:CPU
             lacks that product of 16-bit operands.
-        one_pass: statistics of a row are taken in one pass over it, which costs exponentials.
+        one_pass: statistics of a row are taken in one pass over it, which costs exponentials in a
+            softmax and divisions in a norm.
+        joint_sums: sums over rows are taken together: the two of a norm's gradients, and those for
+            the biases of queries, keys and values, which a TPU would first copy into one array.
+        sums_apart: a branch's last product adds neither bias nor residual stream, which cuBLAS
+            would do in a copy of the stream. Both join the statistics of the norm that follows.
     """
 
     narrow_results: bool = False
@@ -35,11 +40,21 @@ class Forms:
     keep_activations: bool = False
     head_by_width: bool = False
     one_pass: bool = False
+    joint_sums: bool = False
+    sums_apart: bool = False
 
 
 _FORMS = {
     "cpu": Forms(bias_by_product=True, bits=True, head_by_width=True),
-    "gpu": Forms(narrow_results=True, flat=True, apart=True, keep_activations=True, one_pass=True),
+    "gpu": Forms(
+        narrow_results=True,
+        flat=True,
+        apart=True,
+        keep_activations=True,
+        one_pass=True,
+        joint_sums=True,
+        sums_apart=True,
+    ),
     "tpu": Forms(narrow_results=True, apart=True),
 }
 
@@ -50,5 +65,5 @@ def forms() -> Forms:
     if not splits_axes():
         return found
     # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
-    # devices' results in the type of a product.
-    return dataclasses.replace(found, flat=False, narrow_results=False)
+    # devices' results in the type of a product. Before a joint sum it gathers.
+    return dataclasses.replace(found, flat=False, narrow_results=False, joint_sums=False)

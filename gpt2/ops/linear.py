@@ -51,6 +51,7 @@ def linear(
     activation: Callable[[jax.Array], jax.Array] | None = None,
     dtype: DTypeLike | None = None,
     pieces: Pieces | None = None,
+    into_sum: bool = False,
 ) -> jax.Array:
     """Contracts the last axes of `activation(x)` with the first of `kernel` and adds `bias`.
 
@@ -67,13 +68,17 @@ def linear(
         dtype: compute and result type; that of `x` if not given.
         pieces: if given, `kernel` is a piece. The whole is gathered in `dtype`, once forward and
             once backward, and never kept.
+        into_sum: whether the caller adds the result to something. Where the platform wants that,
+            the bias is added there too, and not by the product.
 
     Returns:
         `[..., O1, .., Om]` in `dtype`.
     """
     _check_shapes(x, kernel, bias, num_contract, pieces)
     dtype = jnp.dtype(dtype or x.dtype)
-    return _linear(x.astype(dtype), kernel, bias, num_contract, activation, dtype, pieces)
+    into_sum = into_sum and forms().sums_apart
+    x = x.astype(dtype)
+    return _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum)
 
 
 def linear_parts(
@@ -98,12 +103,10 @@ def linear_parts(
         y = linear(x, kernel, bias, dtype=dtype, pieces=pieces)
         axis = x.ndim - 1
         return [part.squeeze(axis) for part in jnp.split(y, kernel.shape[1], axis)]
-    biases = [None] * kernel.shape[1] if bias is None else bias
-    pieces = pieces.without_axis(1) if pieces else None
-    return [
-        linear(x, kernel[:, part], biases[part], dtype=dtype, pieces=pieces)
-        for part in range(kernel.shape[1])
-    ]
+    _check_shapes(x, kernel, bias, 1, pieces)
+    dtype = jnp.dtype(dtype or x.dtype)
+    kernels = [kernel[:, part] for part in range(kernel.shape[1])]
+    return _parts(x.astype(dtype), kernels, bias, dtype, pieces.without_axis(1) if pieces else None)
 
 
 def linear_reference(x, kernel, bias=None, *, num_contract=1, activation=None, dtype=None):
@@ -128,18 +131,19 @@ def _whole(kernel, dtype, pieces):
     return pieces.gather(kernel.astype(dtype)) if pieces else kernel.astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _linear(x, kernel, bias, num_contract, activation, dtype, pieces):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
+def _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum):
     x = activation(x) if activation else x
-    return _product(x, kernel, bias, num_contract, dtype, pieces)
+    return _product(x, kernel, bias, num_contract, dtype, pieces, into_sum)
 
 
-def _product(x, kernel, bias, num_contract, dtype, pieces):
+def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
     kernel = _whole(kernel, dtype, pieces)
     rows, outputs = x.shape[: x.ndim - num_contract], kernel.shape[num_contract:]
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
     result = dtype if forms().narrow_results else jnp.float32
     y = dot(x, kernel, range(x.ndim - num_contract, x.ndim), range(num_contract), result)
+    y = jax.lax.optimization_barrier(y) if into_sum else y
     if bias is not None:
         y = y + bias.astype(result).reshape(kernel.shape[num_contract:])
     return y.astype(dtype).reshape(*rows, *outputs)
@@ -153,14 +157,14 @@ def _flatten(x, kernel, num_contract):
     return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
 
 
-def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces):
+def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum):
     activated = activation(x) if activation else x
     kept = activated if activation and forms().keep_activations else None
-    y = _product(activated, kernel, bias, num_contract, dtype, pieces)
+    y = _product(activated, kernel, bias, num_contract, dtype, pieces, into_sum)
     return y, (bits(x), kept, kernel, bias)
 
 
-def _linear_bwd(num_contract, activation, dtype, pieces, residuals, dy):
+def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, residuals, dy):
     x, kept, kernel, bias = residuals
     if pieces:
         kernel, dy = pieces.before_backward(kernel, dy)
@@ -199,3 +203,38 @@ def _linear_bwd(num_contract, activation, dtype, pieces, residuals, dy):
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _parts(x, kernels, bias, dtype, pieces):
+    biases = [None] * len(kernels) if bias is None else bias
+    return [
+        _product(x, kernel, biases[part], 1, dtype, pieces) for part, kernel in enumerate(kernels)
+    ]
+
+
+def _parts_fwd(x, kernels, bias, dtype, pieces):
+    return _parts(x, kernels, bias, dtype, pieces), (bits(x), kernels, bias)
+
+
+def _parts_bwd(dtype, pieces, residuals, dys):
+    """Adds up gradients of `x` inside the products, as cuBLAS can."""
+    x, kernels, bias = residuals
+    dx, dkernels = None, []
+    for kernel, dy in zip(kernels, dys, strict=True):
+        of_part, dkernel, _ = _linear_bwd(
+            1, None, dtype, pieces, False, (x, None, kernel, None), dy
+        )
+        dx = of_part if dx is None else of_part + dx  # in this order XLA adds in the product
+        dkernels.append(dkernel)
+    if bias is None:
+        return dx, dkernels, None
+    rows = tuple(range(x.ndim - 1))
+    if forms().joint_sums:
+        dbias = jnp.stack(dys).sum(tuple(1 + row for row in rows), dtype=jnp.float32)
+    else:
+        dbias = jnp.stack([dy.sum(rows, dtype=jnp.float32) for dy in dys])
+    return dx, dkernels, dbias.astype(bias.dtype)
+
+
+_parts.defvjp(_parts_fwd, _parts_bwd)

@@ -10,6 +10,7 @@ from functools import partial
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from gpt2.ops.forms import forms
@@ -67,19 +68,40 @@ def _norm(x, scale, bias, center, eps, input_dtype, dtype):
 def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
     x32 = x.astype(jnp.float32)
     mean = x32.mean(axis=-1, keepdims=True) if center else 0.0
-    if forms().one_pass:
-        # Relative to a value of the row, or a large mean would leave no digits for the variance.
-        near = x32 - x32[..., :1] if center else x32
-        variance = jnp.square(near).mean(axis=-1, keepdims=True)
-        if center:
-            variance -= jnp.square(near.mean(axis=-1, keepdims=True))
-        variance = jnp.maximum(variance, 0.0)  # rounding
+    if center and forms().one_pass:
+        variance = _variance(x32)
     else:
         variance = jnp.square(x32 - mean).mean(axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(variance + eps)
     y = (x32 - mean) * inverse * scale
     y = (y if bias is None else y + bias).astype(dtype)
     return y, (bits(x), scale, bias, mean, inverse)
+
+
+def _variance(x):
+    """Returns the variance of rows `[..., 1]`, from one pass over `x` `[..., D]`.
+
+    Chan et al. 1979, "Updating Formulae and a Pairwise Algorithm": counts, means and sums of
+    squares of two parts give those of both, without the cancellation of a difference of squares.
+    """
+
+    def join(a, b):
+        (count_a, mean_a, squares_a), (count_b, mean_b, squares_b) = a, b
+        count, step = count_a + count_b, mean_b - mean_a
+        share = count_b / jnp.maximum(count, 1.0)  # of nothing and nothing: 0
+        # A part of nothing comes in as 0, before the square of a large value could be infinite.
+        squares = squares_a + squares_b + step * (count_a * share * step)
+        return count, mean_a + step * share, squares
+
+    each = jnp.ones_like(x), x, jnp.zeros_like(x)
+    _, _, squares = jax.lax.reduce(each, (np.float32(0.0),) * 3, join, (x.ndim - 1,))
+    return squares[..., None] / x.shape[-1]
+
+
+def _sums(x, y, axes):
+    """Returns the sums of two arrays over axes, taken together: in as many kernels as one sum."""
+    zero = np.float32(0.0)
+    return jax.lax.reduce((x, y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), axes)
 
 
 def _norm_bwd(center, eps, input_dtype, dtype, residuals, dy):
@@ -95,9 +117,14 @@ def _norm_bwd(center, eps, input_dtype, dtype, residuals, dy):
     if center:
         dx -= dnormed.mean(axis=-1, keepdims=True)
     rows = tuple(range(x.ndim - 1))
-    dscale = (dy * normed).sum(rows).astype(scale.dtype)
-    dbias = None if bias is None else dy.sum(rows).astype(bias.dtype)
-    return (dx * inverse).astype(x.dtype), dscale, dbias
+    if forms().joint_sums and bias is not None:
+        dscale, dbias = _sums(dy * normed, dy, rows)
+    else:
+        dscale = (dy * normed).sum(rows)
+        dbias = None if bias is None else dy.sum(rows)
+    if bias is not None:
+        dbias = dbias.astype(bias.dtype)
+    return (dx * inverse).astype(x.dtype), dscale.astype(scale.dtype), dbias
 
 
 _norm.defvjp(_norm_fwd, _norm_bwd)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import optax
 
-from gpt2.config import OptimConfig
+from gpt2.config import MAX_INT, OptimConfig
 from gpt2.errors import UserError
 
 
@@ -84,10 +84,15 @@ def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule
         )
     last = optim.pieces[-1][0]
     if last >= num_steps:
+        kept = [f"{step}={share}" for step, share in optim.pieces if step < num_steps]
+        ways = [f"--config.optim.schedule=piecewise:{','.join(kept)}"] if kept else []
+        if last < MAX_INT:
+            ways.append(f"--config.train.num_steps={last + 1}")
+        how = ", or ".join(ways or ["--config.optim.schedule=constant"])
         raise UserError(
             f"optim.schedule={optim.schedule} changes at step {last}, and train.num_steps="
             f"{num_steps} ends before",
-            f"Leave out that piece, or use --config.train.num_steps={last + 1}",
+            f"Use {how}",
         )
     shares = [1.0, *(share for _, share in optim.pieces)]
     rates = [optax.constant_schedule(peak * share) for share in shares]

@@ -5,7 +5,7 @@ import math
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gpt2.config import Config, ModelConfig, ParallelConfig
+from gpt2.config import Config, ModelConfig, ParallelConfig, propose_batch
 from gpt2.errors import UserError
 from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, VOCAB_MULTIPLE, Rules
 from gpt2.utils.text import counted
@@ -33,7 +33,11 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def mesh_sizes(
-    parallel: ParallelConfig, num_devices: int, model: ModelConfig | None = None
+    parallel: ParallelConfig,
+    num_devices: int,
+    model: ModelConfig | None = None,
+    *,
+    on_cpus: bool = False,
 ) -> dict[str, int]:
     """Returns the size of every mesh axis, with -1 resolved to the rest.
 
@@ -41,6 +45,7 @@ def mesh_sizes(
         parallel: the wanted sizes.
         num_devices: how many devices there are.
         model: if given, an error proposes only what the model splits over.
+        on_cpus: whether an error tells how to have more devices, or to plan for them.
 
     Raises:
         UserError: the sizes do not multiply to `num_devices`.
@@ -66,26 +71,39 @@ def mesh_sizes(
         what = (
             f"{given or 'parallel.data=1'} takes {counted(fixed, 'device')}; found: {num_devices}"
         )
-    raise UserError(what, _propose(parallel, num_devices, model))
+    how = _propose(parallel, num_devices, model)
+    if on_cpus and fixed > num_devices:
+        how += (
+            f", or XLA_FLAGS=--xla_force_host_platform_device_count={fixed} to simulate {fixed} "
+            f"devices; train.py --plan_devices={fixed} plans for them"
+        )
+    raise UserError(what, how)
 
 
-def check_layout(config: Config, model: ModelConfig, num_devices: int) -> None:
+def check_layout(
+    config: Config, model: ModelConfig, num_devices: int, *, on_cpus: bool = False
+) -> None:
     """Checks that the model and the batch divide over the mesh.
+
+    Args:
+        config: the options.
+        model: those of the model.
+        num_devices: how many devices there are.
+        on_cpus: whether these are CPUs of one process, which may simulate any number.
 
     Raises:
         UserError: they do not divide; the message names the nearest sizes that work.
     """
-    sizes = mesh_sizes(config.parallel, num_devices, model)
+    sizes = mesh_sizes(config.parallel, num_devices, model, on_cpus=on_cpus)
     if misfit := _misfit(model, sizes, config.parallel):
         raise UserError(misfit, _propose(config.parallel, num_devices, model))
     shards = sizes["data"] * sizes["fsdp"]
     micro_batches, batch_size = config.train.accumulate_steps, config.data.batch_size
     if batch_size % (shards * micro_batches):
-        nearest = max(1, round(batch_size / (shards * micro_batches))) * shards * micro_batches
         raise UserError(
             f"data.batch_size={batch_size} does not split over parallel.data={sizes['data']} x "
             f"parallel.fsdp={sizes['fsdp']} x train.accumulate_steps={micro_batches}",
-            f"Use --config.data.batch_size={nearest}",
+            propose_batch(batch_size, micro_batches, shards),
         )
 
 

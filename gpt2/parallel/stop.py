@@ -51,6 +51,14 @@ class StopSignal:
         self.is_late = bool(distributed.from_first(int(self.is_late)))
         return True
 
+    def describe_save(self) -> str:
+        """Returns what a person should know while the state of a run that stops is saved."""
+        if self.is_late:
+            return "saving, since --max_seconds has all but passed"
+        if self.requested == signal.SIGINT:
+            return "saving; a second Ctrl-C would end the run without that"
+        return "saving, since SIGTERM came"
+
     def __enter__(self) -> "StopSignal":
         signals = (signal.SIGINT,) if self._agrees else (signal.SIGTERM, signal.SIGINT)
         self._before: dict[int, Any] = {

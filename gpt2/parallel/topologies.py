@@ -4,6 +4,7 @@ XLA compiles for them on any x86 machine with Linux, if libtpu or JAX's plugin f
 installed. It runs nothing there.
 """
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -85,14 +86,27 @@ def find_devices(name: str) -> list[jax.Device]:
         return _gpus(_read_target(Path(kind)), number)
     if kind in _GPUS and number and whole:
         return _gpus(_target(_GPUS[kind]), number)
-    known = ", ".join([*_TPUS, *_GPUS])
-    sizes = ", ".join(map(str, _TPUS.get(kind, ())))
-    raise UserError(
-        f"--plan_chips={name} names no devices",
-        f"Use {kind}-N with N of {sizes}"
-        if sizes
-        else f"Use CHIP-N, such as v5e-8 or h100-8, with one of {known}",
-    )
+    raise _no_devices(name, kind)
+
+
+def _no_devices(name: str, kind: str) -> UserError:
+    """Returns the error for a name of `find_devices` whose kind, if it has one, is `kind`."""
+    known = [*_TPUS, *_GPUS]
+    if kind in _TPUS:
+        how = f"Use {kind}-N with N of {', '.join(map(str, _TPUS[kind]))}"
+    elif kind in _GPUS or kind.endswith(".txtpb"):
+        how = f"Use {kind}-N with N of 1 to {_GPUS_OF_A_MACHINE}, or a multiple of it"
+    elif kind:
+        similar = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.7)
+        newest = {"v": "v6e", "h": "h200", "a": "a100"}.get(kind[0].lower(), "h100")
+        return UserError(
+            f"--plan_chips={name}: there is no chip {kind} to plan for",
+            f"For example, use --plan_chips={(similar or [newest])[0]}-8; the chips are "
+            f"{', '.join(known)}",
+        )
+    else:
+        how = f"Use CHIP-N, such as v5e-8 or h100-8, with one of {', '.join(known)}"
+    return UserError(f"--plan_chips={name} names no devices", how)
 
 
 def _tpus(kind: str, sides: tuple[int, ...]) -> list[jax.Device]:

@@ -21,7 +21,7 @@ from gpt2.parallel.mesh import all_sizes
 from gpt2.parallel.rules import MESH_AXES
 from gpt2.planning.plan import compute_seconds, make_program, state_bytes
 from gpt2.telemetry.chips import BOARDS
-from gpt2.training.program import Program
+from gpt2.training.program import Program, choose_gather
 
 # What a compiler was seen to hold of activations beside that, for GPT-2 124M: 1.5 to 1.9 times as
 # much (v5e, H100).
@@ -104,6 +104,31 @@ def find_candidates(
                 options = {"memory.remat": remat, micro_batches: count}
                 candidates.append(_estimate(program, state, layout, options, board))
     return candidates, refused
+
+
+def options_of(
+    config: Config, devices: Sequence[jax.Device], fixed: Sequence[str]
+) -> dict[str, Any] | None:
+    """Returns what `config` itself chooses, by the names of a candidate's options.
+
+    Arguments are as for `find_candidates`. Returns None if the config's own layout cannot work.
+    """
+    try:
+        program = make_program(config, devices)
+    except UserError:
+        return None
+    sizes = dict.fromkeys(MESH_AXES, 1) | dict(program.backend.mesh.shape)
+    strategy, gather = config.parallel.strategy, "auto"
+    if strategy not in ("zero1", "megatron") and "parallel.strategy" not in fixed:
+        strategy = "auto"  # which means the same on this mesh
+    if sizes["fsdp"] > 1 and strategy != "zero1":
+        gather = choose_gather(program.config, devices)
+    return {
+        **{f"parallel.{axis}": size for axis, size in sizes.items()},
+        **{"parallel.strategy": strategy, "parallel.fsdp_gather": gather},
+        "memory.remat": config.memory.remat,
+        "train.accumulate_steps": config.train.accumulate_steps,
+    }
 
 
 def _kept(policy: str, model: GPTConfig) -> tuple[int, int]:

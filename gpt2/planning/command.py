@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import jax
 from absl import flags
 
-from gpt2 import cli
+from gpt2 import cli, launch
 from gpt2.config import Config, option
-from gpt2.errors import UserError, require_writable_file
+from gpt2.errors import UserError, require_writable_file, tell
 from gpt2.parallel.topologies import find_devices
-from gpt2.planning.plan import ATTAINABLE, OutOfMemory, make_plan, make_program
+from gpt2.planning.plan import ATTAINABLE, OutOfMemory, compile_plan, make_program
 from gpt2.planning.screen import (
     TrialTable,
     describe_forecast,
@@ -27,6 +26,7 @@ from gpt2.planning.search import Search
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.progress import print_summary
 from gpt2.utils.files import write_text
+from gpt2.utils.terminal import columns, wrap, wrap_command
 from gpt2.utils.text import counted
 
 PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
@@ -67,14 +67,18 @@ def asks_for_plan() -> bool:
 def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
     """Does what the flags ask for, and returns the exit code: 1 if nothing fits.
 
+    Ctrl-C ends it at once: there is nothing to save.
+
     Args:
         config: the options.
         pattern: of arrays to draw.
         picture: a file to draw them in.
 
     Raises:
-        UserError: a flag would be ignored, there are no such devices, or no layout works.
+        UserError: a flag would be ignored, there are no such devices, no layout works, or a search
+            had too few trials to tell whether one fits.
     """
+    launch.end_on_interrupt()
     _check_flags()
     devices = _find_devices()
     if not (DEVICES.value or CHIPS.value is not None or SEARCH.value):
@@ -83,10 +87,12 @@ def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
     board = board_name(kind)
     if SEARCH.value:
         return _search(config, devices, kind, board)
+    program = make_program(config, devices)
     if pattern:
-        make_program(config, devices).draw(pattern, picture)
+        program.draw(pattern, picture)
+    _tell_of_waiting("a step", "this", len(devices), kind)
     try:
-        planned = make_plan(config, devices)
+        planned = compile_plan(program)
     except OutOfMemory as error:
         print_summary({"plan": {"devices": f"{len(devices)} ({kind})", "does not fit": str(error)}})
         return 1
@@ -95,6 +101,12 @@ def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
         write_text(Path(TEXT.value), planned.text)
     print_summary(describe_plan(planned, kind, board, by_its_compiler=CHIPS.value is not None))
     return 0
+
+
+def _tell_of_waiting(what: str, which: str, num_devices: int, kind: str) -> None:
+    devices = f"{counted(num_devices, 'device')} ({kind})"
+    takes = "takes minutes" if kind.startswith("TPU") else "may take a minute"
+    tell(f"compiling {what} of {Path(cli.config_file()).name} for {devices}: {which} {takes}")
 
 
 def _check_flags() -> None:
@@ -141,22 +153,35 @@ def _search(config: Config, devices: list[jax.Device], kind: str, board: str | N
     table = TrialTable(search.waiting)
     compiled = min(TRIALS.value, len(search.waiting))
     print(
-        f"{len(devices)} devices ({kind}), memory and speed of {board}: {search.number:,} "
-        f"candidates, {len(search.waiting):,} of them may fit, at most {compiled} are compiled\n"
+        wrap(
+            f"{len(devices)} devices ({kind}), memory and speed of {board}: {search.number:,} "
+            f"candidates, {len(search.waiting):,} of them may fit, at most {compiled} are "
+            "compiled\n"
+        )
     )
     if search.waiting:
-        print(f"    {table.header}")
+        _tell_of_waiting(f"up to {counted(compiled, 'step')}", "each", len(devices), kind)
+        print(f"    {table.header}", flush=True)
     while search.waiting and len(search.trials) < TRIALS.value:
-        print(f"{len(search.trials) + 1:>3} {table.row(search.waiting[0])}", end="", flush=True)
-        print(describe_trial(search.compile_next(), board), flush=True)
+        row = f"{len(search.trials) + 1:>3} {table.row(search.waiting[0])}"
+        print(row, end="", flush=True)
+        found = describe_trial(search.compile_next(), board)
+        fits = len(row) + len(found) <= columns()
+        print(found if fits else wrap(f"\n    {found}", indent=" " * 4), flush=True)
     print()
     print_summary({"search": describe_search(search, board)})
     if search.fitting:
         print(f"fits, the fastest first, at {ATTAINABLE:.0%} of peak")
     for number, trial in enumerate(search.fitting, 1):
         if trial.plan:
-            print(f"{number:>3}  {describe_forecast(trial.plan, board)}")
-        print(f"     {_command(trial.candidate.options, given)}")
+            print(wrap(f"{number:>3}  {describe_forecast(trial.plan, board)}", indent=" " * 5))
+        print(wrap_command(_command(trial.candidate.options, given), indent=" " * 5))
+    if search.waiting and not search.fitting:
+        tried, left = len(search.trials), len(search.waiting)
+        raise UserError(
+            f"none of the {tried} candidates tried fits; {left} are left",
+            f"Use --plan_trials={min(4 * tried, tried + left)}",
+        )
     return 0 if search.fitting else 1
 
 
@@ -175,7 +200,7 @@ def _choose_board(board: str | None) -> str:
     return names[asked]
 
 
-def _command(options: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def _command(options: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Returns the command that trains with some options, and with the others that were given."""
     file = cli.read_config_file(name := cli.config_file())
     kept = {other: value for other, value in given.items() if other not in options}
@@ -183,4 +208,4 @@ def _command(options: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     near = Path(name).is_relative_to(Path.cwd())
     words = [f"--config={os.path.relpath(name) if near else name}"]
     words += [f"--config.{other}={value}" for other, value in (kept | changed).items()]
-    return shlex.join(["python", "train.py", *words])
+    return ["python", "train.py", *words]

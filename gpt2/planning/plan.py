@@ -119,9 +119,17 @@ def make_plan(config: Config, devices: Sequence[jax.Device] | None = None) -> Pl
 
     Raises:
         UserError: as for `make_program`.
+        OutOfMemory: as for `compile_plan`.
+    """
+    return compile_plan(make_program(config, devices))
+
+
+def compile_plan(program: Program) -> Plan:
+    """Compiles a program's train step without running anything.
+
+    Raises:
         OutOfMemory: the compiler says that the step does not fit.
     """
-    program = make_program(config, devices)
     state = program.state_shapes
     try:
         compiled = program.compile_train(state, program.batch_shapes)

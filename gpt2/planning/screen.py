@@ -118,7 +118,7 @@ def describe_search(search: Search, board: str) -> dict[str, str]:
     reasons = Counter(line.partition(". ")[0] for line in search.refused)
     cannot = [f"{counted(count, 'layout')}: {reason}" for reason, count in reasons.items()]
     rows |= {"cannot work" + " " * i: text for i, text in enumerate(cannot)}
-    if not fitting:
+    if not fitting and not search.waiting:
         least = format_bytes(search.least_bytes)
         rows["nothing fits"] = f"a step needs {least} or more, by arithmetic, of {usable}"
     return {name: text for name, text in rows.items() if not text.startswith("0:")}

@@ -15,7 +15,7 @@ import jax
 
 from gpt2.config import Config
 from gpt2.errors import UserError
-from gpt2.planning.candidates import Candidate, find_candidates
+from gpt2.planning.candidates import Candidate, find_candidates, options_of
 from gpt2.planning.plan import OutOfMemory, Plan, make_plan, usable_memory
 from gpt2.utils.text import format_bytes
 
@@ -36,7 +36,7 @@ class Trial:
 
 
 class Search:
-    """Compiles candidates, the most promising first.
+    """Compiles candidates: the config's own options first, then the most promising.
 
     Args:
         config: whose other options stay, the batch among them.
@@ -47,7 +47,7 @@ class Search:
     Attributes:
         number: of all candidates that divide.
         least_bytes: what the smallest of them holds at least, by arithmetic.
-        waiting: candidates that may be worth compiling, the most promising first.
+        waiting: candidates that may be worth compiling, in the order in which they are compiled.
         trials: what was compiled, in that order.
         too_large: how many candidates were ruled out by arithmetic.
         no_smaller: how many, since they hold no less than one that does not fit.
@@ -79,7 +79,8 @@ class Search:
                 "Leave sizes of --config.parallel. to the search, or give another "
                 "--config.data.batch_size",
             )
-        self.waiting.sort(key=lambda candidate: _promise(candidate, memory))
+        own = options_of(config, devices, fixed)
+        self.waiting.sort(key=lambda c: (c.options != own, *_promise(c, memory)))
         self.too_large = self._skip(lambda candidate: candidate.least_bytes > memory)
 
     @property

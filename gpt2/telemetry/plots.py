@@ -15,8 +15,8 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
     """Draws the training and validation loss of a run over steps and tokens.
 
     The training loss is drawn twice: each logged value, faint, and a moving average over about a
-    thirtieth of the run. The first values, before the model knows which tokens are frequent, may
-    leave the frame, so that the rest can be told apart.
+    thirtieth of the run. The first values, before the model knows which tokens are frequent, are in
+    the frame unless they would take more than half of its height, as they do in long runs.
 
     Args:
         metrics_jsonl: the run's metrics; nothing is drawn if it holds no loss.
@@ -93,9 +93,12 @@ def _smooth(values: list[float], window: int) -> list[float]:
 
 
 def _limits(train: list[float], validation: list[float]) -> tuple[float, float]:
-    """Frames all losses but those before a twentieth of the run, if these tower over the rest."""
-    shown = train[len(train) // 20 :] + validation[len(validation) // 20 :]
-    low, high = min(shown), max(shown)
+    """Frames all losses, or those after a twentieth of the run if all need twice the height."""
+    late = train[len(train) // 20 :] + validation[len(validation) // 20 :]
+    low, high = min(late), max(late)
+    lowest, highest = min(train + validation), max(train + validation)
+    if highest - lowest <= 2 * (high - low):
+        low, high = lowest, highest
     margin = 0.08 * (high - low) or 0.1
     return low - margin, high + margin
 

@@ -4,13 +4,13 @@ On a terminal rich draws them. Elsewhere (a file, a pipe, a CI log) they are pla
 """
 
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
 
 from gpt2.errors import tell, unheard
 from gpt2.telemetry.event_file import Histogram
+from gpt2.utils.terminal import on_terminal
 from gpt2.utils.text import format_bytes, format_count, format_duration
 
 # How each metric reads in a line, in this order; others appear only in metrics.jsonl.
@@ -25,6 +25,7 @@ _SHOWN = {
     "perf/mfu": lambda value: f"MFU {value:.1%}",
     "perf/peak_memory_bytes": lambda value: f"peak {format_bytes(value)}",
 }
+_SHORTEST_BAR, _LONGEST_BAR = 4, 16  # characters
 _ON_BAR = ("train/loss", "eval/loss", "perf/tokens_per_second", "perf/mfu")
 
 
@@ -36,7 +37,7 @@ def format_metrics(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(
 def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
     """Prints what will run: one titled block per section, names and values aligned in columns."""
     width = max((len(name) for rows in sections.values() for name in rows), default=0)
-    if not _on_terminal():
+    if not on_terminal():
         for title, rows in sections.items():
             print(title)
             for name, value in rows.items():
@@ -61,8 +62,9 @@ class Progress:
     """Shows how far a run is; a context manager.
 
     On a terminal a bar stays at the bottom, with the newest loss, validation loss, tokens/s, MFU
-    and time left. Each validation prints a line above it. Elsewhere each write that carries metrics
-    prints one line. A screen that is gone ends no run: what it cannot show is lost.
+    and time left. Each validation prints a line above it, which leaves the time left to the bar.
+    Elsewhere each write that carries metrics prints one line. A screen that is gone ends no run:
+    what it cannot show is lost.
 
     Args:
         total: the step at which the run ends.
@@ -72,35 +74,33 @@ class Progress:
     def __init__(self, total: int, start: int = 0):
         self._total, self._start = total, start
         self._newest: dict[str, float] = {}
-        self._bar = _make_bar() if _on_terminal() else None
+        self._bar = _Bar(total, start) if on_terminal() else None
+        self._live = _make_live(self._bar) if self._bar else None
 
     def __enter__(self) -> "Progress":
         self._began = time.perf_counter()
-        if self._bar:
-            self._task = self._bar.add_task(
-                "", total=self._total, completed=self._start, shown="", left=""
-            )
+        if self._live:
             with unheard(sys.stdout):
-                self._bar.start()
+                self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._bar:
+        if self._live:
             with unheard(sys.stdout):
-                self._bar.stop()
+                self._live.stop()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Moves to `step` and shows its metrics, which are named as in metrics.jsonl."""
         self._newest.update(metrics)
-        left = format_duration(self._seconds_left(step))
+        seconds = self._seconds_left(step)
+        left = f"{format_duration(seconds)} left" if math.isfinite(seconds) else ""
         if self._bar:
-            shown = format_metrics(self._newest, _ON_BAR)
-            with unheard(sys.stdout):
-                self._bar.update(self._task, completed=step, shown=shown, left=f"{left} left")
+            self._bar.show(step, dict(self._newest), left)
+            left = ""  # which the bar shows
         line = format_metrics(metrics)
         if line and (not self._bar or "eval/loss" in metrics):
-            width = len(str(self._total))
-            self._print(f"step {step:>{width}}/{self._total} | {line} | {left} left")
+            count = f"step {step:>{len(str(self._total))}}/{self._total}"
+            self._print(" | ".join(filter(None, (count, line, left))))
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Does nothing: a line has no room for them."""
@@ -113,9 +113,9 @@ class Progress:
         """Does nothing: what is written is on the screen."""
 
     def _print(self, text: str) -> None:
-        if self._bar:
+        if self._live:
             with unheard(sys.stdout):
-                self._bar.console.print(text, markup=False, highlight=False)
+                self._live.console.print(text, markup=False, highlight=False)
         else:
             tell(text, sys.stdout)
 
@@ -128,18 +128,42 @@ class Progress:
         return elapsed / (step - self._start) * (self._total - step)
 
 
-def _on_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+class _Bar:
+    """The line at the bottom: a bar, the steps, the newest metrics and the time left.
+
+    Where the terminal is narrow the bar shrinks first and then goes. Next go metrics, the last one
+    first. The steps and the time left always stay.
+    """
+
+    def __init__(self, total: int, start: int):
+        self._total = total
+        self.show(start, {}, "")
+
+    def show(self, step: int, metrics: Mapping[str, float], left: str) -> None:
+        """Takes what the next refresh shows, which comes in another thread."""
+        self._shown = step, metrics, left
+
+    def __rich_console__(self, console, options):
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        step, metrics, left = self._shown
+        count = f"{step:>{len(str(self._total))}}/{self._total}"
+        names = [name for name in _ON_BAR if name in metrics]
+        while True:
+            parts = [count, format_metrics(metrics, tuple(names)), left]
+            room = options.max_width - len(" ".join(filter(None, parts)))
+            if room >= 0 or not names:
+                break
+            names.pop()
+        if (width := min(_LONGEST_BAR, room - 1)) >= _SHORTEST_BAR:
+            yield ProgressBar(total=self._total, completed=step, width=width)
+            yield Text(" ", end="")
+        styled = zip(parts, ("green", "", "cyan"), strict=True)
+        yield Text(" ").join(Text(part, style) for part, style in styled if part)
 
 
-def _make_bar():
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
+def _make_live(bar: _Bar):
+    from rich.live import Live
 
-    return Bar(
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}", markup=False),
-        TextColumn("{task.fields[left]}", style="cyan", markup=False),
-        refresh_per_second=4,
-    )
+    return Live(bar, refresh_per_second=4)

@@ -262,8 +262,7 @@ class Checkpointer:
 
     def __enter__(self) -> "Checkpointer":
         self._hook = sys.unraisablehook
-        if not self._read_only:
-            sys.unraisablehook = without_closed_loops(self._hook)
+        sys.unraisablehook = without_closed_loops(self._hook)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -10,6 +10,7 @@ from gpt2.utils import digests, files
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
 ITEMS = ("params", "rest", "layout", "metrics")
+WEIGHTS = ("params", "layout")  # what other programs than training read
 _UNSAVED = ".none-saved"
 METRIC = "eval/loss"  # by which the best checkpoint is known
 _NOTES = "_CHECKPOINT_METADATA"  # Orbax writes it last, so it has no digest; Orbax minds no loss
@@ -100,7 +101,7 @@ def find_damage(
         the arrays are not looked at.
     """
     folder = Path(workdir) / "checkpoints" / str(step)
-    if _is_endless(folder / _NOTES):
+    if _ends_readers(folder / _NOTES):
         return f"{_NOTES} was altered"
     if not (folder / "digests").exists() and _is_older(folder):
         return _find_malformed(folder, items)
@@ -123,14 +124,18 @@ def _find_malformed(folder: Path, items: Sequence[str]) -> str:
     return ""
 
 
-def _is_endless(notes: Path) -> bool:
-    """Returns whether Orbax's notes are nested so deep that they would end the program."""
+def _ends_readers(notes: Path) -> bool:
+    """Returns whether Orbax's notes would end the program.
+
+    They do so where they are nested too deep, or hold a number of too many digits. Orbax minds no
+    text that is no JSON.
+    """
     try:
         json.loads(notes.read_text())
-    except RecursionError:
-        return True
-    except (OSError, ValueError):
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
         return False
+    except (ValueError, RecursionError):
+        return True
     return False
 
 

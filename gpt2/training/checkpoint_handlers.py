@@ -36,9 +36,9 @@ def make_handlers(parameters_in_flight: int | None) -> Any:
 
 
 def without_closed_loops(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Wraps `sys.unraisablehook`, by which TensorStore prints that nobody waits for its writes.
+    """Wraps `sys.unraisablehook`, by which TensorStore prints that nobody waits for its work.
 
-    It does so for each write that ends after another one of the same save has failed.
+    It does so for each write or read that ends after another one of the same call has failed.
     """
 
     def filtered(unraisable: Any) -> None:

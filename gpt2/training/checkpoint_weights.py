@@ -12,7 +12,13 @@ from gpt2.config import Config, ParallelConfig, load_config
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.checkpoint_files import ITEMS, describe_damage, find_damage, name_others
+from gpt2.training.checkpoint_files import (
+    ITEMS,
+    WEIGHTS,
+    describe_damage,
+    find_damage,
+    name_others,
+)
 from gpt2.training.program import Program
 
 
@@ -43,7 +49,7 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
 
     with Checkpointer(workdir, read_only=True) as checkpointer:
         step = _find_step(checkpointer, workdir, which)
-        items = ITEMS if config.optim.keeps_average else ("params", "layout")
+        items = ITEMS if config.optim.keeps_average else WEIGHTS
         if damage := find_damage(workdir, step, items):
             raise UserError(describe_damage(workdir, step, damage), name_others(workdir, step))
         if config.optim.keeps_average:  # in the optimizer's state, which is read whole

@@ -170,9 +170,9 @@ class Program:
 
     @property
     def _compiler_options(self) -> dict[str, str]:
-        memory, device = self.config.memory, self.backend.mesh.devices.flat[0]
+        cfg, device = self.model.config, self.backend.mesh.devices.flat[0]
         return compiler_options(
-            memory.remat, scanned=memory.scan_layers, platform=platform_of(device)
+            cfg.remat, looped=cfg.loops_over_layers, platform=platform_of(device)
         )
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
@@ -229,7 +229,8 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
             rematerialisation cannot run there as asked, or the optimizer cannot work with its
             options.
     """
-    check_layout(config, config.model, len(devices))
+    on_cpus = platform_of(devices[0]) == "cpu" and jax.process_count() == 1
+    check_layout(config, config.model, len(devices), on_cpus=on_cpus)
     resolve_attention(config, devices[0])
     if config.memory.remat == "offload" and platform_of(devices[0]) == "cpu":
         raise UserError(

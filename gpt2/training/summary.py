@@ -30,7 +30,9 @@ def describe_run(
     """
     config, dataset, params = program.config, feed.dataset, program.state_shapes.params
     model, train, device = config.model, config.train, jax.devices()[0]
-    layers = "scanned" if config.memory.scan_layers else "unrolled"
+    unroll = config.memory.scan_unroll
+    by = f", {unroll} a turn" if unroll > 1 else ""
+    layers = f"scanned{by}" if config.memory.scan_layers else "unrolled"
     remat = f", remat {config.memory.remat}" if config.memory.remat != "none" else ""
     tokens = config.tokens_per_step
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens

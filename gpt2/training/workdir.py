@@ -18,9 +18,11 @@ from gpt2.data.tokenizer import fingerprint
 from gpt2.data.tokenizer import load as load_tokenizer
 from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable, warn
+from gpt2.optim import make_schedule
 from gpt2.parallel import distributed
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import (
+    WEIGHTS,
     describe_damage,
     find_damage,
     is_marked_unsaved,
@@ -213,10 +215,27 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
         UserError: another process trains there.
     """
     lock(workdir, start)
+    if start:
+        _tell_of_schedule(load_config(workdir), config, start)
     for path in set_aside(workdir, after=start):
         warn(f"the damaged checkpoint is now {path}")
     write(workdir, config, dataset)
     record_start(workdir, start)
+
+
+def _tell_of_schedule(saved: Config, config: Config, start: int) -> None:
+    """Warns that the learning rate goes on as another number of steps has it."""
+    before, now = saved.train.num_steps, config.train.num_steps
+    if before == now:
+        return
+    old, new = (make_schedule(config.optim, num_steps) for num_steps in (before, now))
+    # A finished run that is extended has no step in common: its next rate is not its last one.
+    steps = start, max(start, min(before, now) - 1)
+    if any(old(min(step, before)) != new(step) for step in steps):
+        warn(
+            f"the run was last started with train.num_steps={before}; from step {start} on, its "
+            f"learning rate follows the schedule of {now} steps"
+        )
 
 
 def find_start(workdir: Path) -> int:
@@ -229,16 +248,26 @@ def find_start(workdir: Path) -> int:
     """
     newest, start = latest_step(workdir), newest_whole_step(workdir)
     if newest is not None and start is None:
-        raise UserError(
-            f"all checkpoints of {workdir} are damaged",
-            "Restore one from a copy; to start anew, give another --workdir",
-        )
+        damage = describe_damage(workdir, newest, find_damage(workdir, newest))
+        others = ", and so are all others" if len(saved_steps(workdir)) > 1 else ", the only one"
+        how = "Restore one from a copy; to start anew, give another --workdir"
+        if (whole := _newest_whole_weights(workdir)) is not None:
+            how += f", with weights that are whole: --config.train.init_from=run:{workdir}@{whole}"
+        raise UserError(damage + others, how)
     passed_over = [step for step in saved_steps(workdir) if step > (start or 0)]
     for step in reversed(passed_over):
         warn(describe_damage(workdir, step, find_damage(workdir, step)))
     if passed_over:
         warn(f"the run continues from step {start}")
     return start or 0
+
+
+def _newest_whole_weights(workdir: Path) -> int | None:
+    """Returns the newest step whose weights can be read, though it may be damaged elsewhere."""
+    if load_config(workdir).optim.keeps_average:
+        return None  # its weights are in the optimizer's state
+    steps = reversed(saved_steps(workdir))
+    return next((step for step in steps if not find_damage(workdir, step, WEIGHTS)), None)
 
 
 def describe_saved(workdir: Path) -> str:

@@ -36,7 +36,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 
 
 def remat(
-    block: type[nn.Module], policy: str, *, static: Collection[str], scanned: bool
+    block: type[nn.Module], policy: str, *, static: Collection[str], looped: bool
 ) -> type[nn.Module]:
     """Returns `block`, made to recompute its activations in the backward pass.
 
@@ -45,7 +45,7 @@ def remat(
         policy: one of `memory.remat`. `offload` keeps in the host's memory, the others on the
             device.
         static: names of the arguments of `__call__` that are not arrays.
-        scanned: whether the block is the body of a scan. XLA cannot merge a scan's body with its
+        looped: whether the block is the body of a loop. XLA cannot merge a loop's body with its
             recomputation, so the barrier against that, which costs time, is left out.
     """
     if policy == "none":
@@ -54,18 +54,18 @@ def remat(
     return nn.remat(
         block,
         policy=_keep(KEPT[policy], on_host=policy == "offload"),
-        prevent_cse=not scanned,
+        prevent_cse=not looped,
         static_argnums=tuple(arguments.index(name) for name in static),
     )
 
 
-def compiler_options(policy: str, *, scanned: bool, platform: str) -> dict[str, str]:
+def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, str]:
     """Returns the options that keep XLA from undoing a policy; `platform` is that of the program.
 
-    XLA:CPU drops all barriers before it merges equal expressions for the last time. Of unrolled
-    layers it would then keep what the policy computes again.
+    XLA:CPU drops all barriers before it merges equal expressions for the last time. Of layers
+    without a loop it would then keep what the policy computes again.
     """
-    if platform != "cpu" or scanned or policy == "none":
+    if platform != "cpu" or looped or policy == "none":
         return {}
     return {"xla_disable_hlo_passes": "cse_barrier_expander"}
 

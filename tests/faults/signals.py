@@ -21,7 +21,7 @@ STEPS = 440  # so many that signals run out first
 IN_LOOP = ("step", "validation", "save")
 # Seconds of a phase that may pass before a signal: about as many as it lasts.
 DELAYS = {
-    **{"start": (0.5, 3.0), "preparation": (0.0, 0.5), "compile": (0.0, 3.0), "step": (0.0, 0.3)},
+    **{"start": (0.3, 1.5), "preparation": (0.0, 0.5), "compile": (0.0, 3.0), "step": (0.0, 0.3)},
     **{"validation": (0.0, 0.3), "save": (0.0, 0.1), "report": (0.0, 0.6)},
 }
 

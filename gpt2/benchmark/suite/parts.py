@@ -186,6 +186,7 @@ def _full(output: Path) -> tuple[Part, ...]:
                     small,
                     8,
                     *("--vary=precision.logits=bfloat16", "--vary=model.attention=xla"),
+                    "--vary=memory.scan_layers=True,memory.scan_unroll=12",
                 ),
             ),
         ),

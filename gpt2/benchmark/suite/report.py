@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.benchmark.measure import OURS
-from gpt2.benchmark.report import format_ratio
 from gpt2.benchmark.suite.parts import Part
+from gpt2.benchmark.tables import format_ratio
 from gpt2.errors import MALFORMED, UserError
 from gpt2.utils.files import write_text
 from gpt2.utils.text import format_count
