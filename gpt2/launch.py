@@ -39,7 +39,7 @@ _TUNABLES = {
     "glibc.malloc.mmap_threshold": _KEPT,
     "glibc.malloc.trim_threshold": _KEPT,
 }
-_STARTED_AGAIN = "GPT2_STARTED_AGAIN"  # set for the second start
+_STARTED_AGAIN = "GPT2_STARTED_AGAIN"  # for the second start: names of `_chosen`
 _CACHE, _LEAST_SECONDS = (
     "JAX_COMPILATION_CACHE_DIR",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
@@ -80,13 +80,15 @@ def prepare_process() -> None:
         signal.signal(signal.SIGINT, _stop)
     if _STARTED_AGAIN in os.environ:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        earlier = set(os.environ[_STARTED_AGAIN].split()) & set(os.environ)
+        _chosen.update({name: os.environ[name] for name in earlier})
     if "JAX_PLATFORMS" not in os.environ and _has_libtpu_alone():
         _chosen["JAX_PLATFORMS"] = os.environ["JAX_PLATFORMS"] = "cpu"
     if not _may_have_accelerators():
         missing = _missing_tunables()
         once = _STARTED_AGAIN not in os.environ  # even where the settings get lost
         if missing and once and "jax" not in sys.modules:
-            os.environ |= missing | {_STARTED_AGAIN: "1"}
+            os.environ |= missing | {_STARTED_AGAIN: " ".join(_chosen)}
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # waits for the next start
             os.execv(sys.executable, sys.orig_argv)
         os.environ |= _missing_order()
@@ -211,11 +213,16 @@ def cpu_environment() -> dict[str, str]:
 
 def describe_settings() -> str:
     """Returns the settings that `prepare_process` made, as text; empty if there are none."""
+    settings = []
+    if platforms := _chosen.get("JAX_PLATFORMS"):
+        settings.append(f"JAX_PLATFORMS={platforms}, since there is libtpu and no TPU")
     if _set_flags and _may_have_accelerators():
-        return f"XLA_FLAGS={' '.join(_set_flags)}"
-    if _STARTED_AGAIN not in os.environ:
-        return ""
-    return "huge pages, freed blocks kept (the program started itself again with GLIBC_TUNABLES)"
+        settings.append(f"XLA_FLAGS={' '.join(_set_flags)}")
+    elif _STARTED_AGAIN in os.environ:
+        settings.append(
+            "huge pages, freed blocks kept (the program started itself again with GLIBC_TUNABLES)"
+        )
+    return "; ".join(settings)
 
 
 def release_free_memory() -> None:

@@ -372,6 +372,11 @@ Path.read_text = lambda path: "0x1ae0\\n"
 os.environ[launch._STARTED_AGAIN] = "1"
 launch._missing_order = dict
 launch.prepare_process()
+if "JAX_PLATFORMS" in launch._chosen:  # also where the program starts itself again
+    os.environ[launch._STARTED_AGAIN] = "JAX_PLATFORMS"
+    launch._chosen.clear()
+    launch.prepare_process()
+    assert launch.describe_settings().startswith("JAX_PLATFORMS=cpu, since there is libtpu and")
 print(os.environ.get("JAX_PLATFORMS"))
 """
     for name in [name for name in os.environ if "TPU" in name or name == "JAX_PLATFORMS"]:

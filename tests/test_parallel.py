@@ -69,7 +69,7 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL, devices=None):
         (
             8,
             dict(parallel__fsdp=3, parallel__tensor=5, model__num_heads=8),
-            "fsdp=3 x parallel.tensor=5 does not divide .* Use .*fsdp=2 .*tensor=4",
+            "fsdp=3 x parallel.tensor=5 takes 15 devices; found: 8. Use .*fsdp=2 .*tensor=4",
         ),
         (
             8,

@@ -41,7 +41,12 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
         ("--visualize_to=a.png", "--visualize_to would be ignored: there is no --visualize"),
         (
             "--config.parallel.fsdp=8",
-            "takes 8 devices; found: 1. Plan for devices that are not here: ",
+            "takes 8 devices; found: 1. Use --config.parallel.fsdp=1, or XLA_FLAGS=--xla_force_"
+            "host_platform_device_count=8 to simulate 8 devices; train.py --plan_devices=8 plans",
+        ),
+        (
+            "--plan_devices=2 --config.parallel.fsdp=4",
+            "fsdp=4 takes 4 devices; found: 2. Use --config.parallel.fsdp=2.\n",
         ),
         (
             "--plan_chips=v7-8",
@@ -63,7 +68,7 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
     ],
 )
 def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):
-    code, _, stderr = run(None, "--plan", flag, *SHORT, cwd=tmp_path)
+    code, _, stderr = run(None, "--plan", *flag.split(), *SHORT, cwd=tmp_path)
     assert code == 2
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert message in stderr

@@ -37,7 +37,7 @@ def mesh_sizes(
     num_devices: int,
     model: ModelConfig | None = None,
     *,
-    on_cpus: bool = False,
+    may_simulate: bool = False,
 ) -> dict[str, int]:
     """Returns the size of every mesh axis, with -1 resolved to the rest.
 
@@ -45,7 +45,7 @@ def mesh_sizes(
         parallel: the wanted sizes.
         num_devices: how many devices there are.
         model: if given, an error proposes only what the model splits over.
-        on_cpus: whether an error tells how to have more devices, or to plan for them.
+        may_simulate: whether an error tells how to simulate more devices, or to plan for them.
 
     Raises:
         UserError: the sizes do not multiply to `num_devices`.
@@ -65,14 +65,14 @@ def mesh_sizes(
             )
         return sizes
     given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
-    if rest:
+    if rest and fixed < num_devices:
         what = f"{given} does not divide {counted(num_devices, 'device')}"
     else:
         what = (
             f"{given or 'parallel.data=1'} takes {counted(fixed, 'device')}; found: {num_devices}"
         )
     how = _propose(parallel, num_devices, model)
-    if on_cpus and fixed > num_devices:
+    if may_simulate and fixed > num_devices:
         how += (
             f", or XLA_FLAGS=--xla_force_host_platform_device_count={fixed} to simulate {fixed} "
             f"devices; train.py --plan_devices={fixed} plans for them"
@@ -81,7 +81,7 @@ def mesh_sizes(
 
 
 def check_layout(
-    config: Config, model: ModelConfig, num_devices: int, *, on_cpus: bool = False
+    config: Config, model: ModelConfig, num_devices: int, *, may_simulate: bool = False
 ) -> None:
     """Checks that the model and the batch divide over the mesh.
 
@@ -89,12 +89,12 @@ def check_layout(
         config: the options.
         model: those of the model.
         num_devices: how many devices there are.
-        on_cpus: whether these are CPUs of one process, which may simulate any number.
+        may_simulate: whether these are CPUs of one process, which may simulate any number.
 
     Raises:
         UserError: they do not divide; the message names the nearest sizes that work.
     """
-    sizes = mesh_sizes(config.parallel, num_devices, model, on_cpus=on_cpus)
+    sizes = mesh_sizes(config.parallel, num_devices, model, may_simulate=may_simulate)
     if misfit := _misfit(model, sizes, config.parallel):
         raise UserError(misfit, _propose(config.parallel, num_devices, model))
     shards = sizes["data"] * sizes["fsdp"]

@@ -1,6 +1,5 @@
 """`python train.py --plan`, and its kin: the flags, and what they do."""
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -81,8 +80,6 @@ def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
     launch.end_on_interrupt()
     _check_flags()
     devices = _find_devices()
-    if not (DEVICES.value or CHIPS.value is not None or SEARCH.value):
-        _check_found(config, len(devices))
     kind = "simulated" if DEVICES.value else devices[0].device_kind
     board = board_name(kind)
     if SEARCH.value:
@@ -134,17 +131,6 @@ def _find_devices() -> list[jax.Device]:
     if DEVICES.value:
         jax.config.update("jax_num_cpu_devices", DEVICES.value)
     return jax.devices()
-
-
-def _check_found(config: Config, found: int) -> None:
-    """Raises a UserError if the mesh needs more devices than are here."""
-    sizes = {axis: size for axis, size in config.parallel.sizes.items() if size > 1}
-    if (needed := math.prod(sizes.values())) > found:
-        given = " x ".join(f"parallel.{axis}={size}" for axis, size in sizes.items())
-        raise UserError(
-            f"{given} takes {counted(needed, 'device')}; found: {found}",
-            f"Plan for devices that are not here: add --plan_devices={needed}",
-        )
 
 
 def _search(config: Config, devices: list[jax.Device], kind: str, board: str | None) -> int:

@@ -229,8 +229,9 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
             rematerialisation cannot run there as asked, or the optimizer cannot work with its
             options.
     """
-    on_cpus = platform_of(devices[0]) == "cpu" and jax.process_count() == 1
-    check_layout(config, config.model, len(devices), on_cpus=on_cpus)
+    may_simulate = platform_of(devices[0]) == "cpu" and jax.process_count() == 1
+    may_simulate &= jax.config.jax_num_cpu_devices < 0  # else a plan has said how many there are
+    check_layout(config, config.model, len(devices), may_simulate=may_simulate)
     resolve_attention(config, devices[0])
     if config.memory.remat == "offload" and platform_of(devices[0]) == "cpu":
         raise UserError(
