@@ -24,7 +24,7 @@ from gpt2.data.dataset import Dataset, prepare
 from gpt2.errors import UserError, require_positive, tell
 from gpt2.evals.validation import Validator
 from gpt2.generate import sample_texts
-from gpt2.parallel import distributed, gather
+from gpt2.parallel import distributed, gather_whole
 from gpt2.parallel.drawing import check_picture
 from gpt2.parallel.stop import StopSignal
 from gpt2.planning import command as planning
@@ -94,6 +94,7 @@ def main() -> int:
     launch.end_on_interrupt()
     run_files.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
+    run_files.check_options(workdir, config)  # again, since the vocabulary is known
 
     # Program: model, optimizer and steps, and how they are spread over the devices.
     program = Program.from_config(config, jax.devices())
@@ -202,6 +203,8 @@ def train(
             for step in range(start + 1, num_steps + 1):
                 with clock.phase("data wait"):
                     batch = next(batches)
+                if profiler.waits_at(step - 1):  # for a step whose time is no profiling
+                    reporter.catch_up()
                 with clock.phase("profile"):
                     profiler.step(step - 1, state)
                 statistics = watch(step, state, batch)
@@ -246,7 +249,8 @@ def train(
         with diagnosis.ends_if_diverged(lambda: state), clock.phase("validation"):
             scores = validate(step, state.eval_params)
     show_results(workdir, scores, feed, clock, start)
-    write_samples(workdir, config, feed.dataset, gather(state.eval_params, program.backend.mesh))
+    params = gather_whole(state.eval_params, program.backend.mesh)
+    write_samples(workdir, config, feed.dataset, params)
     return 0
 
 

@@ -63,7 +63,12 @@ class Commands:
         self._server.stdout.close()
 
     def run(
-        self, *command: str, cwd: Path, seconds: float = 15.0, to_the_end: bool = False
+        self,
+        *command: str,
+        cwd: Path,
+        seconds: float = 15.0,
+        to_the_end: bool = False,
+        devices: int = 1,
     ) -> Done:
         """Runs a command.
 
@@ -74,15 +79,18 @@ class Commands:
             seconds: after which it is killed.
             to_the_end: else a run ends with `STARTED` where it would begin to compute: when its
                 weights are drawn, or restored and about to be trained.
+            devices: simulated CPUs that it sees. Its other variables are this process's own; those
+                that are read by an import have no effect.
         """
         asked = dict(command=command, cwd=str(cwd), seconds=seconds, to_the_end=to_the_end)
+        asked["variables"] = environment(devices)
         print(json.dumps(asked), file=self._server.stdin, flush=True)
         return Done(**json.loads(self._server.stdout.readline()))
 
 
-def environment() -> dict[str, str]:
-    """Returns the variables of commands: this project's code, on one CPU device."""
-    flags = "--xla_force_host_platform_device_count=1"
+def environment(devices: int = 1) -> dict[str, str]:
+    """Returns the variables of commands: this project's code, on so many CPU devices."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
     return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
 
 
@@ -117,7 +125,9 @@ def _import_all() -> None:
                 raise
 
 
-def _run(command: Sequence[str], cwd: str, seconds: float, to_the_end: bool) -> dict:
+def _run(
+    command: Sequence[str], cwd: str, seconds: float, to_the_end: bool, variables: dict[str, str]
+) -> dict:
     start, held = time.monotonic(), _resident("self")
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         child = os.fork()
@@ -125,6 +135,8 @@ def _run(command: Sequence[str], cwd: str, seconds: float, to_the_end: bool) -> 
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
+            os.environ.clear()
+            os.environ.update(variables)
             os._exit(_become(command, cwd, to_the_end))
         most = 0
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:

@@ -1,18 +1,19 @@
 """What several test files share: a tiny run of train.py in a process of its own."""
 
+import atexit
+import functools
 import json
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from gpt2.training.checkpoint_weights import load_params
+from tests.forks import LATE, ROOT, Commands, environment
 
-ROOT = Path(__file__).parent.parent
+SECONDS = 240  # after which a run counts as hanging
 TINY = [
     "--config.model.num_layers=1",
     "--config.model.num_heads=2",
@@ -30,21 +31,36 @@ TINY = [
 
 def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
     """Starts train.py, or another script, in a process of its own with so many CPU devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, ROOT / script, *([f"--workdir={workdir}"] if workdir else []), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment(devices),
         cwd=cwd,
     )
 
 
-def run(workdir, *options, **kwargs):
-    """Runs train.py to its end, and returns exit code, standard output and standard error."""
-    return finish(start(workdir, *options, **kwargs), timeout=240)
+def run(workdir, *options, script="train.py", cwd=ROOT, devices=1, imports=False):
+    """Runs train.py to its end, and returns exit code, standard output and standard error.
+
+    `imports` says that the imports belong to the test. Else they are done already, which takes most
+    of a short run.
+    """
+    if imports:
+        return finish(start(workdir, *options, script=script, cwd=cwd, devices=devices), SECONDS)
+    command = [str(script), *([f"--workdir={workdir}"] if workdir else []), *map(str, options)]
+    done = _commands().run(*command, cwd=cwd, seconds=SECONDS, to_the_end=True, devices=devices)
+    if done.code == LATE:
+        raise subprocess.TimeoutExpired(command, SECONDS, done.stdout, done.stderr)
+    return done.code, done.stdout, done.stderr
+
+
+@functools.cache
+def _commands():
+    commands = Commands().__enter__()
+    atexit.register(commands.__exit__)
+    return commands
 
 
 def finish(process, timeout):

@@ -37,7 +37,7 @@ from gpt2.config import (
     RulesConfig,
     TrainConfig,
 )
-from gpt2.parallel import distributed, gather
+from gpt2.parallel import distributed, gather_whole
 from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.program import Program
@@ -170,7 +170,7 @@ class Setup:
             losses.append(float(metrics["train/loss"]))
             if save:
                 save(state, step + 1)
-        params = jax.device_get(gather(state.eval_params, self.backend.mesh))
+        params = jax.device_get(gather_whole(state.eval_params, self.backend.mesh))
         named = jax.tree_util.tree_leaves_with_path(in_layout(params, scanned=False))
         return Result(
             np.array(losses),

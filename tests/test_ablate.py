@@ -23,13 +23,14 @@ from gpt2.ablate.equal import choose_score, equalize, refuse_undone, step_flops
 from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_reference
-from gpt2.ablate.runs import Outcome
-from gpt2.ablate.scaling import at_sizes, compute_to_match, fit_power_law
+from gpt2.ablate.runs import Outcome, make_measuring_run
+from gpt2.ablate.scaling import Fit, at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
+from gpt2.optim import make_schedule
 from gpt2.telemetry.throughput import count_compute_parameters
 from tests.helpers import ROOT, TINY
 from tests.test_workdir import make_config
@@ -311,6 +312,9 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
         diverges = run.arm == "baseline" and rate == 4e-3
         write_run(run, 3 + abs(math.log(rate / best)), "diverged" if diverges else "finished")
     assert sweep.chosen == {}
+    write_run(choosing[-1], 3.0, "failed")
+    assert list(sweep.with_choices().chosen) == ["baseline"]  # the other's is tried again
+    write_run(choosing[-1], 3 + math.log(2))
     sweep = sweep.with_choices()
     assert sweep.chosen == {
         "baseline": {"optim.learning_rate": 1e-3},
@@ -347,7 +351,14 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
         continued(sweep_in(tmp_path, "data.tokenizer=byte", score="eval/bits_per_byte"))
     shorter = dataclasses.replace(BASE, train=dataclasses.replace(BASE.train, num_steps=900))
     raised = continued(sweep_in(tmp_path, "optim.name=lion", num_seeds=5))
-    assert (raised.first_num_seeds, raised.num_seeds) == (3, 5)
+    assert (raised.first_num_seeds, raised.num_seeds, raised.seeds_were_raised) == (3, 5, True)
+    until = dataclasses.replace(before, until=0.1, max_seeds=8)
+    assert continued(until).seeds_were_raised  # once verdicts could be seen
+    until.save()
+    assert not continued(until.with_seeds(4)).seeds_were_raised  # by --until itself
+    again = continued(before)
+    assert (again.until, again.max_seeds) == (0.1, 8)
+    before.save()
     other = make_arms(shorter, ["optim.name=lion"], one_at_a_time=False)
     with pytest.raises(UserError, match=r"arm baseline has train\.num_steps=1000, not 900"):
         continued(dataclasses.replace(before, arms=tuple(other)))
@@ -382,6 +393,35 @@ def test_an_arm_whose_every_choice_diverged_is_told_and_adds_no_seeds(tmp_path):
     )
 
 
+def test_a_job_of_an_array_has_its_number_only_once_all_values_are_chosen(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune={"optim.learning_rate": [1e-3, 2e-3]})
+    for run in sweep.choosing_runs():
+        if run.arm == "baseline":
+            write_run(run, 3.0)
+    sweep = sweep.with_choices()
+    assert list(sweep.chosen) == ["baseline"] and sweep.runs()
+    assert sweep.numbered_run(3).arm == "optim.name=lion"
+    with pytest.raises(UserError, match=r"--index=4 is not one .* Use 0 to 3; runs that compare"):
+        sweep.numbered_run(4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(optim=dict(warmup_steps=0, warmup_percent=1.0)),
+        dict(optim=dict(schedule="piecewise:500=0.5", end_learning_rate=4e-3)),
+        dict(optim=dict(schedule="wsd", decay_percent=20.0)),
+        dict(train=dict(keep_every=100, checkpoint_every=100)),
+        dict(train=dict(keep_checkpoints=5, checkpoint_every=100)),
+    ],
+)
+def test_a_step_can_be_measured_whatever_the_schedule_and_the_checkpoints(tmp_path, options):
+    config = make_config(**options)
+    run = make_measuring_run(tmp_path, "baseline", config, 40)
+    assert make_schedule(run.config.optim, 40)(39) == config.optim.learning_rate
+    assert run.config.train.num_steps == 40
+
+
 def test_a_warm_up_as_long_as_the_run_is_told():
     config = make_config(train=dict(num_steps=30), optim=dict(warmup_steps=100))
     assert describe_warmup(config).startswith("Learning rates only rise: the warm-up has 100 steps")
@@ -395,10 +435,13 @@ def test_the_report_tells_of_seeds_that_were_added_and_of_differing_code(tmp_pat
         (run.workdir / "environment.jsonl").write_text(json.dumps(line) + "\n")
     write_report(sweep)
     text = (tmp_path / "report.md").read_text()
-    assert "Seeds were raised from 3 to 4 after runs had ended." in text
+    told = "Seeds were raised from 3 to 4 by commands that came after runs had ended."
+    assert told in text
     assert "commit abc, def (runs differ)" in text and "jax 0.10.2," in text
-    write_report(dataclasses.replace(sweep, until=1e-6))
-    assert "which was not reached" in (tmp_path / "report.md").read_text()
+    for raised in (False, True):
+        write_report(dataclasses.replace(sweep, until=1e-6, seeds_were_raised=raised))
+        text = (tmp_path / "report.md").read_text()
+        assert "which was not reached" in text and (told in text) == raised
 
 
 def test_a_run_is_explained_by_its_own_try(tmp_path):
@@ -423,6 +466,9 @@ def test_runs_at_once_share_the_cores(monkeypatch):
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2)] == ["4", "7"]
     with pytest.raises(UserError, match=r"--jobs=3 is more than the 2 GPUs"):
         make_slots(3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # none, as is known to CUDA
+    with pytest.raises(UserError, match=r"--jobs=1000 is more than the \d+ CPU cores"):
+        make_slots(1000)
 
 
 def test_a_sweep_tells_no_time_left_before_it_is_known_or_while_runs_end(tmp_path, monkeypatch):
@@ -440,11 +486,21 @@ def test_a_sweep_tells_no_time_left_before_it_is_known_or_while_runs_end(tmp_pat
 
 
 @pytest.mark.parametrize("log_x", [False, True])
-def test_curves_of_very_different_lengths_are_drawn(tmp_path, log_x):
+def test_curves_of_very_different_lengths_are_drawn(tmp_path, monkeypatch, log_x):
+    drawn, make = [], pictures._figure
+    monkeypatch.setattr(
+        pictures, "_figure", lambda **shape: drawn.append(make(**shape)) or drawn[-1]
+    )
     amounts = [np.array(steps) * 2048.0 for steps in ([1, 2], np.arange(0, 2001, 100))]
     curves = {str(len(x)): [Curve(x, x, x, 8 - np.log1p(x) / 4)] for x in amounts}
     pictures.plot_curves(tmp_path / "curves.png", curves, "nats per token", log_x=log_x)
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for axes in drawn[0][1]:
+        left, right = axes.get_xlim()
+        ticks = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        told = [label.get_text() for at, label in ticks if left <= at <= right]
+        assert len(set(told)) == len(told) >= 2 and all(told)
+        ends = [line.get_xdata()[-1] for line in axes.lines]
+        assert len(ends) == 2 and all(left < end <= right for end in ends)
 
 
 # Scaling
@@ -483,6 +539,12 @@ def test_a_power_law_and_what_it_saves_are_found():
         runs = list(zip(flops, losses, strict=True))
         return {str(i): runs[3 * i : 3 * i + 3] for i in range(3)}
 
+    assert Fit(scale=20.0, exponent=1e-9, error=0.0).flops(3.0) == math.inf
+    assert Fit(scale=20.0, exponent=0.0, error=0.0).flops(3.0) == math.inf
+    flat = {str(i): [(c, 3.0 + 1e-9 * i) for c in 3 * [10.0 ** (12 + i)]] for i in range(3)}
+    flat["1"][0] = (1e13, 3.0 - 1e-6)
+    _, _, high = compute_to_match(by_size(1.0), flat)
+    assert high == math.inf
     middle, low, high = compute_to_match(by_size(1.0), by_size(0.7))
     assert low < 0.7 < high and high - low < 0.05
     np.testing.assert_allclose(middle, 0.7, rtol=1e-3)

@@ -102,13 +102,22 @@ def test_options_to_vary_are_read_with_their_types():
     for wrong in ("model.num_heads=four", "model.bias=yes"):
         with pytest.raises(UserError, match=r"is not of type .* Give a value such as model\."):
             benchmark.read_options(wrong)
+    for shared, how in (
+        ("data.batch_size=32", "the same batch. Use --batch_size"),
+        ("model.context_length=64", "the same batch. Use --context_length"),
+        ("model.vocab_size=512", "the same batch. Choose another --model"),
+        ("train.num_steps=9", "it changes no step. Leave it out"),
+        ("data.corpus=x", "it changes no step. Leave it out"),
+    ):
+        with pytest.raises(UserError, match=f"cannot vary {shared.partition('=')[0]}: .*{how}"):
+            benchmark.read_options(shared)
     with pytest.raises(UserError, match=r"would ignore model\.rope_base"):
         benchmark.make_config(tiny(vary=benchmark.read_options("model.rope_base=9.0")))
 
 
 @pytest.mark.parametrize(
     "texts",
-    [["model.num_heads=2"], ["model.num_kv_heads=1"] * 2, ["optim.eps=1e-8,seed=0"]],
+    [["model.num_heads=2"], ["model.num_kv_heads=1"] * 2, ["optim.eps=1e-8"]],
 )
 def test_no_contestant_is_another_by_a_second_name(texts):
     assert list(benchmark.read_variations(["model.num_kv_heads=1"], tiny()))

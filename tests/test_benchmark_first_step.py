@@ -442,7 +442,7 @@ def test_a_compiled_peer_computes_what_this_project_computes(ours, tmp_path, mon
 
 def test_a_compiled_peer_has_a_cache_of_its_own_unless_the_user_has_set_one(tmp_path):
     peers_module()
-    code = "import os; from gpt2.benchmark.peers import use_empty_cache; use_empty_cache(); "
+    code = "import os; from gpt2.benchmark.peer_devices import use_empty_cache; use_empty_cache(); "
     code += "print(place := os.environ['TORCHINDUCTOR_CACHE_DIR'], os.path.isdir(place))"
 
     def cache(**variables):

@@ -190,7 +190,8 @@ break_gradient.defvjp(
 )
 
 
-@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("scanned", [True, False])
 def test_a_gradient_is_named_with_its_micro_batch(tmp_path, monkeypatch, scanned):
     norm = layers.norm
     monkeypatch.setattr(layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw))

@@ -75,7 +75,8 @@ def train(program, batches, poisoned=(), state=None):
 
 
 @pytest.mark.parametrize(
-    "layout", ["one device", "pmap", pytest.param("by layer", marks=pytest.mark.thorough)]
+    "layout",
+    ["one device", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("pmap", "by layer"))],
 )
 def test_a_step_that_is_left_out_is_as_if_its_batch_had_never_been(layout):
     program = make_program(layout, skip_bad_steps=2)

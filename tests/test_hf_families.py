@@ -50,7 +50,16 @@ def random_params(cfg):
     return jax.tree_util.tree_map_with_path(draw, shapes["params"])
 
 
-@pytest.mark.parametrize("name", peer.SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.thorough if name in ("untied", "epsilon", "llama_multi_head") else (),
+        )
+        for name in peer.SMALL
+    ],
+)
 def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
     ours = peer.our_answers(peer.write_model(tmp_path, name), name)
     golden = json.loads((peer.GOLDEN / f"{name}.json").read_text())

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import peer
 import pytest
-from forks import Commands
 from mistakes import copy_tree
 
 from gpt2.hf.runs import import_run
 from gpt2.hf.tokenizer import save_tokenizer
+from tests.forks import Commands
 from tests.helpers import TINY
 
 SECONDS = 15

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from forks import STARTED, Commands, arguments_of, environment
 from hypothesis import HealthCheck, assume, core, given, settings
 from hypothesis import strategies as st
 from mistakes import (
@@ -30,6 +29,7 @@ from mistakes import (
 
 from gpt2.ablate.sweep import register
 from gpt2.data.tokenizer import CharTokenizer
+from tests.forks import STARTED, Commands, arguments_of, environment
 from tests.helpers import ROOT, TINY, metrics_of
 from tests.test_ablate import sweep_in
 

@@ -27,6 +27,7 @@ from tests.peer import needs_peers
 
 SMALL = GPTConfig(vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
 NUM_STEPS = 10
+WIDER_TOO = ("lion", "schedule_free", "normuon")
 TOLERANCE = 1e-5  # of the largest entry
 RATES = dict(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
 CONSTANT = dict(learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=2, schedule="constant")
@@ -293,7 +294,10 @@ def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
 
 
 @each_layout
-@pytest.mark.parametrize("name", ["adamw", "lion", "schedule_free", "muon", "normuon"])
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", "muon", *(pytest.param(n, marks=pytest.mark.thorough) for n in WIDER_TOO)],
+)
 def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name, scanned):
     optim = OptimConfig(name=name, weight_decay=0.0, **(CONSTANT if "free" in name else RATES))
     plain, wide = moves(optim), moves(optim, scanned, width_ratio=4.0)
@@ -361,7 +365,10 @@ def test_hidden_kernels_alone_get_the_direction_for_matrices(monkeypatch, name, 
     )
 
 
-@pytest.mark.parametrize("name", ["adafactor", "schedule_free", "ema"])
+@pytest.mark.parametrize(
+    "name",
+    ["ema", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("adafactor", "schedule_free"))],
+)
 def test_float16_skips_a_step_that_overflows(name):
     model = GPT(dataclasses.replace(SMALL, compute_dtype="float16"))
     schedule = make_schedule(OPTIMS[name], NUM_STEPS)

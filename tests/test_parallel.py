@@ -15,7 +15,7 @@ from configs import gpt2_124m, gpt2_1558m, quickstart
 from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT
-from gpt2.parallel import abstract_state, gather, make_backend, rules
+from gpt2.parallel import abstract_state, gather_whole, make_backend, rules
 from gpt2.parallel.collectives import collectives, summarize
 from gpt2.parallel.inspect import (
     bytes_per_device,
@@ -221,11 +221,11 @@ def test_a_rule_for_what_no_parameter_has_is_an_error():
 
 def test_layers_cannot_gather_what_rules_split_elsewhere():
     elsewhere = RulesConfig(embed="none", norm="none", table="none", mlp="fsdp", heads="fsdp")
-    parallel = ParallelConfig(data=1, fsdp=4, tensor=2, rules=elsewhere, fsdp_gather="layer")
+    parallel = ParallelConfig(data=1, fsdp=4, tensor=2, rules=elsewhere, fsdp_gather_by="layer")
     with pytest.raises(UserError, match=r"gathers nothing: .*Use .*fsdp_gather=step"):
-        make_backend(parallel, GPT(SMALL).logical_axes(), gather="layer")
+        make_backend(parallel, GPT(SMALL).logical_axes(), gather_by="layer")
     auto = dataclasses.replace(parallel, fsdp_gather="auto")
-    assert make_backend(auto, GPT(SMALL).logical_axes(), gather="layer").gather == "step"
+    assert make_backend(auto, GPT(SMALL).logical_axes(), gather_by="layer").gather_by == "step"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_gathered_parameters_are_whole_and_the_same():
     backend, init_fn, _ = state_of(MIXED)
     params = backend.init_state(init_fn, jax.random.key(0)).params
     for leaf, original in zip(
-        jax.tree.leaves(gather(params, backend.mesh)), jax.tree.leaves(params), strict=True
+        jax.tree.leaves(gather_whole(params, backend.mesh)), jax.tree.leaves(params), strict=True
     ):
         assert len(leaf.sharding.device_set) == 1
         np.testing.assert_array_equal(leaf, original)
@@ -487,7 +487,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
     with pytest.raises(
         UserError, match=r"fsdp_gather=layer is ignored while no parameters are stored"
     ):
-        config(parallel__fsdp_gather="layer")
+        config(parallel__fsdp_gather_by="layer")
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"])

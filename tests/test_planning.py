@@ -67,8 +67,11 @@ def test_a_search_tries_the_configs_own_layout_first():
     own |= {"parallel.strategy": "auto", "parallel.fsdp_gather": "step"}
     own |= {"memory.remat": "full", "train.accumulate_steps": 2}
     assert Search(wanted, jax.devices()[:2], "H100").waiting[0].options == own
+    offloaded = with_options(wanted, {"memory.remat": "offload", "memory.scan_layers": True})
+    first = Search(offloaded, jax.devices()[:2], "H100").waiting[0].options
+    assert {name for name in own if first[name] != own[name]} <= {"memory.remat"}
     impossible = config(parallel__tensor=8)
-    assert candidates.options_of(impossible, jax.devices()[:2], []) is None
+    assert candidates.options_of(impossible, jax.devices()[:2], []) == {}
 
 
 def test_nothing_fits_only_where_all_was_tried(monkeypatch, capsys):

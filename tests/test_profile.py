@@ -398,6 +398,17 @@ def test_the_page_names_a_planted_fault_and_what_it_costs(tmp_path, fault, named
     assert told == pytest.approx(cost, rel=0.2)
 
 
+def test_a_trace_says_before_which_steps_it_waits_for_others(tmp_path, monkeypatch):
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lambda *args, **kwargs: None)
+    profiler, waited = Profiler(tmp_path, 2, 3, str), []
+    for step in range(8):
+        if profiler.waits_at(step):
+            waited.append(step)
+        profiler.step(step, jnp.ones(1))
+    assert waited == [2, 5]
+
+
 def cost_of_planted(workdir, fault, named):
     """Returns what a planted fault costs a step by the page, and by the log, in milliseconds."""
     process = start(

@@ -25,6 +25,7 @@ from gpt2.ops.dot import dot
 from gpt2.parallel import make_backend
 from gpt2.training.program import Program
 
+MIDDLE = ("gpt2-355m", "gpt2-774m")
 TOTALS = dict(zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True))
 B, T, V = 16, 1024, 50257
 IMPLEMENTATIONS = ("reference", "blocked", "xla", "splash")
@@ -32,8 +33,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
 
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
-each_size = pytest.mark.parametrize("size", SIZES)
-each_layout = pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+THOROUGH = pytest.mark.thorough
+each_size = pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=THOROUGH if size in MIDDLE else ()) for size in SIZES]
+)
+each_model = pytest.mark.parametrize(
+    ("size", "scanned"),
+    [
+        pytest.param(
+            size,
+            scanned,
+            marks=THOROUGH if size in MIDDLE or (size != "gpt2-124m" and not scanned) else (),
+            id=f"{size}-{'scanned' if scanned else 'unrolled'}",
+        )
+        for size in SIZES
+        for scanned in (True, False)
+    ],
+)
 
 
 def array(dtype, *shape):
@@ -96,8 +112,7 @@ def known_parameters(size, scanned):
     return rest | {f"h_{i}": layer for i in range(L)}
 
 
-@each_layout
-@each_size
+@each_model
 def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_named(size, scanned):
     state = program(size, scanned).state_shapes
     assert num_params(state.params) == TOTALS[size]
@@ -118,8 +133,7 @@ def test_scanned_model_gives_hidden_states_and_logits(size):
     assert_is(jax.eval_shape(model.apply, variables, tokens), "float32", B, T, V)
 
 
-@each_layout
-@each_size
+@each_model
 def test_loss_is_two_scalars_and_a_cache_keeps_its_shape_as_it_is_extended(size, scanned):
     (model, variables), (L, N, D), S = gpt(size, scanned), SIZES[size], 256
     loss = jax.eval_shape(method(model, "loss"), variables, ints(B, T), ints(B, T))

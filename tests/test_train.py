@@ -227,7 +227,7 @@ def test_continuing_under_other_options_is_refused(finished, corpus):
         (["--config.data.corpus=text:none/*.txt"], "no file matches"),
         (["--config.data.corpus=novel"], "not a known corpus"),
         (["--config.data.tokenizer=word"], "tokenizer"),
-        (["--config.parallel.fsdp=3"], "does not divide 1 device."),
+        (["--config.parallel.fsdp=3"], "takes 3 devices; found: 1."),
         (["--config.model.attention=cudnn"], "needs an NVIDIA GPU"),
         (["--config.data.batch_size=100000000"], "windows"),
         (["--config.train.init_from=run:nowhere"], "nowhere holds no run"),
@@ -246,7 +246,7 @@ def test_openwebtext_out_of_reach_names_the_corpus_that_is_not(tmp_path, monkeyp
     monkeypatch.setenv("HF_ENDPOINT", "http://localhost:9")  # where nothing answers
     began = time.monotonic()
     options = ["--config=configs/gpt2_124m.py", f"--config.data.data_dir={tmp_path / 'data'}"]
-    code, _, stderr = run(tmp_path / "run", *options)
+    code, _, stderr = run(tmp_path / "run", *options, imports=True)  # which read the variable
     assert time.monotonic() - began < 20
     assert code == 2 and stderr.count("\n") == 1
     assert "http://localhost:9" in stderr and "--config.data.corpus=pystdlib" in stderr
@@ -259,7 +259,7 @@ def test_a_cpu_run_starts_again_before_slow_imports_and_says_so(corpus, tmp_path
     monkeypatch.delenv("GLIBC_TUNABLES")
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # a line on stderr for each import
     options = [*TINY, "--config.train.num_steps=1"]
-    code, stdout, stderr = run(tmp_path / "run", *corpus, *options)
+    code, stdout, stderr = run(tmp_path / "run", *corpus, *options, imports=True)
     imported = [line.rpartition("|")[2].strip() for line in stderr.splitlines()]
     assert code == 0
     assert imported.count("gpt2.launch") == 2 and imported.count("jax") == 1

@@ -208,7 +208,9 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
     options += ["--config.memory.scan_layers=True", "--config.model.embed_dim=1024"]
     options += ["--config.model.num_heads=16", "--config.model.num_layers=2"]
     text = tmp_path / "step.hlo"
-    code, stdout, stderr = run(None, f"--plan_chips={chips}", f"--plan_text={text}", *options)
+    code, stdout, stderr = run(
+        None, f"--plan_chips={chips}", f"--plan_text={text}", *options, imports=True
+    )
     if importlib.util.find_spec(package) is None:
         extra = "plan-tpu" if chips == "v5e-8" else "plan-gpu"
         assert code == 2 and f"Install it: pip install -e '.[{extra}]'" in stderr
@@ -229,7 +231,7 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
 def test_a_plan_for_gpu_chips_that_are_not_here_splits_attention(tensor):
     options = [*SHORT, "--config.precision.compute=bfloat16", "--config.model.num_heads=4"]
     options += [f"--config.parallel.tensor={tensor}", "--config.data.batch_size=16"]
-    code, stdout, stderr = run(None, "--plan_chips=h100-8", *options)
+    code, stdout, stderr = run(None, "--plan_chips=h100-8", *options, imports=True)
     assert code == 0, stderr
     assert f"x tensor {tensor}" in stdout
 

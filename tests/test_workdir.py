@@ -136,6 +136,45 @@ def test_all_options_that_differ_are_named_at_once(tmp_path):
     assert "--config.optim.beta1=0.9 --config.optim.weight_decay=0.1." in str(error.value)
 
 
+def test_the_vocabulary_and_the_soft_cap_do_not_change(tmp_path):
+    workdir = write_run(tmp_path, make_config(model=dict(vocab_size=64, attention="reference")))
+    not_known = make_config(model=dict(vocab_size=0, attention="xla"))
+    run_files.check_options(workdir, not_known)
+    with pytest.raises(
+        UserError, match=r"model\.vocab_size=64, not 50\. .*--config.model.vocab_size"
+    ):
+        run_files.check_options(workdir, not_known.with_vocabulary(50))
+    capped = make_config(model=dict(vocab_size=64, attention_softcap=50.0))
+    with pytest.raises(UserError, match=r"model\.attention_softcap=0\.0, not 50\.0\."):
+        run_files.check_options(workdir, capped)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (dict(eval_batches=0), dict(eval_batches=2), "validation takes other batches"),
+        (dict(eval_batches=2), dict(eval_batches=2, accumulate_steps=2), "validation takes other"),
+        (dict(eval_batches=2), dict(eval_batches=4, accumulate_steps=2), ""),
+        (dict(eval_batches=0), dict(eval_batches=0, accumulate_steps=2), ""),
+    ],
+)
+def test_a_run_that_is_validated_otherwise_than_before_says_so(
+    tmp_path, prepared, capsys, before, now, told
+):
+    workdir = write_run(tmp_path / "run", make_config(train=before), 3, (2,))
+    run_files.begin(workdir, make_config(train=now), prepared, 2)
+    err = capsys.readouterr().err
+    assert told in err and (told or "validation" not in err)
+
+
+def test_ademamix_of_a_run_that_is_extended_says_what_changes(tmp_path, prepared, capsys):
+    optim = dict(name="ademamix", schedule="constant", end_learning_rate=4e-3)
+    workdir = write_run(tmp_path / "run", make_config(optim=optim), 3, (2,))
+    run_files.begin(workdir, make_config(optim=optim, train=dict(num_steps=9)), prepared, 2)
+    told = capsys.readouterr().err
+    assert "from step 2 on, alpha and beta3 of ademamix rise over 9 steps" in told
+
+
 FOLDERS = ["checkpoints", "tensorboard", "profile"]
 
 

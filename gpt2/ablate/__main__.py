@@ -29,6 +29,7 @@ from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run, check_unchanged, describe, make_measuring_run
 from gpt2.ablate.scaling import at_sizes
 from gpt2.ablate.screen import Screen
+from gpt2.ablate.sweep import MAX_SEEDS as MOST_SEEDS
 from gpt2.ablate.sweep import Sweep, continued, load_sweep, register
 from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
@@ -65,7 +66,7 @@ PAIRED = flags.DEFINE_bool("paired", False, "Compares seed by seed. To be decide
 UNTIL = flags.DEFINE_float(
     "until", 0.0, "Adds seeds until no interval reaches further to either side.", lower_bound=0.0
 )
-MAX_SEEDS = flags.DEFINE_integer("max_seeds", 20, "Where --until gives up.", lower_bound=2)
+MAX_SEEDS = flags.DEFINE_integer("max_seeds", MOST_SEEDS, "Where --until gives up.", lower_bound=2)
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Prints the runs and what they would take.")
 REPORT = flags.DEFINE_bool("report", False, "Only writes the report of what there is so far.")
 
@@ -123,6 +124,7 @@ def _sweep(root: Path) -> int:
         tune=tune,
         num_tune_seeds=TUNE_SEEDS.value,
         until=UNTIL.value,
+        max_seeds=MAX_SEEDS.value,
         first_num_seeds=SEEDS.value,
     )
     if note := describe_warmup(config):
@@ -140,6 +142,9 @@ def _sweep(root: Path) -> int:
     sweep = register(sweep)
     for name, choice in sweep.chosen.items() if sweep.tune else ():
         print(f"{name} takes {describe(choice) if choice else 'part no more: no choice works'}")
+    for arm in sweep.arms:
+        if arm.name not in sweep.chosen:
+            print(f"{arm.name} waits: a run that chooses its values failed")
     _train(sweep, sweep.runs(), slots, "comparing")
     while _wants_seeds(sweep):
         sweep = register(sweep.with_seeds(sweep.num_seeds + 1))
@@ -243,13 +248,7 @@ def _train(sweep: Sweep, runs: list[Run], slots: list[Slot], title: str) -> None
 
 def _train_one(sweep: Sweep, index: int) -> int:
     """Trains the run of `--index`, as an array job does, and returns its exit code."""
-    runs = [*sweep.choosing_runs(), *sweep.runs()]
-    if not 0 <= index < len(runs):
-        how = f"Use 0 to {len(runs) - 1}"
-        if any(arm.name not in sweep.chosen for arm in sweep.arms):
-            how += "; runs that compare are known once those that choose have ended"
-        raise UserError(f"--index={index} is not one of the sweep's runs", how)
-    run = runs[index]
+    run = sweep.numbered_run(index)
     train_all([run], make_slots(1), lambda training: None)
     outcome = run.outcome()
     print(f"{run.label}: {outcome.state} {outcome.error}".rstrip())
@@ -257,8 +256,10 @@ def _train_one(sweep: Sweep, index: int) -> int:
 
 
 def _wants_seeds(sweep: Sweep) -> bool:
-    if not sweep.until or sweep.num_seeds >= MAX_SEEDS.value:
+    if not sweep.until or sweep.num_seeds >= sweep.max_seeds:
         return False
+    if any(arm.name not in sweep.chosen for arm in sweep.arms):
+        return False  # a run that chooses failed, and its arm has no interval yet
     return widest(judge(sweep, sweep.results())) > sweep.until
 
 
@@ -298,9 +299,10 @@ def _step_seconds(root: Path, arm: Arm, slot: Slot) -> float:
     """Returns how long a training step of an arm takes in a slot, measured once and kept."""
     run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
     check_unchanged([run])
-    if run.outcome().state != "finished":
-        print(f"measuring a step of {arm.name}", flush=True)
-    train_all([run], [slot], lambda training: None)
+    with files.locked(run.folder.parent / f"{run.folder.name}.lock"):  # of an array's other jobs
+        if run.outcome().state != "finished":
+            print(f"measuring a step of {arm.name}", flush=True)
+        train_all([run], [slot], lambda training: None)
     outcome = run.outcome()
     if outcome.state != "finished":
         raise UserError(

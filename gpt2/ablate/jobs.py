@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -232,7 +233,8 @@ def _gpus() -> list[str]:
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return []
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [gpu for gpu in visible.split(",") if gpu]
+        # As CUDA reads it: those before the first that cannot be one.
+        return [*itertools.takewhile(lambda gpu: gpu not in ("", "-1"), visible.split(","))]
     if not shutil.which("nvidia-smi"):
         return []
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)

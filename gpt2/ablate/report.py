@@ -140,11 +140,12 @@ def _explanation(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> str:
             "never at differences. Widths that are small by chance stop early: from three seeds "
             "on, false verdicts on a single arm come in 7 % of sweeps, paired in 10 %, not in 5 %."
         )
-    elif sweep.num_seeds > sweep.first_num_seeds:
+    raised = sweep.num_seeds > sweep.first_num_seeds
+    if raised and (sweep.seeds_were_raised or not sweep.until):
         text += (
-            f" Seeds were raised from {sweep.first_num_seeds} to {sweep.num_seeds} after runs had "
-            "ended. If that was done because of their verdicts, false ones are more frequent than "
-            "intervals say."
+            f" Seeds were raised from {sweep.first_num_seeds} to {sweep.num_seeds} by commands "
+            "that came after runs had ended. If that was done because of their verdicts, false "
+            "ones are more frequent than intervals say."
         )
     return text
 

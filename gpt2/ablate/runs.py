@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2.config import Config, differences, read_record, with_options
+from gpt2.config import DEFAULTS, Config, differences, read_record, with_options
 from gpt2.errors import UserError
 from gpt2.utils.files import write_json
 
@@ -109,10 +109,17 @@ def make_measuring_run(root: Path, arm: str, config: Config, num_steps: int) -> 
         "train.eval_batches": 1,
         "train.eval_every": 0,
         "train.checkpoint_every": 0,
+        "train.keep_checkpoints": DEFAULTS.train.keep_checkpoints,
+        "train.keep_every": 0,
         "logging.profile_start": 0,
         "logging.profile_steps": 0,
-        "optim.warmup_steps": min(config.optim.warmup_steps, 1),
+        # Another schedule takes as long, and may not fit into so few steps.
+        "optim.schedule": "constant",
+        "optim.end_learning_rate": config.optim.learning_rate,
+        "optim.warmup_steps": 0,
+        "optim.warmup_percent": 0.0,
         "optim.decay_steps": 0,
+        "optim.decay_percent": 0.0,
     }
     config = with_options(config, options)
     return Run(arm, config, root / "measure" / arm)

@@ -1,7 +1,9 @@
 """Loss against compute: the same arms at several sizes, and the power law through them."""
 
 import dataclasses
+import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,6 +18,7 @@ from gpt2.telemetry.throughput import count_compute_parameters
 MIN_SIZES = 3  # for a line and its error
 _MIN_RUNS = 3  # of each size, for the bootstrap
 _RESAMPLES = 2000
+_MAX_LOG = math.log(sys.float_info.max)
 
 
 def at_sizes(
@@ -95,8 +98,10 @@ class Fit:
         return self.scale * flops**-self.exponent
 
     def flops(self, loss: float) -> float:
-        """Returns the compute at which the loss is reached."""
-        return float((self.scale / loss) ** (1 / self.exponent))
+        """Returns the compute at which the loss is reached; infinite if no float holds it."""
+        ratio = math.log(self.scale / loss)
+        log_flops = ratio / self.exponent if self.exponent else math.copysign(math.inf, ratio)
+        return math.exp(log_flops) if log_flops < _MAX_LOG else math.inf
 
 
 def fit_power_law(flops: Sequence[float], losses: Sequence[float]) -> Fit:
@@ -147,5 +152,6 @@ def compute_to_match(
     if min(len(runs) for by_size in (baseline, arm) for runs in by_size.values()) < _MIN_RUNS:
         return share(*whole), np.nan, np.nan
     shares = [share(resampled(baseline), resampled(arm)) for _ in range(_RESAMPLES)]
-    low, high = np.quantile(shares, [0.025, 0.975])
+    # No mean of two shares: one of them may be infinite.
+    low, high = np.quantile(shares, [0.025, 0.975], method="inverted_cdf")
     return share(*whole), float(low), float(high)

@@ -21,6 +21,8 @@ from gpt2.utils.files import locked, write_json
 # Seeds of runs that choose values begin this much above those of runs that are compared.
 CHOOSING_SEEDS = 1000
 
+MAX_SEEDS = 20  # where --until gives up by itself
+
 # Decided before the first run, for all runs.
 _TERMS = ("equal", "paired", "tune", "num_tune_seeds")
 
@@ -40,7 +42,10 @@ class Sweep:
         tune: for each option that is tuned, its values.
         num_tune_seeds: runs of each arm for each choice of these values.
         until: half the width of an interval below which no seed is added; 0: none is added.
+        max_seeds: how many seeds `until` adds to at most.
         first_num_seeds: `num_seeds` before any run had ended.
+        seeds_were_raised: whether a command asked for more seeds, or for `until`, after runs had
+            ended.
         chosen: each arm's best choice of the values that are tuned, once all its choosing runs
             have ended; None if none of them has a score. It stays, whatever is trained later.
     """
@@ -56,6 +61,8 @@ class Sweep:
     num_tune_seeds: int
     until: float
     first_num_seeds: int
+    max_seeds: int = MAX_SEEDS
+    seeds_were_raised: bool = False
     chosen: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(default_factory=dict)
 
     @property
@@ -115,10 +122,14 @@ class Sweep:
         return scores
 
     def with_choices(self) -> "Sweep":
-        """Returns the sweep with the choices of those arms whose choosing runs have all ended."""
+        """Returns the sweep with the choices of those arms whose choosing runs have all ended.
+
+        A run that failed has not: the next command tries it again.
+        """
         if not self.tune:
             return dataclasses.replace(self, chosen={arm.name: {} for arm in self.arms})
-        open_arms = {r.arm for r in self.choosing_runs() if r.outcome().state == "waiting"}
+        left = ("waiting", "failed")
+        open_arms = {run.arm for run in self.choosing_runs() if run.outcome().state in left}
         chosen = dict(self.chosen)
         for name, scores in self.tuning().items():
             if name not in chosen and name not in open_arms:
@@ -135,6 +146,23 @@ class Sweep:
             for arm in self.arms
             if (choice := self.chosen.get(arm.name)) is not None
         ]
+
+    def numbered_run(self, number: int) -> Run:
+        """Returns a run by its place in the list: those that choose, then those that are compared.
+
+        Raises:
+            UserError: there is no such run, or it has no number yet: while an arm has no choice,
+                numbers beyond the runs that choose would come to mean other runs.
+        """
+        runs, how = self.choosing_runs(), ""
+        if all(arm.name in self.chosen for arm in self.arms):
+            runs += self.runs()
+        else:
+            how = "; runs that compare have numbers once those that choose have ended well"
+        if not 0 <= number < len(runs):
+            how = f"Use 0 to {len(runs) - 1}{how}"
+            raise UserError(f"--index={number} is not one of the sweep's runs", how)
+        return runs[number]
 
     def results(self) -> list[Result]:
         """Returns what the compared runs gave so far."""
@@ -258,12 +286,16 @@ def continued(sweep: Sweep) -> Sweep:
             "Give another --workdir",
         )
     runs_exist = any(run.outcome().state != "waiting" for run in before.runs())
+    # `--until` itself adds to `num_seeds` alone.
+    raised = sweep.first_num_seeds > before.num_seeds or (sweep.until and not before.until)
     return dataclasses.replace(
         sweep,
         commands=list(dict.fromkeys([*before.commands, *sweep.commands])),
         arms=tuple(arms),
         num_seeds=max(before.num_seeds, sweep.num_seeds),
         until=sweep.until or before.until,
+        max_seeds=sweep.max_seeds if sweep.until else before.max_seeds,
+        seeds_were_raised=before.seeds_were_raised or bool(runs_exist and raised),
         first_num_seeds=before.first_num_seeds if runs_exist else sweep.num_seeds,
         chosen=before.chosen,
     )

@@ -47,6 +47,17 @@ SMALL = {
 # padded to one here, where a device multiplies such shapes faster, and not in peers.
 _PADDED_VOCAB = 50304
 
+# What a variation may set, but for what is shared.
+_VARIABLE = (
+    *("model.", "loss.", "optim.", "precision.", "parallel.", "memory."),
+    *("data.document_mask", "train.accumulate_steps", "train.skip_"),
+)
+_SHARED = {
+    "model.context_length": "Use --context_length",
+    "model.vocab_size": "Choose another --model",
+    "data.batch_size": "Use --batch_size",
+}
+
 # Forms of attention that every side has, in this project's names. `flash` is what `auto` takes
 # where there is a flash kernel; the worker refuses it elsewhere.
 ATTENTION = {"eager": "reference", "sdpa": "auto", "flash": "auto"}
@@ -220,7 +231,7 @@ def read_options(text: str) -> dict[str, Any]:
     """Returns the options of `OPTION=VALUE,...` by their dotted names, with their types.
 
     Raises:
-        UserError: there is no such option, or its value is not of its type.
+        UserError: there is no such option, its value is not of its type, or it changes no step.
     """
     options: dict[str, Any] = {}
     for setting in text.split(","):
@@ -231,6 +242,11 @@ def read_options(text: str) -> dict[str, Any]:
                 "For example, use --vary=model.position=rope,model.num_kv_heads=4",
             )
         options[name] = read_option(name, value)
+        if name in _SHARED or not name.startswith(_VARIABLE):
+            why = "all contestants have the same batch" if name in _SHARED else "it changes no step"
+            raise UserError(
+                f"--vary={text} cannot vary {name}: {why}", _SHARED.get(name, "Leave it out")
+            )
     return options
 
 

@@ -73,9 +73,8 @@ def measure(
         infos = {name: player.info() for name, player in players.items()}
     results = {}
     for name in players:
-        # Peers compute what we do; a variation has FLOPs of its own.
-        flops = infos[name if name in variations else OURS]["flops_per_token"]
-        info = infos[OURS] | {"flops_per_token": flops}
+        # Peers compute what we do; a variation has FLOPs of its own, and may have another peak.
+        info = infos[name if name in variations else OURS]
         results[name] = runs_on[name] | warm_up[name] | infos[name]
         results[name] |= summarise(case, medians[name], medians[OURS], info)
         # Before the first step, and in it: the contestants compile at either time.

@@ -80,7 +80,8 @@ class OurModel:
         self._compiled = compile_step(self._state, self._batch)
         self.compile_seconds = self._compiled.compile_seconds
         platform = platform_of(devices[0])
-        self._products = products_of(case["compute"], case["matmul_precision"], platform)
+        compute = program.config.precision.compute
+        self._products = products_of(compute, case["matmul_precision"], platform)
         self._batches: Iterator[Any] = itertools.repeat(self._batch)
         if case["with_data"]:
             self._batches = _prefetch(case, program.backend)
@@ -208,15 +209,15 @@ def peak(case: dict[str, Any]) -> dict[str, Any]:
     precision alone.
     """
     used, subject = devices_of(case), case["subject"]
-    compute, platform = case["compute"], platform_of(used[0])
+    compute, platform = make_config(case).precision.compute, platform_of(used[0])
     default = products_of(compute, "default", platform)
     flops, source = None, peak_source(used[0])
     if products_of(compute, case["matmul_precision"], platform) != default:
         source = "unknown"
     elif subject == "train" or (subject != "data" and used[0].platform == "cpu"):
-        flops = total_peak_flops(case["compute"])  # simulated devices share the whole CPU
+        flops = total_peak_flops(compute)  # simulated devices share the whole CPU
     elif subject != "data":
-        flops = peak_flops(used[0], case["compute"])
+        flops = peak_flops(used[0], compute)
     return {"peak_flops": flops, "peak_source": source}
 
 

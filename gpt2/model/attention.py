@@ -156,8 +156,8 @@ class Attention(nn.Module):
         cfg = self.config
 
         def scoring(window):
-            # 1 / H in place of 1 / sqrt(H), and equal to it at GPT-2's own head size of 64 (Yang et
-            # al. 2022, section 4; microsoft/mup takes 8 / H too).
+            # 8 / H in place of 1 / sqrt(H): equal at GPT-2's own head size of 64 (Yang et al. 2022,
+            # section 4; as microsoft/mup).
             scale = 8.0 / cfg.head_size if cfg.mup_base_width else 0.0
             return Scoring(window=window, softcap=cfg.attention_softcap, scale=scale)
 

@@ -23,6 +23,7 @@ from gpt2.model.attention import LayerInputs
 from gpt2.model.block import Block
 from gpt2.model.layers import Embedding, Norm
 from gpt2.ops import cross_entropy, rotation
+from gpt2.ops.scores import soft_cap
 from gpt2.parallel.rules import constrain, vocab_multiple
 from gpt2.utils.platform import platform
 from gpt2.utils.remat import remat
@@ -271,8 +272,7 @@ class GPT(nn.Module):
             head.astype(cfg.compute_dtype),
             preferred_element_type=jnp.float32,
         )
-        if cfg.logit_softcap:
-            logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+        logits = soft_cap(logits, cfg.logit_softcap)
         return logits[..., : cfg.vocab_size]
 
     @nn.nowrap

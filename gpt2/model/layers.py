@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gpt2.config import GPTConfig
 from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm
-from gpt2.parallel.pieces import gather, look_up
+from gpt2.parallel.pieces import gather_parameter, look_up
 from gpt2.parallel.rules import constrain, pieces_of
 from gpt2.utils.remat import named
 
@@ -182,7 +182,7 @@ class Embedding(nn.Module):
         """
         chex.assert_axis_dimension_gteq(self.embedding, 0, num_rows)
         rows, dtype = self.embedding[:num_rows], self.config.compute_dtype
-        return gather(rows, self.pieces, dtype) if self.pieces else rows.astype(dtype)
+        return gather_parameter(rows, self.pieces, dtype) if self.pieces else rows.astype(dtype)
 
 
 class MLP(nn.Module):

@@ -1,7 +1,8 @@
 """The expensive operations: one function each, several implementations, one plain reference.
 
-Every function here has a form written for speed, with its own backward rule, and beside it a
-`*_reference` form written for reading. Tests compare the values and gradients of the two.
+What has a form written for speed, with its own backward rule, has a `*_reference` form written for
+reading beside it (activation, attention, cross_entropy, linear, norm, rope). Tests compare the
+values and gradients of the two.
 """
 
 from gpt2.ops.activation import ACTIVATIONS, GATES, gelu_tanh, gelu_tanh_reference

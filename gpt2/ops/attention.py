@@ -160,9 +160,9 @@ def resolve(
         return found or _form_obstacle(name, scoring, alibi)
 
     if implementation == "auto":
+        # Blocks suit the caches of a CPU. Accelerators are faster with all scores at once.
         on_cpu = "blocked" if context_length > SHORT else "reference"
         preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
-        # Blocks suit the caches of a CPU. Accelerators are faster with all scores at once.
         return next(name for name in (preferred, "xla", "reference") if not obstacle(name))
     if found := obstacle(implementation):
         raise UserError(

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from gpt2.ops.dot import dot
 from gpt2.ops.forms import forms
 from gpt2.ops.linear import Pieces
+from gpt2.ops.scores import soft_cap
 
 IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
 
@@ -196,8 +197,7 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
 def _logits(hidden, embedding, form):
     """Returns the logits `[B, T, V]`, float32, padding masked out."""
     logits = dot(hidden, embedding, (2,), (1,), form.logits_dtype).astype(jnp.float32)
-    if form.logit_softcap:
-        logits = form.logit_softcap * jnp.tanh(logits / form.logit_softcap)
+    logits = soft_cap(logits, form.logit_softcap)
     if form.vocab_size < embedding.shape[0]:
         logits = jnp.where(_exists(logits, form), logits, IMPOSSIBLE)
     return logits
@@ -281,5 +281,4 @@ def _target_logits(logits, hidden, embedding, targets, form):
         return jnp.where(is_target, logits, 0.0).sum(axis=-1, keepdims=True)
     rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
     logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
-    cap = form.logit_softcap
-    return cap * jnp.tanh(logits / cap) if cap else logits
+    return soft_cap(logits, form.logit_softcap)

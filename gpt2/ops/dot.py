@@ -1,4 +1,4 @@
-"""The matrix product that every operation here uses."""
+"""The matrix product of linear maps and of the loss."""
 
 from collections.abc import Iterable
 

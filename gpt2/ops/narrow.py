@@ -13,7 +13,7 @@ from gpt2.ops.forms import forms
 def bits(x: jax.Array) -> jax.Array:
     """Returns `x` as uint16 of the same bits if it holds 16-bit floats, else `x` itself.
 
-    So it does on platforms other than CPUs, where it gains nothing.
+    On platforms other than CPUs it is `x` too: bits gain nothing there.
     """
     if not forms().bits:
         return x

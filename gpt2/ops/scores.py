@@ -10,6 +10,11 @@ import jax
 import jax.numpy as jnp
 
 
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    """Returns `cap * tanh(x / cap)`, which lies between -cap and cap; `x` where `cap` is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 @dataclasses.dataclass(frozen=True)
 class Scoring:
     """What happens to `q k^T` before softmax, beside biases and segments.
@@ -32,7 +37,7 @@ class Scoring:
     def scores(self, products: jax.Array, head_size: int) -> jax.Array:
         """Returns scores for products of queries and keys, float32."""
         scores = products * self.factor(head_size)
-        return self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
+        return soft_cap(scores, self.softcap)
 
     def visible(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """Returns whether positions `query` see positions `key`, which broadcast together."""

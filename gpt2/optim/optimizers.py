@@ -33,8 +33,8 @@ def make_optimizer(
     """Returns the optimizer as one chain.
 
     Gradients are clipped by their global norm. The direction follows, with weight decay before it
-    (adam, sgd) or after it (all others). Each parameter's factor, the learning rate and the sign
-    come last, and an average of the new parameters if there is one.
+    (adam, sgd) or after it (all others). Factors of `layer_rates` and `adam_learning_rate`, the
+    learning rate and the sign come last, and an average of the new parameters if there is one.
 
     Args:
         optim: the `optim.` options.

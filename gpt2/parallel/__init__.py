@@ -1,6 +1,6 @@
 """Spreads one program over devices: the mesh, the rules, and two backends with one interface.
 
-init_state(init_fn, key) -> state           placed, never materialised whole on one device
+init_state(init_fn, key) -> state           placed; under pjit, each device draws its part alone
 state_shardings(state)   -> shardings       of a state of arrays or shapes
 local_rows(batch_size)   -> slice           this process's rows of a global batch
 put_batch(host_batch)    -> device arrays   from this process's rows
@@ -36,7 +36,7 @@ def make_backend(
     logical_axes: Any,
     devices: list[jax.Device] | None = None,
     *,
-    gather: str = "step",
+    gather_by: str = "step",
 ) -> Backend:
     """Returns the backend that `parallel.backend` names, over all devices unless some are given.
 
@@ -44,16 +44,16 @@ def make_backend(
         parallel: the `parallel.` options.
         logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
         devices: all of the cluster's, if not given.
-        gather: what `parallel.fsdp_gather=auto` stands for.
+        gather_by: what `parallel.fsdp_gather=auto` stands for.
     """
     mesh = make_mesh(parallel, devices)
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
     _refuse_idle_rules(parallel.rules, logical_axes)
-    chosen = gather if parallel.fsdp_gather == "auto" else parallel.fsdp_gather
+    chosen = gather_by if parallel.fsdp_gather == "auto" else parallel.fsdp_gather
     backend = PjitBackend(mesh, logical_axes, Rules.from_config(parallel), chosen)
     if mesh.shape["fsdp"] > 1:
-        if parallel.fsdp_gather == "layer" != backend.gather:
+        if parallel.fsdp_gather == "layer" != backend.gather_by:
             raise UserError(
                 "parallel.fsdp_gather=layer gathers nothing: kernels and tables are gathered by "
                 "layer where parallel.rules.embed and parallel.rules.table split them over fsdp",
@@ -90,7 +90,7 @@ def abstract_state(backend: Backend, init_fn: Callable[[jax.Array], State]) -> S
     )
 
 
-def gather(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+def gather_whole(tree: Any, mesh: jax.sharding.Mesh) -> Any:
     """Returns a tree whole on this process's first device. Every process must call it."""
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)

@@ -62,11 +62,11 @@ class Pieces:
     def gather(self, piece: jax.Array) -> jax.Array:
         """Returns the whole array."""
 
-        def gather(piece):
+        def on_piece(piece):
             found = jnp.moveaxis(jax.lax.all_gather(piece, AXIS), 0, self.axis)
             return found.reshape(self.whole_shape(piece.shape))
 
-        return self._map_spread(gather)(piece)
+        return self._map_spread(on_piece)(piece)
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Returns this device's piece of the sum of all devices' whole gradients."""
@@ -125,20 +125,20 @@ def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(piece: jax.Array, pieces: Pieces, dtype: DTypeLike) -> jax.Array:
+def gather_parameter(piece: jax.Array, pieces: Pieces, dtype: DTypeLike) -> jax.Array:
     """Returns a whole parameter in `dtype`; its gradient is summed in the parameter's own type."""
     return pieces.gather(piece.astype(dtype))
 
 
 def _gather_fwd(piece, pieces, dtype):
-    return gather(piece, pieces, dtype), None
+    return gather_parameter(piece, pieces, dtype), None
 
 
 def _gather_bwd(pieces, dtype, _, gradient):
     return (pieces.scatter(gradient.astype(jnp.float32)),)
 
 
-gather.defvjp(_gather_fwd, _gather_bwd)
+gather_parameter.defvjp(_gather_fwd, _gather_bwd)
 
 
 def look_up(columns: jax.Array, indices: jax.Array, dtype: DTypeLike) -> jax.Array:

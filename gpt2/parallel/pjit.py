@@ -34,8 +34,8 @@ class PjitBackend:
     Args:
         mesh: with the axes of `rules.MESH_AXES`.
         logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
-        table: how everything is spread over the mesh.
-        gather: when parameters are gathered over `fsdp`: at each `step`, or by `layer` where the
+        layout_rules: how everything is spread over the mesh.
+        gather_by: when parameters are gathered over `fsdp`: at each `step`, or by `layer` where the
             rules cut some along an axis that layers gather.
 
     Attributes:
@@ -45,15 +45,15 @@ class PjitBackend:
         UserError: the rules do not suit the parameters.
     """
 
-    def __init__(self, mesh: Mesh, logical_axes: Any, table: Rules, gather: str = "step"):
+    def __init__(self, mesh: Mesh, logical_axes: Any, layout_rules: Rules, gather_by: str = "step"):
         self.mesh = mesh
-        self.rules = table
+        self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.gather = gather if mesh.shape["fsdp"] > 1 else "step"
-        self._by_layer = self.gather == "layer"
-        self._storage = rules.specs(logical_axes, table.storage)
-        self._optimizer = rules.specs(logical_axes, table.optimizer)
-        self._compute = rules.specs(logical_axes, table.compute)
+        self.gather_by = gather_by if mesh.shape["fsdp"] > 1 else "step"
+        self._by_layer = self.gather_by == "layer"
+        self._storage = rules.specs(logical_axes, layout_rules.storage)
+        self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
+        self._compute = rules.specs(logical_axes, layout_rules.compute)
         self._batch_sharding = batch_sharding(mesh)
         # Axes of size 1 are left out, since a collective over one is not always optimised away.
         self._batch_axes = tuple(axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1)
@@ -66,7 +66,7 @@ class PjitBackend:
         )
         leaves = jax.tree.leaves(self._leaves)
         if not any(leaf.by_layer for leaf in leaves):
-            self.gather, self._by_layer = "step", False
+            self.gather_by, self._by_layer = "step", False
         self.is_split = any(leaf.dim is not None for leaf in leaves)
 
     def _make_leaf(self, names: Any, reduced: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
@@ -86,7 +86,7 @@ class PjitBackend:
         strategy = self.rules.strategy
         parts = ["pjit", describe_mesh(self.mesh)] + [strategy] * (strategy != "auto")
         if self.mesh.shape["fsdp"] > 1 and strategy != "zero1":
-            parts.append(f"parameters gathered by {self.gather}")
+            parts.append(f"parameters gathered by {self.gather_by}")
         return ", ".join(parts)
 
     def state_shardings(self, state: State) -> State:

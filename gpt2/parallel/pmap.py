@@ -67,39 +67,28 @@ class PmapBackend:
 
     def compile_train(self, step: Callable) -> Callable:
         """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
-
-        def train_step(state, batch):
-            with traced_for(self._devices[0]):
-                return step(state, batch, _map_sum)
-
-        return self._pmap(train_step, donate_argnums=0)
+        return self._pmap(step, donate_argnums=0)
 
     def compile_watch(self, step: Callable) -> Callable:
         """Returns the pmapped `(state, batch) -> statistics`."""
-
-        def watch_step(state, batch):
-            with traced_for(self._devices[0]):
-                return step(state, batch, _map_sum)
-
-        return self._pmap(watch_step)
+        return self._pmap(step)
 
     def compile_eval(self, step: Callable) -> Callable:
         """Returns the pmapped `(params, batch) -> metrics`."""
+        return self._pmap(step)
 
-        def eval_step(params, batch):
+    def _pmap(self, step, **options):
+        def on_device(state, batch):
             with traced_for(self._devices[0]):
-                return step(params, batch, _map_sum)
+                return step(state, batch, _map_sum)
 
-        return self._pmap(eval_step)
-
-    def _pmap(self, function, **kwargs):
         return jax.pmap(
-            function,
+            on_device,
             axis_name=AXIS,
             in_axes=(None, 0),
             out_axes=None,
             devices=self._devices,
-            **kwargs,
+            **options,
         )
 
 

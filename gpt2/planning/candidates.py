@@ -86,13 +86,15 @@ def find_candidates(
     """
     candidates, refused = [], []
     micro_batches = "train.accumulate_steps"
-    one = {} if micro_batches in fixed else {micro_batches: 1}
+    # Allowed on any device, whatever the config has; candidates replace them.
+    usual: dict[str, Any] = {micro_batches: 1, "memory.remat": "none"}
+    usual = {name: value for name, value in usual.items() if name not in fixed}
     # A forecast does not count the copies of `offload`, which would always seem best.
     policies = [policy for policy in CHOICES["memory.remat"] if policy != "offload"]
     remats = _choices("memory.remat", policies, config, fixed)
     for layout in _layouts(config, len(devices), fixed):
         try:
-            program = make_program(with_options(config, layout | one), devices)
+            program = make_program(with_options(config, layout | usual), devices)
         except UserError as error:
             refused.append(str(error))
             continue
@@ -108,27 +110,30 @@ def find_candidates(
 
 def options_of(
     config: Config, devices: Sequence[jax.Device], fixed: Sequence[str]
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """Returns what `config` itself chooses, by the names of a candidate's options.
 
-    Arguments are as for `find_candidates`. Returns None if the config's own layout cannot work.
+    Arguments are as for `find_candidates`. What no candidate has is left out: `offload`, and all
+    options if the config's own layout cannot work.
     """
     try:
-        program = make_program(config, devices)
+        # A CPU refuses `offload`, and simulated devices are CPUs.
+        program = make_program(with_options(config, {"memory.remat": "none"}), devices)
     except UserError:
-        return None
+        return {}
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(program.backend.mesh.shape)
     strategy, gather = config.parallel.strategy, "auto"
     if strategy not in ("zero1", "megatron") and "parallel.strategy" not in fixed:
         strategy = "auto"  # which means the same on this mesh
     if sizes["fsdp"] > 1 and strategy != "zero1":
         gather = choose_gather(program.config, devices)
-    return {
+    options = {
         **{f"parallel.{axis}": size for axis, size in sizes.items()},
         **{"parallel.strategy": strategy, "parallel.fsdp_gather": gather},
-        "memory.remat": config.memory.remat,
         "train.accumulate_steps": config.train.accumulate_steps,
     }
+    remat = config.memory.remat
+    return options if remat == "offload" else options | {"memory.remat": remat}
 
 
 def _kept(policy: str, model: GPTConfig) -> tuple[int, int]:

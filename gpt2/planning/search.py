@@ -38,6 +38,8 @@ class Trial:
 class Search:
     """Compiles candidates: the config's own options first, then the most promising.
 
+    Of a config with `memory.remat=offload`, which is no candidate, the layout comes first.
+
     Args:
         config: whose other options stay, the batch among them.
         devices: to compile for.
@@ -79,8 +81,8 @@ class Search:
                 "Leave sizes of --config.parallel. to the search, or give another "
                 "--config.data.batch_size",
             )
-        own = options_of(config, devices, fixed)
-        self.waiting.sort(key=lambda c: (c.options != own, *_promise(c, memory)))
+        own = options_of(config, devices, fixed).items()
+        self.waiting.sort(key=lambda c: (not own <= c.options.items(), *_promise(c, memory)))
         self.too_large = self._skip(lambda candidate: candidate.least_bytes > memory)
 
     @property

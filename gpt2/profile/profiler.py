@@ -35,6 +35,10 @@ class Profiler:
         self._annotation = contextlib.ExitStack()  # of the step under way
         self._sampler = contextlib.ExitStack()
 
+    def waits_at(self, step: int) -> bool:
+        """Returns whether `step` would wait for earlier steps: where the trace begins or ends."""
+        return (step in self._steps) != self._tracing
+
     def step(self, step: int, in_flight: Any) -> None:
         """Begins or ends the trace where that is due. Call it before each step is dispatched.
 

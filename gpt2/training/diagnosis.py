@@ -20,7 +20,7 @@ from gpt2.config import LossConfig
 from gpt2.errors import DivergedError, UserError, paths_are_checked
 from gpt2.model import GPT
 from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
-from gpt2.parallel import distributed, gather
+from gpt2.parallel import distributed, gather_whole
 from gpt2.parallel.rules import gathered_for
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
@@ -144,7 +144,7 @@ class Diagnosis:
     def _bad_parameter(self, params: Any) -> str:
         """Returns the name of the first parameter that is not finite, in the order of use."""
         flags = jax.jit(partial(map_parameters, _bad_by_layer))(params)
-        flags = gather(flags, self.program.backend.mesh)
+        flags = gather_whole(flags, self.program.backend.mesh)
         bad = _bad_names(flags)
         return min(bad, key=self._rank, default="")
 
@@ -171,7 +171,7 @@ class Diagnosis:
         )
 
         def look(params: Any, batch: Any) -> tuple[int, str] | None:
-            flags = jax.device_get(gather(probe(params, batch), program.backend.mesh))
+            flags = jax.device_get(gather_whole(probe(params, batch), program.backend.mesh))
             for index in range(number):
                 if name := self._first_name(jax.tree.map(lambda leaf, i=index: leaf[i], flags)):
                     return index, name

@@ -70,8 +70,12 @@ class Program:
         check_program(config, devices)
         model = GPT(config.gpt())
         schedule, optimizer = _make_optimizer(config)
-        gather = choose_gather(config, devices)
-        backend = make_backend(config.parallel, model.logical_axes(), list(devices), gather=gather)
+        backend = make_backend(
+            config.parallel,
+            model.logical_axes(),
+            list(devices),
+            gather_by=choose_gather(config, devices),
+        )
         options: dict[str, Any] = dict(
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
@@ -230,7 +234,7 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
             options.
     """
     may_simulate = platform_of(devices[0]) == "cpu" and jax.process_count() == 1
-    may_simulate &= jax.config.jax_num_cpu_devices < 0  # else a plan has said how many there are
+    may_simulate &= getattr(jax.config, "jax_num_cpu_devices", -1) < 0  # else a plan says how many
     check_layout(config, config.model, len(devices), may_simulate=may_simulate)
     resolve_attention(config, devices[0])
     if config.memory.remat == "offload" and platform_of(devices[0]) == "cpu":

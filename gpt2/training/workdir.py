@@ -38,7 +38,8 @@ from gpt2.utils.text import counted
 
 # Options that may change when a run continues. They do not decide what the model learns, except
 # `train.num_steps`, which moves the end of the learning-rate schedule, and those that leave out
-# steps, since a run that diverged may continue with them.
+# steps, since a run that diverged may continue with them. A name that ends in "." or "_" stands for
+# all that begin with it.
 _MAY_CHANGE = (
     "parallel.",
     "memory.",
@@ -67,6 +68,8 @@ _FOLDERS = ("checkpoints", "damaged", "tensorboard", "profile")
 
 def check_options(workdir: Path, config: Config) -> None:
     """Checks that a run with these options can start or continue in a directory.
+
+    Before the data are prepared, `model.vocab_size` may be 0. Check again when it is known.
 
     Raises:
         UserError: the directory is not writable, holds other files than a run's, or holds a run
@@ -124,7 +127,9 @@ def _may_change(name: str, old: Any, new: Any, workdir: Path, config: Config) ->
         return False  # masks are drawn by micro-batch
     if _is_move(name, old, new) and read_data(workdir / _DATA) is not None:
         return True  # check_data decides
-    return name.startswith(_MAY_CHANGE) or (name == "model.vocab_size" and new == 0)
+    if name == "model.vocab_size" and new == 0:
+        return True  # the tokenizer's, which is not known yet
+    return any(name.startswith(n) if n.endswith((".", "_")) else name == n for n in _MAY_CHANGE)
 
 
 def _precedes_config(path: Path) -> bool:
@@ -216,7 +221,9 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     """
     lock(workdir, start)
     if start:
-        _tell_of_schedule(load_config(workdir), config, start)
+        saved = load_config(workdir)
+        _tell_of_schedule(saved, config, start)
+        _tell_of_validation(saved, config, start)
     for path in set_aside(workdir, after=start):
         warn(f"the damaged checkpoint is now {path}")
     write(workdir, config, dataset)
@@ -224,10 +231,15 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
 
 
 def _tell_of_schedule(saved: Config, config: Config, start: int) -> None:
-    """Warns that the learning rate goes on as another number of steps has it."""
+    """Warns that the learning rate, or AdEMAMix, goes on as another number of steps has it."""
     before, now = saved.train.num_steps, config.train.num_steps
     if before == now:
         return
+    if config.optim.name == "ademamix":
+        warn(
+            f"the run was last started with train.num_steps={before}; from step {start} on, alpha "
+            f"and beta3 of ademamix rise over {now} steps"
+        )
     old, new = (make_schedule(config.optim, num_steps) for num_steps in (before, now))
     # A finished run that is extended has no step in common: its next rate is not its last one.
     steps = start, max(start, min(before, now) - 1)
@@ -235,6 +247,21 @@ def _tell_of_schedule(saved: Config, config: Config, start: int) -> None:
         warn(
             f"the run was last started with train.num_steps={before}; from step {start} on, its "
             f"learning rate follows the schedule of {now} steps"
+        )
+
+
+def _tell_of_validation(saved: Config, config: Config, start: int) -> None:
+    """Warns that scores from now on are of other batches than those of the best checkpoint."""
+
+    def rows(config: Config) -> int | None:
+        batches = config.train.eval_batches
+        return batches and batches * config.data.batch_size // config.train.accumulate_steps
+
+    if rows(saved) != rows(config):
+        warn(
+            f"from step {start} on, validation takes other batches than before "
+            "(train.eval_batches, or train.accumulate_steps with it); the best checkpoint so far "
+            "keeps its score"
         )
 
 
