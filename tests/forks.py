@@ -112,6 +112,9 @@ def _serve() -> None:
 
 def _import_all() -> None:
     """Imports what commands import, apart from modules that define flags."""
+    import grain  # noqa: F401
+    import tensorflow_datasets  # noqa: F401
+
     import gpt2
 
     for module in pkgutil.walk_packages(gpt2.__path__, "gpt2."):

@@ -648,7 +648,7 @@ def start_ablate(*options):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_corpus_that_vanishes_is_named_and_what_is_left_goes_on(tmp_path):
     root, text = tmp_path / "sweep", tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question.\n" * 400)

@@ -29,9 +29,7 @@ SETTINGS = {
     "a noisy arm, 5 seeds": (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)),
 }
 each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-each_size = pytest.mark.parametrize(
-    "num_sweeps", [400, pytest.param(4000, marks=pytest.mark.thorough)]
-)
+each_size = pytest.mark.parametrize("num_sweeps", [400, pytest.param(4000, marks=pytest.mark.slow)])
 
 # Dunnett 1955, table 1: blood counts of six animals without a drug, four and five with one.
 BLOOD = (

@@ -149,9 +149,9 @@ class StubCheckpointer:
     [
         ("one device", False, "none"),
         pytest.param("pmap", True, "full", marks=pytest.mark.thorough),
-        pytest.param("one device", True, "none", marks=pytest.mark.thorough),
+        pytest.param("one device", True, "none", marks=pytest.mark.slow),
         pytest.param("by layer", True, "full", marks=pytest.mark.thorough),
-        pytest.param("by step", False, "full", marks=pytest.mark.thorough),
+        pytest.param("by step", False, "full", marks=pytest.mark.slow),
     ],
 )
 def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned, remat):

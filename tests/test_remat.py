@@ -195,7 +195,14 @@ def test_remat_changes_no_loss_and_no_gradient(policy, scan_layers):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("policy", "scan_layers"),
-    [("full", False), ("attention", True), ("mlp", True), ("dots", False)],
+    [
+        ("full", False),
+        ("dots", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("attention", True), ("mlp", True))
+        ),
+    ],
 )
 def test_remat_drops_the_same_numbers_again(policy, scan_layers):
     plain = replaced(scan_layers=scan_layers, dropout=0.1, attention="auto")

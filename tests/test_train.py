@@ -127,8 +127,9 @@ def wait_for_file(process, path):
         3,
         *(
             pytest.param(each, marks=pytest.mark.thorough)
-            for each in ("config.json", "checkpoints", ".lock", 1, 6)
+            for each in ("config.json", "checkpoints")
         ),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (".lock", 1, 6)),
     ],
 )
 def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, kill_at):

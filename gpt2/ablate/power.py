@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
+import scipy  # loads its parts when they are used
 from numpy.typing import NDArray
-from scipy import optimize, special, stats
 
 Array = NDArray[np.float64]
 
 POWER = 0.8  # of `Verdict.detectable`
 _NORMAL = np.linspace(-8, 8, 129)  # a normal variable, for integrals by the trapezoidal rule
-_NORMAL_WEIGHTS = stats.norm.pdf(_NORMAL) / stats.norm.pdf(_NORMAL).sum()
+_NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2) / np.exp(-(_NORMAL**2) / 2).sum()
 
 
 def power_of(
@@ -38,7 +38,7 @@ def power_of(
         )
     half_widths, weights = _half_widths((num,) * (1 + num_arms), num, confidence)
     shift = abs(difference) / deviation / math.sqrt(2 / num)
-    return float(weights @ special.ndtr(shift - half_widths))
+    return float(weights @ scipy.special.ndtr(shift - half_widths))
 
 
 def seeds_needed(
@@ -80,7 +80,7 @@ def deviation_interval(values: Sequence[float], confidence: float = 0.95) -> tup
     check_share(confidence)
     if len(values) < 2 or not np.isfinite(values).all():
         raise ValueError(f"A deviation needs two values or more, all finite; given: {values}.")
-    tails = stats.chi2.isf([(1 - confidence) / 2, (1 + confidence) / 2], len(values) - 1)
+    tails = scipy.stats.chi2.isf([(1 - confidence) / 2, (1 + confidence) / 2], len(values) - 1)
     low, high = np.sqrt(len(values) * np.var(values) / tails)
     return float(low), float(high)
 
@@ -108,7 +108,7 @@ def ratio_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[f
         mean = logs.mean()
     half_width = math.nan
     if len(logs) > 1 and np.isfinite(mean):
-        quantile = stats.t.ppf((1 + confidence) / 2, len(logs) - 1)
+        quantile = scipy.stats.t.ppf((1 + confidence) / 2, len(logs) - 1)
         half_width = quantile * logs.std(ddof=1) / math.sqrt(len(logs))
     middle, low, high = np.exp([mean, mean - half_width, mean + half_width])
     return float(middle), float(low), float(high)
@@ -138,7 +138,9 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     correlation = (nums / (nums + sizes[0]))[:, None, None]
     common, own = np.sqrt(correlation) * _NORMAL, np.sqrt(1 - correlation)
     limit = bound * noise[:, None]
-    within = special.ndtr((limit - common) / own) - special.ndtr((-limit - common) / own)
+    within = scipy.special.ndtr((limit - common) / own) - scipy.special.ndtr(
+        (-limit - common) / own
+    )
     together = (within ** counts[:, None, None]).prod(0)
     return float(weights @ together @ _NORMAL_WEIGHTS)
 
@@ -151,8 +153,8 @@ def dunnett_quantile(sizes: tuple[int, ...], df: int, confidence: float) -> floa
         return dunnett_probability(bound, sizes, df) - confidence
 
     tail = (1 - confidence) / 2
-    one_arm, bonferroni = stats.t.isf([tail, tail / (len(sizes) - 1)], df)  # on either side
-    return float(optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni))
+    one_arm, bonferroni = scipy.stats.t.isf([tail, tail / (len(sizes) - 1)], df)  # on either side
+    return float(scipy.optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni))
 
 
 @cache
@@ -161,9 +163,9 @@ def group_shift(sizes: tuple[int, ...], num: int, confidence: float) -> float:
     half_widths, weights = _half_widths(sizes, num, confidence)
 
     def lack(shift: float) -> float:
-        return POWER - float(weights @ special.ndtr(shift - half_widths))
+        return POWER - float(weights @ scipy.special.ndtr(shift - half_widths))
 
-    return float(optimize.brentq(lack, 0, half_widths.max() + 10))
+    return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10))
 
 
 @cache
@@ -171,9 +173,9 @@ def pair_shift(quantile: float, df: int) -> float:
     """Returns the true difference that pairs find with `POWER`, in standard errors."""
 
     def lack(shift: float) -> float:
-        return POWER - float(stats.nct.sf(quantile, df, shift))
+        return POWER - float(scipy.stats.nct.sf(quantile, df, shift))
 
-    return float(optimize.brentq(lack, 0, 3 * quantile + 3))
+    return float(scipy.optimize.brentq(lack, 0, 3 * quantile + 3))
 
 
 def _half_widths(sizes: tuple[int, ...], num: int, confidence: float) -> tuple[Array, Array]:
@@ -191,7 +193,9 @@ def _half_widths(sizes: tuple[int, ...], num: int, confidence: float) -> tuple[A
     pooled = sum(each * x for each, x in zip(dfs, (variance0, variance, others), strict=True)) / df
     welch_error, welch_df = welch(variance0[..., 0], variance[..., 0], sizes[0], num)
     level = (1 - confidence) / math.sqrt(len(sizes) - 1)
-    welch_width = stats.t.isf(level / 2, welch_df) * welch_error / math.sqrt(1 / sizes[0] + 1 / num)
+    welch_width = (
+        scipy.stats.t.isf(level / 2, welch_df) * welch_error / math.sqrt(1 / sizes[0] + 1 / num)
+    )
     half_widths = np.maximum(
         dunnett_quantile(sizes, df, confidence) * np.sqrt(pooled), welch_width[..., None]
     )
@@ -203,10 +207,10 @@ def _chi(df: int) -> tuple[Array, Array]:
     """Returns values of an estimated standard deviation whose true one is 1, and their weights."""
     if not df:
         return np.zeros(1), np.ones(1)
-    low, high = np.sqrt([stats.chi2.ppf(1e-13, df), stats.chi2.isf(1e-13, df)])
+    low, high = np.sqrt([scipy.stats.chi2.ppf(1e-13, df), scipy.stats.chi2.isf(1e-13, df)])
     nodes, weights = np.polynomial.legendre.leggauss(40)
     values = low + (high - low) * (nodes + 1) / 2
-    weights = weights * stats.chi.pdf(values, df)
+    weights = weights * scipy.stats.chi.pdf(values, df)
     return values / math.sqrt(df), weights / weights.sum()
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from scipy import stats
+import scipy  # loads its parts when they are used
 
 from gpt2.ablate.arms import Arm
 from gpt2.ablate.equal import with_length
@@ -114,8 +114,8 @@ def fit_power_law(flops: Sequence[float], losses: Sequence[float]) -> Fit:
         flops: of each run.
         losses: final, of each run.
     """
-    line = stats.linregress(np.log(flops), np.log(losses))
-    quantile = stats.t.ppf(0.975, len(flops) - 2)
+    line = scipy.stats.linregress(np.log(flops), np.log(losses))
+    quantile = scipy.stats.t.ppf(0.975, len(flops) - 2)
     return Fit(float(np.exp(line.intercept)), float(-line.slope), float(quantile * line.stderr))
 
 

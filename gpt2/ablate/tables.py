@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 
-from scipy import stats
+import scipy  # loads its parts when they are used
 
 from gpt2.ablate.power import deviation_interval, ratio_interval, seeds_needed
 from gpt2.ablate.results import Result, amount_to_reach
@@ -104,7 +104,7 @@ def noise_table(sweep: Sweep, by_arm: Mapping[str, Sample]) -> str:
             first = by_arm[baseline.name].scores
             pairs = [(first[seed], scores[seed]) for seed in scores if seed in first]
             if arm != baseline and len(pairs) >= _SEEDS_FOR_NOISE:
-                related = stats.pearsonr(*zip(*pairs, strict=True))
+                related = scipy.stats.pearsonr(*zip(*pairs, strict=True))
                 ends = related.confidence_interval()
                 row.append(f"{related.statistic:+.2f} {_interval(ends.low, ends.high, '+.2f')}")
             else:

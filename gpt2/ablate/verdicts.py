@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special, stats
+import scipy  # loads its parts when they are used
 
 from gpt2.ablate.power import (
     Array,
@@ -251,11 +251,11 @@ def _test_pairs(
         if error <= _ROUNDING * np.abs(baseline.values).max():
             tests[name] = _IMPOSSIBLE
             continue
-        quantile = stats.t.ppf((1 + confidence ** (1 / num_arms)) / 2, num - 1)
-        p_value = 2 * stats.t.sf(abs(differences.mean()) / error, num - 1)
+        quantile = scipy.stats.t.ppf((1 + confidence ** (1 / num_arms)) / 2, num - 1)
+        p_value = 2 * scipy.stats.t.sf(abs(differences.mean()) / error, num - 1)
         tests[name] = _Test(
             half_width=float(quantile * error),
-            p_value=float(-special.expm1(special.xlog1py(num_arms, -p_value))),
+            p_value=float(-scipy.special.expm1(scipy.special.xlog1py(num_arms, -p_value))),
             detectable=error * pair_shift(float(quantile), num - 1),
             method=f"two-sided t-test of {num} differences by seed, adjusted for "
             f"{counted(num_arms, 'arm')} by Šidák's formula",
@@ -282,12 +282,12 @@ def _test_groups(
         welch_error, welch_df = welch(*variances, sizes[0], len(group))
         half_widths = (
             dunnett_quantile(sizes, df, confidence) * error,
-            stats.t.isf(level / 2, welch_df) * welch_error,
+            scipy.stats.t.isf(level / 2, welch_df) * welch_error,
         )
         distance = abs(group.mean() - groups[0].mean())
         p_values = (
             1 - dunnett_probability(distance / error, sizes, df),
-            strictness * 2 * stats.t.sf(distance / welch_error, welch_df),
+            strictness * 2 * scipy.stats.t.sf(distance / welch_error, welch_df),
         )
         tests[name] = _Test(
             half_width=float(max(half_widths)),

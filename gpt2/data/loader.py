@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import grain
 import numpy as np
 
 from gpt2.data.dataset import Dataset
@@ -64,6 +63,8 @@ class TrainLoader:
                 f"model.context_length={context_length}, and a batch needs {batch_size}",
                 self._advise(),
             )
+        import grain  # see records.py
+
         # Grain's own per-epoch seeds are seed + epoch: hashing keeps runs of nearby seeds apart.
         self._seed = seed
         order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])

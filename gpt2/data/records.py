@@ -3,6 +3,9 @@
 A split is one stream of tokens, cut into records of `RECORD_TOKENS`. A record is longer than most
 training windows, so that most windows touch one record. It is much shorter than the cache, so that
 a random read decodes little that it does not need.
+
+TFDS and Grain are imported where they are used: that takes most of a second, and a mistake in an
+option is told before.
 """
 
 import contextlib
@@ -12,10 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-import grain
 import numpy as np
-import tensorflow_datasets as tfds
-from tensorflow_datasets.core import dataset_info, sequential_writer
 
 RECORD_TOKENS = 4096
 SHARD_RECORDS = 4096  # 16 Mi tokens to a file: reading a record takes longer in a longer file
@@ -47,6 +47,9 @@ class RecordWriter:
     """
 
     def __init__(self, directory: Path, vocab_size: int):
+        import tensorflow_datasets as tfds
+        from tensorflow_datasets.core import dataset_info, sequential_writer
+
         self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
         identity = dataset_info.DatasetIdentity(
             name=NAME,
@@ -108,6 +111,9 @@ class RecordStream:
     """A split that `RecordWriter` wrote, read by Grain from the TFDS data source."""
 
     def __init__(self, directory: Path, split: str, num_tokens: int):
+        import grain
+        import tensorflow_datasets as tfds
+
         source = tfds.builder_from_directory(directory).as_data_source(split=split)
         self._records = grain.MapDataset.source(source)
         self._num_tokens = num_tokens
