@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core import sequential_writer
 
 from gpt2.config import DataConfig
 from gpt2.data import dataset as prepare
@@ -398,7 +399,7 @@ def test_a_disk_that_fills_while_records_are_written_is_named(tmp_path, make, mo
     def fail(writer):
         raise RuntimeError("write() failed: No space left on device; writing x; at byte 0")
 
-    monkeypatch.setattr(records.sequential_writer.SequentialWriter, "close_all", fail)
+    monkeypatch.setattr(sequential_writer.SequentialWriter, "close_all", fail)
     with pytest.raises(UserError, match=r"\(write\(\) failed: No space left on device\)\. Choose"):
         make("synthetic")
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]

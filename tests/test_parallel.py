@@ -221,7 +221,7 @@ def test_a_rule_for_what_no_parameter_has_is_an_error():
 
 def test_layers_cannot_gather_what_rules_split_elsewhere():
     elsewhere = RulesConfig(embed="none", norm="none", table="none", mlp="fsdp", heads="fsdp")
-    parallel = ParallelConfig(data=1, fsdp=4, tensor=2, rules=elsewhere, fsdp_gather_by="layer")
+    parallel = ParallelConfig(data=1, fsdp=4, tensor=2, rules=elsewhere, fsdp_gather="layer")
     with pytest.raises(UserError, match=r"gathers nothing: .*Use .*fsdp_gather=step"):
         make_backend(parallel, GPT(SMALL).logical_axes(), gather_by="layer")
     auto = dataclasses.replace(parallel, fsdp_gather="auto")
@@ -487,7 +487,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
     with pytest.raises(
         UserError, match=r"fsdp_gather=layer is ignored while no parameters are stored"
     ):
-        config(parallel__fsdp_gather_by="layer")
+        config(parallel__fsdp_gather="layer")
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"])
