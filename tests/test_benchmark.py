@@ -439,7 +439,7 @@ def test_a_file_and_a_picture_hold_every_cell(tmp_path):
     assert (tmp_path / "cells.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("subject", ["train", "eval"])
+@pytest.mark.parametrize("subject", ["train", pytest.param("eval", marks=pytest.mark.thorough)])
 def test_shares_of_time_by_part_add_up_to_one(subject):
     work = worker.OurModel(tiny(subject=subject, batch_size=8))
     work.step()

@@ -170,6 +170,7 @@ def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
         assert moved == pytest.approx(split)
 
 
+@pytest.mark.thorough
 def test_megatron_holds_parts_of_the_sequence_between_layers():
     case = Case("data 2 x megatron x 4", remat="full", scanned=True)
     whole = dataclasses.replace(case, layout="data 2 x tensor 4")
@@ -189,7 +190,7 @@ def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
         assert param_difference(result, step) < TOLERANCE
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.thorough)])
 def test_the_forms_of_other_platforms_train_alike_in_pieces(monkeypatch, reference, platform):
     monkeypatch.setattr(forms, "platform", lambda: platform)
     result = Setup(Case("data 2 x fsdp 2 x tensor 2 by layer", remat="full", scanned=True)).train()

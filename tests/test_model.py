@@ -157,7 +157,8 @@ def test_scanned_layers_equal_unrolled_ones(changes):
     )
 
 
-@pytest.mark.parametrize("unroll", [pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.thorough
+@pytest.mark.parametrize("unroll", [2, 4])
 def test_turns_of_several_layers_equal_turns_of_one_and_unrolled_layers(unroll):
     unrolled = replaced(num_layers=4)
     one, several = (

@@ -215,7 +215,7 @@ def formula(name, dtype):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "float64"])
 def test_ten_steps_equal_the_papers_formula(name, dtype):
     with jax.enable_x64(dtype == "float64"):
         found, _ = directions(OPTIMIZERS[name], dtype=dtype)

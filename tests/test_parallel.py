@@ -509,7 +509,7 @@ def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, 
 @pytest.mark.parametrize(
     "case",
     [
-        Case("pmap x 8", accumulate=4),
+        pytest.param(Case("pmap x 8", accumulate=4), marks=pytest.mark.thorough),
         Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True),
     ],
     ids=str,

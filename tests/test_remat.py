@@ -143,7 +143,10 @@ def test_the_compiled_program_computes_the_other_products_again(policy, scan_unr
     ],
     ids=str,
 )
-@pytest.mark.parametrize("policy", ["full", "attention", "mlp", "dots"])
+@pytest.mark.parametrize(
+    "policy",
+    ["full", "dots", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("attention", "mlp"))],
+)
 def test_recomputed_flops_are_those_of_the_traced_products(policy, changes):
     """The reference's scores lie beside what is kept, and are computed again in any case."""
     cfg = replaced(attention="reference", **changes, remat=policy)

@@ -99,9 +99,8 @@ def test_eval_scores_the_checkpoint_as_training_did(finished):
     assert loss == pytest.approx(metrics_of(workdir)[-1]["eval/loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "checkpoint"), [("", "best"), pytest.param("@8", "8", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("suffix", "checkpoint"), [("", "best"), ("@8", "8")])
 def test_a_run_that_learns_nothing_keeps_the_weights_it_began_with(
     finished, corpus, tmp_path, suffix, checkpoint
 ):
