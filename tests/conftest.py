@@ -28,10 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiles_fast():
-    """Most of a test's time is LLVM's, spent on programs that run a few times.
-
-    The commands that tests start compile as they do for users.
-    """
+    """Most of a test's time is LLVM's, spent on programs that run a few times."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -39,9 +36,11 @@ def compiles_fast():
 
 @pytest.fixture(scope="module")
 def compiles_fully(compiles_fast):
-    """For modules about the compiled program itself."""
+    """For modules about the compiled program itself, also in runs that they start."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+        yield
     jax.config.update("jax_disable_most_optimizations", True)

@@ -89,9 +89,13 @@ class Commands:
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    """Returns the variables of commands: this project's code, on so many CPU devices."""
+    """Returns the variables of commands: this project's code, on so many CPU devices.
+
+    They compile without most optimizations, unless JAX_DISABLE_MOST_OPTIMIZATIONS is set.
+    """
     flags = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    variables = {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | variables
 
 
 def arguments_of(*command: str) -> list[str]:
