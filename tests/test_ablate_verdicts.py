@@ -28,7 +28,14 @@ SETTINGS = {
     "a calm baseline of 5 seeds, arms of 3": (5, 3, 1.0, (3.0,) * 5),
     "a noisy arm, 5 seeds": (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)),
 }
-each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+ALWAYS = ("3 seeds", "a noisy baseline, 3 seeds", "a noisy arm, 5 seeds")
+each_setting = pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, id=name, marks=() if name in ALWAYS else pytest.mark.thorough)
+        for name, setting in SETTINGS.items()
+    ],
+)
 each_size = pytest.mark.parametrize("num_sweeps", [400, pytest.param(4000, marks=pytest.mark.slow)])
 
 # Dunnett 1955, table 1: blood counts of six animals without a drug, four and five with one.

@@ -50,12 +50,16 @@ def random_params(cfg):
     return jax.tree_util.tree_map_with_path(draw, shapes["params"])
 
 
+# Forms of what the others show.
+RARE = ("untied", "epsilon", "llama_multi_head", "qwen3")
+
+
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(
             name,
-            marks=pytest.mark.thorough if name in ("untied", "epsilon", "llama_multi_head") else (),
+            marks=pytest.mark.thorough if name in RARE else (),
         )
         for name in peer.SMALL
     ],

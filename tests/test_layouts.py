@@ -212,6 +212,7 @@ def test_state_of_a_spread_layout_is_spread():
         assert bytes_per_device(setup(Case(layout)).shapes) < whole * (1 / devices + 0.02)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_any_layout_continues_in_any_other(reference, tmp_path):
     for saved, others in ((CASES[0], CASES[3:6]), (CASES[5], [REFERENCE, *CASES[:2], CASES[12]])):
         results = continue_elsewhere(saved, others, tmp_path / saved.layout)
