@@ -18,9 +18,9 @@ from gpt2.data.tokenizer import fingerprint
 from gpt2.data.tokenizer import load as load_tokenizer
 from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable, warn
-from gpt2.optim import make_schedule
 from gpt2.parallel import distributed
 from gpt2.telemetry.metrics import read_metrics
+from gpt2.training.changes import tell_of_changes
 from gpt2.training.checkpoint_files import (
     WEIGHTS,
     describe_damage,
@@ -221,48 +221,11 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     """
     lock(workdir, start)
     if start:
-        saved = load_config(workdir)
-        _tell_of_schedule(saved, config, start)
-        _tell_of_validation(saved, config, start)
+        tell_of_changes(load_config(workdir), config, start)
     for path in set_aside(workdir, after=start):
         warn(f"the damaged checkpoint is now {path}")
     write(workdir, config, dataset)
     record_start(workdir, start)
-
-
-def _tell_of_schedule(saved: Config, config: Config, start: int) -> None:
-    """Warns that the learning rate, or AdEMAMix, goes on as another number of steps has it."""
-    before, now = saved.train.num_steps, config.train.num_steps
-    if before == now:
-        return
-    if config.optim.name == "ademamix":
-        warn(
-            f"the run was last started with train.num_steps={before}; from step {start} on, alpha "
-            f"and beta3 of ademamix rise over {now} steps"
-        )
-    old, new = (make_schedule(config.optim, num_steps) for num_steps in (before, now))
-    # A finished run that is extended has no step in common: its next rate is not its last one.
-    steps = start, max(start, min(before, now) - 1)
-    if any(old(min(step, before)) != new(step) for step in steps):
-        warn(
-            f"the run was last started with train.num_steps={before}; from step {start} on, its "
-            f"learning rate follows the schedule of {now} steps"
-        )
-
-
-def _tell_of_validation(saved: Config, config: Config, start: int) -> None:
-    """Warns that scores from now on are of other batches than those of the best checkpoint."""
-
-    def rows(config: Config) -> int | None:
-        batches = config.train.eval_batches
-        return batches and batches * config.data.batch_size // config.train.accumulate_steps
-
-    if rows(saved) != rows(config):
-        warn(
-            f"from step {start} on, validation takes other batches than before "
-            "(train.eval_batches, or train.accumulate_steps with it); the best checkpoint so far "
-            "keeps its score"
-        )
 
 
 def find_start(workdir: Path) -> int:
