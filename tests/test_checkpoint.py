@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+import threading
 import time
 from functools import partial
 
@@ -21,6 +22,7 @@ from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.training import checkpoint_handlers
 from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.checkpoint_disk import check_disk
 from gpt2.training.checkpoint_weights import load_params
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
@@ -96,6 +98,26 @@ def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(
         saver.wait()
         assert time.perf_counter() - began > 4
         assert saver.longest_seconds > 4
+
+
+def test_what_orbax_removes_as_it_opens_is_never_the_look_at_the_disk(tmp_path):
+    """Its thread removes the remains of killed saves while the first save may have begun."""
+    done = threading.Event()
+
+    def remove_remains():
+        while not done.is_set():
+            for remains in tmp_path.glob("*.orbax-checkpoint-tmp*"):
+                remains.rmdir()
+
+    remover = threading.Thread(target=remove_remains)
+    remover.start()
+    try:
+        for _ in range(2000):
+            check_disk(tmp_path, 1)
+    finally:
+        done.set()
+        remover.join()
+    assert list(tmp_path.iterdir()) == []
 
 
 def steps_in(params):

@@ -175,7 +175,7 @@ class Checkpointer:
         self._saving, self._began = step, time.monotonic()
         try:
             num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            check_disk(self._directory, num_bytes, step)
+            check_disk(self._directory, num_bytes)
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(

@@ -18,13 +18,12 @@ class UnfitDiskError(Exception):
     """What a disk lacks for a save, for people. All processes raise it together."""
 
 
-def check_disk(directory: Path, num_bytes: int, step: int) -> None:
+def check_disk(directory: Path, num_bytes: int) -> None:
     """Checks that checkpoints can be written.
 
     Args:
         directory: of a run's checkpoints.
         num_bytes: of the state to save.
-        step: of the state.
 
     Raises:
         UnfitDiskError: the disk has no room, or is read-only.
@@ -34,15 +33,13 @@ def check_disk(directory: Path, num_bytes: int, step: int) -> None:
     if not distributed.from_first(free >= needed):
         about = f"{format_bytes(needed)} are needed, and {format_bytes(free)} are free"
         raise UnfitDiskError(about)
-    # Where Orbax cannot create this folder, its threads wait for it for twenty minutes, and the
-    # process cannot end before.
-    folder, number = directory / f"{step}.orbax-checkpoint-tmp", 0
+    # Where Orbax cannot create a folder, its threads wait for it for twenty minutes, and the
+    # process cannot end before. The name is not one that its thread takes for a save's remains.
+    folder, number = directory / ".writable", 0
     if jax.process_index() == 0:
         try:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             folder.rmdir()
-        except FileExistsError:
-            pass
         except OSError as error:
             number = error.errno or errno.EIO
     if number := distributed.from_first(number):
