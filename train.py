@@ -94,7 +94,7 @@ def main() -> int:
     launch.end_on_interrupt()
     run_files.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
-    run_files.check_options(workdir, config)  # again, since the vocabulary is known
+    run_files.refuse_changes(workdir, config)  # again, since the vocabulary is known
 
     # Program: model, optimizer and steps, and how they are spread over the devices.
     program = Program.from_config(config, jax.devices())

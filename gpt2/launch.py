@@ -201,7 +201,7 @@ def _end(line: str) -> None:
 
 def environment_to_measure() -> dict[str, str]:
     """Returns the variables of a process that is timed: a CPU run's, without this one's choices."""
-    ours = {*_chosen, _STARTED_AGAIN}
+    ours = {_STARTED_AGAIN} | {_CACHE, _LEAST_SECONDS} & _chosen.keys()
     rest = {name: value for name, value in os.environ.items() if name not in ours}
     return rest | cpu_environment()
 

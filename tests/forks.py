@@ -5,6 +5,7 @@ everything but the commands themselves, which define flags. A child then runs a 
 `python` would, from its first line to its exit.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -144,7 +146,13 @@ def _run(
             os.dup2(stderr.fileno(), 2)
             os.environ.clear()
             os.environ.update(variables)
-            os._exit(_become(command, cwd, to_the_end))
+            import jax  # done, and had its own variables then
+
+            unoptimized = variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+            jax.config.update("jax_disable_most_optimizations", unoptimized)
+            code = _become(command, cwd, to_the_end)
+            _end_as_the_interpreter()
+            os._exit(code)
         most = 0
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
             most = max(most, _resident(child))
@@ -193,6 +201,14 @@ def _become(command: Sequence[str], cwd: str, to_the_end: bool) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _end_as_the_interpreter() -> None:
+    """Waits for threads, and calls what waits for the end: either may hang, or print."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _stop_before_computing() -> None:

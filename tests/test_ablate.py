@@ -23,7 +23,7 @@ from gpt2.ablate.equal import choose_score, equalize, refuse_undone, step_flops
 from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_reference
-from gpt2.ablate.runs import Outcome, make_measuring_run
+from gpt2.ablate.runs import Outcome, is_unchanged, make_measuring_run
 from gpt2.ablate.scaling import Fit, at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import judge
@@ -314,6 +314,8 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
     assert sweep.chosen == {}
     write_run(choosing[-1], 3.0, "failed")
     assert list(sweep.with_choices().chosen) == ["baseline"]  # the other's is tried again
+    left = sweep.with_choices(leave_failed=True).chosen
+    assert left["optim.name=lion"] == {"optim.learning_rate": 2e-3}
     write_run(choosing[-1], 3 + math.log(2))
     sweep = sweep.with_choices()
     assert sweep.chosen == {
@@ -358,6 +360,9 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     assert not continued(until.with_seeds(4)).seeds_were_raised  # by --until itself
     again = continued(before)
     assert (again.until, again.max_seeds) == (0.1, 8)
+    for more in (dict(until=0.05), dict(max_seeds=12)):
+        assert continued(dataclasses.replace(until, **more)).seeds_were_raised
+    assert not continued(dataclasses.replace(until, until=0.2, max_seeds=6)).seeds_were_raised
     before.save()
     other = make_arms(shorter, ["optim.name=lion"], one_at_a_time=False)
     with pytest.raises(UserError, match=r"arm baseline has train\.num_steps=1000, not 900"):
@@ -366,6 +371,27 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     path.write_text(path.read_text().replace('"beta1": 0.9', '"beta1": 0.8'))
     with pytest.raises(UserError, match=r"holds a run with optim\.beta1=0\.8, not 0\.9"):
         before.check()
+
+
+def test_seeds_are_not_raised_by_a_command_that_came_before_any_run_had_ended(tmp_path):
+    sweep_in(tmp_path, "optim.name=lion", num_seeds=5).save()
+    again = continued(sweep_in(tmp_path, "optim.name=lion", num_seeds=3))
+    assert (again.first_num_seeds, again.num_seeds, again.seeds_were_raised) == (5, 5, False)
+
+
+def test_a_sweep_begun_while_fewer_checkpoints_were_kept_goes_on(tmp_path):
+    before = filled(tmp_path)
+    for path in tmp_path.rglob("*.json"):
+        path.write_text(path.read_text().replace('"keep_checkpoints": 2', '"keep_checkpoints": 1'))
+    assert load_sweep(tmp_path).baseline.config.train.keep_checkpoints == 1
+    continued(before).check()
+    measured = make_measuring_run(tmp_path, "baseline", BASE, 40)
+    measured.prepare()
+    path = measured.folder / "config.json"
+    path.write_text(path.read_text().replace('"keep_checkpoints": 2', '"keep_checkpoints": 1'))
+    assert is_unchanged(measured)
+    path.write_text(path.read_text().replace('"warmup_steps": 0', '"warmup_steps": 9'))
+    assert not is_unchanged(measured)
 
 
 def test_runs_on_another_text_are_not_compared(tmp_path):

@@ -125,6 +125,21 @@ def test_no_contestant_is_another_by_a_second_name(texts):
         benchmark.read_variations(texts, tiny())
 
 
+@pytest.mark.parametrize(
+    ("subject", "text", "message"),
+    [
+        ("eval", "optim.name=lion", "cannot vary optim.name: eval takes no training step"),
+        ("eval", "memory.remat=full", "cannot vary memory.remat: eval takes"),
+        ("generate", "train.accumulate_steps=2", "cannot vary train.accumulate_steps: generate"),
+        ("train", "precision.compute=bfloat16", "--matmul_precision=highest is about products"),
+    ],
+)
+def test_what_the_subject_would_ignore_is_not_varied(subject, text, message):
+    case = tiny(subject=subject, matmul_precision="highest")
+    with pytest.raises(UserError, match=message):
+        benchmark.read_variations([text], case)
+
+
 @pytest.mark.thorough
 def test_a_variation_runs_in_turn_with_flops_of_its_own():
     name = "model.activation=swiglu"
@@ -388,6 +403,12 @@ def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
     assert launch.cpu_environment() == {"GLIBC_TUNABLES": asked["GLIBC_TUNABLES"]}
     monkeypatch.setenv("GLIBC_TUNABLES", asked["GLIBC_TUNABLES"])
     assert launch.cpu_environment() == {}
+    # Contestants compile anew, and ask libtpu for TPUs no more than this process does.
+    monkeypatch.setattr(launch, "_chosen", {launch._CACHE: "/x", "JAX_PLATFORMS": "cpu"})
+    monkeypatch.setenv(launch._CACHE, "/x")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    measured = launch.environment_to_measure()
+    assert measured["JAX_PLATFORMS"] == "cpu" and launch._CACHE not in measured
 
 
 def results(case, by_name):
@@ -395,7 +416,7 @@ def results(case, by_name):
     info = dict(
         peak_flops=1e12, peak_source="measured", flops_per_token=1e6, peak_bytes=2e9,
         attention="blocked", device="1 x cpu", compile_seconds=1.0, warm_up_seconds=3.5,
-        shares={"mlp": 1.0}, compared=True,
+        shares={"mlp": 1.0}, compared=True, compute=case["compute"],
     )  # fmt: skip
     return {
         name: info
@@ -427,6 +448,14 @@ def test_a_file_and_a_picture_hold_every_cell(tmp_path):
     found = tables.rows(tiny(), varied)
     assert [row["our_attention"] for row in found] == ["blocked", "xla"]  # each has its own
     assert "95 % intervals" in picture._foot(found)
+    narrow = results(tiny(), {"jax": [0.2], "precision.compute=bfloat16": [0.1], "torch": [0.5]})
+    products = dict(compute="bfloat16", peak_flops=3e12, peak_source="measured")
+    narrow["precision.compute=bfloat16"] |= products
+    del narrow["torch"]["compute"], narrow["torch"]["peak_flops"]  # peers do not tell
+    rows = tables.rows(tiny(), narrow)
+    assert [row["compute"] for row in rows] == ["float32", "bfloat16", "float32"]
+    assert [row["product_flops"] for row in rows] == [1e12, 3e12, 1e12]
+    assert "float32 1,000 GFLOP/s, measured; bfloat16 3,000" in tables.table(tiny(), narrow)
     assert "95 % intervals" not in picture._foot(found[:1])
     tables.write_csv(tmp_path / "cells.csv", lines)
     with (tmp_path / "cells.csv").open() as file:

@@ -216,6 +216,13 @@ def test_what_a_record_holds_need_not_work_before_it_is_changed(tmp_path):
         load_config(tmp_path)
 
 
+def test_a_run_that_ignored_another_default_is_read(tmp_path):
+    """Runs kept one checkpoint once; without saves that was no mistake."""
+    train = '{"checkpoint_every": 0, "eval_every": 0, "keep_checkpoints": 1}'
+    (tmp_path / "config.json").write_text(f'{{"seed": 0, "train": {train}}}')
+    assert load_config(tmp_path).train.keep_checkpoints == 2
+
+
 def test_unknown_option_names_the_nearest():
     tree = configs.default.get_config().to_dict()
     tree["model"]["num_layer"] = tree["model"].pop("num_layers")

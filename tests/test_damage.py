@@ -99,6 +99,11 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
     with pytest.raises(UserError, match=rf"weights .* whole: .*init_from=run:{tmp_path}@4\.$"):
         run_files.find_start(tmp_path)
     load_params(tmp_path, 4)
+    flip_a_bit(next(path for path in files if "metrics" in path.parts and path.stat().st_size))
+    with pytest.raises(
+        UserError, match=r"the only one\. .* to start anew, give another --workdir\.$"
+    ):
+        run_files.find_start(tmp_path)  # nothing reads its weights either
 
 
 def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):

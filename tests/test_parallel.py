@@ -115,7 +115,9 @@ def test_too_few_cpus_may_be_simulated_or_planned_for():
     with pytest.raises(UserError, match=r"Use --config.parallel.fsdp=1, or XLA_FLAGS=\S+=8 to .*"):
         check_program(wanted, jax.devices("cpu")[:1])
     with pytest.raises(UserError, match=r"Use --config.parallel.fsdp=1\.$"):
-        check_layout(wanted, wanted.model, 1)  # of other devices
+        check_layout(wanted, wanted.model, 1)  # of a plan
+    with pytest.raises(UserError, match=r"fsdp=1; train\.py --plan_devices=8 plans for them\.$"):
+        check_layout(wanted, wanted.model, 1, present="gpu")
 
 
 @pytest.mark.parametrize("num_devices", [1, 6, 8, 64])

@@ -196,6 +196,16 @@ def test_a_workdir_where_nothing_can_be_written_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_the_folder_of_prepared_corpora_may_lie_in_the_workdir(tmp_path):
+    config = make_config(data=dict(data_dir=str(tmp_path / "run" / "data")))
+    (tmp_path / "run" / "data").mkdir(parents=True)
+    run_files.check_options(tmp_path / "run", config)
+    run_files.refuse_changes(tmp_path / "run", config)
+    (tmp_path / "run" / "other").touch()
+    with pytest.raises(UserError, match="holds files that do not belong to a run"):
+        run_files.check_options(tmp_path / "run", config)
+
+
 def test_a_continued_run_has_no_samples_before_its_end(tmp_path, prepared):
     config = make_config(train=dict(num_steps=4))
     workdir = write_run(tmp_path / "run", config, 4, checkpoints=(2, 4))

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_axis, varied_
 from gpt2.ablate.equal import TERMS, choose_score, equalize, refuse_undone
 from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
 from gpt2.ablate.report import write_report
-from gpt2.ablate.runs import Run, check_unchanged, describe, make_measuring_run
+from gpt2.ablate.runs import Run, describe, is_unchanged, make_measuring_run
 from gpt2.ablate.scaling import at_sizes
 from gpt2.ablate.screen import Screen
 from gpt2.ablate.sweep import MAX_SEEDS as MOST_SEEDS
@@ -62,6 +63,9 @@ TUNE = flags.DEFINE_multi_string(
     "tune", [], "OPTION=VALUE,...: each arm first chooses among these values."
 )
 TUNE_SEEDS = flags.DEFINE_integer("tune_seeds", 1, "Runs of each choice.", lower_bound=1)
+LEAVE_FAILED = flags.DEFINE_bool(
+    "leave_failed", False, "Chooses without values whose runs fail, instead of waiting for them."
+)
 PAIRED = flags.DEFINE_bool("paired", False, "Compares seed by seed. To be decided before the runs.")
 UNTIL = flags.DEFINE_float(
     "until", 0.0, "Adds seeds until no interval reaches further to either side.", lower_bound=0.0
@@ -76,7 +80,7 @@ _TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comp
 # Flags that each way to call the program would ignore.
 _REPORT_IGNORES = (
     *("vary", "one_at_a_time", "seeds", "jobs", "index", "scaling", "equal", "tune"),
-    *("tune_seeds", "paired", "until", "max_seeds", "dry_run"),
+    *("tune_seeds", "leave_failed", "paired", "until", "max_seeds", "dry_run"),
 )
 _IGNORED = {
     "dry_run": ("index",),
@@ -130,21 +134,24 @@ def _sweep(root: Path) -> int:
     if note := describe_warmup(config):
         warn(note)
     if DRY_RUN.value:
-        return _dry_run(continued(sweep).with_choices(), slots[0])
-    sweep = register(sweep)
+        return _dry_run(continued(sweep).with_choices(leave_failed=LEAVE_FAILED.value), slots[0])
+    # An array's job finds what failed; else it is tried once more before it is left out.
+    sweep = register(sweep, leave_failed=LEAVE_FAILED.value and INDEX.value is not None)
     if sweep.num_seeds > SEEDS.value:
         print(f"the sweep has {sweep.num_seeds} seeds already, which all count")
     if INDEX.value is not None:
         return _train_one(sweep, INDEX.value)
 
     # Runs: first those that choose values, then those that are compared.
-    _train(sweep, sweep.choosing_runs(), slots, "tuning")
-    sweep = register(sweep)
+    choosing = [run for run in sweep.choosing_runs() if run.arm not in sweep.chosen]
+    _train(sweep, choosing, slots, "tuning")
+    sweep = register(sweep, leave_failed=LEAVE_FAILED.value)
     for name, choice in sweep.chosen.items() if sweep.tune else ():
         print(f"{name} takes {describe(choice) if choice else 'part no more: no choice works'}")
     for arm in sweep.arms:
         if arm.name not in sweep.chosen:
-            print(f"{arm.name} waits: a run that chooses its values failed")
+            mine = [run for run in choosing if run.arm == arm.name]
+            _tell_of_failure(next(r for r in mine if r.outcome().state in ("failed", "waiting")))
     _train(sweep, sweep.runs(), slots, "comparing")
     while _wants_seeds(sweep):
         sweep = register(sweep.with_seeds(sweep.num_seeds + 1))
@@ -185,6 +192,7 @@ def _check_flags() -> Path:
         )
     if not TUNE.value:
         cli.refuse_ignored("tune_seeds", "nothing is tuned")
+        cli.refuse_ignored("leave_failed", "nothing is tuned")
     require_writable("workdir", Path(WORKDIR.value))
     return Path(WORKDIR.value)
 
@@ -263,9 +271,17 @@ def _wants_seeds(sweep: Sweep) -> bool:
     return widest(judge(sweep, sweep.results())) > sweep.until
 
 
+def _tell_of_failure(run: Run) -> None:
+    """Says why an arm has no choice yet."""
+    text = f"{run.arm} waits: {run.label} failed ({run.outcome().error}); see {run.folder}/log.txt."
+    how = "The same command tries again. With --leave_failed it chooses without such values"
+    print(wrap(f"{text} {how}"))
+
+
 def _dry_run(sweep: Sweep, slot: Slot) -> int:
     """Prints the runs and what they would take."""
     runs, total = [*sweep.choosing_runs(), *sweep.runs()], 0.0
+    num_fixed = len(runs) if len(sweep.chosen) == len(sweep.arms) else len(sweep.choosing_runs())
     left = {run.arm for run in runs if run.outcome().state in ("waiting", "failed")}
     left |= {arm.name for arm in sweep.arms if arm.name not in sweep.chosen}
     seconds = {
@@ -276,8 +292,9 @@ def _dry_run(sweep: Sweep, slot: Slot) -> int:
         state, took = run.outcome().state, run.config.train.num_steps * seconds[run.arm]
         to_do = state in ("waiting", "failed")
         total += took if to_do else 0
+        number = i if i < num_fixed else ""  # as for Sweep.numbered_run
         print(
-            f"{i:>4}  {run.label}  {run.config.train.num_steps} steps  "
+            f"{number:>4}  {run.label}  {run.config.train.num_steps} steps  "
             + (format_duration(took) if to_do else state)
         )
     later = [arm for arm in sweep.arms if arm.name not in sweep.chosen]
@@ -298,8 +315,9 @@ def _dry_run(sweep: Sweep, slot: Slot) -> int:
 def _step_seconds(root: Path, arm: Arm, slot: Slot) -> float:
     """Returns how long a training step of an arm takes in a slot, measured once and kept."""
     run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
-    check_unchanged([run])
     with files.locked(run.folder.parent / f"{run.folder.name}.lock"):  # of an array's other jobs
+        if not is_unchanged(run):
+            shutil.rmtree(run.folder)  # a measurement on other terms, which is no result
         if run.outcome().state != "finished":
             print(f"measuring a step of {arm.name}", flush=True)
         train_all([run], [slot], lambda training: None)

@@ -130,6 +130,21 @@ def describe(options: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={value}" for name, value in options.items())
 
 
+def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Returns the options, old and new, that would make another run of a sweep's.
+
+    Which checkpoints stay changes no result.
+    """
+    found = differences(old, new)
+    return {name: found[name] for name in found if not name.startswith("train.keep_")}
+
+
+def is_unchanged(run: Run) -> bool:
+    """Returns whether a run, if it has begun, was asked for with the same options."""
+    path = run.folder / "config.json"
+    return not path.exists() or not changes(Config.from_dict(read_record(path)), run.config)
+
+
 def check_unchanged(runs: list[Run]) -> None:
     """Checks that runs which have begun were asked for with the same options.
 
@@ -141,7 +156,7 @@ def check_unchanged(runs: list[Run]) -> None:
         if not path.exists():
             continue
         before = Config.from_dict(read_record(path))
-        for name, (old, new) in differences(before, run.config).items():
+        for name, (old, new) in changes(before, run.config).items():
             raise UserError(
                 f"{run.folder} holds a run with {name}={old}, not {new}",
                 "Give another --workdir, or the old value of the option",

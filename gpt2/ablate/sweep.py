@@ -12,8 +12,8 @@ from typing import Any
 from gpt2.ablate.arms import Arm
 from gpt2.ablate.equal import choose_score
 from gpt2.ablate.results import Result, read_result
-from gpt2.ablate.runs import Run, check_unchanged, make_choosing_run, make_run
-from gpt2.config import MAX_SEED, Config, complete_record, differences
+from gpt2.ablate.runs import Run, changes, check_unchanged, make_choosing_run, make_run
+from gpt2.config import MAX_SEED, Config, complete_record
 from gpt2.errors import MALFORMED, UserError
 from gpt2.training.workdir import differing_data, read_data
 from gpt2.utils.files import locked, write_json
@@ -121,14 +121,14 @@ class Sweep:
             ]
         return scores
 
-    def with_choices(self) -> "Sweep":
+    def with_choices(self, *, leave_failed: bool = False) -> "Sweep":
         """Returns the sweep with the choices of those arms whose choosing runs have all ended.
 
-        A run that failed has not: the next command tries it again.
+        A run that failed has not, unless `leave_failed`: the next command tries it again.
         """
         if not self.tune:
             return dataclasses.replace(self, chosen={arm.name: {} for arm in self.arms})
-        left = ("waiting", "failed")
+        left = ("waiting",) if leave_failed else ("waiting", "failed")
         open_arms = {run.arm for run in self.choosing_runs() if run.outcome().state in left}
         chosen = dict(self.chosen)
         for name, scores in self.tuning().items():
@@ -232,17 +232,17 @@ def load_sweep(root: Path) -> Sweep:
         raise UserError(f"{path} is damaged ({error})", "Give another --workdir") from None
 
 
-def register(sweep: Sweep) -> Sweep:
+def register(sweep: Sweep, *, leave_failed: bool = False) -> Sweep:
     """Adds a sweep to what its directory holds, writes sweep.json, and returns all of it.
 
-    Jobs of an array may do so at once.
+    Jobs of an array may do so at once. `leave_failed` is as for `Sweep.with_choices`.
 
     Raises:
         UserError: the directory's sweep has another baseline, other terms, or other runs.
     """
     sweep.root.mkdir(parents=True, exist_ok=True)
     with locked(sweep.root / ".sweep.lock"):
-        merged = continued(sweep).with_choices()
+        merged = continued(sweep).with_choices(leave_failed=leave_failed)
         merged.check()
         if not (sweep.root / "sweep.json").exists() or merged != load_sweep(sweep.root):
             merged.save()
@@ -274,7 +274,7 @@ def continued(sweep: Sweep) -> Sweep:
             if all(arm.config != other.config for other in before.arms):
                 arms.append(arm)
             continue
-        for name, (old, new) in differences(known[arm.name].config, arm.config).items():
+        for name, (old, new) in changes(known[arm.name].config, arm.config).items():
             raise UserError(
                 f"{sweep.root} holds a sweep whose arm {arm.name} has {name}={old}, not {new}",
                 "Give another --workdir, or the old value of the option",
@@ -287,7 +287,7 @@ def continued(sweep: Sweep) -> Sweep:
         )
     runs_exist = any(run.outcome().state != "waiting" for run in before.runs())
     # `--until` itself adds to `num_seeds` alone.
-    raised = sweep.first_num_seeds > before.num_seeds or (sweep.until and not before.until)
+    raised = sweep.first_num_seeds > before.num_seeds or _adds_more(sweep, before)
     return dataclasses.replace(
         sweep,
         commands=list(dict.fromkeys([*before.commands, *sweep.commands])),
@@ -296,6 +296,15 @@ def continued(sweep: Sweep) -> Sweep:
         until=sweep.until or before.until,
         max_seeds=sweep.max_seeds if sweep.until else before.max_seeds,
         seeds_were_raised=before.seeds_were_raised or bool(runs_exist and raised),
-        first_num_seeds=before.first_num_seeds if runs_exist else sweep.num_seeds,
+        first_num_seeds=(
+            before.first_num_seeds if runs_exist else max(before.num_seeds, sweep.num_seeds)
+        ),
         chosen=before.chosen,
     )
+
+
+def _adds_more(sweep: Sweep, before: Sweep) -> bool:
+    """Returns whether `--until` asks for more seeds than it did before."""
+    if not (sweep.until and before.until):
+        return bool(sweep.until)
+    return sweep.until < before.until or sweep.max_seeds > before.max_seeds

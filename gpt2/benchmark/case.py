@@ -52,6 +52,7 @@ _VARIABLE = (
     *("model.", "loss.", "optim.", "precision.", "parallel.", "memory."),
     *("data.document_mask", "train.accumulate_steps", "train.skip_"),
 )
+_OF_TRAINING_ALONE = ("optim.", "parallel.", "memory.remat", "train.", "loss.")
 _SHARED = {
     "model.context_length": "Use --context_length",
     "model.vocab_size": "Choose another --model",
@@ -190,17 +191,21 @@ def _check_flags(subject: str, values: flags.FlagValues) -> None:
         raise UserError("--compute names no type", "For example, use --compute=float32")
     for compute in values.compute:
         require_choice("--compute", compute, CHOICES["precision.compute"], flag=False)
-        if values.matmul_precision != "default" and compute != "float32":
-            raise UserError(
-                f"--matmul_precision={values.matmul_precision} is about products of float32, and "
-                f"--compute={compute} has none that matter",
-                "Leave it out, or use --compute=float32",
-            )
+        _check_precision(values.matmul_precision, compute, f"--compute={compute}")
     for name, file in (("csv", values.csv), ("plot", values.plot)):
         if file:
             require_writable_file(name, Path(file))
     if values.plot and not values.plot.endswith(".png"):
         raise UserError(f"--plot={values.plot} does not end in .png", "Name a PNG file")
+
+
+def _check_precision(matmul_precision: str, compute: str, asked: str) -> None:
+    if matmul_precision != "default" and compute != "float32":
+        raise UserError(
+            f"--matmul_precision={matmul_precision} is about products of float32, and {asked} has "
+            "none that matter",
+            "Leave it out, or compute in float32",
+        )
 
 
 def make_config(case: dict[str, Any]) -> Config:
@@ -259,7 +264,14 @@ def read_variations(texts: Sequence[str], case: dict[str, Any]) -> dict[str, dic
     variations, known = {}, [make_config(case)]
     for text in texts:
         variations[text] = read_options(text)
+        for name in variations[text]:
+            if case["subject"] != "train" and name.startswith(_OF_TRAINING_ALONE):
+                raise UserError(
+                    f"--vary={text} cannot vary {name}: {case['subject']} takes no training step",
+                    "Leave it out, or choose train",
+                )
         varied = make_config(case | {"vary": variations[text]})
+        _check_precision(case["matmul_precision"], varied.precision.compute, f"--vary={text}")
         if varied in known:
             raise UserError(
                 f"--vary={text} gives a contestant that there is already",

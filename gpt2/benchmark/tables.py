@@ -27,13 +27,15 @@ Results = dict[str, dict[str, Any]]
 
 def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
     """Returns a row for each contestant of a case: settings, figures and ratio, by name."""
-    ours = results[OURS]
     found = []
     for name, result in results.items():
         speedup, low, high = result["speedup"]
+        # A variation may compute in another type. Peers compute as we do.
+        products = results[OURS] | result
         found.append(
             {"contestant": name}
             | {setting: case[setting] for setting in _SETTINGS}
+            | {"compute": products["compute"]}
             | {"attention": case["attention"], "our_attention": result.get("attention")}
             | {"device": result["device"], "cpu_cores": os.cpu_count()}
             | {"versions": " ".join(f"{k} {v}" for k, v in result["versions"].items())}
@@ -41,7 +43,7 @@ def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
             | {"least_step_seconds": min(result["turns"]), "rounds": len(result["turns"])}
             | {"most_step_seconds": max(result["turns"])}
             | {"speedup": speedup, "speedup_low": low, "speedup_high": high}
-            | {"product_flops": ours["peak_flops"], "product_source": ours["peak_source"]}
+            | {"product_flops": products["peak_flops"], "product_source": products["peak_source"]}
         )
     return found
 
@@ -92,8 +94,16 @@ def _header(case: dict[str, Any], results: Results) -> list[str]:
     ours = results[OURS]
     by_name = dict(item for result in results.values() for item in result["versions"].items())
     versions = ", ".join(f"{name} {version}" for name, version in by_name.items())
-    peak = ours["peak_flops"]
-    peak_text = f"{peak / 1e9:,.0f} GFLOP/s, {ours['peak_source']}" if peak else "-"
+    rates = {result["compute"]: result for result in results.values() if "compute" in result}
+    products = "; ".join(
+        (f"{compute} " if len(rates) > 1 else "")
+        + (
+            f"{each['peak_flops'] / 1e9:,.0f} GFLOP/s, {each['peak_source']}"
+            if each["peak_flops"]
+            else "-"
+        )
+        for compute, each in rates.items()
+    )
     layout = " ".join(f"{name}={case[name]}" for name in ("data", "fsdp", "tensor"))
     compared = [name for name, result in results.items() if result["compared"] and name != OURS]
     return [
@@ -106,7 +116,7 @@ def _header(case: dict[str, Any], results: Results) -> list[str]:
         f"remat {case['remat']}, layers {'scanned' if case['scan_layers'] else 'unrolled'} in jax, "
         f"{case['backend']} {layout}, data {'in' if case['with_data'] else 'out'}side of the time",
         f"{ours['device']}, {os.cpu_count()} CPU cores, {versions}",
-        f"products: {peak_text}; {len(ours['turns'])} turns each; the first step of "
+        f"products: {products}; {len(ours['turns'])} turns each; the first step of "
         + (f"{', '.join(compared)} equals jax's" if compared else "peers was not compared"),
     ]
 

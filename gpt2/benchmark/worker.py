@@ -203,7 +203,7 @@ def devices_of(case: dict[str, Any]) -> list[jax.Device]:
 
 
 def peak(case: dict[str, Any]) -> dict[str, Any]:
-    """Returns the FLOP/s that the devices of a case can reach, and where the figure is from.
+    """Returns the type of products, the FLOP/s that devices reach in it, and by what source.
 
     Of a GPU's or TPU's products of float32, the table of chips knows those of JAX's default
     precision alone.
@@ -218,7 +218,7 @@ def peak(case: dict[str, Any]) -> dict[str, Any]:
         flops = total_peak_flops(compute)  # simulated devices share the whole CPU
     elif subject != "data":
         flops = peak_flops(used[0], compute)
-    return {"peak_flops": flops, "peak_source": source}
+    return {"compute": compute, "peak_flops": flops, "peak_source": source}
 
 
 def _make_loader(case: dict[str, Any]) -> Any:

@@ -56,7 +56,7 @@ def complete_record(tree: Mapping, path: Path) -> dict:
         UserError: these are not the options of a run.
     """
     _refuse_old_qk_norm(tree, path)
-    return _complete(_with_new_names(tree), DEFAULTS.to_dict(), path)
+    return _without_ignored(_complete(_with_new_names(tree), DEFAULTS.to_dict(), path))
 
 
 def _refuse_old_qk_norm(tree: Mapping, path: Path) -> None:
@@ -74,6 +74,13 @@ def _with_new_names(tree: Mapping) -> Mapping:
     memory = tree.get("memory")
     if isinstance(memory, Mapping) and memory.get("remat") == "dots_no_batch":
         return {**tree, "memory": {**memory, "remat": "dots"}}
+    return tree
+
+
+def _without_ignored(tree: dict) -> dict:
+    """Returns the options with today's default of one that the run ignored: it was another."""
+    if not (tree["train"]["checkpoint_every"] or tree["train"]["eval_every"]):
+        tree["train"]["keep_checkpoints"] = DEFAULTS.train.keep_checkpoints
     return tree
 
 

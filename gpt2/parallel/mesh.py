@@ -37,7 +37,7 @@ def mesh_sizes(
     num_devices: int,
     model: ModelConfig | None = None,
     *,
-    may_simulate: bool = False,
+    present: str = "",
 ) -> dict[str, int]:
     """Returns the size of every mesh axis, with -1 resolved to the rest.
 
@@ -45,7 +45,7 @@ def mesh_sizes(
         parallel: the wanted sizes.
         num_devices: how many devices there are.
         model: if given, an error proposes only what the model splits over.
-        may_simulate: whether an error tells how to simulate more devices, or to plan for them.
+        present: the platform of devices that are here, for advice on others; empty if they are not.
 
     Raises:
         UserError: the sizes do not multiply to `num_devices`.
@@ -72,16 +72,18 @@ def mesh_sizes(
             f"{given or 'parallel.data=1'} takes {counted(fixed, 'device')}; found: {num_devices}"
         )
     how = _propose(parallel, num_devices, model)
-    if may_simulate and fixed > num_devices:
+    if present == "cpu" and jax.process_count() == 1 and fixed > num_devices:
         how += (
             f", or XLA_FLAGS=--xla_force_host_platform_device_count={fixed} to simulate {fixed} "
-            f"devices; train.py --plan_devices={fixed} plans for them"
+            "devices"
         )
+    if present and fixed > num_devices:
+        how += f"; train.py --plan_devices={fixed} plans for them"
     raise UserError(what, how)
 
 
 def check_layout(
-    config: Config, model: ModelConfig, num_devices: int, *, may_simulate: bool = False
+    config: Config, model: ModelConfig, num_devices: int, *, present: str = ""
 ) -> None:
     """Checks that the model and the batch divide over the mesh.
 
@@ -89,12 +91,12 @@ def check_layout(
         config: the options.
         model: those of the model.
         num_devices: how many devices there are.
-        may_simulate: whether these are CPUs of one process, which may simulate any number.
+        present: as for `mesh_sizes`.
 
     Raises:
         UserError: they do not divide; the message names the nearest sizes that work.
     """
-    sizes = mesh_sizes(config.parallel, num_devices, model, may_simulate=may_simulate)
+    sizes = mesh_sizes(config.parallel, num_devices, model, present=present)
     if misfit := _misfit(model, sizes, config.parallel):
         raise UserError(misfit, _propose(config.parallel, num_devices, model))
     shards = sizes["data"] * sizes["fsdp"]

@@ -233,9 +233,10 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
             rematerialisation cannot run there as asked, or the optimizer cannot work with its
             options.
     """
-    may_simulate = platform_of(devices[0]) == "cpu" and jax.process_count() == 1
-    may_simulate &= getattr(jax.config, "jax_num_cpu_devices", -1) < 0  # else a plan says how many
-    check_layout(config, config.model, len(devices), may_simulate=may_simulate)
+    # Those of a plan are not here, or as many as it asks for.
+    here = devices[0] in jax.devices() and getattr(jax.config, "jax_num_cpu_devices", -1) < 0
+    present = platform_of(devices[0]) if here else ""
+    check_layout(config, config.model, len(devices), present=present)
     resolve_attention(config, devices[0])
     if config.memory.remat == "offload" and platform_of(devices[0]) == "cpu":
         raise UserError(

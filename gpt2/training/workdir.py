@@ -13,7 +13,7 @@ from typing import Any
 
 from gpt2.config import Config, differences, load_config
 from gpt2.data.corpus import lies_in_files
-from gpt2.data.dataset import Dataset
+from gpt2.data.dataset import Dataset, data_root
 from gpt2.data.tokenizer import fingerprint
 from gpt2.data.tokenizer import load as load_tokenizer
 from gpt2.data.tokenizer_names import is_path
@@ -67,9 +67,9 @@ _FOLDERS = ("checkpoints", "damaged", "tensorboard", "profile")
 
 
 def check_options(workdir: Path, config: Config) -> None:
-    """Checks that a run with these options can start or continue in a directory.
+    """Checks, before the data are prepared, that a run can start or continue in a directory.
 
-    Before the data are prepared, `model.vocab_size` may be 0. Check again when it is known.
+    `model.vocab_size` may be 0: `refuse_changes` looks again when it is known.
 
     Raises:
         UserError: the directory is not writable, holds other files than a run's, or holds a run
@@ -85,18 +85,21 @@ def check_options(workdir: Path, config: Config) -> None:
                 "Rename it, or give another --workdir",
             )
     if not (workdir / "config.json").exists():
-        if workdir.exists() and not all(map(_precedes_config, workdir.iterdir())):
+        data = data_root(config.data.data_dir).resolve()
+        found = workdir.iterdir() if workdir.exists() else ()
+        own = [path for path in found if not data.is_relative_to(path.resolve())]
+        if not all(map(_precedes_config, own)):
             raise UserError(
                 f"{workdir} holds files that do not belong to a run", "Give another --workdir"
             )
         return
-    latest, saved = newest_whole_step(workdir, read=False), load_config(workdir)
+    latest = newest_whole_step(workdir, read=False)
     if latest == 0:
         raise UserError(
             f"{workdir} holds imported weights, not a run to continue",
             f"Start a run with --config.train.init_from=run:{workdir} and another --workdir",
         )
-    if not saved_steps(workdir) and _had_checkpoint(workdir, saved):
+    if not saved_steps(workdir) and _had_checkpoint(workdir, load_config(workdir)):
         raise UserError(
             f"{workdir} holds a run whose checkpoints are gone; a new run would erase its metrics",
             "Restore a checkpoint; to start anew, remove the workdir or give another --workdir",
@@ -107,9 +110,20 @@ def check_options(workdir: Path, config: Config) -> None:
             f"train.num_steps={config.train.num_steps}",
             f"Give another --workdir, or --config.train.num_steps={latest} or more",
         )
+    refuse_changes(workdir, config)
+
+
+def refuse_changes(workdir: Path, config: Config) -> None:
+    """Checks that the run of a directory, if it holds one, may continue with these options.
+
+    Raises:
+        UserError: it may not. The message names all options that differ.
+    """
+    if not (workdir / "config.json").exists():
+        return
     changed = {
         name: values
-        for name, values in differences(saved, config).items()
+        for name, values in differences(load_config(workdir), config).items()
         if not _may_change(name, *values, workdir, config)
     }
     if changed:
@@ -256,8 +270,10 @@ def _newest_whole_weights(workdir: Path) -> int | None:
     """Returns the newest step whose weights can be read, though it may be damaged elsewhere."""
     if load_config(workdir).optim.keeps_average:
         return None  # its weights are in the optimizer's state
-    steps = reversed(saved_steps(workdir))
-    return next((step for step in steps if not find_damage(workdir, step, WEIGHTS)), None)
+    steps = saved_steps(workdir)
+    if any(find_damage(workdir, step, ("metrics",)) for step in steps):
+        return None  # Orbax reads the scores of all steps before the weights of one
+    return next((step for step in reversed(steps) if not find_damage(workdir, step, WEIGHTS)), None)
 
 
 def describe_saved(workdir: Path) -> str:
