@@ -89,7 +89,8 @@ def check_flags() -> None:
         cli.refuse_ignored("val_fraction", "it divides --corpus")
     if VAL_FRACTION.value is not None and not 0.0 < VAL_FRACTION.value < 1.0:
         raise UserError(
-            f"--val_fraction={VAL_FRACTION.value} is out of range", "Use a share between 0 and 1"
+            f"--val_fraction={VAL_FRACTION.value} is out of range",
+            "Use a share above 0, below 1",
         )
     if HF.value:
         cli.refuse_ignored("checkpoint", "--hf holds a single set of weights")

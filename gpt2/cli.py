@@ -12,7 +12,7 @@ from ml_collections import ConfigDict, config_flags
 
 import configs
 from gpt2 import launch
-from gpt2.config import DEFAULTS, Config, flatten, read_record
+from gpt2.config import ALIASES, DEFAULTS, Config, flatten, read_record
 from gpt2.errors import UserError, exit_on_user_error, unknown_option
 
 
@@ -275,44 +275,19 @@ def _spellings(options: dict[str, Any]) -> dict[str, str]:
         last = name.rpartition(".")[2]
         for spelling in (last, f"config.{last}", name, f"config.{name}"):
             spellings[spelling] = f"--config.{name}"
-    for alias, name in _ALIASES.items():
+    for alias, name in ALIASES.items():
         for spelling in (alias, f"config.{alias}", f"config.{name.partition('.')[0]}.{alias}"):
             if name in options:
                 spellings[spelling] = f"--config.{name}"
     return spellings
 
 
-# What other codebases call our options.
-_ALIASES = {
-    "lr": "optim.learning_rate",
-    "max_lr": "optim.learning_rate",
-    "min_lr": "optim.end_learning_rate",
-    "wd": "optim.weight_decay",
-    "grad_clip": "optim.clip_norm",
-    "warmup_iters": "optim.warmup_steps",
-    "optimizer": "optim.name",
-    "max_iters": "train.num_steps",
-    "max_steps": "train.num_steps",
-    "steps": "train.num_steps",
-    "gradient_accumulation_steps": "train.accumulate_steps",
-    "eval_interval": "train.eval_every",
-    "log_interval": "train.log_every",
-    "block_size": "model.context_length",
-    "seq_len": "model.context_length",
-    "n_layer": "model.num_layers",
-    "n_head": "model.num_heads",
-    "n_embd": "model.embed_dim",
-    "d_model": "model.embed_dim",
-    "dtype": "precision.compute",
-    "dataset": "data.corpus",
-    "bs": "data.batch_size",
-}
-
-
 def _check_config_file(name: str) -> None:
     """Runs a config file, to report its own errors apart from those of overrides."""
     if not Path(name).is_file():
-        raise UserError(f"--config={name} is not a file", "See configs/ for the files that exist")
+        near = Path("configs") / f"{Path(name).stem}.py"
+        how = f"Did you mean {near}?" if near.is_file() else "See configs/ for the files that exist"
+        raise UserError(f"--config={name} is not a file", how)
     if _is_record(name):
         read_record(Path(name))
         return

@@ -26,7 +26,7 @@ from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_referen
 from gpt2.ablate.runs import Outcome, is_unchanged, make_measuring_run
 from gpt2.ablate.scaling import Fit, at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.ablate.tables import judge
+from gpt2.ablate.tables import judge, reach_table
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
@@ -284,6 +284,23 @@ def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     assert re.search(r"^\| optim\.name=muon \| reached by 0 of 3 \|", text, re.MULTILINE)
 
 
+def test_the_share_to_reach_a_loss_is_as_uncertain_as_that_loss(tmp_path):
+    """Sweeps whose arm reaches the baseline's true loss after 4/5: the interval covers it."""
+    rng, covered, widths = np.random.default_rng(0), 0, []
+    sweep = sweep_in(tmp_path, "optim.name=lion", num_seeds=4)
+    for _ in range(40):
+        for run in sweep.runs():
+            final, noise = (4.0, 0.2) if run.arm == "baseline" else (3.0, 0.02)
+            write_run(run, final + noise * rng.standard_normal())
+        row = reach_table(sweep, sweep.results()).splitlines()[-1]
+        low, high = map(float, re.search(r"\((.*?) to (.*?)\)", row).groups())
+        covered += low <= 0.8 <= high
+        widths.append(high - low)
+    # 0.2 / sqrt(4) of a loss that falls by 4 in 0.8, and Student's t of three degrees: 0.064.
+    assert np.mean(widths) == pytest.approx(2 * 0.02 * 3.18, rel=0.2)
+    assert covered >= 34  # of 40; 38 are expected
+
+
 def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_path):
     sweep = filled(tmp_path)
     lion = [run for run in sweep.runs() if run.arm == "optim.name=lion"]
@@ -297,7 +314,7 @@ def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_pa
     assert "better" not in words
     assert "| optim.name=lion seed 0 | diverged | 1000 | the loss is not finite at step 7 |" in text
     assert "| optim.name=muon seed 1 | failed | 1000 | error: no text file matches" in text
-    assert "Runs: 1 diverged, 1 failed, 6 finished, 1 to come." in text
+    assert "Compared runs: 1 diverged, 1 failed, 6 finished, 1 to come." in text
 
 
 def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):

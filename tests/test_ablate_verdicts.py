@@ -418,7 +418,7 @@ def test_confidence_lies_between_0_and_1(confidence):
         lambda: power_of(1.0, 1.0, 3, confidence=confidence),
         lambda: seeds_needed(1.0, 1.0, power=confidence),
         lambda: deviation_interval([1.0, 2.0], confidence),
-        lambda: ratio_interval([1.0, 2.0], confidence),
+        lambda: ratio_interval([1.0, 2.0], confidence=confidence),
     ):
         with pytest.raises(ValueError, match="between 0 and 1"):
             function()
@@ -467,6 +467,24 @@ def test_less_is_detectable_in_a_noisy_arm():
     scores = np.linspace(-1.0, 1.0, 5)
     noisy, calm = judge(scores, {"noisy": 5 * scores, "calm": scores}).values()
     assert noisy.detectable > 1.1 * calm.detectable
+
+
+@pytest.mark.parametrize("deviations", [(0.5, 0.1, 0.3), (0.1, 0.2, 0.1)])
+def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations(deviations):
+    """What is measured is taken for the truth, and swept again and again."""
+    rng, names = np.random.default_rng(12), ["first", "second"]
+    unit = np.linspace(-1.0, 1.0, 3)  # whose deviation is 1
+    baseline, *arms = (deviation * unit for deviation in deviations)
+    verdicts, number = judge(baseline, dict(zip(names, arms, strict=True))), 600
+    for i, name in enumerate(names):
+        found = 0
+        for _ in range(number):
+            drawn = [rng.normal(0.0, deviation, 3) for deviation in deviations]
+            drawn[1 + i] += verdicts[name].detectable
+            found += (
+                judge(drawn[0], dict(zip(names, drawn[1:], strict=True)))[name].words == "worse"
+            )
+        assert found / number == pytest.approx(0.8, abs=0.05), name
 
 
 @pytest.mark.parametrize("num", [2, 3, 8])
@@ -524,6 +542,12 @@ def test_the_interval_of_ratios_is_a_t_interval_of_their_logarithms():
     assert mean == pytest.approx(np.prod(ratios) ** 0.25)
     inverse = ratio_interval([1 / ratio for ratio in ratios])
     assert inverse == pytest.approx((1 / mean, 1 / high, 1 / low))
+    # What is measured by twice as many again, and as noisy: Welch's interval of a difference.
+    logs, others = np.log(ratios), np.log([0.5, 0.6, 0.8, 0.9, 1.0, 1.3])
+    mean, low, high = ratio_interval(ratios, [(others.var(ddof=1) / 6, 5)])
+    expected = stats.ttest_ind(logs, others, equal_var=False).confidence_interval(0.95)
+    assert math.log(high / low) == pytest.approx(expected.high - expected.low)
+    assert math.isnan(ratio_interval(ratios, [(0.1, 0)])[1])
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_every_task_states_its_convention_and_error(scorer, tmp_path, capsys):
 
 
 def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
-    with pytest.raises(UserError, match="wiki is not a task"):
+    with pytest.raises(UserError, match=r"--tasks=wiki is not one of .* use wikitext"):
         task_file("wiki", str(tmp_path))
     for name, task in TASKS.items():
         with pytest.raises(UserError, match=task.file):

@@ -14,6 +14,7 @@ from gpt2.config import Config, DataConfig, OptimConfig
 from gpt2.data.dataset import prepare
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
+from gpt2.optim import make_schedule
 from gpt2.training import workdir as run_files
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.state import TrainState
@@ -237,7 +238,8 @@ def test_another_number_of_steps_is_told_where_it_changes_the_learning_rate(
     workdir = write_run(tmp_path / "run", begun, start, (start,))
     run_files.begin(workdir, now, prepared, start)
     line = f"warning: the run was last started with train.num_steps=40; from step {start} on, its "
-    line += "learning rate follows the schedule of 60 steps\n"
+    old, new = (make_schedule(now.optim, number)(start) for number in (40, num_steps))
+    line += f"learning rate follows the schedule of 60 steps: {new:.2e} in place of {old:.2e}\n"
     assert capsys.readouterr().err == line * told
 
 

@@ -36,9 +36,10 @@ def power_of(
             "Power needs a deviation above 0, two seeds and one arm; given: deviation "
             f"{deviation}, {num} seeds, {num_arms} arms."
         )
-    half_widths, weights = _half_widths((num,) * (1 + num_arms), num, confidence)
-    shift = abs(difference) / deviation / math.sqrt(2 / num)
-    return float(weights @ scipy.special.ndtr(shift - half_widths))
+    sizes = (num,) * (1 + num_arms)
+    half_widths, weights = _half_widths(sizes, num, sum(sizes) - len(sizes), confidence, (1.0,) * 3)
+    shift, error = abs(difference) / deviation, math.sqrt(2 / num)
+    return float(weights @ scipy.special.ndtr((shift - half_widths) / error))
 
 
 def seeds_needed(
@@ -85,17 +86,25 @@ def deviation_interval(values: Sequence[float], confidence: float = 0.95) -> tup
     return float(low), float(high)
 
 
-def ratio_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Returns the geometric mean of ratios and the t interval of their logarithms, as ratios.
+def ratio_interval(
+    values: Sequence[float],
+    others: Sequence[tuple[float, int]] = (),
+    *,
+    confidence: float = 0.95,
+) -> tuple[float, float, float]:
+    """Returns the geometric mean of ratios and the t interval of its logarithm, as ratios.
 
     Args:
         values: one for each run, such as tokens to reach a loss over the baseline's: inf if the
             run did not reach it, 0 if the baseline did not.
+        others: what else is uncertain in the logarithm of the mean, independently: the square of
+            each standard error and its degrees of freedom. Degrees of freedom of the sum are
+            Satterthwaite's (1946, Biometrics Bulletin 2).
         confidence: of this interval alone.
 
     Returns:
         (mean, low, high). The mean is inf or 0 if a value is, nan if there are both. The ends are
-        nan then, and for a single value.
+        nan then, for a single value, and where another part has no degree of freedom.
 
     Raises:
         ValueError: no value, a negative or nan value, or a wrong confidence.
@@ -107,9 +116,11 @@ def ratio_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[f
         logs = np.log(np.asarray(values, np.float64))
         mean = logs.mean()
     half_width = math.nan
-    if len(logs) > 1 and np.isfinite(mean):
-        quantile = scipy.stats.t.ppf((1 + confidence) / 2, len(logs) - 1)
-        half_width = quantile * logs.std(ddof=1) / math.sqrt(len(logs))
+    if len(logs) > 1 and np.isfinite(mean) and all(df > 0 for _, df in others):
+        parts = np.array([(logs.var(ddof=1) / len(logs), len(logs) - 1), *others])
+        squares, dfs = np.maximum(parts[:, 0], 1e-100), parts[:, 1]  # not 0 / 0
+        df = squares.sum() ** 2 / (squares**2 / dfs).sum()
+        half_width = scipy.stats.t.ppf((1 + confidence) / 2, df) * math.sqrt(squares.sum())
     middle, low, high = np.exp([mean, mean - half_width, mean + half_width])
     return float(middle), float(low), float(high)
 
@@ -158,14 +169,26 @@ def dunnett_quantile(sizes: tuple[int, ...], df: int, confidence: float) -> floa
 
 
 @cache
-def group_shift(sizes: tuple[int, ...], num: int, confidence: float) -> float:
-    """Returns the true difference that groups find with `POWER`, in standard errors."""
-    half_widths, weights = _half_widths(sizes, num, confidence)
+def group_difference(
+    sizes: tuple[int, ...], num: int, df: int, confidence: float, variances: tuple[float, ...]
+) -> float:
+    """Returns the true difference that groups find with `POWER`.
 
-    def lack(shift: float) -> float:
-        return POWER - float(weights @ scipy.special.ndtr(shift - half_widths))
+    Args:
+        sizes: runs of the baseline, then of each arm.
+        num: runs of the arm in question, one of `sizes`.
+        df: degrees of freedom of the pooled deviation.
+        confidence: of all intervals together.
+        variances: of the baseline, of the arm, and of the other arms together, as if those measured
+            were the true ones.
+    """
+    half_widths, weights = _half_widths(sizes, num, df, confidence, variances)
+    error = math.sqrt(max(variances[0] / sizes[0] + variances[1] / num, 1e-100))
 
-    return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10))
+    def lack(difference: float) -> float:
+        return POWER - float(weights @ scipy.special.ndtr((difference - half_widths) / error))
+
+    return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10 * error))
 
 
 @cache
@@ -178,37 +201,34 @@ def pair_shift(quantile: float, df: int) -> float:
     return float(scipy.optimize.brentq(lack, 0, 3 * quantile + 3))
 
 
-def _half_widths(sizes: tuple[int, ...], num: int, confidence: float) -> tuple[Array, Array]:
-    """Returns half-widths that equal variances lead to, in standard errors, and their weights.
+def _half_widths(
+    sizes: tuple[int, ...], num: int, df: int, confidence: float, variances: tuple[float, ...]
+) -> tuple[Array, Array]:
+    """Returns half-widths that true variances lead to, and their weights.
 
-    Args:
-        sizes: runs of the baseline, then of each arm.
-        num: runs of the arm in question, one of `sizes`.
-        confidence: of all intervals together.
+    Arguments are as for `group_difference`.
     """
-    df = sum(sizes) - len(sizes)
     dfs = sizes[0] - 1, num - 1, df - (sizes[0] - 1) - (num - 1)  # the last: of all other arms
-    noises, weights = zip(*map(_chi, dfs), strict=True)
-    variance0, variance, others = np.meshgrid(*(noise**2 for noise in noises), indexing="ij")
+    noises, weights = zip(*map(_chi, dfs, (24, 24, 12)), strict=True)
+    estimates = (x * noise**2 for x, noise in zip(variances, noises, strict=True))
+    variance0, variance, others = np.meshgrid(*estimates, indexing="ij")
     pooled = sum(each * x for each, x in zip(dfs, (variance0, variance, others), strict=True)) / df
     welch_error, welch_df = welch(variance0[..., 0], variance[..., 0], sizes[0], num)
     level = (1 - confidence) / math.sqrt(len(sizes) - 1)
-    welch_width = (
-        scipy.stats.t.isf(level / 2, welch_df) * welch_error / math.sqrt(1 / sizes[0] + 1 / num)
-    )
     half_widths = np.maximum(
-        dunnett_quantile(sizes, df, confidence) * np.sqrt(pooled), welch_width[..., None]
+        dunnett_quantile(sizes, df, confidence) * np.sqrt(pooled * (1 / sizes[0] + 1 / num)),
+        (scipy.stats.t.isf(level / 2, welch_df) * welch_error)[..., None],
     )
     return half_widths.ravel(), np.einsum("i,j,k->ijk", *weights).ravel()
 
 
 @cache
-def _chi(df: int) -> tuple[Array, Array]:
-    """Returns values of an estimated standard deviation whose true one is 1, and their weights."""
+def _chi(df: int, num: int = 40) -> tuple[Array, Array]:
+    """Returns `num` values of an estimated deviation whose true one is 1, and their weights."""
     if not df:
         return np.zeros(1), np.ones(1)
     low, high = np.sqrt([scipy.stats.chi2.ppf(1e-13, df), scipy.stats.chi2.isf(1e-13, df)])
-    nodes, weights = np.polynomial.legendre.leggauss(40)
+    nodes, weights = np.polynomial.legendre.leggauss(num)
     values = low + (high - low) * (nodes + 1) / 2
     weights = weights * scipy.stats.chi.pdf(values, df)
     return values / math.sqrt(df), weights / weights.sum()

@@ -87,7 +87,7 @@ def _introduction(sweep: Sweep, results: Sequence[Result]) -> str:
     lines = [
         f"{counted(len(changes) - 1, 'arm')} beside the baseline"
         + (f" at the sizes {', '.join(sizes)}" if len(sizes) > 1 else "")
-        + f", {counted(sweep.num_seeds, 'seed')} each. Runs: "
+        + f", {counted(sweep.num_seeds, 'seed')} each. Compared runs: "
         + ", ".join(f"{n} {_STATES.get(state, state)}" for state, n in sorted(states.items()))
         + ".",
         f"All arms{' of a size' if len(sizes) > 1 else ''} get {_ALIKE[sweep.equal]}. The "

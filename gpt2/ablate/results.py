@@ -146,14 +146,25 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
         scores: its score.
         target: between two validations, the curve is a straight line.
     """
-    below = np.flatnonzero(scores <= target)
-    if not len(below):
+    if (i := _first_below(scores, target)) is None:
         return math.inf
-    i = below[0]
     if i == 0:  # when it came down is not known
         return math.nan
     share = (scores[i - 1] - target) / (scores[i - 1] - scores[i])
     return float(amounts[i - 1] + share * (amounts[i] - amounts[i - 1]))
+
+
+def log_amount_per_score(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
+    """Returns by how much the logarithm of `amount_to_reach` rises if the target is lower by 1."""
+    if not (i := _first_below(scores, target)):
+        return math.nan
+    per_score = (amounts[i] - amounts[i - 1]) / (scores[i - 1] - scores[i])
+    return float(per_score / amount_to_reach(amounts, scores, target))
+
+
+def _first_below(scores: np.ndarray, target: float) -> int | None:
+    below = np.flatnonzero(scores <= target)
+    return int(below[0]) if len(below) else None
 
 
 _COLUMNS = (

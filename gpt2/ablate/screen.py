@@ -116,6 +116,7 @@ class Screen:
             box=None,
             pad_edge=False,
         )
+        table.show_header = bool(scores)
         for column in ("arm", "runs", "mean", "difference", "so far"):
             table.add_column(column, justify="left" if column in ("arm", "so far") else "right")
         for name, sample in scores.items():

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean, stdev
+from statistics import mean, stdev, variance
 
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.power import deviation_interval, ratio_interval, seeds_needed
-from gpt2.ablate.results import Result, amount_to_reach
+from gpt2.ablate.results import Result, amount_to_reach, log_amount_per_score
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
@@ -126,23 +126,32 @@ def reach_table(sweep: Sweep, results: Sequence[Result]) -> str:
         reference = _finished(results, baseline.name)
         if not reference or not others:
             continue
-        target = mean(result.score(sweep.score) for result in reference)
+        finals = [result.score(sweep.score) for result in reference]
+        target, target_variance = mean(finals), _variance_of_mean(finals)
         targets.append(f"{target:.4f}" + (f" at {baseline.size}" if baseline.size else ""))
         for arm in others:
             members, row = _finished(results, arm.name), [arm.name]
             diverged = sum(r.run.arm == arm.name and r.state == "diverged" for r in results)
             for amount in AMOUNTS:
-                whole = mean(getattr(r.curve, amount)[-1] for r in reference)
+                wholes = [getattr(r.curve, amount)[-1] for r in reference]
                 curves = [(getattr(r.curve, amount), r.curve.scores) for r in members]
-                shares = [amount_to_reach(*curve, target) / whole for curve in curves]
-                row.append(_share([*shares, *[math.inf] * diverged]))
+                shares = [amount_to_reach(*curve, target) / mean(wholes) for curve in curves]
+                # The target is the mean of few runs, and so is what the baseline takes.
+                slopes = [log_amount_per_score(*curve, target) for curve in curves]
+                uncertain = (
+                    mean(slopes or [math.nan]) ** 2 * target_variance,
+                    _variance_of_mean([math.log(whole) for whole in wholes if whole > 0]),
+                )
+                noise = [(square, len(reference) - 1) for square in uncertain]
+                row.append(_share([*shares, *[math.inf] * diverged], noise))
             rows.append(row)
     if not rows:
         return ""
     return (
         f"To reach the baseline's final {', '.join(targets)}: the share of what the baseline "
-        "takes, with 95 % intervals over its seeds, the target held fixed. Curves are read in the "
-        "middle of their schedules, as straight lines between validations.\n\n"
+        "takes, with 95 % intervals over seeds, each share by itself: unlike the intervals of "
+        "differences, they do not hold together. Curves are read in the middle of their schedules, "
+        "as straight lines between validations.\n\n"
         + table(["arm", "tokens", "FLOPs", "time"], rows)
     )
 
@@ -223,14 +232,18 @@ def _finished(results: Iterable[Result], arm: str) -> list[Result]:
     ]
 
 
-def _share(shares: Sequence[float]) -> str:
+def _variance_of_mean(values: Sequence[float]) -> float:
+    return variance(values) / len(values) if len(values) > 1 else 0.0
+
+
+def _share(shares: Sequence[float], noise: Sequence[tuple[float, int]]) -> str:
     if not shares:
         return "-"
     if any(map(math.isnan, shares)):
         return "before the first validation"
     if math.inf in shares:
         return f"reached by {sum(map(math.isfinite, shares))} of {len(shares)}"
-    middle, low, high = ratio_interval(shares)
+    middle, low, high = ratio_interval(shares, noise)
     return f"{middle:.2f} {_interval(low, high, '.2f')}".strip()
 
 

@@ -41,7 +41,7 @@ from gpt2.ablate.power import (
     check_share,
     dunnett_probability,
     dunnett_quantile,
-    group_shift,
+    group_difference,
     pair_shift,
     welch,
 )
@@ -102,8 +102,7 @@ class Verdict:
         high: upper end, likewise.
         p_value: adjusted for the number of arms; nan without a test.
         detectable: the smallest true difference that as many seeds find with a power of 0.8, if
-            the estimated noise is the true one. Unpaired, the noise is the larger of the pooled
-            standard deviation and the pair's. inf and nan as in `low`.
+            the deviations measured are the true ones. inf and nan as in `low`.
         words: "better", "worse", "no difference larger than 0.0123", or why there is no verdict.
         method: the test, for a report; empty without one.
     """
@@ -273,7 +272,7 @@ def _test_groups(
     level = (1 - confidence) / strictness
     tests = {}
     for i, (name, group) in enumerate(zip(arms, groups[1:], strict=True), start=1):
-        pooled, df = _pooled_deviation(groups, i)
+        pooled, df, rest = _pooled_deviation(groups, i)
         error = pooled * math.sqrt(1 / sizes[0] + 1 / len(group))
         if error <= _ROUNDING * np.abs(baseline.values).max():
             tests[name] = _IMPOSSIBLE
@@ -292,17 +291,20 @@ def _test_groups(
         tests[name] = _Test(
             half_width=float(max(half_widths)),
             p_value=float(np.clip(max(p_values), 0, 1)),
-            detectable=max(error, float(welch_error)) * group_shift(sizes, len(group), confidence),
+            detectable=group_difference(
+                sizes, len(group), df, confidence, (*map(float, variances), rest)
+            ),
             method=f"two-sided, for {counted(len(arms), 'arm')}: Dunnett's test with pooled "
             f"variances, and Welch's t-test of each pair at {level:.1%}; the wider interval counts",
         )
     return tests
 
 
-def _pooled_deviation(groups: Sequence[Array], index: int) -> tuple[float, int]:
-    """Returns the deviation within groups, and its degrees of freedom, to judge one of them by.
+def _pooled_deviation(groups: Sequence[Array], index: int) -> tuple[float, int, float]:
+    """Returns the deviation within groups to judge one of them by, and its degrees of freedom.
 
-    An arm that is far noisier than most says nothing about the noise of the others.
+    An arm that is far noisier than most says nothing about the noise of the others. The last of
+    what is returned is the variance of all that count but the baseline and the one, 0 for none.
 
     Args:
         groups: the baseline, then the arms.
@@ -312,5 +314,8 @@ def _pooled_deviation(groups: Sequence[Array], index: int) -> tuple[float, int]:
     usual = float(np.median(variances))
     counts = (variances <= _OUTLYING * usual) | (usual == 0)
     counts[[0, index]] = True
-    dfs = np.array([len(group) - 1 for group in groups])[counts]
-    return math.sqrt(float(dfs @ variances[counts] / dfs.sum())), int(dfs.sum())
+    dfs = np.array([len(group) - 1 for group in groups]) * counts
+    others = dfs.copy()
+    others[[0, index]] = 0
+    pooled = math.sqrt(float(dfs @ variances / dfs.sum()))
+    return pooled, int(dfs.sum()), float(others @ variances / max(1, others.sum()))

@@ -11,12 +11,13 @@ from gpt2.config.groups import (
     TrainConfig,
 )
 from gpt2.config.optim import OptimConfig
-from gpt2.config.overrides import option, read_option, with_options
+from gpt2.config.overrides import ALIASES, option, read_option, with_options
 from gpt2.config.parallel import ParallelConfig, RulesConfig
 from gpt2.config.record import complete_record, read_record
 from gpt2.config.run import MAX_INT, MAX_SEED, Config, differences, load_config, propose_batch
 
 __all__ = [
+    "ALIASES",
     "CHOICES",
     "DEFAULTS",
     "MAX_INT",

@@ -48,7 +48,7 @@ class DataConfig:
         if not 0.0 < self.val_fraction < 1.0:
             raise UserError(
                 f"data.val_fraction={self.val_fraction} leaves no training or no validation text",
-                "Use a share between 0 and 1, such as --config.data.val_fraction=0.005",
+                "Use a share above 0 and below 1, such as --config.data.val_fraction=0.005",
             )
 
 

@@ -9,6 +9,7 @@ import glob
 import gzip
 import hashlib
 import json
+import os
 import random
 import sysconfig
 import zlib
@@ -53,6 +54,7 @@ def open_corpus(spec: str) -> Corpus:
         usages = [*(reader.usage for reader in READERS.values()), "tokens:GLOB"]
         near = difflib.get_close_matches(prefix, [*READERS, "tokens"], n=1, cutoff=0.7)
         meant = f"Did you mean {near[0]}? " if near else ""
+        meant = f"For the text of this file, write text:{spec}. " if Path(spec).is_file() else meant
         raise UserError(
             f"data.corpus={spec!r} is not a known corpus",
             f"{meant}Choose one of: {', '.join(usages)}",
@@ -85,10 +87,17 @@ def find_files(pattern: str) -> list[Path]:
     files = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if Path(p).is_file()]
     if not files:
         raise UserError(
-            f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
-            "Give a path or a glob of existing files. For example, use text:books/*.txt",
+            f"data.corpus: no file matches {pattern!r} in {Path.cwd()}", _advise_on_glob(expanded)
         )
     return files
+
+
+def _advise_on_glob(pattern: str) -> str:
+    """Returns what to write in place of a glob that matches no file."""
+    deeper = str(Path(pattern).parent / "**" / Path(pattern).name)
+    if "**" not in pattern and any(map(os.path.isfile, glob.iglob(deeper, recursive=True))):
+        return f"Folders below it hold such files: write {deeper}"
+    return "Give a path, or a glob of files that exist"
 
 
 @contextlib.contextmanager

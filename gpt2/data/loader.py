@@ -75,7 +75,11 @@ class TrainLoader:
         """Returns what to change where the split is smaller than a batch."""
         how, size = "or choose a larger corpus", "--config.data.batch_size"
         if self.num_windows:
-            return f"For example, use {size}={1 << self.num_windows.bit_length() - 1}, {how}"
+            fewer = 1 << self.num_windows.bit_length() - 1
+            return (
+                f"For example, use {size}={fewer}, and --config.train.accumulate_steps=1 if it is "
+                f"more, {how}"
+            )
         if length := len(self._stream) // (self._batch_size + 1):
             return f"For example, use --config.model.context_length={length}, {how}"
         return f"For example, use {size}=1, {how}"

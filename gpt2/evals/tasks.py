@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt2.data.corpus import reading
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_choice
 from gpt2.evals.examples import cbt, hellaswag, lambada
 from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.report import Figure
@@ -45,8 +45,7 @@ def task_file(name: str, directory: str) -> Path:
     Raises:
         UserError: there is no such task, or its file is missing or empty.
     """
-    if name not in TASKS:
-        raise UserError(f"{name} is not a task", f"Choose from validation, {', '.join(TASKS)}")
+    require_choice("--tasks", name, (*TASKS, "validation"), flag=False)
     path = Path(directory) / TASKS[name].file
     if not directory or not path.is_file():
         raise UserError(
