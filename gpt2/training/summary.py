@@ -35,6 +35,8 @@ def describe_run(
     layers = f"scanned{by}" if config.memory.scan_layers else "unrolled"
     remat = f", remat {config.memory.remat}" if config.memory.remat != "none" else ""
     tokens = config.tokens_per_step
+    num_tokens = sum(split.num_tokens for split in dataset.splits.values())
+    held_out = dataset.splits["validation"].num_tokens
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
     flops = tokens * model_flops_per_token(program.model.config)
     compiled = f"{format_count(train_step.flops)} a device" if train_step.flops else "unknown"
@@ -54,7 +56,7 @@ def describe_run(
             "tokenizer": f"{config.data.tokenizer}, {format_count(model.vocab_size)} tokens",
             "training": f"{format_count(dataset.splits['train'].num_tokens)} tokens, "
             f"seen {epochs:.2g} times",
-            "validation": f"{format_count(dataset.splits['validation'].num_tokens)} tokens",
+            "validation": f"{format_count(held_out)} tokens, {held_out / num_tokens:.2%} of all",
         },
         "devices": {
             "kind": f"{jax.device_count()} x {device.device_kind}",
