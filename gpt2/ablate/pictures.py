@@ -96,6 +96,10 @@ def plot_curves(
             axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(lambda value, _, write=write: write(value))
         axes.grid(color=_GRID, linewidth=0.8)
+    if any(len(members) > 1 for members in curves.values()):
+        panels[0].fill_between(
+            [], [], color=_MUTED, alpha=0.18, linewidth=0, label="range of seeds"
+        )
     panels[0].set_ylabel(f"validation ({unit})")
     panels[0].set_ylim(*_frame([curve.scores for members in curves.values() for curve in members]))
     for axes in panels[1:]:

@@ -26,6 +26,7 @@ h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; }
 table { border-collapse: collapse; font-size: 0.93rem; display: block; overflow-x: auto; }
 th, td { border-bottom: 1px solid #e5e7eb; padding: 0.35rem 0.9rem 0.35rem 0; text-align: left; }
 td:not(:first-child):not(:last-child) { white-space: nowrap; }
+td:first-child { overflow-wrap: anywhere; min-width: 10rem; } td:last-child { min-width: 10rem; }
 img { max-width: 100%; }
 code, pre { font-size: 0.88rem; background: #f3f4f6; border-radius: 4px; padding: 0.1rem 0.3rem; }
 pre { padding: 0.8rem; overflow-x: auto; white-space: pre-wrap; }
@@ -187,7 +188,11 @@ def _differences(
     if not shown:
         return ""
     pictures.plot_differences(sweep.root / "differences.png", shown, relative, sweep.unit)
-    return "![Differences from the baseline](differences.png)"
+    dots = "differences of single seeds" if sweep.paired else "single runs"
+    return (
+        "![Differences from the baseline](differences.png)\n\n"
+        f"Bars are the intervals of the table, dots {dots}."
+    )
 
 
 def _curves(sweep: Sweep, results: Sequence[Result]) -> str:
