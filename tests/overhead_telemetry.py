@@ -1,12 +1,13 @@
 """Times steps of the quickstart with profiler, metrics and screen, and without, in turn.
 
-    python -m tests.overhead_telemetry [--rounds=100] [--steps=40]
+    python -m tests.overhead_telemetry [--rounds=100] [--steps=40] [--tiny]
 
 One run of train.py takes both kinds of turns, so that they share program, memory and batches.
 Without telemetry the loop only waits for the step before. The run asks for no trace and no
 statistics, and writes a line every ten steps, as by default. The command prints the ratio of a
-turn's time with telemetry to that without: the median over rounds, with a 95 % interval that
-assumes no distribution. Let the machine do nothing else. `tests.overhead` is about guards.
+turn's time with telemetry to that without, and what telemetry adds to a step: medians over rounds,
+with 95 % intervals that assume no distribution. A model of milliseconds (`--tiny`) tells the latter
+to microseconds. Let the machine do nothing else. `tests.overhead` is about guards.
 """
 
 from gpt2 import launch
@@ -35,8 +36,10 @@ from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reporter import Reporter
 from gpt2.telemetry.throughput import StepClock
+from tests.helpers import TINY
 
 LEAST_ROUNDS = 6  # fewer have no interval of 95 %
+SHAPE = [option for option in TINY if not option.startswith("--config.train.")]
 WARM = 2  # turns that do not count
 CLOCKS = {"by the clock": time.perf_counter, "CPU time": time.process_time}
 
@@ -106,8 +109,8 @@ def switched(turns: Turns) -> dict[str, type]:
     return dict(StepClock=SwitchedClock, Profiler=SwitchedProfiler, Reporter=SwitchedReporter)
 
 
-def run(turns: Turns, rounds: int, workdir: Path) -> None:
-    """Lets train.py take all turns.
+def run(turns: Turns, rounds: int, workdir: Path, more: Sequence[str]) -> None:
+    """Lets train.py take all turns, with `more` options.
 
     Raises:
         SystemExit: it failed, or has written lines in other turns than those with telemetry.
@@ -115,7 +118,13 @@ def run(turns: Turns, rounds: int, workdir: Path) -> None:
     num_steps = turns.steps * (WARM + 2 * rounds) + 1
     options = [f"--config.train.num_steps={num_steps}", "--config.train.eval_batches=1"]
     options += [f"--config.train.{name}=0" for name in ("eval_every", "checkpoint_every")]
-    sys.argv = ["train.py", f"--workdir={workdir}", "--config.train.hang_seconds=0", *options]
+    sys.argv = [
+        "train.py",
+        f"--workdir={workdir}",
+        "--config.train.hang_seconds=0",
+        *options,
+        *more,
+    ]
     for name, switch in switched(turns).items():
         setattr(train, name, switch)
     try:
@@ -132,14 +141,20 @@ def run(turns: Turns, rounds: int, workdir: Path) -> None:
 
 def describe(name: str, given: Sequence[float], bare: Sequence[float], steps: int) -> str:
     """Returns the line of a clock."""
-    ratios = sorted(g / b for g, b in zip(given, bare, strict=True))
-    rank = int(binom.ppf(0.025, len(ratios), 0.5))
-    low, high = ratios[rank - 1], ratios[-rank]
+    pairs = list(zip(given, bare, strict=True))
     with_ms, without_ms = (1e3 * statistics.median(turns) / steps for turns in (given, bare))
+    ratio = _median_and_interval([g / b for g, b in pairs], ".4f")
+    added = _median_and_interval([1e6 * (g - b) / steps for g, b in pairs], ".1f")
     return (
         f"{name}: {without_ms:.2f} ms a step without telemetry, {with_ms:.2f} ms with it, ratio "
-        f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f}) in {len(ratios)} rounds"
+        f"{ratio}, {added} µs more, in {len(pairs)} rounds"
     )
+
+
+def _median_and_interval(values: Sequence[float], form: str) -> str:
+    rank = int(binom.ppf(0.025, len(values), 0.5))
+    low, high = sorted(values)[rank - 1], sorted(values)[-rank]
+    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
 
 
 def main() -> None:
@@ -147,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.overhead_telemetry", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=100, help="turns of each form")
     parser.add_argument("--steps", type=int, default=40, help="of a turn, a multiple of 10")
+    parser.add_argument("--tiny", action="store_true", help="a model of milliseconds")
     chosen = parser.parse_args()
     if chosen.rounds < LEAST_ROUNDS:
         parser.error(f"--rounds={chosen.rounds} gives no interval; use {LEAST_ROUNDS} or more")
@@ -155,7 +171,7 @@ def main() -> None:
     turns = Turns(chosen.steps)
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("GPT2_DATA_DIR", f"{scratch}/data")
-        run(turns, chosen.rounds, Path(scratch) / "run")
+        run(turns, chosen.rounds, Path(scratch) / "run", SHAPE if chosen.tiny else [])
     for index, name in enumerate(CLOCKS):
         print(describe(name, *turns.seconds(index), chosen.steps))
 

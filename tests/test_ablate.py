@@ -18,7 +18,7 @@ import pytest
 
 from configs import quickstart
 from gpt2.ablate import pictures, screen
-from gpt2.ablate.arms import describe_warmup, make_arms
+from gpt2.ablate.arms import Arm, describe_warmup, make_arms
 from gpt2.ablate.equal import choose_score, equalize, refuse_undone, step_flops
 from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
@@ -331,9 +331,15 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
     assert sweep.chosen == {}
     write_run(choosing[-1], 3.0, "failed")
     assert list(sweep.with_choices().chosen) == ["baseline"]  # the other's is tried again
-    left = sweep.with_choices(leave_failed=True).chosen
-    assert left["optim.name=lion"] == {"optim.learning_rate": 2e-3}
-    write_run(choosing[-1], 3 + math.log(2))
+    left = sweep.with_choices(leave_failed=True)
+    assert left.chosen["optim.name=lion"] == {"optim.learning_rate": 2e-3}
+    assert left.undecided_runs() == []  # nothing of it is trained again
+    mine = [run for run in choosing if run.arm == "optim.name=lion"]
+    for run in mine:
+        write_run(run, 3.0, "failed")
+    assert "optim.name=lion" not in sweep.with_choices(leave_failed=True).chosen  # not diverged
+    for run in mine:
+        write_run(run, 3 + abs(math.log(run.config.optim.learning_rate / 2e-3)))
     sweep = sweep.with_choices()
     assert sweep.chosen == {
         "baseline": {"optim.learning_rate": 1e-3},
@@ -402,6 +408,11 @@ def test_a_sweep_begun_while_fewer_checkpoints_were_kept_goes_on(tmp_path):
         path.write_text(path.read_text().replace('"keep_checkpoints": 2', '"keep_checkpoints": 1'))
     assert load_sweep(tmp_path).baseline.config.train.keep_checkpoints == 1
     continued(before).check()
+    before.check()  # as arms that are new ask for today's default
+    more = [with_options(arm.config, {"train.keep_checkpoints": 5}) for arm in before.arms]
+    asked = tuple(Arm(arm.change, config) for arm, config in zip(before.arms, more, strict=True))
+    with pytest.raises(UserError, match=r"train\.keep_checkpoints=1, not 5"):
+        continued(dataclasses.replace(before, arms=asked))
     measured = make_measuring_run(tmp_path, "baseline", BASE, 40)
     measured.prepare()
     path = measured.folder / "config.json"

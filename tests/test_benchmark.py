@@ -453,7 +453,9 @@ def test_a_file_and_a_picture_hold_every_cell(tmp_path):
     narrow["precision.compute=bfloat16"] |= products
     del narrow["torch"]["compute"], narrow["torch"]["peak_flops"]  # peers do not tell
     rows = tables.rows(tiny(), narrow)
-    assert [row["compute"] for row in rows] == ["float32", "bfloat16", "float32"]
+    assert [row["compute"] for row in rows] == 3 * ["float32"]  # what they are compared in
+    assert [row["our_compute"] for row in rows] == ["float32", "bfloat16", None]
+    picture.plot(tmp_path / "narrow.png", rows)
     assert [row["product_flops"] for row in rows] == [1e12, 3e12, 1e12]
     assert "float32 1,000 GFLOP/s, measured; bfloat16 3,000" in tables.table(tiny(), narrow)
     assert "95 % intervals" not in picture._foot(found[:1])

@@ -27,7 +27,7 @@ from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_axis, varied_
 from gpt2.ablate.equal import TERMS, choose_score, equalize, refuse_undone
 from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
 from gpt2.ablate.report import write_report
-from gpt2.ablate.runs import Run, describe, is_unchanged, make_measuring_run
+from gpt2.ablate.runs import Run, check_unchanged, describe, is_unchanged, make_measuring_run
 from gpt2.ablate.scaling import at_sizes
 from gpt2.ablate.screen import Screen
 from gpt2.ablate.sweep import MAX_SEEDS as MOST_SEEDS
@@ -135,23 +135,22 @@ def _sweep(root: Path) -> int:
         warn(note)
     if DRY_RUN.value:
         return _dry_run(continued(sweep).with_choices(leave_failed=LEAVE_FAILED.value), slots[0])
-    # An array's job finds what failed; else it is tried once more before it is left out.
-    sweep = register(sweep, leave_failed=LEAVE_FAILED.value and INDEX.value is not None)
+    sweep = register(sweep)
     if sweep.num_seeds > SEEDS.value:
         print(f"the sweep has {sweep.num_seeds} seeds already, which all count")
     if INDEX.value is not None:
+        if LEAVE_FAILED.value and INDEX.value >= len(sweep.choosing_runs()):
+            sweep = register(sweep, leave_failed=True)
         return _train_one(sweep, INDEX.value)
 
     # Runs: first those that choose values, then those that are compared.
-    choosing = [run for run in sweep.choosing_runs() if run.arm not in sweep.chosen]
-    _train(sweep, choosing, slots, "tuning")
+    _train(sweep, sweep.undecided_runs(), slots, "tuning")
     sweep = register(sweep, leave_failed=LEAVE_FAILED.value)
     for name, choice in sweep.chosen.items() if sweep.tune else ():
         print(f"{name} takes {describe(choice) if choice else 'part no more: no choice works'}")
     for arm in sweep.arms:
         if arm.name not in sweep.chosen:
-            mine = [run for run in choosing if run.arm == arm.name]
-            _tell_of_failure(next(r for r in mine if r.outcome().state in ("failed", "waiting")))
+            _tell_of_waiting(arm.name, sweep)
     _train(sweep, sweep.runs(), slots, "comparing")
     while _wants_seeds(sweep):
         sweep = register(sweep.with_seeds(sweep.num_seeds + 1))
@@ -271,18 +270,32 @@ def _wants_seeds(sweep: Sweep) -> bool:
     return widest(judge(sweep, sweep.results())) > sweep.until
 
 
-def _tell_of_failure(run: Run) -> None:
+def _tell_of_waiting(arm: str, sweep: Sweep) -> None:
     """Says why an arm has no choice yet."""
-    text = f"{run.arm} waits: {run.label} failed ({run.outcome().error}); see {run.folder}/log.txt."
-    how = "The same command tries again. With --leave_failed it chooses without such values"
-    print(wrap(f"{text} {how}"))
+    runs = [run for run in sweep.undecided_runs() if run.arm == arm]
+    failed = [run for run in runs if run.outcome().state == "failed"]
+    if not failed:  # another job trains them, or has just ended them
+        print(f"{arm} waits for runs that choose its values")
+        return
+    text = (
+        f"{failed[0].label} failed ({failed[0].outcome().error}); see {failed[0].folder}/log.txt."
+    )
+    how = "The same command tries again."
+    if len(failed) < len(runs):
+        how += " With --leave_failed it chooses without such values"
+    print(wrap(f"{arm} waits: {text} {how}"))
 
 
 def _dry_run(sweep: Sweep, slot: Slot) -> int:
     """Prints the runs and what they would take."""
     runs, total = [*sweep.choosing_runs(), *sweep.runs()], 0.0
     num_fixed = len(runs) if len(sweep.chosen) == len(sweep.arms) else len(sweep.choosing_runs())
-    left = {run.arm for run in runs if run.outcome().state in ("waiting", "failed")}
+    to_do = {
+        run.folder
+        for run in (*sweep.undecided_runs(), *sweep.runs())
+        if run.outcome().state in ("waiting", "failed")
+    }
+    left = {run.arm for run in runs if run.folder in to_do}
     left |= {arm.name for arm in sweep.arms if arm.name not in sweep.chosen}
     seconds = {
         arm.name: _step_seconds(sweep.root, arm, slot) if arm.name in left else 0.0
@@ -290,12 +303,11 @@ def _dry_run(sweep: Sweep, slot: Slot) -> int:
     }
     for i, run in enumerate(runs):
         state, took = run.outcome().state, run.config.train.num_steps * seconds[run.arm]
-        to_do = state in ("waiting", "failed")
-        total += took if to_do else 0
+        total += took if run.folder in to_do else 0
         number = i if i < num_fixed else ""  # as for Sweep.numbered_run
         print(
             f"{number:>4}  {run.label}  {run.config.train.num_steps} steps  "
-            + (format_duration(took) if to_do else state)
+            + (format_duration(took) if run.folder in to_do else state)
         )
     later = [arm for arm in sweep.arms if arm.name not in sweep.chosen]
     if later:
@@ -316,8 +328,10 @@ def _step_seconds(root: Path, arm: Arm, slot: Slot) -> float:
     """Returns how long a training step of an arm takes in a slot, measured once and kept."""
     run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
     with files.locked(run.folder.parent / f"{run.folder.name}.lock"):  # of an array's other jobs
-        if not is_unchanged(run):
-            shutil.rmtree(run.folder)  # a measurement on other terms, which is no result
+        if EQUAL.value == "seconds" and (root / "sweep.json").exists():
+            check_unchanged([run])  # the lengths of runs rest on it
+        elif not is_unchanged(run):
+            shutil.rmtree(run.folder)
         if run.outcome().state != "finished":
             print(f"measuring a step of {arm.name}", flush=True)
         train_all([run], [slot], lambda training: None)
@@ -342,7 +356,7 @@ def _report(sweep: Sweep) -> int:
             "Make room, and repeat with --report",
         ) from error
     print(wrap(f"\nsee report.html, report.md and results.csv in {sweep.root}"))
-    states: list[str] = [run.outcome().state for run in (*sweep.choosing_runs(), *sweep.runs())]
+    states: list[str] = [run.outcome().state for run in (*sweep.undecided_runs(), *sweep.runs())]
     for state, words in (("failed", "failed, see the report"), ("waiting", "still to come")):
         if number := states.count(state):
             print(f"{counted(number, 'run')} {words}")

@@ -133,10 +133,12 @@ def describe(options: Mapping[str, Any]) -> str:
 def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Returns the options, old and new, that would make another run of a sweep's.
 
-    Which checkpoints stay changes no result.
+    How many checkpoints stay changes no result, and had another default once.
     """
     found = differences(old, new)
-    return {name: found[name] for name in found if not name.startswith("train.keep_")}
+    if new.train.keep_checkpoints == DEFAULTS.train.keep_checkpoints:
+        found.pop("train.keep_checkpoints", None)
+    return found
 
 
 def is_unchanged(run: Run) -> bool:

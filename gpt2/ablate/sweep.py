@@ -103,6 +103,10 @@ class Sweep:
             for choice in self.choices()
         ]
 
+    def undecided_runs(self) -> list[Run]:
+        """Returns those of `choosing_runs` whose arms have no choice yet."""
+        return [run for run in self.choosing_runs() if run.arm not in self.chosen]
+
     def tuning(self) -> dict[str, list[tuple[dict[str, Any], float]]]:
         """Returns each arm's choices and their mean scores; nan where a run has no score."""
         scores: dict[str, list[tuple[dict[str, Any], float]]] = {}
@@ -128,13 +132,18 @@ class Sweep:
         """
         if not self.tune:
             return dataclasses.replace(self, chosen={arm.name: {} for arm in self.arms})
-        left = ("waiting",) if leave_failed else ("waiting", "failed")
-        open_arms = {run.arm for run in self.choosing_runs() if run.outcome().state in left}
+        states = [(run.arm, run.outcome().state) for run in self.choosing_runs()]
+        failed_arms = {arm for arm, state in states if state == "failed"}
+        open_arms = {arm for arm, state in states if state == "waiting"}
+        open_arms |= set() if leave_failed else failed_arms
         chosen = dict(self.chosen)
         for name, scores in self.tuning().items():
             if name not in chosen and name not in open_arms:
                 finite = [(score, i) for i, (_, score) in enumerate(scores) if math.isfinite(score)]
-                chosen[name] = scores[min(finite)[1]][0] if finite else None
+                if finite:
+                    chosen[name] = scores[min(finite)[1]][0]
+                elif name not in failed_arms:
+                    chosen[name] = None  # all diverged
         return dataclasses.replace(self, chosen=chosen)
 
     def runs(self) -> list[Run]:

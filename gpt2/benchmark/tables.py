@@ -35,8 +35,8 @@ def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
         found.append(
             {"contestant": name}
             | {setting: case[setting] for setting in _SETTINGS}
-            | {"compute": products["compute"]}
             | {"attention": case["attention"], "our_attention": result.get("attention")}
+            | {"our_compute": result.get("compute")}
             | {"device": result["device"], "cpu_cores": os.cpu_count()}
             | {"versions": " ".join(f"{k} {v}" for k, v in result["versions"].items())}
             | {figure: result[figure] for figure in _FIGURES}

@@ -94,9 +94,11 @@ def find_files(pattern: str) -> list[Path]:
 
 def _advise_on_glob(pattern: str) -> str:
     """Returns what to write in place of a glob that matches no file."""
-    deeper = str(Path(pattern).parent / "**" / Path(pattern).name)
-    if "**" not in pattern and any(map(os.path.isfile, glob.iglob(deeper, recursive=True))):
-        return f"Folders below it hold such files: write {deeper}"
+    path = Path(pattern)
+    if glob.has_magic(path.name) and "**" not in pattern:
+        below = glob.iglob(str(path.parent / "*" / path.name))  # no deeper, which may be endless
+        if any(map(os.path.isfile, below)):
+            return f"Folders in it hold such files: write {path.parent / '**' / path.name} there"
     return "Give a path, or a glob of files that exist"
 
 

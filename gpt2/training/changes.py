@@ -31,10 +31,11 @@ def _tell_of_schedule(saved: Config, config: Config, start: int) -> None:
     # A finished run that is extended has no step in common: its next rate is not its last one.
     steps = start, max(start, min(before, now) - 1)
     if any(old(min(step, before)) != new(step) for step in steps):
-        was, rate = float(old(min(start, before))), float(new(start))
+        was, rate = (f"{float(x):.2e}" for x in (old(min(start, before)), new(start)))
         warn(
             f"the run was last started with train.num_steps={before}; from step {start} on, its "
-            f"learning rate follows the schedule of {now} steps: {rate:.2e} in place of {was:.2e}"
+            f"learning rate follows the schedule of {now} steps"
+            + (f": {rate} in place of {was}" if rate != was else "")
         )
 
 
