@@ -278,9 +278,10 @@ def test_verdicts_do_not_depend_on_chance_or_on_the_order_of_arms():
     backwards = judge(baseline, dict(reversed(arms.items())))
     assert list(backwards) == NAMES[::-1]
     for name in NAMES:
-        *numbers, words, method = dataclasses.astuple(verdicts[name])
-        *others, other_words, other_method = dataclasses.astuple(backwards[name])
+        *numbers, _, words, method = dataclasses.astuple(verdicts[name])
+        *others, _, other_words, other_method = dataclasses.astuple(backwards[name])
         assert others == pytest.approx(numbers)
+        assert backwards[name].detectable == pytest.approx(verdicts[name].detectable)
         assert (other_words, other_method) == (words, method)
 
 

@@ -191,14 +191,19 @@ def group_difference(
     return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10 * error))
 
 
-@cache
-def pair_shift(quantile: float, df: int) -> float:
-    """Returns the true difference that pairs find with `POWER`, in standard errors."""
+def pair_difference(error: float, quantile: float, df: int) -> float:
+    """Returns the true difference that pairs find with `POWER`.
+
+    Args:
+        error: the standard error of the mean difference.
+        quantile: that the test's statistic has to exceed.
+        df: its degrees of freedom.
+    """
 
     def lack(shift: float) -> float:
         return POWER - float(scipy.stats.nct.sf(quantile, df, shift))
 
-    return float(scipy.optimize.brentq(lack, 0, 3 * quantile + 3))
+    return error * float(scipy.optimize.brentq(lack, 0, 3 * quantile + 3))
 
 
 def _half_widths(
