@@ -12,12 +12,19 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import dataclasses
-from pathlib import Path
-
 from absl import flags
 
 from gpt2 import cli
+from gpt2.evals import options
+from gpt2.evals.options import CORPUS, HF, STRIDE, TASK_DIR, TASKS, VAL_FRACTION, WORKDIR
+
+if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
+    flags.adopt_module_key_flags(options)  # for --help
+    cli.parse(options.check)
+
+import dataclasses
+from pathlib import Path
+
 from gpt2.config import DataConfig, load_config
 from gpt2.data.dataset import Dataset, prepare
 from gpt2.data.shards import open_shards
@@ -29,26 +36,7 @@ from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS as EVAL_TASKS
 from gpt2.evals.tasks import run_task, task_file
 from gpt2.model import GPT
-from gpt2.weights import check_source, load_model
-
-WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run.")
-HF = flags.DEFINE_string("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
-CHECKPOINT = flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
-TASKS = flags.DEFINE_list("tasks", ["validation"], f"Any of validation, {', '.join(EVAL_TASKS)}.")
-TASK_DIR = flags.DEFINE_string("task_dir", "", "Directory of the tasks' files.")
-CORPUS = flags.DEFINE_string(
-    "corpus", "", "Corpus whose validation split to score, as data.corpus; the run's if empty."
-)
-VAL_FRACTION = flags.DEFINE_float(
-    "val_fraction",
-    None,
-    "Share of --corpus to score, as data.val_fraction; if not given, that of the run, or "
-    f"{DataConfig.val_fraction} without one.",
-)
-STRIDE = flags.DEFINE_integer(
-    "stride", 0, "Tokens that a sliding window moves; 0: half of the context.", lower_bound=0
-)
-OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the figures to.")
+from gpt2.weights import load_model
 
 
 def main() -> None:
@@ -56,7 +44,7 @@ def main() -> None:
     check_flags()
     files = {name: task_file(name, TASK_DIR.value) for name in TASKS.value if name != "validation"}
     data = validation_data() if "validation" in TASKS.value else None
-    cfg, params, tokenizer = load_model(WORKDIR.value, HF.value, CHECKPOINT.value)
+    cfg, params, tokenizer = load_model(WORKDIR.value, HF.value, options.CHECKPOINT.value)
     stride = STRIDE.value or max(1, cfg.context_length // 2)
     if stride > cfg.context_length:
         raise UserError(
@@ -72,36 +60,27 @@ def main() -> None:
             figures += validation(scorer, dataset, data.corpus, data.document_mask)
         else:
             figures += run_task(name, scorer, tokenizer, files[name], stride)
-    if OUTPUT.value:
-        write_json(figures, Path(OUTPUT.value))
+    if options.OUTPUT.value:
+        write_json(figures, Path(options.OUTPUT.value))
     print_table(figures)
 
 
 def check_flags() -> None:
     """Refuses flags that change nothing, empty tasks, and an output that cannot be written."""
-    check_source(WORKDIR.value, HF.value)
+    options.check()
     if not TASKS.value or len(set(TASKS.value)) < len(TASKS.value):
         raise UserError(
             f"--tasks={','.join(TASKS.value)} names {'a task twice' if TASKS.value else 'no task'}",
             f"Choose from validation, {', '.join(EVAL_TASKS)}",
         )
-    if not CORPUS.value:
-        cli.refuse_ignored("val_fraction", "it divides --corpus")
-    if VAL_FRACTION.value is not None and not 0.0 < VAL_FRACTION.value < 1.0:
-        raise UserError(
-            f"--val_fraction={VAL_FRACTION.value} is out of range",
-            "Use a share above 0, below 1",
-        )
-    if HF.value:
-        cli.refuse_ignored("checkpoint", "--hf holds a single set of weights")
     if "validation" not in TASKS.value:
         cli.refuse_ignored("corpus", "it is for --tasks=validation")
     if TASKS.value == ["validation"]:
         cli.refuse_ignored("task_dir", "--tasks=validation reads no file of it")
     if not any(task.slides for name, task in EVAL_TASKS.items() if name in TASKS.value):
         cli.refuse_ignored("stride", "none of --tasks slides a window")
-    if OUTPUT.value:
-        require_writable_file("output", Path(OUTPUT.value))
+    if options.OUTPUT.value:
+        require_writable_file("output", Path(options.OUTPUT.value))
 
 
 def validation_data() -> DataConfig:

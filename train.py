@@ -8,7 +8,18 @@ A run whose workdir holds a checkpoint continues from it.
 from gpt2 import launch
 
 if __name__ == "__main__":
-    launch.prepare_process()  # before the imports below, which take seconds
+    launch.prepare_process()
+
+from absl import flags
+
+from gpt2 import cli
+from gpt2.planning import options as plan_options
+from gpt2.training import options
+
+if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
+    flags.adopt_module_key_flags(options)  # for --help
+    flags.adopt_module_key_flags(plan_options)
+    cli.parse(options.check, default_config="quickstart")
 
 import sys
 from functools import partial
@@ -16,12 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags
 
-from gpt2 import cli
 from gpt2.config import Config
 from gpt2.data.dataset import Dataset, prepare
-from gpt2.errors import UserError, require_positive, tell
+from gpt2.errors import UserError, tell
 from gpt2.evals.validation import Validator
 from gpt2.generate import sample_texts
 from gpt2.parallel import distributed, gather_whole
@@ -29,11 +38,12 @@ from gpt2.parallel.drawing import check_picture
 from gpt2.parallel.stop import StopSignal
 from gpt2.planning import command as planning
 from gpt2.profile.profiler import Profiler
+from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.telemetry.metrics import MetricsWriter, check_wandb, seconds_taken
 from gpt2.telemetry.plots import plot_losses
 from gpt2.telemetry.progress import Progress, print_summary
 from gpt2.telemetry.reporter import Reporter, Writer
-from gpt2.telemetry.throughput import StepClock, model_flops_per_token, total_peak_flops
+from gpt2.telemetry.throughput import StepClock, total_peak_flops
 from gpt2.telemetry.watchdog import Watchdog
 from gpt2.training import workdir as run_files
 from gpt2.training.checkpoint import Checkpointer
@@ -50,39 +60,21 @@ from gpt2.utils.files import write_text
 from gpt2.utils.terminal import wrap
 from gpt2.weights import load_initial_params
 
-CONFIG = cli.define_config()
-flags.declare_key_flag("config")  # for --help
-WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if empty.")
-VISUALIZE = flags.DEFINE_string(
-    "visualize", None, "Draw how parameters, moments and batches of this name are spread."
-)
-VISUALIZE_TO = flags.DEFINE_string(
-    "visualize_to", None, "A picture of the same; sharding.png in the workdir if empty."
-)
-flags.adopt_module_key_flags(planning)
-MAX_SECONDS = flags.DEFINE_float(
-    "max_seconds", None, "Stop, with all saved, before this process is so old; see docs/safety.md."
-)
-COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
-PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Number of this process, from 0.")
-
 
 @distributed.ends_together()
 def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
-    config = cli.parse_config(CONFIG)
-    if VISUALIZE.value is None:
-        cli.refuse_ignored("visualize_to", "there is no --visualize")
-    picture = check_picture(VISUALIZE_TO.value)
-    if MAX_SECONDS.value is not None:
-        require_positive("max_seconds", MAX_SECONDS.value, 3600, flag=True)
-    if planning.asks_for_plan():
+    options.check()
+    config, pattern = cli.parse_config(options.CONFIG), options.VISUALIZE.value
+    picture = check_picture(options.VISUALIZE_TO.value)
+    if plan_options.asks_for_plan():
         cli.refuse_ignored("max_seconds", "a plan trains nothing")
-        return planning.plan(config, VISUALIZE.value, picture)
-    distributed.initialize(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_INDEX.value)
-    workdir = Path(WORKDIR.value or Path("runs") / cli.config_name())
+        return planning.plan(config, pattern, picture)
+    distributed.initialize(
+        options.COORDINATOR.value, options.NUM_PROCESSES.value, options.PROCESS_INDEX.value
+    )
+    workdir = Path(options.WORKDIR.value or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
     check_program(config, jax.devices())
     check_room(config, jax.devices())
@@ -99,10 +91,8 @@ def main() -> int:
     # Program: model, optimizer and steps, and how they are spread over the devices.
     program = Program.from_config(config, jax.devices())
     feed = Feed(config, dataset, program.backend)
-    if VISUALIZE.value:
-        distributed.only_first(program.draw)(
-            VISUALIZE.value, picture or workdir / run_files.SHARDING
-        )
+    if pattern:
+        distributed.only_first(program.draw)(pattern, picture or workdir / run_files.SHARDING)
 
     # State: where the run stands.
     start = distributed.from_first(distributed.only_first(run_files.find_start)(workdir) or 0)
@@ -190,7 +180,7 @@ def train(
 
     start_over = partial(first_state, program, feed.dataset)
     diagnosis = Diagnosis(program, feed, workdir, checkpointer, train_step, start_over)
-    limit = MAX_SECONDS.value
+    limit = options.MAX_SECONDS.value
     deadline = Deadline(limit, config.train, clock, checkpointer, lambda: validate.seconds)
     deadline.check(start)
     launch.say_when_left(partial(run_files.describe_saved, workdir))
@@ -287,4 +277,4 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
 
 
 if __name__ == "__main__":
-    cli.run(main, default_config="quickstart")
+    cli.run(main)

@@ -15,45 +15,72 @@ from gpt2 import launch
 from gpt2.config import ALIASES, DEFAULTS, Config, flatten, read_record
 from gpt2.errors import UserError, exit_on_user_error, unknown_option
 
+_arguments: list[str] | None = None  # those that are no flags, once the command line is parsed
 
-def run(
-    main: Callable[..., int | None],
+
+@exit_on_user_error
+def parse(
+    check: Callable[[], object] | None = None,
     *,
     default_config: str = "",
     commands: Sequence[str] = (),
     takes_files: bool = False,
 ) -> None:
-    """Parses flags and calls `main()`. A user's mistake in either prints one line and exits with 2.
+    """Parses the command line, which `run` does too unless it is done.
+
+    A command calls this ahead of imports that take seconds, so that a mistake, or `--help`, is
+    answered at once.
 
     Args:
-        main: returns the exit code, None for 0.
+        check: raises a UserError for flags that cannot work.
         default_config: the config in configs/ to use without `--config`, for programs that define
             that flag.
         commands: for programs whose first argument is one of these; `main` receives it.
         takes_files: whether `main` receives any number of arguments that are no flags.
+
+    Raises:
+        SystemExit: the flags are wrong, which a line has told, or `--help` is printed.
+    """
+    global _arguments
+    app.define_help_flags()
+    argv = sys.argv
+    if default_config and not any(re.match("--?config(=|$)", arg) for arg in argv):
+        path = Path(configs.__file__).with_name(f"{default_config}.py")
+        argv = [argv[0], f"--config={path}", *argv[1:]]
+    _, *arguments = _parse_flags(argv)
+    if commands and (not arguments or arguments[0] not in commands):
+        what = f"{arguments[0]} is not a command" if arguments else "a command is missing"
+        raise UserError(what, f"Choose one of {', '.join(commands)}")
+    if len(arguments) > bool(commands) and not takes_files:
+        raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
+    if check:
+        check()
+    _arguments = arguments
+
+
+def run(main: Callable[..., int | None], **options: Any) -> None:
+    """Calls `main()` with flags parsed. A user's mistake prints one line and exits with 2.
+
+    Args:
+        main: returns the exit code, None for 0.
+        **options: those of `parse`, unless the program has called it.
     """
 
-    def parse(argv: list[str]) -> list[str]:
-        if default_config and not any(re.match("--?config(=|$)", arg) for arg in argv):
-            path = Path(configs.__file__).with_name(f"{default_config}.py")
-            argv = [argv[0], f"--config={path}", *argv[1:]]
-        return _parse_flags(argv)
+    def parsed(argv: list[str]) -> list[str]:
+        if _arguments is None:
+            parse(**options)
+        return argv
 
     @exit_on_user_error
-    def guarded(argv: list[str]) -> int | None:
+    def guarded(_: list[str]) -> int | None:
+        assert _arguments is not None  # by `parsed`
         launch.take_interrupts()
-        _, *arguments = argv
-        if commands and (not arguments or arguments[0] not in commands):
-            what = f"{arguments[0]} is not a command" if arguments else "a command is missing"
-            raise UserError(what, f"Choose one of {', '.join(commands)}")
-        if len(arguments) > bool(commands) and not takes_files:
-            raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
         logging.set_verbosity(logging.FATAL)  # what libraries log, they raise too, or it is no help
-        code = main(*arguments)
+        code = main(*_arguments)
         launch.ignore_interrupts()
         return code
 
-    app.run(guarded, flags_parser=exit_on_user_error(parse))
+    app.run(guarded, flags_parser=parsed)
 
 
 @exit_on_user_error

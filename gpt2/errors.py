@@ -277,3 +277,11 @@ def require_writable_file(flag: str, path: Path) -> None:
     require_writable(flag, path.parent)
     if path.is_dir():
         raise UserError(f"--{flag}={path} is a directory", "Give a file")
+
+
+def require_source(workdir: str | Path | None, hf_directory: str | Path | None) -> None:
+    """Raises a UserError unless exactly one source of weights is given."""
+    if workdir and hf_directory:
+        raise UserError("--workdir and --hf both name weights", "Leave out one")
+    if not (workdir or hf_directory):
+        raise UserError("there are no weights to load", "Give --workdir or --hf")

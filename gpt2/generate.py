@@ -12,6 +12,27 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+from absl import flags
+
+from gpt2 import cli
+from gpt2.config import MAX_SEED, GPTConfig
+from gpt2.errors import UserError, require_source
+
+if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
+    flags.DEFINE_string("workdir", None, "Directory of a run.")
+    flags.DEFINE_string("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
+    flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
+    flags.DEFINE_string("prompt", "", "Text to continue.")
+    flags.DEFINE_integer(
+        "max_new_tokens", 0, "At most this many tokens; 0: 200, or what fits.", lower_bound=0
+    )
+    flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: always the likeliest token.")
+    flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
+    flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
+    flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=MAX_SEED)
+    cli.parse(lambda: require_source(flags.FLAGS.workdir, flags.FLAGS.hf))
+
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -22,13 +43,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from flax import struct
 
-from gpt2 import cli
-from gpt2.config import MAX_SEED, GPTConfig
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
 from gpt2.utils.buckets import bucket
 from gpt2.utils.prng import sample_key
@@ -320,16 +337,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Directory of a run.")
-    flags.DEFINE_string("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
-    flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
-    flags.DEFINE_string("prompt", "", "Text to continue.")
-    flags.DEFINE_integer(
-        "max_new_tokens", 0, "At most this many tokens; 0: 200, or what fits.", lower_bound=0
-    )
-    flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: always the likeliest token.")
-    flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
-    flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
-    flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=MAX_SEED)
     cli.run(main)

@@ -6,22 +6,14 @@ from pathlib import Path
 
 import jax
 
-from gpt2 import hf
 from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_source
+from gpt2.hf import model as hf
 from gpt2.hf.config import read_config
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
 from gpt2.training.checkpoint_weights import load_params
 from gpt2.utils.scan import in_layout, is_scanned
-
-
-def check_source(workdir: str | Path | None, hf_directory: str | Path | None) -> None:
-    """Raises a UserError unless exactly one source of weights is given."""
-    if workdir and hf_directory:
-        raise UserError("--workdir and --hf both name weights", "Leave out one")
-    if not (workdir or hf_directory):
-        raise UserError("there are no weights to load", "Give --workdir or --hf")
 
 
 def load_model(
@@ -37,7 +29,7 @@ def load_model(
     Raises:
         UserError: neither or both are given, or there is no such model.
     """
-    check_source(workdir, hf_directory)
+    require_source(workdir, hf_directory)
     if workdir:
         config, params = load_params(workdir, checkpoint)
         return config.gpt(), params, tokenizers.load(Path(workdir) / "tokenizer.json")

@@ -31,7 +31,7 @@ from gpt2.ablate.verdicts import widest
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule
-from gpt2.telemetry.throughput import count_compute_parameters
+from gpt2.telemetry.flops import count_compute_parameters
 from tests.helpers import ROOT, TINY
 from tests.test_workdir import make_config
 

@@ -104,6 +104,7 @@ def test_a_records_vocabulary_gives_way_to_a_given_one(parse, record, size):
     [
         ("gpt2.data.prepare", "--config: File of options, see configs/"),
         ("gpt2.benchmark", "--peers: Any of"),
+        ("gpt2.generate", "--temperature: "),
         ("gpt2.hf", "--workdir: "),
     ],
 )

@@ -62,6 +62,11 @@ def test_tasks_are_named_and_once_each(give, tasks, told):
         eval_command.check_flags()
 
 
+def test_help_names_every_task():
+    listed = flags.FLAGS["tasks"].help.removeprefix("Any of ").removesuffix(".")
+    assert listed.split(", ") == ["validation", *eval_command.EVAL_TASKS]
+
+
 def test_an_output_that_cannot_be_written_is_refused(give, tmp_path):
     (tmp_path / "file").touch()
     for output, message in (

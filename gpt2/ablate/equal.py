@@ -6,7 +6,7 @@ from collections.abc import Callable
 from gpt2.ablate.arms import Arm
 from gpt2.config import DEFAULTS, Config, with_options
 from gpt2.errors import UserError
-from gpt2.telemetry.throughput import count_compute_parameters, model_flops_per_token
+from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds", "params")
 LOSS, BITS_PER_BYTE = "eval/loss", "eval/bits_per_byte"

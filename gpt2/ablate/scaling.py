@@ -13,7 +13,7 @@ from gpt2.ablate.arms import Arm
 from gpt2.ablate.equal import with_length
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from gpt2.telemetry.throughput import count_compute_parameters
+from gpt2.telemetry.flops import count_compute_parameters
 
 MIN_SIZES = 3  # for a line and its error
 _MIN_RUNS = 3  # of each size, for the bootstrap

@@ -14,8 +14,8 @@ from gpt2.ablate.equal import choose_score
 from gpt2.ablate.results import Result, read_result
 from gpt2.ablate.runs import Run, changes, check_unchanged, make_choosing_run, make_run
 from gpt2.config import MAX_SEED, Config, complete_record
+from gpt2.data.identity import differing_data, read_data
 from gpt2.errors import MALFORMED, UserError
-from gpt2.training.workdir import differing_data, read_data
 from gpt2.utils.files import locked, write_json
 
 # Seeds of runs that choose values begin this much above those of runs that are compared.

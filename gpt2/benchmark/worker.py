@@ -27,9 +27,9 @@ from gpt2.model import GPT
 from gpt2.parallel import Backend
 from gpt2.profile.program import SCOPES, ProgramText
 from gpt2.profile.trace import find_trace, read_trace
+from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.telemetry.throughput import (
     forget_measured_peak,
-    model_flops_per_token,
     peak_flops,
     peak_source,
     total_peak_flops,

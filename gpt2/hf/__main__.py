@@ -9,12 +9,20 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from pathlib import Path
-
 from absl import flags
 
 from gpt2 import cli
 from gpt2.errors import UserError, require_writable
+
+if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
+    flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
+    flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
+    flags.DEFINE_string("workdir", None, "The run to write (import) or read (export).")
+    flags.DEFINE_string("checkpoint", "best", "export: best, latest or a step.")
+    cli.parse(commands=("import", "export"))
+
+from pathlib import Path
+
 from gpt2.hf.runs import export_run, import_run
 
 
@@ -50,8 +58,4 @@ def main(command: str) -> None:
 _COMMANDS = {"import": _import, "export": _export}
 
 if __name__ == "__main__":
-    flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
-    flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
-    flags.DEFINE_string("workdir", None, "The run to write (import) or read (export).")
-    flags.DEFINE_string("checkpoint", "best", "export: best, latest or a step.")
-    cli.run(main, commands=tuple(_COMMANDS))
+    cli.run(main)

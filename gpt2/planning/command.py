@@ -1,4 +1,4 @@
-"""`python train.py --plan`, and its kin: the flags, and what they do."""
+"""What `python train.py --plan` and its kin do."""
 
 import os
 import re
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags
 
 from gpt2 import cli, launch
 from gpt2.config import Config, option
 from gpt2.errors import UserError, require_writable_file, tell
 from gpt2.parallel.topologies import find_devices
+from gpt2.planning.options import BOARD, CHIPS, DEVICES, SEARCH, TEXT, TRIALS
 from gpt2.planning.plan import ATTAINABLE, OutOfMemory, compile_plan, make_program
 from gpt2.planning.screen import (
     TrialTable,
@@ -27,40 +27,6 @@ from gpt2.telemetry.progress import print_summary
 from gpt2.utils.files import write_text
 from gpt2.utils.terminal import columns, wrap, wrap_command
 from gpt2.utils.text import counted
-
-PLAN = flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
-DEVICES = flags.DEFINE_integer(
-    "plan_devices", 0, "As --plan, for this many simulated devices.", lower_bound=0
-)
-CHIPS = flags.DEFINE_string(
-    "plan_chips", None, "As --plan, for chips: v5e-8, h100-8, target.txtpb-8, ..."
-)
-TEXT = flags.DEFINE_string("plan_text", None, "A file for the compiled step of a plan.")
-SEARCH = flags.DEFINE_bool(
-    "plan_search",
-    False,
-    "Plan many layouts, and list those that fit by expected speed. Options of the config that are "
-    "given as flags stay.",
-)
-TRIALS = flags.DEFINE_integer(
-    "plan_trials", 8, "How many candidates --plan_search compiles at most.", lower_bound=1
-)
-BOARD = flags.DEFINE_string(
-    "plan_board", None, "Whose memory and speed --plan_search takes for simulated devices: h100."
-)
-
-
-def asks_for_plan() -> bool:
-    """Returns whether the flags ask for a plan.
-
-    Raises:
-        UserError: they do not, and say more of it.
-    """
-    if PLAN.value or DEVICES.value or CHIPS.value is not None or SEARCH.value:
-        return True
-    for name in ("plan_text", "plan_trials", "plan_board"):
-        cli.refuse_ignored(name, "there is no --plan")
-    return False
 
 
 def plan(config: Config, pattern: str | None, picture: Path | None) -> int:

@@ -19,7 +19,8 @@ from gpt2.data.tokenizer_names import tokens_by_name
 from gpt2.parallel.collectives import Collective, collectives
 from gpt2.parallel.inspect import bytes_per_device
 from gpt2.telemetry.chips import BOARDS, Board, find_chip
-from gpt2.telemetry.throughput import model_flops_per_token, recomputed_flops_per_token
+from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.telemetry.throughput import recomputed_flops_per_token
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 

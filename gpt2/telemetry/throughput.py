@@ -14,42 +14,6 @@ from gpt2.telemetry.chips import find_chip
 from gpt2.utils.remat import CORE_ATTENTION, is_kept
 
 
-def count_compute_parameters(cfg: GPTConfig) -> int:
-    """Counts the parameters that take part in a matrix product, or sit beside one.
-
-    These are all but tables whose rows are only looked up, which cost no FLOPs: of positions, of
-    values, and of tokens if the head is untied. The vocabulary counts unpadded.
-    """
-    width, hidden, H = cfg.embed_dim, cfg.hidden_dim, cfg.head_size
-    centered = cfg.bias and cfg.norm == "layernorm"
-    norm = width * (2 if centered else 1)
-    num_norms = {"pre": 2, "post": 2, "sandwich": 4}[cfg.norm_position]
-    into_mlp = 2 if cfg.is_gated else 1  # a gated MLP has a second way in
-    into_attention = width + 2 * cfg.kv_heads * H
-    kernels = width * into_attention + width * width + (into_mlp + 1) * width * hidden
-    biases = into_attention + 2 * width + into_mlp * hidden if cfg.bias else 0
-    mixes = 2 * (cfg.value_embeddings + cfg.value_residual + cfg.embedding_skip)
-    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes
-    last_norm = norm if cfg.norm_position != "post" else 0
-    return cfg.num_layers * layer + last_norm + cfg.vocab_size * width
-
-
-def model_flops_per_token(cfg: GPTConfig) -> float:
-    """Returns the FLOPs that training must spend on one token, forward and backward.
-
-    `6 N + 12 L D T`: every parameter multiplies and adds once forward and twice backward; the
-    attention scores and their weighted sum add 4 D T forward and twice that backward in each layer.
-    By convention, the half of the T x T scores above the diagonal counts, and recomputation does
-    not, so that figures compare (PaLM, Chowdhery et al. 2022, appendix B; nanoGPT's
-    `estimate_mfu`). In a layer with a window, T is the window.
-
-    Args:
-        cfg: the architecture; N is `count_compute_parameters(cfg)`, T its `context_length`.
-    """
-    seen = sum(window or cfg.context_length for window in cfg.windows)
-    return float(6 * count_compute_parameters(cfg) + 12 * cfg.embed_dim * seen)
-
-
 def recomputed_flops_per_token(cfg: GPTConfig) -> float:
     """Returns the FLOPs of the products that `memory.remat` computes twice for one token.
 

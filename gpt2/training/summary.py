@@ -10,7 +10,8 @@ from gpt2.launch import describe_settings
 from gpt2.model import num_params
 from gpt2.parallel.inspect import describe_spread
 from gpt2.telemetry.compile_watch import CompiledStep
-from gpt2.telemetry.throughput import StepClock, model_flops_per_token
+from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.telemetry.throughput import StepClock
 from gpt2.training.feed import Feed
 from gpt2.training.program import Program
 from gpt2.utils.text import counted, format_bytes, format_count, format_duration

@@ -7,13 +7,13 @@ environment.jsonl   with what the run was made, a line for each start
 .lock               held by the process that trains here, so that no second one does
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from gpt2.config import Config, differences, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, data_root
+from gpt2.data.identity import describe_data, differing_data, read_data
 from gpt2.data.tokenizer import fingerprint
 from gpt2.data.tokenizer import load as load_tokenizer
 from gpt2.data.tokenizer_names import is_path
@@ -33,7 +33,7 @@ from gpt2.training.checkpoint_files import (
 )
 from gpt2.training.environment import record_start
 from gpt2.utils import files
-from gpt2.utils.digests import read_sealed, seal
+from gpt2.utils.digests import seal
 from gpt2.utils.text import counted
 
 # Options that may change when a run continues. They do not decide what the model learns, except
@@ -157,7 +157,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
     Raises:
         UserError: the corpus or the tokenizer is not what the run began with.
     """
-    saved, found = read_data(workdir / _DATA), _describe(dataset)
+    saved, found = read_data(workdir / _DATA), describe_data(dataset)
     if saved is None:
         if (workdir / _DATA).exists():
             warn(f"{workdir / _DATA} is damaged; whether the text is the same is not known")
@@ -170,20 +170,6 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
             f"{name} names is no longer what {workdir} was trained on",
             "Restore it, or give another --workdir",
         )
-
-
-def read_data(path: Path) -> dict | None:
-    """Returns what a run's data.json tells of its text, or None if it is missing or damaged.
-
-    A file of before it had a sum of its own is believed.
-    """
-    saved = read_sealed(path, unsealed=True)
-    return saved if saved is not None and "splits" in saved else None
-
-
-def differing_data(saved: dict, found: dict) -> set[str]:
-    """Returns in what two texts differ, as far as both descriptions tell."""
-    return {name for name in saved if saved[name] != found.get(name, saved[name])}
 
 
 def _tokenizer_of(path: Path) -> dict:
@@ -298,7 +284,7 @@ def write(workdir: Path, config: Config, dataset: Dataset) -> None:
     if latest_step(workdir) is None:
         (workdir / "metrics.jsonl").unlink(missing_ok=True)
     files.write_json(workdir / "config.json", config.to_dict())
-    about, saved = _describe(dataset), read_data(workdir / _DATA)
+    about, saved = describe_data(dataset), read_data(workdir / _DATA)
     if saved is None:
         _keep_damaged(workdir / _DATA)
     if saved != about:
@@ -326,17 +312,6 @@ def _had_checkpoint(workdir: Path, saved: Config) -> bool:
     every = saved.train.checkpoint_every
     outran = 0 < 2 * every < max((line["step"] for line in logged), default=0)
     return (outran and not is_marked_unsaved(workdir)) or (workdir / "samples.txt").exists()
-
-
-def _describe(dataset: Dataset) -> dict:
-    """Describes a corpus by what it holds, not by where it lies, so that its files can move."""
-    return {
-        "splits": {name: dataclasses.asdict(split) for name, split in dataset.splits.items()},
-        "zlib_bits_per_byte": dataset.zlib_bits_per_byte,
-        "token_crc32": dataset.token_crc32,
-        "tokenizer": dataset.tokenizer.name,
-        "tokenizer_sha256": fingerprint(dataset.tokenizer),
-    }
 
 
 def _is_move(name: str, old: Any, new: Any) -> bool:
