@@ -65,8 +65,7 @@ from gpt2.weights import load_initial_params
 def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
-    options.check()
-    config, pattern = cli.parse_config(options.CONFIG), options.VISUALIZE.value
+    config, pattern = options.check(), options.VISUALIZE.value
     picture = check_picture(options.VISUALIZE_TO.value)
     if plan_options.asks_for_plan():
         cli.refuse_ignored("max_seconds", "a plan trains nothing")

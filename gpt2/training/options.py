@@ -3,6 +3,7 @@
 from absl import flags
 
 from gpt2 import cli
+from gpt2.config import Config
 from gpt2.errors import require_positive
 
 CONFIG = cli.define_config()
@@ -22,10 +23,15 @@ NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes 
 PROCESS_INDEX = flags.DEFINE_integer("process_index", None, "Number of this process, from 0.")
 
 
-def check() -> None:
-    """Raises a UserError for options and flags that cannot work on any machine."""
-    cli.parse_config(CONFIG)
+def check() -> Config:
+    """Returns the options of the run.
+
+    Raises:
+        UserError: options or flags cannot work on any machine.
+    """
+    config = cli.parse_config(CONFIG)
     if VISUALIZE.value is None:
         cli.refuse_ignored("visualize_to", "there is no --visualize")
     if MAX_SECONDS.value is not None:
         require_positive("max_seconds", MAX_SECONDS.value, 3600, flag=True)
+    return config
