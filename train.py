@@ -10,16 +10,11 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from absl import flags
-
 from gpt2 import cli
-from gpt2.planning import options as plan_options
 from gpt2.training import options
 
 if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
-    flags.adopt_module_key_flags(options)  # for --help
-    flags.adopt_module_key_flags(plan_options)
-    cli.parse(options.check, default_config="quickstart")
+    cli.parse(options.define_flags, options.read, default_config="quickstart")
 
 import sys
 from functools import partial
@@ -27,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import flags
 
 from gpt2.config import Config
 from gpt2.data.dataset import Dataset, prepare
@@ -65,15 +61,12 @@ from gpt2.weights import load_initial_params
 def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
-    config, pattern = options.check(), options.VISUALIZE.value
-    picture = check_picture(options.VISUALIZE_TO.value)
-    if plan_options.asks_for_plan():
-        cli.refuse_ignored("max_seconds", "a plan trains nothing")
-        return planning.plan(config, pattern, picture)
-    distributed.initialize(
-        options.COORDINATOR.value, options.NUM_PROCESSES.value, options.PROCESS_INDEX.value
-    )
-    workdir = Path(options.WORKDIR.value or Path("runs") / cli.config_name())
+    config, args = options.read(), flags.FLAGS
+    picture = check_picture(args.visualize_to)
+    if options.asks_for_plan():
+        return planning.plan(config, args.visualize, picture)
+    distributed.initialize(args.coordinator, args.num_processes, args.process_index)
+    workdir = Path(args.workdir or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
     check_program(config, jax.devices())
     check_room(config, jax.devices())
@@ -90,8 +83,10 @@ def main() -> int:
     # Program: model, optimizer and steps, and how they are spread over the devices.
     program = Program.from_config(config, jax.devices())
     feed = Feed(config, dataset, program.backend)
-    if pattern:
-        distributed.only_first(program.draw)(pattern, picture or workdir / run_files.SHARDING)
+    if args.visualize:
+        distributed.only_first(program.draw)(
+            args.visualize, picture or workdir / run_files.SHARDING
+        )
 
     # State: where the run stands.
     start = distributed.from_first(distributed.only_first(run_files.find_start)(workdir) or 0)
@@ -179,7 +174,7 @@ def train(
 
     start_over = partial(first_state, program, feed.dataset)
     diagnosis = Diagnosis(program, feed, workdir, checkpointer, train_step, start_over)
-    limit = options.MAX_SECONDS.value
+    limit = flags.FLAGS.max_seconds
     deadline = Deadline(limit, config.train, clock, checkpointer, lambda: validate.seconds)
     deadline.check(start)
     launch.say_when_left(partial(run_files.describe_saved, workdir))

@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,27 @@ from ml_collections import ConfigDict, config_flags
 import configs
 from gpt2 import launch
 from gpt2.config import ALIASES, DEFAULTS, Config, flatten, read_record
-from gpt2.errors import UserError, exit_on_user_error, unknown_option
+from gpt2.errors import UserError, exit_on_user_error, require_source, unknown_option
 
 _arguments: list[str] | None = None  # those that are no flags, once the command line is parsed
 
 
 @exit_on_user_error
 def parse(
+    define_flags: Callable[[], object] | None = None,
     check: Callable[[], object] | None = None,
     *,
     default_config: str = "",
     commands: Sequence[str] = (),
     takes_files: bool = False,
 ) -> None:
-    """Parses the command line, which `run` does too unless it is done.
+    """Parses the command line, for `run`. A mistake prints one line and exits with 2.
 
-    A command calls this ahead of imports that take seconds, so that a mistake, or `--help`, is
+    Commands call this ahead of imports that take seconds, so that mistakes and `--help` are
     answered at once.
 
     Args:
+        define_flags: defines flags of the command, unless its module has done so.
         check: raises a UserError for flags that cannot work.
         default_config: the config in configs/ to use without `--config`, for programs that define
             that flag.
@@ -43,6 +46,11 @@ def parse(
     """
     global _arguments
     app.define_help_flags()
+    known = set(flags.FLAGS)
+    if define_flags:
+        define_flags()
+    for name in set(flags.FLAGS) - known:
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])  # for --help
     argv = sys.argv
     if default_config and not any(re.match("--?config(=|$)", arg) for arg in argv):
         path = Path(configs.__file__).with_name(f"{default_config}.py")
@@ -58,33 +66,28 @@ def parse(
     _arguments = arguments
 
 
-def run(main: Callable[..., int | None], **options: Any) -> None:
-    """Calls `main()` with flags parsed. A user's mistake prints one line and exits with 2.
+def run(main: Callable[..., int | None]) -> None:
+    """Calls `main` with what `parse` left. A user's mistake prints one line and exits with 2.
 
     Args:
         main: returns the exit code, None for 0.
-        **options: those of `parse`, unless the program has called it.
     """
-
-    def parsed(argv: list[str]) -> list[str]:
-        if _arguments is None:
-            parse(**options)
-        return argv
+    arguments = _arguments
+    assert arguments is not None, "cli.parse comes first"
 
     @exit_on_user_error
     def guarded(_: list[str]) -> int | None:
-        assert _arguments is not None  # by `parsed`
         launch.take_interrupts()
         logging.set_verbosity(logging.FATAL)  # what libraries log, they raise too, or it is no help
-        code = main(*_arguments)
+        code = main(*arguments)
         launch.ignore_interrupts()
         return code
 
-    app.run(guarded, flags_parser=parsed)
+    app.run(guarded, flags_parser=lambda argv: argv)
 
 
 @exit_on_user_error
-def define_config() -> flags.FlagHolder:
+def define_config() -> None:
     """Defines `--config=FILE` and its overrides `--config.a.b=v`.
 
     FILE is Python, like those in configs/, or the config.json of a run, to repeat it.
@@ -94,31 +97,46 @@ def define_config() -> flags.FlagHolder:
         "--config.group.option=value sets one of them."
     )
     try:
-        holder = config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
+        config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
     except (flags.Error, OSError, ValueError) as error:  # it reads --flagfile ahead of the others
         raise UserError(str(error).removeprefix("ERROR:: "), "Check --flagfile") from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser(flag.parser)
     flag.default_as_str = None  # for --help: `about` tells what stands for None
-    return holder
 
 
-def parse_config(holder: flags.FlagHolder) -> Config:
+def parse_config() -> Config:
     """Returns the validated options that `--config` and its overrides give.
 
     Raises:
         UserError: there is no `--config`, or its options cannot work.
     """
-    if holder.value is None:
+    options = flags.FLAGS["config"].value
+    if options is None:
         raise UserError("there is no --config", "Name a file of options; see configs/")
-    _refuse_stale_vocabulary(holder.value)
-    return Config.from_dict(holder.value)
+    _refuse_stale_vocabulary(options)
+    return Config.from_dict(options)
 
 
 def refuse_ignored(name: str, because: str) -> None:
     """Raises a UserError if the flag `name` was given although the program would ignore it."""
     if flags.FLAGS[name].present:
         raise UserError(f"--{name} would be ignored: {because}", f"Leave out --{name}")
+
+
+def define_source(values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines the flags of commands that load a model."""
+    text = partial(flags.DEFINE_string, flag_values=values)
+    text("workdir", None, "Directory of a run.")
+    text("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
+    text("checkpoint", "best", "best, latest or a step of the run.")
+
+
+def check_source() -> None:
+    """Raises a UserError unless the flags of `define_source` name one model."""
+    require_source(flags.FLAGS.workdir, flags.FLAGS.hf)
+    if flags.FLAGS.hf:
+        refuse_ignored("checkpoint", "--hf holds a single set of weights")
 
 
 def config_name() -> str:

@@ -94,4 +94,5 @@ def _describe(ends: list[Curve]) -> list[str]:
 
 
 if __name__ == "__main__":
-    cli.run(main, takes_files=True)
+    cli.parse(takes_files=True)
+    cli.run(main)

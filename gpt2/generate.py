@@ -16,12 +16,9 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import MAX_SEED, GPTConfig
-from gpt2.errors import UserError, require_source
+from gpt2.errors import UserError
 
 if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
-    flags.DEFINE_string("workdir", None, "Directory of a run.")
-    flags.DEFINE_string("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
-    flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
     flags.DEFINE_string("prompt", "", "Text to continue.")
     flags.DEFINE_integer(
         "max_new_tokens", 0, "At most this many tokens; 0: 200, or what fits.", lower_bound=0
@@ -31,7 +28,7 @@ if __name__ == "__main__":  # what is wrong is told now: the imports below take 
     flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
     flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=MAX_SEED)
-    cli.parse(lambda: require_source(flags.FLAGS.workdir, flags.FLAGS.hf))
+    cli.parse(cli.define_source, cli.check_source)
 
 import dataclasses
 import math
@@ -310,8 +307,6 @@ def main() -> None:
     if args.temperature == 0.0:
         for name in ("top_k", "top_p", "seed"):
             cli.refuse_ignored(name, "--temperature=0 always takes the likeliest token")
-    if args.hf:
-        cli.refuse_ignored("checkpoint", "--hf holds a single set of weights")
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     prompt = tokenizer.encode(args.prompt).tolist()
     if not prompt:

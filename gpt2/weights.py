@@ -6,10 +6,10 @@ from pathlib import Path
 
 import jax
 
+from gpt2 import hf
 from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError, require_source
-from gpt2.hf import model as hf
 from gpt2.hf.config import read_config
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
 from gpt2.training.checkpoint_weights import load_params

@@ -374,7 +374,7 @@ FAULTS = [
     ),
     Fault(
         "FLOPs count a gated MLP as a plain one",
-        "gpt2/telemetry/throughput.py",
+        "gpt2/telemetry/flops.py",
         "into_mlp = 2 if cfg.is_gated else 1",
         "into_mlp = 1",
         "tests/test_switches.py -k 'flops and swiglu'",

@@ -129,7 +129,8 @@ def run(turns: Turns, rounds: int, workdir: Path, more: Sequence[str]) -> None:
         setattr(train, name, switch)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            cli.run(train.main, default_config="quickstart")
+            cli.parse(options.define_flags, default_config="quickstart")
+            cli.run(train.main)
     except SystemExit as end:
         if end.code:
             raise

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gpt2 import hf
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.generate import Sampling, generate
-from gpt2.hf import model as hf
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.layout import tensors

@@ -54,7 +54,7 @@ def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(parse, record
     Path(f"{record}.flags").write_text(f"--config={record}\n")
     flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), None, "flagfile", None, ""), flags.FLAGS)
     parse(*form.format(record).split(), "--config.model.dropout=0.5", "--config.seed=8")
-    config = cli.parse_config(flags.FLAGS["config"])
+    config = cli.parse_config()
     assert (config.seed, config.model.num_layers, config.model.vocab_size) == (8, 3, 257)
     assert (config.model.dropout, config.model.num_heads) == (0.5, 12)  # a default
 
@@ -89,14 +89,14 @@ def test_a_record_names_no_workdir(parse, record):
 def test_a_records_vocabulary_is_not_taken_for_another_tokenizers(parse, record):
     parse(f"--config={record}", "--config.data.tokenizer=char")
     with pytest.raises(UserError, match=r"vocab_size=257 of the record.*model\.vocab_size=0\."):
-        cli.parse_config(flags.FLAGS["config"])
+        cli.parse_config()
 
 
 @pytest.mark.parametrize("size", [0, 300])
 def test_a_records_vocabulary_gives_way_to_a_given_one(parse, record, size):
     given = ["--config.data.tokenizer=char", f"--config.model.vocab_size={size}"]
     parse(f"--config={record}", *given)
-    assert cli.parse_config(flags.FLAGS["config"]).model.vocab_size == size
+    assert cli.parse_config().model.vocab_size == size
 
 
 @pytest.mark.parametrize(

@@ -5,23 +5,29 @@ import json
 import numpy as np
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 
 import configs.default
 import eval as eval_command
 from gpt2.config import Config, GPTConfig, load_config
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
+from gpt2.evals import options
+from gpt2.evals.options import SLIDING, TASK_FILES
+from gpt2.evals.tasks import SCORES
 from gpt2.hf.config import read_config
 from gpt2.weights import load_initial_params
 
 
 @pytest.fixture
-def give():
-    """Gives flags to eval.py; afterwards they are as before."""
-    with flagsaver.flagsaver():
-        flags.FLAGS.unparse_flags()
-        yield lambda *args: flags.FLAGS(["eval.py", *args])
+def give(monkeypatch):
+    """Gives flags to eval.py, apart from those of other tests."""
+
+    def give(*args):
+        monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
+        options.define_flags(flags.FLAGS)
+        flags.FLAGS(["eval.py", *args])
+
+    return give
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,7 @@ def give():
 def test_flags_that_would_be_ignored_are_refused(give, given, refused):
     give(*given)
     with pytest.raises(UserError, match=f"--{refused} would be ignored"):
-        eval_command.check_flags()
+        options.check()
 
 
 def test_weights_are_named_before_anything_else(give):
@@ -48,8 +54,7 @@ def test_weights_are_named_before_anything_else(give):
     ):
         give(*given)
         with pytest.raises(UserError, match=told):
-            eval_command.check_flags()
-        flags.FLAGS.unparse_flags()
+            options.check()
 
 
 @pytest.mark.parametrize(
@@ -59,12 +64,12 @@ def test_weights_are_named_before_anything_else(give):
 def test_tasks_are_named_and_once_each(give, tasks, told):
     give("--workdir=a", f"--tasks={tasks}")
     with pytest.raises(UserError, match=f"{told}. Choose from validation, "):
-        eval_command.check_flags()
+        options.check()
 
 
-def test_help_names_every_task():
-    listed = flags.FLAGS["tasks"].help.removeprefix("Any of ").removesuffix(".")
-    assert listed.split(", ") == ["validation", *eval_command.EVAL_TASKS]
+def test_every_task_has_a_file_and_a_score():
+    assert list(TASK_FILES) == list(SCORES)
+    assert set(SLIDING) < set(SCORES)
 
 
 def test_an_output_that_cannot_be_written_is_refused(give, tmp_path):
@@ -76,15 +81,17 @@ def test_an_output_that_cannot_be_written_is_refused(give, tmp_path):
     ):
         give("--workdir=a", f"--output={output}")
         with pytest.raises(UserError, match=message):
-            eval_command.check_flags()
+            options.check()
     give("--workdir=a", f"--output={tmp_path}/new/scores.json")
-    eval_command.check_flags()
+    options.check()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_flags_that_count_are_taken(give):
-    give("--workdir=a", "--checkpoint=latest", "--tasks=validation,enwik8", "--stride=8")
-    eval_command.check_flags()
+def test_flags_that_count_are_taken(give, tmp_path):
+    (tmp_path / "enwik8").write_text("a")
+    given = ["--checkpoint=latest", "--tasks=validation,enwik8", f"--task_dir={tmp_path}"]
+    give("--workdir=a", *given, "--stride=8")
+    options.check()
 
 
 def test_another_corpus_is_divided_and_kept_as_the_runs(give, tmp_path):

@@ -16,10 +16,11 @@ from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.evals import scoring
 from gpt2.evals.examples import after, cbt, hellaswag, is_filled, lambada, read_cbt, read_jsonl
+from gpt2.evals.options import TASK_FILES, task_file
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import Figure, mean, perplexity, print_table, ratio, write_json
 from gpt2.evals.scoring import Score, Scorer, continuation, windows
-from gpt2.evals.tasks import TASKS, run_task, task_file
+from gpt2.evals.tasks import run_task
 from gpt2.model import GPT, GPTConfig
 
 CFG = GPTConfig(vocab_size=257, context_length=128, num_layers=2, num_heads=2, embed_dim=16)
@@ -283,8 +284,8 @@ def test_every_task_states_its_convention_and_error(scorer, tmp_path, capsys):
 def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
     with pytest.raises(UserError, match=r"--tasks=wiki is not one of .* use wikitext"):
         task_file("wiki", str(tmp_path))
-    for name, task in TASKS.items():
-        with pytest.raises(UserError, match=task.file):
+    for name, file in TASK_FILES.items():
+        with pytest.raises(UserError, match=file):
             task_file(name, str(tmp_path))
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"tex": "b"}\n')
     with pytest.raises(UserError, match="line 2 has no field 'text'"):
@@ -299,9 +300,9 @@ def test_mistakes_in_tasks_are_told_in_a_line(tmp_path):
 
 
 def test_a_task_of_no_examples_is_refused(scorer, tmp_path):
-    for name, task in TASKS.items():
-        (tmp_path / task.file).touch()
-        with pytest.raises(UserError, match=f"{task.file} is empty"):
+    for name, file in TASK_FILES.items():
+        (tmp_path / file).touch()
+        with pytest.raises(UserError, match=f"{file} is empty"):
             task_file(name, str(tmp_path))
     (tmp_path / "blank").write_text("\n\n")
     with pytest.raises(UserError, match="block 1 is not a question"):

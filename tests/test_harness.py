@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from gpt2 import hf
 from gpt2.data.tokenizer import train_bpe
-from gpt2.hf import model as hf
 from gpt2.model import GPT, GPTConfig
 
 if not (importlib.util.find_spec("lm_eval") and importlib.util.find_spec("accelerate")):

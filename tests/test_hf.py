@@ -11,10 +11,10 @@ import numpy as np
 import peer
 import pytest
 
+from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
-from gpt2.hf import model as hf
 from gpt2.hf.runs import import_run
 from gpt2.hf.tensor_files import read_safetensors, read_torch, write_safetensors
 from gpt2.hf.tokenizer import save_tokenizer
@@ -154,7 +154,7 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     peer.CONFIGS["wide"] = config
     directory = peer.write_model(tmp_path / "wide", "wide")
     program = (
-        "import re; from gpt2.hf import model as hf; import jax; jax.devices();"
+        "import re; from gpt2 import hf; import jax; jax.devices();"
         "status = lambda: open('/proc/self/status').read();"
         "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s*(\\d+)', status())[1]);"
         f"before = peak(); hf.load({str(directory)!r}); print(peak() - before)"
@@ -168,7 +168,7 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
 
 def test_the_library_brings_no_command_line_and_the_command_has_a_usage():
     root = Path(__file__).parents[1]
-    code = "import sys; from gpt2.hf import model as hf; print('gpt2.cli' in sys.modules)"
+    code = "import sys; from gpt2 import hf; print('gpt2.cli' in sys.modules)"
     library = subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True)
     assert library == "False\n"
     command = [sys.executable, "-m", "gpt2.hf"]

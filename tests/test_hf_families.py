@@ -9,11 +9,11 @@ import numpy as np
 import peer
 import pytest
 
+from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import ByteTokenizer, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
 from gpt2.generate import Sampling, generate
-from gpt2.hf import model as hf
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.runs import export_run, import_run

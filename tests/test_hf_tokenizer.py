@@ -11,10 +11,10 @@ import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
-from gpt2.hf import model as hf
 from gpt2.hf.runs import import_run
 from gpt2.hf.tensor_files import read_safetensors
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer

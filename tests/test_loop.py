@@ -58,7 +58,9 @@ def watched_wait(tree):
 
 
 program.compile_once, jax.block_until_ready = watch, watched_wait
-cli.run(train.main, default_config="quickstart")
+from gpt2.training import options
+cli.parse(options.define_flags, default_config="quickstart")
+cli.run(train.main)
 """
 WATCHING = [
     "--config.train.skip_bad_steps=2",

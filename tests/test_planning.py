@@ -6,6 +6,7 @@ import types
 
 import jax
 import pytest
+from absl import flags
 
 from configs import quickstart
 from gpt2.config import Config, with_options
@@ -83,7 +84,11 @@ def test_nothing_fits_only_where_all_was_tried(monkeypatch, capsys):
     monkeypatch.setattr(command.cli, "config_file", lambda: "configs/quickstart.py")
     found = {}
     for trials in (1, 99):
-        monkeypatch.setattr(command, "TRIALS", types.SimpleNamespace(value=trials))
+        given = flags.FlagValues()
+        flags.DEFINE_integer("plan_trials", trials, "", flag_values=given)
+        flags.DEFINE_string("plan_board", None, "", flag_values=given)
+        given.mark_as_parsed()
+        monkeypatch.setattr(flags, "FLAGS", given)
         try:
             found[trials] = command._search(config(), jax.devices()[:1], "NVIDIA H100", "H100")
         except UserError as error:

@@ -40,7 +40,9 @@ from gpt2.training import checkpoint_handlers
 
 digest = checkpoint_handlers.digest_folder
 checkpoint_handlers.digest_folder = lambda folder: time.sleep({seconds}) or digest(folder)
-cli.run(train.main, default_config="quickstart")
+from gpt2.training import options
+cli.parse(options.define_flags, default_config="quickstart")
+cli.run(train.main)
 """
 ENDLESS = [
     *TINY,
@@ -393,7 +395,9 @@ def note(self):
     close(self)
     print("closed", flush=True)
 Watchdog.__exit__, MetricsWriter.close = press, note
-cli.run(train.main, default_config="quickstart")
+from gpt2.training import options
+cli.parse(options.define_flags, default_config="quickstart")
+cli.run(train.main)
 """
 
 
@@ -512,7 +516,9 @@ from gpt2.training.feed import Feed
 
 batch = Feed._train_batch
 Feed._train_batch = lambda self, step: time.sleep(0.5) or batch(self, step)
-cli.run(train.main, default_config="quickstart")
+from gpt2.training import options
+cli.parse(options.define_flags, default_config="quickstart")
+cli.run(train.main)
 """
 
 

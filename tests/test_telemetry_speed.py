@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import GPTConfig
 from gpt2.model import GPT, num_params
-from gpt2.telemetry import compile_watch, throughput
+from gpt2.telemetry import compile_watch, flops, throughput
 from gpt2.telemetry.chips import BOARDS, board_name
 
 # Throughput
@@ -31,7 +31,7 @@ from gpt2.telemetry.chips import BOARDS, board_name
 def test_compute_parameters_are_all_but_positions(name, parameters):
     cfg = GPTConfig.from_name(name)
     positions = cfg.context_length * cfg.embed_dim
-    assert throughput.count_compute_parameters(cfg) == parameters - positions
+    assert flops.count_compute_parameters(cfg) == parameters - positions
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -51,19 +51,19 @@ def test_compute_parameters_are_those_of_the_model(options, bias):
     params = jax.eval_shape(GPT(cfg).init, jax.random.key(0), tokens)["params"]
     looked_up = {"wpe"} if cfg.tie_embeddings else {"wpe", "wte"}
     computing = {name: tree for name, tree in params.items() if name not in looked_up}
-    assert throughput.count_compute_parameters(cfg) == num_params(computing)
+    assert flops.count_compute_parameters(cfg) == num_params(computing)
 
 
 def test_untied_head_costs_no_more_flops_than_a_tied_one():
     tied = GPTConfig.from_name("gpt2-124m")
     untied = GPTConfig.from_name("gpt2-124m", tie_embeddings=False)
-    assert throughput.model_flops_per_token(tied) == throughput.model_flops_per_token(untied)
+    assert flops.model_flops_per_token(tied) == flops.model_flops_per_token(untied)
 
 
 def test_flops_per_token_follow_the_published_formula():
     cfg = GPTConfig.from_name("gpt2-124m")
     expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert throughput.model_flops_per_token(cfg) == expected
+    assert flops.model_flops_per_token(cfg) == expected
     # 45 % of an H100 is 521,000 tokens/s.
     peak = throughput.peak_flops(device("NVIDIA H100 80GB HBM3"), jnp.bfloat16)
     assert 0.45 * peak / expected == pytest.approx(521_000, rel=2e-3)

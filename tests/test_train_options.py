@@ -153,7 +153,9 @@ from gpt2 import cli
 from gpt2.planning import command
 # A minute without a line of Python.
 command.compile_plan = lambda program: hashlib.pbkdf2_hmac("sha512", b"", b"", 10**8)
-cli.run(train.main, default_config="quickstart")
+from gpt2.training import options
+cli.parse(options.define_flags, default_config="quickstart")
+cli.run(train.main)
 """
 
 

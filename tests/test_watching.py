@@ -40,7 +40,9 @@ def overflow(program, params=None):
 
 
 TrainLoader.batch, Program.init_state = plant, overflow
-cli.run(train.main, default_config="quickstart")
+from gpt2.training import options
+cli.parse(options.define_flags, default_config="quickstart")
+cli.run(train.main)
 """
 OPTIONS = [
     *TINY,

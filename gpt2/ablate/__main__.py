@@ -42,7 +42,6 @@ from gpt2.utils import files
 from gpt2.utils.terminal import align, wrap
 from gpt2.utils.text import counted, format_duration
 
-CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the sweep lives.")
 VARY = flags.DEFINE_multi_string(
     "vary", [], "OPTION=VALUE,... or recipe=FILE,...; several make a grid."
@@ -104,7 +103,7 @@ def main() -> int:
 
 def _sweep(root: Path) -> int:
     # Options: checked before anything is trained.
-    config, slots = cli.parse_config(CONFIG), make_slots(JOBS.value)
+    config, slots = cli.parse_config(), make_slots(JOBS.value)
     refuse_undone(varied_options(VARY.value), EQUAL.value)
     arms = make_arms(config, VARY.value, one_at_a_time=ONE_AT_A_TIME.value)
     if len(arms) == 1 and not SCALING.value:
@@ -364,5 +363,5 @@ def _report(sweep: Sweep) -> int:
 
 
 if __name__ == "__main__":
-    flags.declare_key_flag("config")  # for --help
-    cli.run(main, default_config="quickstart")
+    cli.parse(cli.define_config, default_config="quickstart")
+    cli.run(main)

@@ -49,7 +49,6 @@ from typing import Any
 from absl import flags
 
 from gpt2 import cli
-from gpt2.benchmark import case as cases
 from gpt2.benchmark.case import (
     PEERS,
     check_peers,
@@ -125,9 +124,7 @@ def print_agreement(wanted: list[dict[str, Any]], peers: list[str]) -> None:
 if __name__ == "__main__":
     other = next((command for command in OTHERS if command in sys.argv[1:]), None)
     if other:  # with flags of its own
-        OTHERS[other].define_flags()
-        flags.adopt_module_key_flags(OTHERS[other])  # for --help
-        cli.run(OTHERS[other].main, commands=(other,))
-    define_flags()
-    flags.adopt_module_key_flags(cases)  # for --help
-    cli.run(main, commands=(*PEERS, *OTHERS))
+        cli.parse(OTHERS[other].define_flags, commands=(other,))
+        cli.run(OTHERS[other].main)
+    cli.parse(define_flags, commands=(*PEERS, *OTHERS))
+    cli.run(main)

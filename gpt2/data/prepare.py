@@ -8,8 +8,6 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from absl import flags
-
 from gpt2 import cli
 from gpt2.data.dataset import prepare
 from gpt2.utils.text import counted
@@ -17,7 +15,7 @@ from gpt2.utils.text import counted
 
 def main() -> None:
     """Prepares the corpus of `--config` and prints what it holds."""
-    dataset = prepare(cli.parse_config(_CONFIG).data)
+    dataset = prepare(cli.parse_config().data)
     for name, split in dataset.splits.items():
         print(
             f"{name}: {counted(split.num_tokens, 'token')}, {counted(split.num_bytes, 'byte')}, "
@@ -29,6 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    _CONFIG = cli.define_config()
-    flags.declare_key_flag("config")  # for --help
-    cli.run(main, default_config="quickstart")
+    cli.parse(cli.define_config, default_config="quickstart")
+    cli.run(main)

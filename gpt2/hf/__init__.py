@@ -1,1 +1,5 @@
 """Reads and writes weights in Hugging Face's format: docs/weights.md."""
+
+from gpt2.hf.model import load, save
+
+__all__ = ["load", "save"]

@@ -52,10 +52,8 @@ def _directory(flag: str) -> Path:
 
 def main(command: str) -> None:
     """Runs `import` or `export`, as the flags say."""
-    _COMMANDS[command]()
+    _import() if command == "import" else _export()
 
-
-_COMMANDS = {"import": _import, "export": _export}
 
 if __name__ == "__main__":
     cli.run(main)

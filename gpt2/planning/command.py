@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import flags
 
 from gpt2 import cli, launch
 from gpt2.config import Config, option
-from gpt2.errors import UserError, require_writable_file, tell
+from gpt2.errors import UserError, tell
 from gpt2.parallel.topologies import find_devices
-from gpt2.planning.options import BOARD, CHIPS, DEVICES, SEARCH, TEXT, TRIALS
 from gpt2.planning.plan import ATTAINABLE, OutOfMemory, compile_plan, make_program
 from gpt2.planning.screen import (
     TrialTable,
@@ -40,15 +40,14 @@ def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
         picture: a file to draw them in.
 
     Raises:
-        UserError: a flag would be ignored, there are no such devices, no layout works, or a search
+        UserError: there are no such devices, no layout works, or a search
             had too few trials to tell whether one fits.
     """
     launch.end_on_interrupt()
-    _check_flags()
-    devices = _find_devices()
-    kind = "simulated" if DEVICES.value else devices[0].device_kind
+    args, devices = flags.FLAGS, _find_devices()
+    kind = "simulated" if args.plan_devices else devices[0].device_kind
     board = board_name(kind)
-    if SEARCH.value:
+    if args.plan_search:
         return _search(config, devices, kind, board)
     program = make_program(config, devices)
     if pattern:
@@ -59,10 +58,10 @@ def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
     except OutOfMemory as error:
         print_summary({"plan": {"devices": f"{len(devices)} ({kind})", "does not fit": str(error)}})
         return 1
-    if TEXT.value is not None:
-        Path(TEXT.value).parent.mkdir(parents=True, exist_ok=True)
-        write_text(Path(TEXT.value), planned.text)
-    print_summary(describe_plan(planned, kind, board, by_its_compiler=CHIPS.value is not None))
+    if args.plan_text is not None:
+        Path(args.plan_text).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(args.plan_text), planned.text)
+    print_summary(describe_plan(planned, kind, board, by_its_compiler=args.plan_chips is not None))
     return 0
 
 
@@ -72,30 +71,16 @@ def _tell_of_waiting(what: str, which: str, num_devices: int, kind: str) -> None
     tell(f"compiling {what} of {Path(cli.config_file()).name} for {devices}: {which} {takes}")
 
 
-def _check_flags() -> None:
-    for name in ("workdir", "coordinator", "num_processes", "process_index"):
-        cli.refuse_ignored(name, "--plan only compiles, in one process")
-    if CHIPS.value is not None:
-        cli.refuse_ignored("plan_devices", "--plan_chips says how many devices there are")
-    if SEARCH.value:
-        for name in ("plan_text", "visualize", "visualize_to"):
-            cli.refuse_ignored(name, "--plan_search compiles many steps")
-    else:
-        for name in ("plan_trials", "plan_board"):
-            cli.refuse_ignored(name, "there is no --plan_search")
-    if TEXT.value is not None:
-        require_writable_file("plan_text", Path(TEXT.value))
-
-
 def _find_devices() -> list[jax.Device]:
+    args = flags.FLAGS
     # Before anything asks JAX for a device.
-    if DEVICES.value or CHIPS.value is not None:
+    if args.plan_devices or args.plan_chips is not None:
         jax.config.update("jax_platforms", "cpu")
-    if CHIPS.value is not None:  # programs of absent devices cannot be read back
+    if args.plan_chips is not None:  # programs of absent devices cannot be read back
         jax.config.update("jax_enable_compilation_cache", False)
-        return find_devices(CHIPS.value)
-    if DEVICES.value:
-        jax.config.update("jax_num_cpu_devices", DEVICES.value)
+        return find_devices(args.plan_chips)
+    if args.plan_devices:
+        jax.config.update("jax_num_cpu_devices", args.plan_devices)
     return jax.devices()
 
 
@@ -103,7 +88,7 @@ def _search(config: Config, devices: list[jax.Device], kind: str, board: str | N
     board, given = _choose_board(board), cli.overrides()
     search = Search(config, devices, board, fixed=list(given))
     table = TrialTable(search.waiting)
-    compiled = min(TRIALS.value, len(search.waiting))
+    compiled = min(flags.FLAGS.plan_trials, len(search.waiting))
     print(
         wrap(
             f"{len(devices)} devices ({kind}), memory and speed of {board}: {search.number:,} "
@@ -114,7 +99,7 @@ def _search(config: Config, devices: list[jax.Device], kind: str, board: str | N
     if search.waiting:
         _tell_of_waiting(f"up to {counted(compiled, 'step')}", "each", len(devices), kind)
         print(f"    {table.header}", flush=True)
-    while search.waiting and len(search.trials) < TRIALS.value:
+    while search.waiting and len(search.trials) < flags.FLAGS.plan_trials:
         row = f"{len(search.trials) + 1:>3} {table.row(search.waiting[0])}"
         print(row, end="", flush=True)
         found = describe_trial(search.compile_next(), board)
@@ -143,7 +128,7 @@ def _choose_board(board: str | None) -> str:
         cli.refuse_ignored("plan_board", f"the devices are known, as {board}")
         return board
     names = {re.sub("^(tpu|rtx) ", "", name.lower()).replace(" ", "-"): name for name in BOARDS}
-    asked = BOARD.value if BOARD.value is not None else "h100"
+    asked = flags.FLAGS.plan_board if flags.FLAGS.plan_board is not None else "h100"
     if asked not in names:
         raise UserError(
             f"--plan_board={asked} is not one of {', '.join(names)}",

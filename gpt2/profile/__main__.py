@@ -13,27 +13,30 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from pathlib import Path
-
 from absl import flags
 
 from gpt2 import cli
 from gpt2.errors import UserError
+
+if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
+    flags.DEFINE_string("text", None, "A compiled program as HLO text, in place of a trace.")
+    flags.DEFINE_string("chip", None, "With --text: whose limits; this machine's if empty.")
+    cli.parse(takes_files=True)
+
+from pathlib import Path
+
 from gpt2.profile.machine import Machine
 from gpt2.profile.page import describe_program, explain, read_program
-
-TEXT = flags.DEFINE_string("text", None, "A compiled program as HLO text, in place of a trace.")
-CHIP = flags.DEFINE_string("chip", None, "With --text: whose limits; this machine's if empty.")
 
 
 def main(*paths: str) -> None:
     """Prints the page of a trace, or of a program."""
-    if TEXT.value is not None:
+    if flags.FLAGS.text is not None:
         if paths:
             raise UserError(f"{paths[0]} would be ignored: --text has no trace", "Leave one out")
-        program = read_program(Path(TEXT.value))
+        program = read_program(Path(flags.FLAGS.text))
         dtypes = {operation.dtype for operation in program.operations.values()}
-        machine = Machine.from_chip(CHIP.value) if CHIP.value else Machine.here(dtypes)
+        machine = Machine.from_chip(flags.FLAGS.chip) if flags.FLAGS.chip else Machine.here(dtypes)
         print(describe_program(program, machine), end="")
         return
     cli.refuse_ignored("chip", "a trace comes with its machine")
@@ -45,4 +48,4 @@ def main(*paths: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, takes_files=True)
+    cli.run(main)

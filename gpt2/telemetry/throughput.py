@@ -1,4 +1,4 @@
-"""How fast a run is: model FLOPs, the chip's peak, tokens per second, MFU, and where time goes."""
+"""How fast a run is: the chip's peak, tokens per second, MFU, and where time goes."""
 
 import contextlib
 import functools

@@ -173,7 +173,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 
 
 def _tokenizer_of(path: Path) -> dict:
-    """Returns what tokenizer.json tells of `_describe`, nothing if it is missing or damaged."""
+    """Returns what tokenizer.json tells of `describe_data`, nothing if it is missing or damaged."""
     try:
         return {"tokenizer_sha256": fingerprint(load_tokenizer(path))}
     except UserError:
