@@ -27,7 +27,7 @@ from gpt2.config import DataConfig, load_config
 from gpt2.data.dataset import Dataset, prepare
 from gpt2.data.shards import open_shards
 from gpt2.data.tokenizer import Tokenizer, fingerprint
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_writable_file
 from gpt2.evals.options import VALIDATION, task_file
 from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
@@ -40,6 +40,8 @@ from gpt2.weights import load_model
 def main() -> None:
     """Scores the tasks that the flags name, writes the figures to `--output` and prints them."""
     args = flags.FLAGS
+    if args.output:
+        require_writable_file("output", Path(args.output))
     files = {name: task_file(name, args.task_dir) for name in args.tasks if name != VALIDATION}
     data = validation_data() if VALIDATION in args.tasks else None
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)

@@ -23,8 +23,12 @@ if __name__ == "__main__":  # what is wrong is told now: the imports below take 
     flags.DEFINE_integer(
         "max_new_tokens", 0, "At most this many tokens; 0: 200, or what fits.", lower_bound=0
     )
-    flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: always the likeliest token.")
-    flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
+    flags.DEFINE_float(
+        "temperature", 1.0, "Divides the logits; 0: always the likeliest token.", lower_bound=0.0
+    )
+    flags.DEFINE_integer(
+        "top_k", 0, "Draw among the k likeliest tokens; 0: among all.", lower_bound=0
+    )
     flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
     flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=MAX_SEED)

@@ -36,6 +36,7 @@ from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reporter import Reporter
 from gpt2.telemetry.throughput import StepClock
+from gpt2.training.options import define_flags
 from tests.helpers import TINY
 
 LEAST_ROUNDS = 6  # fewer have no interval of 95 %
@@ -129,7 +130,7 @@ def run(turns: Turns, rounds: int, workdir: Path, more: Sequence[str]) -> None:
         setattr(train, name, switch)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            cli.parse(options.define_flags, default_config="quickstart")
+            cli.parse(define_flags, default_config="quickstart")
             cli.run(train.main)
     except SystemExit as end:
         if end.code:

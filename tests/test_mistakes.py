@@ -231,10 +231,12 @@ WITHOUT_FILES = [
     ("gpt2.generate", "--temprature=1"),
     ("gpt2.generate", "--hf=DIR", "--checkpoint=latest"),
     ("gpt2.hf", "copy"),
+    ("gpt2.hf", "export"),
     ("gpt2.ablate", "--vary=optim.nme=adam"),
     ("gpt2.benchmark", "train", "--batch_size=x"),
     ("gpt2.compare",),
     ("gpt2.profile", "--txt=step.txt"),
+    ("gpt2.profile",),
 ]
 
 
@@ -294,6 +296,7 @@ IN_A_PROCESS = [
     ("gpt2.generate", "--hf=none"),
     ("gpt2.hf", "export", "--workdir=run", "--to=run"),
     ("gpt2.hf", "copy"),
+    ("gpt2.hf", "export"),
     ("gpt2.compare", "run", "--reference=in.txt"),
     ("gpt2.profile", "in.txt"),
     ("gpt2.data.prepare", "--config.data.corpus=tokens:in.txt"),

@@ -9,21 +9,12 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+from pathlib import Path
+
 from absl import flags
 
 from gpt2 import cli
 from gpt2.errors import UserError, require_writable
-
-if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
-    flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
-    flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
-    flags.DEFINE_string("workdir", None, "The run to write (import) or read (export).")
-    flags.DEFINE_string("checkpoint", "best", "export: best, latest or a step.")
-    cli.parse(commands=("import", "export"))
-
-from pathlib import Path
-
-from gpt2.hf.runs import export_run, import_run
 
 
 def _import() -> None:
@@ -31,6 +22,8 @@ def _import() -> None:
         cli.refuse_ignored(name, "import reads --from and writes --workdir")
     workdir = _directory("workdir")
     require_writable("workdir", workdir.parent)
+    from gpt2.hf.runs import import_run  # brings JAX, which takes seconds
+
     cfg = import_run(_directory("from"), workdir)
     print(f"{workdir}: {cfg.num_layers} layers of width {cfg.embed_dim}")
 
@@ -39,6 +32,8 @@ def _export() -> None:
     cli.refuse_ignored("from", "export reads --workdir and writes --to")
     workdir, destination = _directory("workdir"), _directory("to")
     require_writable("to", destination.parent)
+    from gpt2.hf.runs import export_run
+
     export_run(workdir, destination, flags.FLAGS.checkpoint)
     print(f"{destination}: ready for transformers' from_pretrained")
 
@@ -56,4 +51,9 @@ def main(command: str) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
+    flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
+    flags.DEFINE_string("workdir", None, "The run to write (import) or read (export).")
+    flags.DEFINE_string("checkpoint", "best", "export: best, latest or a step.")
+    cli.parse(commands=("import", "export"))
     cli.run(main)

@@ -11,7 +11,7 @@ from absl import flags
 
 from gpt2 import cli, launch
 from gpt2.config import Config, option
-from gpt2.errors import UserError, tell
+from gpt2.errors import UserError, require_writable_file, tell
 from gpt2.parallel.topologies import find_devices
 from gpt2.planning.plan import ATTAINABLE, OutOfMemory, compile_plan, make_program
 from gpt2.planning.screen import (
@@ -44,7 +44,10 @@ def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
             had too few trials to tell whether one fits.
     """
     launch.end_on_interrupt()
-    args, devices = flags.FLAGS, _find_devices()
+    args = flags.FLAGS
+    if args.plan_text is not None:
+        require_writable_file("plan_text", Path(args.plan_text))
+    devices = _find_devices()
     kind = "simulated" if args.plan_devices else devices[0].device_kind
     board = board_name(kind)
     if args.plan_search:

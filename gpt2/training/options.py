@@ -1,12 +1,10 @@
 """The flags of train.py, and what of them is refused before JAX is imported."""
 
-from pathlib import Path
-
 from absl import flags
 
 from gpt2 import cli
 from gpt2.config import Config
-from gpt2.errors import require_positive, require_writable_file
+from gpt2.errors import require_positive
 
 
 def define_flags() -> None:
@@ -58,13 +56,15 @@ def read() -> Config:
     else:
         for name in ("plan_text", "plan_trials", "plan_board"):
             cli.refuse_ignored(name, "there is no --plan")
+        if not args.workdir:
+            cli.config_name()  # refuses the record of a run
     return config
 
 
 def asks_for_plan() -> bool:
     """Returns whether the flags ask for a plan in place of a run."""
     args = flags.FLAGS
-    return args.plan or args.plan_devices or args.plan_chips is not None or args.plan_search
+    return bool(args.plan or args.plan_devices or args.plan_search) or args.plan_chips is not None
 
 
 def _check_plan() -> None:
@@ -80,5 +80,3 @@ def _check_plan() -> None:
     else:
         for name in ("plan_trials", "plan_board"):
             cli.refuse_ignored(name, "there is no --plan_search")
-    if args.plan_text is not None:
-        require_writable_file("plan_text", Path(args.plan_text))
