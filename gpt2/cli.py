@@ -330,14 +330,20 @@ def _spellings(options: dict[str, Any]) -> dict[str, str]:
 def _check_config_file(name: str) -> None:
     """Runs a config file, to report its own errors apart from those of overrides."""
     if not Path(name).is_file():
-        near = Path("configs") / f"{Path(name).stem}.py"
-        how = f"Did you mean {near}?" if near.is_file() else "See configs/ for the files that exist"
+        near = [Path("configs") / f"{Path(name).stem}.py", Path(name) / "config.json"]
+        found = next((path for path in near if path.is_file()), None)
+        how = f"Did you mean {found}?" if found else "See configs/ for the files that exist"
         raise UserError(f"--config={name} is not a file", how)
     if _is_record(name):
         read_record(Path(name))
         return
     try:
-        options = runpy.run_path(name)["get_config"]()
+        module = runpy.run_path(name)
+        if "get_config" not in module:
+            raise UserError(
+                f"--config={name} defines no get_config()", "Start from configs/default.py"
+            )
+        options = module["get_config"]()
         if not isinstance(options, Mapping | ConfigDict):
             raise TypeError(f"get_config() returned {options!r}, not a ConfigDict")
         _check_tree(options, DEFAULTS.to_dict(), name)

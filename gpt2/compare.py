@@ -35,7 +35,7 @@ OUTPUT = flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
 def main(*directories: str) -> None:
     """Draws the curves and prints where each ends."""
     if not directories:
-        raise UserError("there is no directory", "For example, give runs/first runs/second")
+        raise UserError("no run is named", "For example, give runs/first runs/second")
     output = Path(OUTPUT.value)
     if output.suffix != ".png":
         raise UserError(f"--output={output} is no PNG file", "Name it like compare.png")
@@ -50,14 +50,14 @@ def main(*directories: str) -> None:
                 "Leave out --reference, or the runs with another tokenizer",
             )
         score, unit = "eval/bits_per_byte", "bits per byte"
-    if len({config.data.corpus for config in configs.values()}) > 1:
-        print("the runs' corpora differ: their losses are of different texts")
     curves = {name: [read_curve(each, score) for each in w] for name, w in workdirs.items()}
     for name in [name for name, each in curves.items() if not any(len(c.scores) for c in each)]:
         print(wrap(f"{name} has no validation, and is left out"))
         del curves[name]
     if not curves:
         raise UserError("no run has a validation yet", "Wait for one")
+    if len({configs[name].data.corpus for name in curves}) > 1:
+        print("the runs' corpora differ: their losses are of different texts")
     if REFERENCE.value:
         curves |= read_reference(Path(REFERENCE.value))
     output.parent.mkdir(parents=True, exist_ok=True)

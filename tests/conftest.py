@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from gpt2.launch import cpu_environment
+from tests.forks import COMPILES_FAST
 
 # Before JAX is imported by anything.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _FLAGS:
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+    _FLAGS = f"{_FLAGS} --xla_force_host_platform_device_count=8"
+if COMPILES_FAST not in _FLAGS:
+    _FLAGS = f"{_FLAGS} {COMPILES_FAST}"
+os.environ["XLA_FLAGS"] = _FLAGS.strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 _SETTINGS = cpu_environment()  # without which train.py starts twice
 os.environ |= {name: _SETTINGS[name] for name in _SETTINGS if name != "XLA_FLAGS"}

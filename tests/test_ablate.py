@@ -790,6 +790,14 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, options, message):
     assert not root.exists()
 
 
+def test_a_sweep_is_not_begun_in_the_folder_of_a_run(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    ended = ablate("--vary=optim.name=lion", f"--workdir={tmp_path}")
+    assert ended.returncode == 2
+    assert f"--workdir={tmp_path} is the folder of a run. Name another" in ended.stderr
+    assert len([*tmp_path.iterdir()]) == 1
+
+
 @pytest.mark.thorough
 def test_a_report_needs_a_sweep_and_no_options(tmp_path):
     nothing = ablate("--report", f"--workdir={tmp_path}")

@@ -198,7 +198,7 @@ def test_the_marker_shows_execution_and_the_measure_shows_memory(commands, folde
     monkeypatch.chdir(folder)
     pickle.loads(CODE[0][1])
     assert (folder / "witness").exists()
-    text = "def get_config():\n    x = bytearray(b'1') * 2**30\n    raise ValueError(len(x))\n"
+    text = "def get_config():\n    x = bytearray(b'1') * 2**29\n    raise ValueError(len(x))\n"
     Path("greedy.py").write_text(text)
     done = commands.run("train.py", "--config=greedy.py", cwd=folder)
-    assert done.code == 2 and done.memory > 2**29
+    assert done.code == 2 and done.memory > 2**28

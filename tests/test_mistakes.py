@@ -224,6 +224,7 @@ WITHOUT_FILES = [
     ("train.py", "--config.seed=x"),
     ("train.py", "--config.model.num_heads=5"),
     ("train.py", "--plan_text=step.txt"),
+    ("train.py", "--workdir="),
     ("train.py", "--help"),
     ("eval.py",),
     ("eval.py", "--workdir=run", "--tasks=lambda"),

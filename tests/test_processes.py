@@ -15,6 +15,7 @@ import pytest
 
 from gpt2.errors import UserError
 from gpt2.parallel import distributed
+from tests.forks import COMPILES_FAST
 
 ROOT = Path(__file__).parents[1]
 FLAGS = """
@@ -37,7 +38,7 @@ class Pair:
             sock.bind(("localhost", 0))
             port = sock.getsockname()[1]
         environ = os.environ | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {COMPILES_FAST}",
             "JAX_PLATFORMS": "cpu",
         }
         self.logs = [workdir.with_name(f"{workdir.name}.{i}.log") for i in range(2)]

@@ -355,11 +355,11 @@ def test_a_program_that_has_not_run_shows_its_limits():
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["none"], "none does not exist. Train with --config.logging.profile_steps=5"),
-    (["."], ". holds no trace. Train with"),
+    (["none"], "none does not exist. Train in a new workdir with"),
+    (["."], ". holds no trace. Train in a new workdir with"),
     (["bad.xplane.pb"], "bad.xplane.pb is no trace, or damaged. Trace the run again."),
     (["--text=bad.xplane.pb"], "bad.xplane.pb is no HLO text. Write one with train.py --plan"),
-    ([], "0 traces are named, not one. For example, give runs/quickstart."),
+    ([], "no trace is named. For example, give runs/quickstart."),
     ([".", "--chip=H100"], "--chip would be ignored: a trace comes with its machine."),
     (["--text=step.txt", "--chip=H1"], "--chip=H1 is not known. For example, give --chip=H100."),
 ])  # fmt: skip

@@ -191,8 +191,11 @@ def _check_flags() -> Path:
     if not TUNE.value:
         cli.refuse_ignored("tune_seeds", "nothing is tuned")
         cli.refuse_ignored("leave_failed", "nothing is tuned")
-    require_writable("workdir", Path(WORKDIR.value))
-    return Path(WORKDIR.value)
+    root = Path(WORKDIR.value)
+    require_writable("workdir", root)
+    if (root / "config.json").exists() and not (root / "sweep.json").exists():
+        raise UserError(f"--workdir={root} is the folder of a run", "Name another for the sweep")
+    return root
 
 
 def _read_tune() -> dict[str, list]:

@@ -32,7 +32,11 @@ def read_config(directory: Path) -> GPTConfig:
     try:
         config = json.loads(path.read_text("utf-8"))
         if isinstance(config.get("model"), dict):
-            raise UserError(f"{directory} is a run, not a Hugging Face model", "Use --workdir")
+            raise UserError(
+                f"{directory} is a run, not a Hugging Face model",
+                "To load it, name it by --workdir; to write it for Hugging Face, use "
+                f"python -m gpt2.hf export --workdir={directory} --to=DIR",
+            )
         families = {family.model_type: family for family in FAMILIES}
         if config["model_type"] not in families:
             raise UserError(

@@ -27,9 +27,8 @@ def main(*paths: str) -> None:
     if text is None:
         cli.refuse_ignored("chip", "a trace comes with its machine")
         if len(paths) != 1:
-            raise UserError(
-                f"{len(paths)} traces are named, not one", "For example, give runs/quickstart"
-            )
+            what = f"{len(paths)} traces are named, not one" if paths else "no trace is named"
+            raise UserError(what, "For example, give runs/quickstart")
     elif paths:
         raise UserError(f"{paths[0]} would be ignored: --text has no trace", "Leave one out")
 

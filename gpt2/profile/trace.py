@@ -92,7 +92,11 @@ def find_trace(path: Path) -> Path:
     ]
     if not found:
         what = f"{path} holds no trace" if path.is_dir() else f"{path} does not exist"
-        raise UserError(what, "Train with --config.logging.profile_steps=5 for one")
+        raise UserError(
+            what,
+            "Train in a new workdir with --config.logging.profile_start=10 "
+            "--config.logging.profile_steps=5 for one",
+        )
     return max(found, key=lambda file: file.stat().st_mtime)
 
 

@@ -4,14 +4,14 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import Config
-from gpt2.errors import require_positive
+from gpt2.errors import UserError, require_positive
 
 
 def define_flags() -> None:
     """Defines `--config` and the other flags of train.py."""
     cli.define_config()
     text, number = flags.DEFINE_string, flags.DEFINE_integer
-    text("workdir", None, "Where the run lives; runs/<config name> if empty.")
+    text("workdir", None, "Where the run lives; runs/<config name> if not given.")
     text("visualize", None, "Draw how parameters, moments and batches of this name are spread.")
     text("visualize_to", None, "A picture of the same; sharding.png in the workdir if empty.")
     flags.DEFINE_float(
@@ -47,6 +47,8 @@ def read() -> Config:
         UserError: options or flags cannot work on any machine, or would be ignored.
     """
     args, config = flags.FLAGS, cli.parse_config()
+    if args.workdir == "":
+        raise UserError("--workdir= names no folder", "Name one, or leave it out")
     if args.visualize is None:
         cli.refuse_ignored("visualize_to", "there is no --visualize")
     if args.max_seconds is not None:
