@@ -89,9 +89,10 @@ def _variance(x):
         (count_a, mean_a, squares_a), (count_b, mean_b, squares_b) = a, b
         count, step = count_a + count_b, mean_b - mean_a
         share = count_b / jnp.maximum(count, 1.0)  # of nothing and nothing: 0
-        # A part of nothing comes in as 0, before the square of a large value could be infinite.
-        squares = squares_a + squares_b + step * (count_a * share * step)
-        return count, mean_a + step * share, squares
+        between = count_a * share * jnp.square(step)
+        # Beside a part of nothing it is 0, not 0 times the infinite square of a large value.
+        between = jnp.where(count_a * count_b > 0, between, 0.0)
+        return count, mean_a + step * share, squares_a + squares_b + between
 
     each = jnp.ones_like(x), x, jnp.zeros_like(x)
     _, _, squares = jax.lax.reduce(each, (np.float32(0.0),) * 3, join, (x.ndim - 1,))
