@@ -158,8 +158,13 @@ def test_blocked_attention_equals_reference(length, heads, dtype, mask):
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize(
     ("batch_size", "length", "heads", "dtype"),
-    [(3, 1, 1, "float32"), (2, 7, 2, "float32"), (2, 1030, 4, "float16"), (1, 2100, 2, "bfloat16")],
-    ids=["one position", "two blocks of four", "two groups of two heads", "eight blocks"],
+    [
+        pytest.param(3, 1, 1, "float32", id="one position"),
+        pytest.param(2, 7, 2, "float32", id="two blocks of four"),
+        pytest.param(3, 600, 2, "float32", id="groups across sequences"),
+        pytest.param(2, 1030, 4, "float16", id="two groups of two heads"),
+        pytest.param(1, 2100, 2, "bfloat16", id="eight blocks"),
+    ],
 )
 def test_blocked_attention_of_every_shape_equals_reference(batch_size, length, heads, dtype, mask):
     check_blocked_attention(batch_size, length, heads, dtype, mask)

@@ -35,7 +35,8 @@ __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
 # Matrix products of that size keep any device busy. The loss holds no more logits at once.
 LOGITS_BYTES = 2 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
-CPU_LOGITS_BYTES = 2**27  # a CPU is as fast with far fewer
+CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold, as long as each chunk has
+CPU_ROWS = 512  # positions: every chunk adds to the gradient of the whole table
 
 
 class KVCache(struct.PyTreeNode):
@@ -334,8 +335,10 @@ def num_params(params: Any) -> int:
 
 def _positions_per_chunk(batch_size: int, length: int, vocab_size: int, is_scarce: bool) -> int:
     """Returns how many positions' logits are computed at a time; 0: all `length` of them."""
-    budget = SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES
-    budget = min(budget, CPU_LOGITS_BYTES) if platform() == "cpu" else budget
-    fitting = max(1, budget // (4 * batch_size * vocab_size))
+    if platform() == "cpu":
+        rows = max(CPU_ROWS, CPU_LOGITS_BYTES // (4 * vocab_size))
+    else:
+        rows = (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * vocab_size)
+    fitting = max(1, rows // batch_size)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
     return 0 if length <= fitting else 1 << fitting.bit_length() - 1

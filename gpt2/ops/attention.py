@@ -28,7 +28,7 @@ from gpt2.utils.remat import CORE_ATTENTION, named
 
 IMPLEMENTATIONS = ("reference", "xla", "blocked", "cudnn", "splash")
 KERNELS = ("blocked", "splash")  # XLA does not split these over devices
-SHORT = 128  # up to so many positions, the reference is as fast as blocks on a CPU
+SHORT = 64  # up to so many positions, the reference is as fast as blocks on a CPU
 
 
 def attention(

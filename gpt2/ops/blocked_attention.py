@@ -1,15 +1,16 @@
 """Causal attention for CPUs: a block of queries at a time, with the keys up to its own end.
 
 Each block gives matrix products that are large enough for all threads (docs/performance.md, XLA:CPU
-note 10). A few heads at a time give scores that are small enough for the caches. Softmax sees whole
-rows. Of what n blocks compute, one part in n + 1 lies above the diagonal.
+note 10). Some heads at a time give scores that are small enough for the caches, and enough of them
+for the threads to share. Softmax sees whole rows. Of what n blocks compute, one part in n + 1 lies
+above the diagonal.
 
 The backward pass computes the scores again from the saved log of the normaliser, as FlashAttention
 does (Dao et al. 2022, algorithm 4). No scores are kept for it. At most T x T / n scores of a head
 exist at a time, beside masks of one byte for each pair.
 
-Below, g is a group of heads of one sequence, and arrays are `[groups, g, T, H]`. They hold 16-bit
-floats as plain bits, which move faster (docs/performance.md, XLA:CPU note 3).
+Below, g is a group of heads, of one sequence or of several. Arrays are `[groups, g, T, H]`. They
+hold 16-bit floats as plain bits, which move faster (docs/performance.md, XLA:CPU note 3).
 """
 
 from functools import partial
@@ -53,7 +54,7 @@ def _blocked_fwd(q, k, v, segments, slopes, scoring):
     groups = tuple(map(_split, (q, k, v)))
     blocks = _blocks(groups[0].shape[2], segments, scoring, transposed=False)
     run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
-    rows = _sequence_numbers(groups[0], q), _group_slopes(groups[0], slopes)
+    rows = _sequence_numbers(groups[0], q), _group_slopes(groups[0], q, slopes)
     out, log_normaliser = jax.lax.map(lambda args: run(*args), (*groups, *rows))
     out, log_normaliser = named((out, log_normaliser), CORE_ATTENTION)
     return _join(out, q), (*groups, segments, slopes, out, log_normaliser)
@@ -64,7 +65,7 @@ def _blocked_bwd(scoring, residuals, dout):
     groups = q, k, jnp.swapaxes(k, -1, -2), v, out, log_normaliser, _split(dout)
     blocks = _blocks(q.shape[2], segments, scoring, transposed=True)
     run = partial(_backward, blocks=blocks, scoring=scoring, dtype=dout.dtype)
-    rows = _sequence_numbers(q, dout), _group_slopes(q, slopes)
+    rows = _sequence_numbers(q, dout), _group_slopes(q, dout, slopes)
     dq, dk, dv = jax.lax.map(lambda args: run(*args), (*groups, *rows))
     grads = (_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv))
     return *grads, None, None
@@ -82,7 +83,8 @@ def _split(x):
     x = jnp.pad(bits(x), ((0, 0), (0, -x.shape[1] % _num_blocks(x.shape[1])), (0, 0), (0, 0)))
     B, T, N, H = x.shape
     per_head = T * T // _num_blocks(T)  # scores of the last block
-    group = max(g for g in range(1, N + 1) if N % g == 0 and (g == 1 or g * per_head <= SCORES))
+    most = max(1, SCORES // per_head)
+    group = max(g for g in range(1, min(most, B * N) + 1) if B * N % g == 0)
     return jnp.swapaxes(x, 1, 2).reshape(B * N // group, group, T, H)
 
 
@@ -94,19 +96,17 @@ def _join(x, like):
 
 
 def _sequence_numbers(groups, like):
-    """Returns the number, in the batch, of each group's sequence: `[groups]` int32."""
-    return jnp.arange(len(groups)) // (len(groups) // len(like))
+    """Returns the number of each head's sequence in the batch: `[groups, g]` int32."""
+    B, _, N, _ = like.shape
+    return (jnp.arange(B * N) // N).reshape(groups.shape[:2])
 
 
-def _group_slopes(groups, slopes):
+def _group_slopes(groups, like, slopes):
     """Returns ALiBi's slopes by group, `[groups, g]`, or None."""
-    if slopes is None:
-        return None
-    by_group = slopes.reshape(-1, groups.shape[1])
-    return jnp.tile(by_group, (len(groups) // len(by_group), 1))
+    return None if slopes is None else jnp.tile(slopes, len(like)).reshape(groups.shape[:2])
 
 
-def _forward(q, k, v, sequence, slopes, *, blocks, scoring, dtype):
+def _forward(q, k, v, sequences, slopes, *, blocks, scoring, dtype):
     """Returns the output `[g, T, H]`, as bits, and the log of the normaliser `[g, T, 1]`."""
     q, k, v = (floats(x, dtype) for x in (q, k, v))
     outs, log_normalisers = [], []
@@ -115,7 +115,7 @@ def _forward(q, k, v, sequence, slopes, *, blocks, scoring, dtype):
         scores = scoring.scores(products, q.shape[-1])
         if slopes is not None:
             scores += slopes[:, None, None] * _distance(queries, keys)
-        scores = jnp.where(_mask_for(visible, sequence), scores, NEVER)
+        scores = jnp.where(_mask_for(visible, sequences), scores, NEVER)
         highest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         normaliser = weights.sum(axis=-1, keepdims=True)
@@ -126,7 +126,7 @@ def _forward(q, k, v, sequence, slopes, *, blocks, scoring, dtype):
 
 
 def _backward(
-    q, k, k_transposed, v, out, log_normaliser, dout, sequence, slopes, *, blocks, scoring, dtype
+    q, k, k_transposed, v, out, log_normaliser, dout, sequences, slopes, *, blocks, scoring, dtype
 ):
     """Returns the gradients of q `[g, H, T]`, of k and of v `[g, T, H]`, as bits.
 
@@ -147,7 +147,7 @@ def _backward(
         if slopes is not None:
             scores += slopes[:, None, None] * _distance(queries, keys).T
         weights = jnp.exp(scores - log_normaliser[..., queries])
-        weights = jnp.where(_mask_for(visible, sequence), weights, 0.0)
+        weights = jnp.where(_mask_for(visible, sequences), weights, 0.0)
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
         dscores = weights * (dweights - delta[..., queries]) * factor
         if scoring.softcap:
@@ -200,8 +200,8 @@ def _visible(T, queries, keys, segments, scoring, transposed):
     return visible & (query_segment == key_segment)
 
 
-def _mask_for(visible, sequence):
-    return visible if visible.ndim == 2 else visible[sequence]
+def _mask_for(visible, sequences):
+    return visible if visible.ndim == 2 else visible[sequences]
 
 
 def _dot(equation, a, b):

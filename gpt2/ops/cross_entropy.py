@@ -157,7 +157,8 @@ def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk, pieces):
     shape = weights.shape[::-1] if by_width else weights.shape
     sums = jnp.float32(0.0), jnp.zeros(shape, jnp.float32)
     (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
-    dembedding = dembedding.T if by_width else dembedding
+    if by_width:  # without the barrier, XLA would transpose both factors of a single chunk instead
+        dembedding = jax.lax.optimization_barrier(dembedding).T
     dembedding = pieces.scatter(dembedding) if pieces else dembedding
     return loss, (dhidden, dembedding.astype(embedding.dtype))
 
