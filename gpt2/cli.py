@@ -22,7 +22,7 @@ _arguments: list[str] | None = None  # those that are no flags, once the command
 @exit_on_user_error
 def parse(
     define_flags: Callable[[], object] | None = None,
-    check: Callable[[], object] | None = None,
+    check: Callable[..., object] | None = None,
     *,
     default_config: str = "",
     commands: Sequence[str] = (),
@@ -35,7 +35,7 @@ def parse(
 
     Args:
         define_flags: defines flags of the command, unless its module has done so.
-        check: raises a UserError for flags that cannot work.
+        check: raises a UserError for flags that cannot work; it receives what `main` will.
         default_config: the config in configs/ to use without `--config`, for programs that define
             that flag.
         commands: for programs whose first argument is one of these; `main` receives it.
@@ -62,7 +62,7 @@ def parse(
     if len(arguments) > bool(commands) and not takes_files:
         raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
     if check:
-        check()
+        check(*arguments)
     _arguments = arguments
 
 

@@ -233,6 +233,7 @@ WITHOUT_FILES = [
     ("gpt2.generate", "--hf=DIR", "--checkpoint=latest"),
     ("gpt2.hf", "copy"),
     ("gpt2.hf", "export"),
+    ("gpt2.hf", "import", "--workdir=x"),
     ("gpt2.ablate", "--vary=optim.nme=adam"),
     ("gpt2.benchmark", "train", "--batch_size=x"),
     ("gpt2.compare",),
@@ -246,26 +247,66 @@ def test_a_mistake_that_needs_no_file_is_told_within_three_seconds_and_without_j
     command, tmp_path
 ):
     """Of processor time, as a busy machine gives a process fewer seconds of the clock."""
-    away, here = tmp_path / "away", tmp_path / "here"
+    here = tmp_path / "here"
     here.mkdir()
-    for name in ("jax", "flax", "optax", "orbax", "tensorflow"):  # each takes its time to import
-        (away / name).mkdir(parents=True)
-        (away / name / "__init__.py").write_text(f"raise ImportError('{name} is imported')\n")
     before = children_seconds()
-    done = subprocess.run(
-        arguments_of(*command),
-        cwd=here,
-        env=environment() | {"PYTHONPATH": f"{away}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_where_jax_is("raise ImportError(f'{__name__} is imported')", command, here)
     taken = children_seconds() - before
     if command[-1] == "--help":
         assert done.returncode == 0 and "--plan_search" in "".join(done.stdout.split("[no]")), done
     else:
         assert done.returncode == 2 and done.stderr.startswith("error: "), done
     assert taken < 3, taken
+    assert not [*here.iterdir()]
+
+
+# What takes seconds to import.
+SLOW = ("jax", "flax", "optax", "orbax", "tensorflow")
+
+
+def run_where_jax_is(lines, command, folder):
+    """Runs a command in a process of its own, in which these lines stand for JAX and its like."""
+    away = folder.with_name("away")
+    for name in SLOW:
+        (away / name).mkdir(parents=True)
+        (away / name / "__init__.py").write_text(lines)
+    return subprocess.run(
+        arguments_of(*command),
+        cwd=folder,
+        env=environment() | {"PYTHONPATH": f"{away}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# As in a callback of JAX, where Python prints an exception and goes on.
+CTRL_C = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+finally:
+    raise ImportError("Ctrl-C was lost")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train.py",),
+        ("eval.py", "--workdir=run"),
+        ("gpt2.generate", "--workdir=run"),
+        ("gpt2.hf", "import", "--from=hf", "--workdir=run"),
+        ("gpt2.hf", "export", "--workdir=run", "--to=hf"),
+        ("gpt2.profile", "run"),
+    ],
+    ids=" ".join,
+)
+def test_ctrl_c_while_a_command_imports_is_a_line_and_130(command, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    done = run_where_jax_is(CTRL_C, command, here)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by SIGINT\n")
     assert not [*here.iterdir()]
 
 

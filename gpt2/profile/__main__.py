@@ -13,28 +13,23 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+from gpt2 import cli
+from gpt2.profile import options
+
+if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
+    cli.parse(options.define_flags, options.check, takes_files=True)
+
 from pathlib import Path
 
 from absl import flags
 
-from gpt2 import cli
-from gpt2.errors import UserError
+from gpt2.profile.machine import Machine
+from gpt2.profile.page import describe_program, explain, read_program
 
 
 def main(*paths: str) -> None:
     """Prints the page of a trace, or of a program."""
     text, chip = flags.FLAGS.text, flags.FLAGS.chip
-    if text is None:
-        cli.refuse_ignored("chip", "a trace comes with its machine")
-        if len(paths) != 1:
-            what = f"{len(paths)} traces are named, not one" if paths else "no trace is named"
-            raise UserError(what, "For example, give runs/quickstart")
-    elif paths:
-        raise UserError(f"{paths[0]} would be ignored: --text has no trace", "Leave one out")
-
-    from gpt2.profile.machine import Machine  # brings JAX, which takes seconds
-    from gpt2.profile.page import describe_program, explain, read_program
-
     if text is None:
         print(explain(Path(paths[0])), end="")
         return
@@ -45,7 +40,4 @@ def main(*paths: str) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("text", None, "A compiled program as HLO text, in place of a trace.")
-    flags.DEFINE_string("chip", None, "With --text: whose limits; this machine's if empty.")
-    cli.parse(takes_files=True)
     cli.run(main)
