@@ -93,8 +93,8 @@ def define_config() -> None:
     FILE is Python, like those in configs/, or the config.json of a run, to repeat it.
     """
     about = (
-        "File of options, see configs/, or a run's config.json; configs/quickstart.py if empty. "
-        "--config.group.option=value sets one of them."
+        "File of options, see configs/, or a run's config.json; if not given, "
+        "configs/quickstart.py. --config.group.option=value sets one of them."
     )
     try:
         config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
@@ -329,11 +329,13 @@ def _spellings(options: dict[str, Any]) -> dict[str, str]:
 
 def _check_config_file(name: str) -> None:
     """Runs a config file, to report its own errors apart from those of overrides."""
-    if not Path(name).is_file():
-        near = [Path("configs") / f"{Path(name).stem}.py", Path(name) / "config.json"]
-        found = next((path for path in near if path.is_file()), None)
-        how = f"Did you mean {found}?" if found else "See configs/ for the files that exist"
-        raise UserError(f"--config={name} is not a file", how)
+    path = Path(name)
+    if not path.is_file():
+        near = path / "config.json", Path("configs") / f"{path.stem}.py"
+        raise UserError(f"--config={name} is not a file", _propose(*near))
+    if path.suffix not in (".py", ".json"):  # which would run as Python
+        how = _propose(path.with_name("config.json"))
+        raise UserError(f"--config={name} is neither Python nor the config.json of a run", how)
     if _is_record(name):
         read_record(Path(name))
         return
@@ -356,6 +358,12 @@ def _check_config_file(name: str) -> None:
         raise UserError(
             f"--config={name} fails ({about})", "Mend the file; compare it with those in configs/"
         ) from error
+
+
+def _propose(*files: Path) -> str:
+    """Returns advice on what to give as `--config`: the first of these files that exists."""
+    found = next((path for path in files if path.is_file()), None)
+    return f"Did you mean {found}?" if found else "See configs/ for the files that exist"
 
 
 def _check_tree(options: Any, defaults: Mapping, file: str, prefix: str = "") -> None:

@@ -38,13 +38,21 @@ def test_a_config_that_is_no_file_is_named_in_both_forms(parse, form):
         parse(*form)
 
 
-def test_a_file_without_options_and_a_folder_of_a_run_are_told(parse, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl defines no get_config\(\)"):
-        parse(f"--config={tmp_path}/metrics.jsonl")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=rf"Did you mean {tmp_path}/config\.json\?"):
-        parse(f"--config={tmp_path}")
+def test_a_folder_of_a_run_and_files_of_other_kinds_are_told(parse, tmp_path):
+    run = tmp_path / "quickstart"  # as a file of configs/ is called
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "options.txt").write_text(f"open('{run}/witness', 'w')\n")
+    (run / "options.py").write_text("seed = 0\n")
+    with pytest.raises(UserError, match=r"options\.py defines no get_config\(\)"):
+        parse(f"--config={run}/options.py")
+    with pytest.raises(UserError, match=r"txt is neither Python nor the config\.json .* See conf"):
+        parse(f"--config={run}/options.txt")
+    (run / "config.json").write_text("{}")
+    for given in ("", "/metrics.jsonl", "/options.txt"):
+        with pytest.raises(UserError, match=rf"{given} is .*Did you mean {run}/config\.json\?"):
+            parse(f"--config={run}{given}")
+    assert not (run / "witness").exists()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ def define_flags() -> None:
     text, number = flags.DEFINE_string, flags.DEFINE_integer
     text("workdir", None, "Where the run lives; runs/<config name> if not given.")
     text("visualize", None, "Draw how parameters, moments and batches of this name are spread.")
-    text("visualize_to", None, "A picture of the same; sharding.png in the workdir if empty.")
+    text("visualize_to", None, "A picture of the same; if not given, sharding.png in the workdir.")
     flags.DEFINE_float(
         "max_seconds",
         None,
