@@ -1,9 +1,8 @@
 """Flags, as every command parses them. A mistake in a flag prints one line."""
 
 import re
-import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,15 @@ from ml_collections import ConfigDict, config_flags
 
 import configs
 from gpt2 import launch
-from gpt2.config import ALIASES, DEFAULTS, Config, flatten, read_record
+from gpt2.config import (
+    ALIASES,
+    DEFAULTS,
+    Config,
+    check_config_file,
+    flatten,
+    is_record,
+    read_record,
+)
 from gpt2.errors import UserError, exit_on_user_error, require_source, unknown_option
 
 _arguments: list[str] | None = None  # those that are no flags, once the command line is parsed
@@ -146,7 +153,7 @@ def config_name() -> str:
         UserError: the file is the record of a run. All records have one name.
     """
     name = config_file()
-    if _is_record(name):
+    if is_record(name):
         raise UserError(
             f"--config={name} is the record of a run, and names no folder for a new one",
             "Give --workdir",
@@ -164,18 +171,6 @@ def overrides() -> dict[str, Any]:
     return dict(config_flags.get_override_values(flags.FLAGS["config"]))
 
 
-def read_config_file(name: str) -> Config:
-    """Returns the options of a config file, or of the record of a run, without overrides.
-
-    Raises:
-        UserError: there is no such file, or it fails.
-    """
-    _check_config_file(name)
-    if _is_record(name):
-        return Config.from_dict(read_record(Path(name)))
-    return Config.from_dict(runpy.run_path(name)["get_config"]())
-
-
 class _ConfigFileParser(flags.ArgumentParser):
     """Reads a config file, or the record of a run.
 
@@ -188,18 +183,13 @@ class _ConfigFileParser(flags.ArgumentParser):
 
     def parse(self, name: str) -> ConfigDict:
         """Returns the options of the file `name`."""
-        if not _is_record(name):
+        if not is_record(name):
             return self._python.parse(name)
         return ConfigDict(read_record(Path(name))).lock()
 
     def flag_type(self) -> str:
         """Returns what absl calls the value."""
         return self._python.flag_type()
-
-
-def _is_record(name: str) -> bool:
-    """Returns whether a file given as `--config` is the record of a run."""
-    return Path(name).suffix == ".json"
 
 
 def _refuse_stale_vocabulary(options: ConfigDict) -> None:
@@ -209,7 +199,7 @@ def _refuse_stale_vocabulary(options: ConfigDict) -> None:
     """
     given = config_flags.get_override_values(flags.FLAGS["config"])
     if (
-        _is_record(config_file())
+        is_record(config_file())
         and "data.tokenizer" in given
         and "model.vocab_size" not in given
         and options.model.vocab_size
@@ -229,7 +219,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
         for name, value in _given(flags.FLAGS.read_flags_from_files(argv[1:]), options):
             if name == "config" and options:
-                _check_config_file(value)
+                check_config_file(value)
             elif name.startswith("config.") and options:
                 if name.removeprefix("config.") not in options:
                     raise _no_option(name, options, spellings, otherwise)
@@ -325,59 +315,3 @@ def _spellings(options: dict[str, Any]) -> dict[str, str]:
             if name in options:
                 spellings[spelling] = f"--config.{name}"
     return spellings
-
-
-def _check_config_file(name: str) -> None:
-    """Runs a config file, to report its own errors apart from those of overrides."""
-    path = Path(name)
-    if not path.is_file():
-        near = path / "config.json", Path("configs") / f"{path.stem}.py"
-        raise UserError(f"--config={name} is not a file", _propose(*near))
-    if path.suffix not in (".py", ".json"):  # which would run as Python
-        how = _propose(path.with_name("config.json"))
-        raise UserError(f"--config={name} is neither Python nor the config.json of a run", how)
-    if _is_record(name):
-        read_record(Path(name))
-        return
-    try:
-        module = runpy.run_path(name)
-        if "get_config" not in module:
-            raise UserError(
-                f"--config={name} defines no get_config()", "Start from configs/default.py"
-            )
-        options = module["get_config"]()
-        if not isinstance(options, Mapping | ConfigDict):
-            raise TypeError(f"get_config() returned {options!r}, not a ConfigDict")
-        _check_tree(options, DEFAULTS.to_dict(), name)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # it is code of any kind
-        if isinstance(error, SystemExit) and isinstance(error.code, str):
-            raise  # with words of its own
-        about = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise UserError(
-            f"--config={name} fails ({about})", "Mend the file; compare it with those in configs/"
-        ) from error
-
-
-def _propose(*files: Path) -> str:
-    """Returns advice on what to give as `--config`: the first of these files that exists."""
-    found = next((path for path in files if path.is_file()), None)
-    return f"Did you mean {found}?" if found else "See configs/ for the files that exist"
-
-
-def _check_tree(options: Any, defaults: Mapping, file: str, prefix: str = "") -> None:
-    """Raises a UserError unless a config file has all groups and options, for overrides to set."""
-    for name, default in defaults.items():
-        if name not in options:
-            raise UserError(
-                f"--config={file} lacks {prefix}{name}", "Start from configs/default.py"
-            )
-        if isinstance(default, Mapping):
-            group = options[name]
-            if not isinstance(group, Mapping | ConfigDict):
-                raise UserError(
-                    f"--config={file} has {prefix}{name}={group!r} in place of a group of options",
-                    "Start from configs/default.py, and set members of the group",
-                )
-            _check_tree(group, default, file, f"{prefix}{name}.")

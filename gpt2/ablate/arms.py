@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2 import cli
-from gpt2.config import Config, option, read_option, with_options
+from gpt2.config import Config, option, read_config_file, read_option, with_options
 from gpt2.errors import UserError
 
 BASELINE = "baseline"
@@ -153,7 +153,7 @@ def _apply(config: Config, values: Sequence[_Value], name: str) -> Config:
     try:
         for value in values:
             if value.recipe:
-                config = _with_command_line(cli.read_config_file(str(value.recipe)), config)
+                config = _with_command_line(read_config_file(str(value.recipe)), config)
             config = with_options(config, value.options)
     except UserError as error:
         raise UserError(f"the arm {name} cannot work", str(error)) from None

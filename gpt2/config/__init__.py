@@ -2,6 +2,7 @@
 
 from gpt2.config.architecture import SIZES, GPTConfig, ModelConfig
 from gpt2.config.choices import CHOICES, DEFAULTS, flatten
+from gpt2.config.files import check_config_file, is_record, read_config_file
 from gpt2.config.groups import (
     DataConfig,
     LoggingConfig,
@@ -35,12 +36,15 @@ __all__ = [
     "PrecisionConfig",
     "RulesConfig",
     "TrainConfig",
+    "check_config_file",
     "complete_record",
     "differences",
     "flatten",
+    "is_record",
     "load_config",
     "option",
     "propose_batch",
+    "read_config_file",
     "read_option",
     "read_record",
     "with_options",

@@ -10,7 +10,7 @@ import jax
 from absl import flags
 
 from gpt2 import cli, launch
-from gpt2.config import Config, option
+from gpt2.config import Config, option, read_config_file
 from gpt2.errors import UserError, require_writable_file, tell
 from gpt2.parallel.topologies import find_devices
 from gpt2.planning.plan import ATTAINABLE, OutOfMemory, compile_plan, make_program
@@ -142,7 +142,7 @@ def _choose_board(board: str | None) -> str:
 
 def _command(options: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Returns the command that trains with some options, and with the others that were given."""
-    file = cli.read_config_file(name := cli.config_file())
+    file = read_config_file(name := cli.config_file())
     kept = {other: value for other, value in given.items() if other not in options}
     changed = {other: value for other, value in options.items() if option(file, other) != value}
     near = Path(name).is_relative_to(Path.cwd())
