@@ -79,18 +79,18 @@ def run(main: Callable[..., int | None]) -> None:
     Args:
         main: returns the exit code, None for 0.
     """
-    arguments = _arguments
-    assert arguments is not None, "cli.parse comes first"
+    if (arguments := _arguments) is None:
+        raise RuntimeError("cli.parse comes first")
 
     @exit_on_user_error
-    def guarded(_: list[str]) -> int | None:
+    def guarded(argv: list[str]) -> int | None:
         launch.take_interrupts()
         logging.set_verbosity(logging.FATAL)  # what libraries log, they raise too, or it is no help
-        code = main(*arguments)
+        code = main(*argv[1:])
         launch.ignore_interrupts()
         return code
 
-    app.run(guarded, flags_parser=lambda argv: argv)
+    app.run(guarded, flags_parser=lambda argv: [argv[0], *arguments])
 
 
 @exit_on_user_error
@@ -131,9 +131,9 @@ def refuse_ignored(name: str, because: str) -> None:
         raise UserError(f"--{name} would be ignored: {because}", f"Leave out --{name}")
 
 
-def define_source(values: flags.FlagValues = flags.FLAGS) -> None:
+def define_source() -> None:
     """Defines the flags of commands that load a model."""
-    text = partial(flags.DEFINE_string, flag_values=values)
+    text = partial(flags.DEFINE_string, flag_values=flags.FLAGS)
     text("workdir", None, "Directory of a run.")
     text("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
     text("checkpoint", "best", "best, latest or a step of the run.")

@@ -10,7 +10,7 @@ import configs.default
 import eval as eval_command
 from gpt2.config import Config, GPTConfig, load_config
 from gpt2.data.tokenizer import ByteTokenizer
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_writable_file
 from gpt2.evals import options
 from gpt2.evals.options import SLIDING, TASK_FILES
 from gpt2.evals.tasks import SCORES
@@ -24,7 +24,7 @@ def give(monkeypatch):
 
     def give(*args):
         monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
-        options.define_flags(flags.FLAGS)
+        options.define_flags()
         flags.FLAGS(["eval.py", *args])
 
     return give
@@ -82,6 +82,7 @@ def test_an_output_that_cannot_be_written_is_refused(give, tmp_path):
         give("--workdir=a", f"--output={output}")
         with pytest.raises(UserError, match=message):
             eval_command.main()
+    require_writable_file("output", tmp_path / "new" / "scores.json")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

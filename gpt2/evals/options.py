@@ -20,9 +20,10 @@ TASK_FILES = {
 SLIDING = ("wikitext", "enwik8", "text8")  # tasks that slide a window over a text
 
 
-def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
+def define_flags() -> None:
     """Defines the flags of eval.py."""
-    cli.define_source(values)
+    cli.define_source()
+    values = flags.FLAGS
     flags.DEFINE_list(
         "tasks", [VALIDATION], f"Any of {', '.join((VALIDATION, *TASK_FILES))}.", flag_values=values
     )
