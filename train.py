@@ -14,7 +14,7 @@ from gpt2 import cli
 from gpt2.training import options
 
 if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
-    cli.parse(options.define_flags, options.read, default_config="quickstart")
+    cli.parse(options.define_flags, options.check, default_config="quickstart")
 
 import sys
 from functools import partial
@@ -61,7 +61,7 @@ from gpt2.weights import load_initial_params
 def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
-    config, args = options.read(), flags.FLAGS
+    config, args = cli.parse_config(), flags.FLAGS
     picture = check_picture(args.visualize_to)
     if options.asks_for_plan():
         return planning.plan(config, args.visualize, picture)

@@ -12,30 +12,13 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from absl import flags
-
 from gpt2 import cli
-from gpt2.config import MAX_SEED, GPTConfig
-from gpt2.errors import UserError
+from gpt2 import generate_options as options
 
 if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
-    flags.DEFINE_string("prompt", "", "Text to continue.")
-    flags.DEFINE_integer(
-        "max_new_tokens", 0, "At most this many tokens; 0: 200, or what fits.", lower_bound=0
-    )
-    flags.DEFINE_float(
-        "temperature", 1.0, "Divides the logits; 0: always the likeliest token.", lower_bound=0.0
-    )
-    flags.DEFINE_integer(
-        "top_k", 0, "Draw among the k likeliest tokens; 0: among all.", lower_bound=0
-    )
-    flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
-    flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=MAX_SEED)
-    cli.parse(cli.define_source, cli.check_source)
+    cli.parse(options.define_flags, options.check)
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -44,9 +27,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 from flax import struct
 
+from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import Tokenizer
+from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
 from gpt2.utils.buckets import bucket
 from gpt2.utils.prng import sample_key
@@ -73,15 +59,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(
-                f"temperature={self.temperature} is not a finite number of at least 0",
-                "Use 0 for the most likely token",
-            )
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} is negative", "Use 0 for no limit")
-        if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"top_p={self.top_p} is not in (0, 1]", "Use 1 for no limit")
+        options.check_sampling(self.temperature, self.top_k, self.top_p)
 
     def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
         """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
@@ -308,9 +286,6 @@ def _print_stream(tokenizer: Tokenizer, prompt: str, chunks: Iterator[list[list[
 def main() -> None:
     """Continues `--prompt` in `--num_samples` ways."""
     args = flags.FLAGS
-    if args.temperature == 0.0:
-        for name in ("top_k", "top_p", "seed"):
-            cli.refuse_ignored(name, "--temperature=0 always takes the likeliest token")
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     prompt = tokenizer.encode(args.prompt).tolist()
     if not prompt:

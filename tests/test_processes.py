@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2.errors import UserError
 from gpt2.parallel import distributed
+from tests import helpers
 from tests.forks import COMPILES_FAST
 
 ROOT = Path(__file__).parents[1]
@@ -147,17 +147,20 @@ def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, in
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("given", "message"),
     [
-        (("localhost:1234", 2, None), "--process_index is missing beside"),
-        ((None, 2, None), "--coordinator, --process_index is missing beside --num_processes"),
+        (("localhost:1234", 2), "--process_index is missing beside --coordinator, --num_processes"),
+        ((None, 2), "--coordinator, --process_index is missing beside --num_processes"),
         (("localhost", 2, 0), "not HOST:PORT"),
         (("localhost:1234", 2, 2), "Count from 0 to 1"),
     ],
 )
-def test_flags_of_processes_that_make_no_sense_are_refused(arguments, message):
-    with pytest.raises(UserError, match=message):
-        distributed.initialize(*arguments)
+def test_flags_of_processes_that_make_no_sense_are_refused(tmp_path, given, message):
+    names = ("--coordinator", "--num_processes", "--process_index")
+    flags = [f"{name}={each}" for name, each in zip(names, given, strict=False) if each is not None]
+    code, _, told = helpers.run(tmp_path / "run", *flags)
+    assert code == 2 and told.count("\n") == 1 and message in told
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_port_in_use_is_a_users_mistake():

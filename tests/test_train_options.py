@@ -37,8 +37,13 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
     ("flag", "message"),
     [
         ("--workdir=run", "--workdir would be ignored"),
+        ("--workdir=", "--workdir would be ignored"),
         ("--visualize=none_such", "--visualize=none_such matches no parameter, moment or batch"),
         ("--visualize_to=a.png", "--visualize_to would be ignored: there is no --visualize"),
+        (
+            "--visualize=wte --visualize_to=a.txt",
+            "--visualize_to=a.txt names no picture. End it in .png, .pdf or .svg",
+        ),
         (
             "--config.parallel.fsdp=8",
             "takes 8 devices; found: 1. Use --config.parallel.fsdp=1, or XLA_FLAGS=--xla_force_"

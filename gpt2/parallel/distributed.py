@@ -50,7 +50,7 @@ def initialize(
     """Joins the run's other processes, if there are any. Call it before JAX has devices.
 
     All three arguments describe the processes. Without them, Slurm, Open MPI or Cloud TPU does.
-    Without any of these, there is a single process.
+    Without any of these, there is a single process. The flags of train.py are checked before.
 
     Args:
         coordinator: HOST:PORT where process 0 listens.
@@ -58,34 +58,13 @@ def initialize(
         process_index: which one this is, from 0.
 
     Raises:
-        UserError: only some arguments are given, one is out of range, or the port is taken.
+        UserError: the port is taken.
     """
-    given = {
-        "--coordinator": coordinator,
-        "--num_processes": num_processes,
-        "--process_index": process_index,
-    }
-    missing = [flag for flag, value in given.items() if value is None]
-    if len(missing) == len(given):
+    if coordinator is None:
         if _started_by_cluster():
             jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
             _explain_aborts()
         return
-    if coordinator is None or num_processes is None or process_index is None:
-        raise UserError(
-            f"{', '.join(missing)} is missing beside {', '.join(set(given) - set(missing))}",
-            "Several processes need --coordinator, --num_processes and --process_index",
-        )
-    if not re.fullmatch(r".+:\d+", coordinator):
-        raise UserError(
-            f"--coordinator={coordinator} is not HOST:PORT",
-            "For example, use --coordinator=localhost:1234",
-        )
-    if not 0 <= process_index < num_processes:
-        raise UserError(
-            f"--process_index={process_index} is not one of --num_processes={num_processes}",
-            f"Count from 0 to {max(num_processes - 1, 0)}",
-        )
     if process_index == 0:
         _check_port(coordinator)
     # The runtime waits for the others silently, and ends the process if they do not come.

@@ -1,7 +1,6 @@
 """What `python train.py --plan` and its kin do."""
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from gpt2.planning.screen import (
     describe_trial,
 )
 from gpt2.planning.search import Search
-from gpt2.telemetry.chips import BOARDS, board_name
+from gpt2.telemetry.chips import BOARD_NAMES, board_name
 from gpt2.telemetry.progress import print_summary
 from gpt2.utils.files import write_text
 from gpt2.utils.terminal import columns, wrap, wrap_command
@@ -130,14 +129,7 @@ def _choose_board(board: str | None) -> str:
     if board:
         cli.refuse_ignored("plan_board", f"the devices are known, as {board}")
         return board
-    names = {re.sub("^(tpu|rtx) ", "", name.lower()).replace(" ", "-"): name for name in BOARDS}
-    asked = flags.FLAGS.plan_board if flags.FLAGS.plan_board is not None else "h100"
-    if asked not in names:
-        raise UserError(
-            f"--plan_board={asked} is not one of {', '.join(names)}",
-            "For example, use --plan_board=h100",
-        )
-    return names[asked]
+    return BOARD_NAMES[flags.FLAGS.plan_board or "h100"]
 
 
 def _command(options: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

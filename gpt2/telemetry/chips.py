@@ -108,6 +108,9 @@ BOARDS = {
     "T4": Board(memory=16, near=16, domain=8),
 }
 
+# The same by what people type: h100, v5e, 4090.
+BOARD_NAMES = {re.sub("^(tpu|rtx) ", "", name.lower()).replace(" ", "-"): name for name in BOARDS}
+
 
 def find_chip(kind: str) -> Chip | None:
     """Returns the row for a `device.device_kind`, or None."""

@@ -1,10 +1,16 @@
 """The flags of train.py, and what of them is refused before JAX is imported."""
 
+import re
+from pathlib import Path
+
 from absl import flags
 
 from gpt2 import cli
-from gpt2.config import Config
 from gpt2.errors import UserError, require_positive
+from gpt2.telemetry.chips import BOARD_NAMES
+
+_PICTURES = (".png", ".pdf", ".svg")
+_PROCESSES = ("coordinator", "num_processes", "process_index")
 
 
 def define_flags() -> None:
@@ -40,27 +46,23 @@ def define_flags() -> None:
     )
 
 
-def read() -> Config:
-    """Returns the options of the run.
-
-    Raises:
-        UserError: options or flags cannot work on any machine, or would be ignored.
-    """
-    args, config = flags.FLAGS, cli.parse_config()
-    if args.workdir == "":
-        raise UserError("--workdir= names no folder", "Name one, or leave it out")
+def check() -> None:
+    """Refuses options and flags that cannot work on any machine, or would be ignored."""
+    args = flags.FLAGS
+    cli.parse_config()
     if args.visualize is None:
         cli.refuse_ignored("visualize_to", "there is no --visualize")
+    if args.visualize_to is not None and Path(args.visualize_to).suffix not in _PICTURES:
+        raise UserError(
+            f"--visualize_to={args.visualize_to} names no picture",
+            f"End it in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}",
+        )
     if args.max_seconds is not None:
         require_positive("max_seconds", args.max_seconds, 3600, flag=True)
     if asks_for_plan():
         _check_plan()
     else:
-        for name in ("plan_text", "plan_trials", "plan_board"):
-            cli.refuse_ignored(name, "there is no --plan")
-        if not args.workdir:
-            cli.config_name()  # refuses the record of a run
-    return config
+        _check_run()
 
 
 def asks_for_plan() -> bool:
@@ -69,16 +71,56 @@ def asks_for_plan() -> bool:
     return bool(args.plan or args.plan_devices or args.plan_search) or args.plan_chips is not None
 
 
+def _check_run() -> None:
+    args = flags.FLAGS
+    for name in ("plan_text", "plan_trials", "plan_board"):
+        cli.refuse_ignored(name, "there is no --plan")
+    if args.workdir == "":
+        raise UserError("--workdir= names no folder", "Name one, or leave it out")
+    if args.workdir is None:
+        cli.config_name()  # refuses the record of a run
+    _check_processes()
+
+
+def _check_processes() -> None:
+    args = flags.FLAGS
+    given = [f"--{name}" for name in _PROCESSES if flags.FLAGS[name].value is not None]
+    missing = [f"--{name}" for name in _PROCESSES if f"--{name}" not in given]
+    if not given:
+        return
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is missing beside {', '.join(given)}",
+            "Several processes need --coordinator, --num_processes and --process_index",
+        )
+    if not re.fullmatch(r".+:\d+", args.coordinator):
+        raise UserError(
+            f"--coordinator={args.coordinator} is not HOST:PORT",
+            "For example, use --coordinator=localhost:1234",
+        )
+    if not 0 <= args.process_index < args.num_processes:
+        raise UserError(
+            f"--process_index={args.process_index} is not one of "
+            f"--num_processes={args.num_processes}",
+            f"Count from 0 to {max(args.num_processes - 1, 0)}",
+        )
+
+
 def _check_plan() -> None:
     args = flags.FLAGS
     cli.refuse_ignored("max_seconds", "a plan trains nothing")
-    for name in ("workdir", "coordinator", "num_processes", "process_index"):
+    for name in ("workdir", *_PROCESSES):
         cli.refuse_ignored(name, "--plan only compiles, in one process")
     if args.plan_chips is not None:
         cli.refuse_ignored("plan_devices", "--plan_chips says how many devices there are")
     if args.plan_search:
         for name in ("plan_text", "visualize", "visualize_to"):
             cli.refuse_ignored(name, "--plan_search compiles many steps")
+        if args.plan_board is not None and args.plan_board not in BOARD_NAMES:
+            raise UserError(
+                f"--plan_board={args.plan_board} is not one of {', '.join(BOARD_NAMES)}",
+                "For example, use --plan_board=h100",
+            )
     else:
         for name in ("plan_trials", "plan_board"):
             cli.refuse_ignored(name, "there is no --plan_search")
