@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from gpt2 import hf
-from gpt2.config import GPTConfig, load_config
+from gpt2.config import GPTConfig, holds_run, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError, require_source
 from gpt2.hf.config import read_config
@@ -97,7 +97,7 @@ def _split_step(place: str) -> tuple[str, str]:
 def _look(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
     """Reads a model's configuration and its tokenizer, without its weights."""
     if kind == "hf":
-        if any((directory / name).exists() for name in ("data.json", "checkpoints")):
+        if holds_run(directory):
             raise UserError(
                 f"train.init_from=hf:{directory} names a run, not a Hugging Face directory",
                 f"Use --config.train.init_from=run:{directory}",

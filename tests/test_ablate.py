@@ -792,10 +792,13 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, options, message):
 
 def test_a_sweep_is_not_begun_in_the_folder_of_a_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    ended = ablate("--vary=seed=0", f"--workdir={tmp_path}")
+    assert "changes nothing" in ended.stderr  # such a file may be any program's
+    (tmp_path / "data.json").write_text("{}")
     ended = ablate("--vary=optim.name=lion", f"--workdir={tmp_path}")
     assert ended.returncode == 2
     assert f"--workdir={tmp_path} is the folder of a run. Name another" in ended.stderr
-    assert len([*tmp_path.iterdir()]) == 1
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 @pytest.mark.thorough

@@ -138,6 +138,7 @@ def test_a_share_of_shards_that_are_divided_by_name_would_be_ignored(give, tmp_p
 
 def test_init_from_tells_a_run_from_a_step_and_from_a_hugging_face_model(tmp_path):
     (tmp_path / "imported" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "imported" / "config.json").touch()
     with pytest.raises(UserError, match=r"names a run.* Use .*init_from=run:.*/imported\."):
         load_initial_params(f"hf:{tmp_path}/imported", GPTConfig(), ByteTokenizer())
     (tmp_path / "run@7").mkdir()
@@ -149,7 +150,7 @@ def test_init_from_tells_a_run_from_a_step_and_from_a_hugging_face_model(tmp_pat
 def test_a_run_and_a_hugging_face_model_are_told_apart(tmp_path):
     config = Config.from_dict(configs.default.get_config())
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    with pytest.raises(UserError, match=r"is a run.*--workdir"):
+    with pytest.raises(UserError, match=r"is a run.*as --workdir to eval\.py .*gpt2\.hf export"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match=r"is a Hugging Face model.*--hf"):

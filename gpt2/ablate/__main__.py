@@ -34,7 +34,7 @@ from gpt2.ablate.sweep import MAX_SEEDS as MOST_SEEDS
 from gpt2.ablate.sweep import Sweep, continued, load_sweep, register
 from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
-from gpt2.config import Config
+from gpt2.config import Config, holds_run
 from gpt2.data.dataset import prepare
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.telemetry.metrics import read_metrics
@@ -193,7 +193,7 @@ def _check_flags() -> Path:
         cli.refuse_ignored("leave_failed", "nothing is tuned")
     root = Path(WORKDIR.value)
     require_writable("workdir", root)
-    if (root / "config.json").exists() and not (root / "sweep.json").exists():
+    if holds_run(root) and not (root / "sweep.json").exists():
         raise UserError(f"--workdir={root} is the folder of a run", "Name another for the sweep")
     return root
 

@@ -14,7 +14,7 @@ from gpt2.config.groups import (
 from gpt2.config.optim import OptimConfig
 from gpt2.config.overrides import ALIASES, option, read_option, with_options
 from gpt2.config.parallel import ParallelConfig, RulesConfig
-from gpt2.config.record import complete_record, read_record
+from gpt2.config.record import complete_record, holds_run, read_record
 from gpt2.config.run import MAX_INT, MAX_SEED, Config, differences, load_config, propose_batch
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "complete_record",
     "differences",
     "flatten",
+    "holds_run",
     "is_record",
     "load_config",
     "option",

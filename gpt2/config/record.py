@@ -9,6 +9,13 @@ from gpt2.config.choices import DEFAULTS
 from gpt2.errors import UserError, unknown_option
 
 
+def holds_run(directory: Path) -> bool:
+    """Returns whether a directory is that of a run: other programs, too, write a config.json."""
+    files = ("data.json", "checkpoints")  # of runs that were trained, and imported
+    has_more = any((directory / name).exists() for name in files)
+    return has_more and (directory / "config.json").exists()
+
+
 def read_record(path: Path) -> dict:
     """Reads the options from a run's config.json.
 

@@ -34,8 +34,8 @@ def read_config(directory: Path) -> GPTConfig:
         if isinstance(config.get("model"), dict):
             raise UserError(
                 f"{directory} is a run, not a Hugging Face model",
-                "To load it, name it by --workdir; to write it for Hugging Face, use "
-                f"python -m gpt2.hf export --workdir={directory} --to=DIR",
+                "Give it as --workdir to eval.py or gpt2.generate, or to gpt2.hf export, which "
+                "writes it for Hugging Face",
             )
         families = {family.model_type: family for family in FAMILIES}
         if config["model_type"] not in families:
