@@ -41,21 +41,17 @@ def main(*directories: str) -> None:
         raise UserError(f"--output={output} is no PNG file", "Name it like compare.png")
     require_writable_file("output", output)
     workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
-    configs = {name: load_config(members[0]) for name, members in workdirs.items()}
-    score, unit = "eval/loss", "nats per token"
+    unit = "nats per token"
+    curves = _read_curves(workdirs, "eval/loss", unit)
+    configs = {name: load_config(workdirs[name][0]) for name in curves}
     if len({config.data.tokenizer for config in configs.values()}) > 1:
         if REFERENCE.value:
             raise UserError(
                 "runs with different tokenizers compare in bits per byte, a reference in nats",
                 "Leave out --reference, or the runs with another tokenizer",
             )
-        score, unit = "eval/bits_per_byte", "bits per byte"
-    curves = {name: [read_curve(each, score) for each in w] for name, w in workdirs.items()}
-    for name in [name for name, each in curves.items() if not any(len(c.scores) for c in each)]:
-        print(wrap(f"{name} has no validation, and is left out"))
-        del curves[name]
-    if not curves:
-        raise UserError("no run has a validation yet", "Wait for one")
+        unit = "bits per byte"
+        curves = _read_curves({name: workdirs[name] for name in curves}, "eval/bits_per_byte", unit)
     if len({configs[name].data.corpus for name in curves}) > 1:
         print("the runs' corpora differ: their losses are of different texts")
     if REFERENCE.value:
@@ -82,6 +78,21 @@ def _workdirs(directory: Path) -> dict[str, list[Path]]:
     if not workdirs:
         raise UserError(f"{directory} is a sweep without runs", "Wait for one")
     return workdirs
+
+
+def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict[str, list[Curve]]:
+    """Returns the curves of the runs that have validations, and tells of the others.
+
+    Raises:
+        UserError: none has.
+    """
+    curves = {name: [read_curve(each, score) for each in w] for name, w in workdirs.items()}
+    for name in [name for name, each in curves.items() if not any(len(c.scores) for c in each)]:
+        print(wrap(f"{name} has no validation in {unit}, and is left out"))
+        del curves[name]
+    if not curves:
+        raise UserError(f"no run has a validation in {unit} yet", "Wait for one")
+    return curves
 
 
 def _describe(ends: list[Curve]) -> list[str]:
