@@ -266,7 +266,7 @@ def _missing_tunables() -> dict[str, str]:
 
 def _missing_order() -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
-    if not _xla_knows_order() or "xla_cpu_scheduler_type" in flags:
+    if not has_old_xla() or "xla_cpu_scheduler_type" in flags:
         return {}
     return {"XLA_FLAGS": f"{flags} {_ORDER}".lstrip()}
 
@@ -277,7 +277,11 @@ def _has_glibc() -> bool:
     return name == "glibc" and tuple(map(int, release.split(".")[:2])) >= (2, 35)
 
 
-def _xla_knows_order() -> bool:
+def has_old_xla() -> bool:
+    """Returns whether XLA is that of JAX 0.10, whose flags newer ones do not know.
+
+    An unknown flag in XLA_FLAGS ends the process.
+    """
     from importlib.metadata import version  # slow: not before Ctrl-C is a line
 
-    return version("jaxlib").startswith("0.10.")  # an unknown flag would end the process
+    return version("jaxlib").startswith("0.10.")

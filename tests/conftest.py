@@ -40,7 +40,10 @@ def compiles_fast():
 
 @pytest.fixture(scope="module")
 def compiles_fully(compiles_fast):
-    """For modules about the compiled program itself, also in runs that they start."""
+    """For modules about the compiled program itself: runs that they start compile as users' do.
+
+    This process has LLVM optimize again, and keeps `COMPILES_FAST`, which it reads once.
+    """
     import jax
 
     jax.config.update("jax_disable_most_optimizations", False)

@@ -1,8 +1,8 @@
 """Commands in processes that need no imports: a server forks itself for each of them.
 
 A command takes seconds to import JAX and milliseconds to refuse an option. The server imports
-everything but the commands themselves, which define flags. A child then runs a command's file as
-`python` would, from its first line to its exit.
+everything but the commands themselves and what else defines or reads flags. A child then runs a
+command's file as `python` would, from its first line to its exit.
 """
 
 import atexit
@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-import importlib.metadata
 import json
 import os
 import pkgutil
@@ -25,14 +24,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpt2.launch import has_old_xla
+
 ROOT = Path(__file__).parents[1]
 
 # XLA:CPU compiles the small programs of tests four times as fast in one part, and without the
 # pipelines that newer versions always use.
-_WITHOUT_PIPELINES = "--xla_cpu_use_fusion_emitters=false"
-_IS_OLD = importlib.metadata.version("jaxlib").startswith("0.10.")
 COMPILES_FAST = "--xla_cpu_parallel_codegen_split_count=1"
-COMPILES_FAST += f" {_WITHOUT_PIPELINES}" if _IS_OLD else ""
+COMPILES_FAST += " --xla_cpu_use_fusion_emitters=false" if has_old_xla() else ""
 
 STARTED = 77  # the exit code of a run that was let go up to its first computation
 LATE = -1  # that of a command which took longer than it may
@@ -102,11 +101,13 @@ class Commands:
 def environment(devices: int = 1) -> dict[str, str]:
     """Returns the variables of commands: this project's code, on so many CPU devices.
 
-    They compile without most optimizations, unless JAX_DISABLE_MOST_OPTIMIZATIONS is set.
+    They compile fast, or as users' do where JAX_DISABLE_MOST_OPTIMIZATIONS is 0.
     """
-    flags = f"--xla_force_host_platform_device_count={devices} {COMPILES_FAST}"
-    variables = {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | variables
+    variables = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    if variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
+        flags += f" {COMPILES_FAST}"
+    return variables | {"XLA_FLAGS": flags}
 
 
 def arguments_of(*command: str) -> list[str]:
@@ -157,7 +158,7 @@ def _run(
             os.environ.update(variables)
             import jax  # done, and had its own variables then
 
-            unoptimized = variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+            unoptimized = variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0"
             jax.config.update("jax_disable_most_optimizations", unoptimized)
             code = _become(command, cwd, to_the_end)
             _end_as_the_interpreter()

@@ -389,7 +389,7 @@ def test_a_player_that_ends_early_is_a_user_error():
 
 def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
     monkeypatch.setattr(launch, "_has_glibc", lambda: True)
-    monkeypatch.setattr(launch, "_xla_knows_order", lambda: True)
+    monkeypatch.setattr(launch, "has_old_xla", lambda: True)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=4096")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
     asked = launch.cpu_environment()
