@@ -29,6 +29,20 @@ TINY = [
 ]
 
 
+def train_with(lines):
+    """Returns a train.py that runs some lines of Python, such as patches, before its run."""
+    return f"""
+from gpt2 import launch
+launch.prepare_process()
+import train
+from gpt2 import cli
+from gpt2.training import options
+{lines}
+cli.parse(options.define_flags, options.check, default_config="quickstart")
+cli.run(train.main)
+"""
+
+
 def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
     """Starts train.py, or another script, in a process of its own with so many CPU devices."""
     return subprocess.Popen(

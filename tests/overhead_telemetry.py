@@ -36,7 +36,7 @@ from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reporter import Reporter
 from gpt2.telemetry.throughput import StepClock
-from gpt2.training.options import define_flags
+from gpt2.training import options
 from tests.helpers import TINY
 
 LEAST_ROUNDS = 6  # fewer have no interval of 95 %
@@ -117,20 +117,20 @@ def run(turns: Turns, rounds: int, workdir: Path, more: Sequence[str]) -> None:
         SystemExit: it failed, or has written lines in other turns than those with telemetry.
     """
     num_steps = turns.steps * (WARM + 2 * rounds) + 1
-    options = [f"--config.train.num_steps={num_steps}", "--config.train.eval_batches=1"]
-    options += [f"--config.train.{name}=0" for name in ("eval_every", "checkpoint_every")]
+    given = [f"--config.train.num_steps={num_steps}", "--config.train.eval_batches=1"]
+    given += [f"--config.train.{name}=0" for name in ("eval_every", "checkpoint_every")]
     sys.argv = [
         "train.py",
         f"--workdir={workdir}",
         "--config.train.hang_seconds=0",
-        *options,
+        *given,
         *more,
     ]
     for name, switch in switched(turns).items():
         setattr(train, name, switch)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            cli.parse(define_flags, default_config="quickstart")
+            cli.parse(options.define_flags, options.check, default_config="quickstart")
             cli.run(train.main)
     except SystemExit as end:
         if end.code:

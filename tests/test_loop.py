@@ -5,13 +5,11 @@ import re
 
 import pytest
 
-from tests.helpers import TINY, run
+from tests.helpers import TINY, run, train_with
 
 WATCHED_RUN = """
 import jax
 import numpy as np
-import train
-from gpt2 import cli
 from gpt2.training import program
 
 compile_once, wait = program.compile_once, jax.block_until_ready
@@ -58,9 +56,6 @@ def watched_wait(tree):
 
 
 program.compile_once, jax.block_until_ready = watch, watched_wait
-from gpt2.training import options
-cli.parse(options.define_flags, default_config="quickstart")
-cli.run(train.main)
 """
 WATCHING = [
     "--config.train.skip_bad_steps=2",
@@ -71,7 +66,7 @@ WATCHING = [
 
 @pytest.mark.parametrize("more", [[], pytest.param(WATCHING, marks=pytest.mark.thorough)])
 def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_path, more):
-    (tmp_path / "watched.py").write_text(WATCHED_RUN)
+    (tmp_path / "watched.py").write_text(train_with(WATCHED_RUN))
     options = [
         *TINY,
         "--config.data.corpus=synthetic",

@@ -26,23 +26,26 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.deadline import Deadline
 from gpt2.training.due import due_after
-from tests.helpers import ROOT, TINY, finish, metrics_of, params_of, run, start, wait_for_step
+from tests.helpers import (
+    ROOT,
+    TINY,
+    finish,
+    metrics_of,
+    params_of,
+    run,
+    start,
+    train_with,
+    wait_for_step,
+)
 from tests.test_telemetry import events
 
 # Saves are slow, since digests are taken in the thread that saves.
 SLOW_SAVES = """
 import sys, time
-from gpt2 import launch
-launch.prepare_process()
-import train
-from gpt2 import cli
 from gpt2.training import checkpoint_handlers
 
 digest = checkpoint_handlers.digest_folder
 checkpoint_handlers.digest_folder = lambda folder: time.sleep({seconds}) or digest(folder)
-from gpt2.training import options
-cli.parse(options.define_flags, default_config="quickstart")
-cli.run(train.main)
 """
 ENDLESS = [
     *TINY,
@@ -60,7 +63,7 @@ def slow_saves(tmp_path):
 
     def write(seconds):
         path = tmp_path / "slow.py"
-        path.write_text(SLOW_SAVES.format(seconds=seconds))
+        path.write_text(train_with(SLOW_SAVES.format(seconds=seconds)))
         return path
 
     return write
@@ -379,10 +382,6 @@ print("lost")
 
 CLOSING = """
 import os, signal, time
-from gpt2 import launch
-launch.prepare_process()
-import train
-from gpt2 import cli
 from gpt2.telemetry.metrics import MetricsWriter
 from gpt2.telemetry.watchdog import Watchdog
 
@@ -395,16 +394,13 @@ def note(self):
     close(self)
     print("closed", flush=True)
 Watchdog.__exit__, MetricsWriter.close = press, note
-from gpt2.training import options
-cli.parse(options.define_flags, default_config="quickstart")
-cli.run(train.main)
 """
 
 
 @pytest.mark.thorough
 def test_ctrl_c_while_the_files_of_a_run_are_closed_lets_them_be(tmp_path):
     script = tmp_path / "closing.py"
-    script.write_text(CLOSING)
+    script.write_text(train_with(CLOSING))
     options = [*TINY, "--config.data.corpus=synthetic", "--config.train.eval_batches=1"]
     code, stdout, told = run(tmp_path / "run", *options, script=script)
     assert (code, told) == (130, "")
@@ -508,17 +504,10 @@ def test_ctrl_c_at_any_moment_is_a_line_and_the_run_continues_to_the_same_bits(t
 
 SLOW_STEPS = """
 import time
-from gpt2 import launch
-launch.prepare_process()
-import train
-from gpt2 import cli
 from gpt2.training.feed import Feed
 
 batch = Feed._train_batch
 Feed._train_batch = lambda self, step: time.sleep(0.5) or batch(self, step)
-from gpt2.training import options
-cli.parse(options.define_flags, default_config="quickstart")
-cli.run(train.main)
 """
 
 
@@ -549,7 +538,7 @@ def test_a_folder_that_is_copied_and_renamed_continues_as_if_never_stopped(tmp_p
     options += ["--config.train.checkpoint_every=3", "--config.train.eval_batches=2"]
     options += ["--config.train.keep_every=3"]
     script, whole, first = tmp_path / "slow.py", tmp_path / "whole", tmp_path / "first"
-    script.write_text(SLOW_STEPS)
+    script.write_text(train_with(SLOW_STEPS))
     assert run(whole, *options)[0] == 0
     process = start(first, *options, script=script)
     wait_for_step(process, first, 5)

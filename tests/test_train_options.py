@@ -14,7 +14,7 @@ from gpt2.optim import make_schedule
 from gpt2.parallel.collectives import collectives
 from gpt2.training import summary
 from gpt2.training.due import due_after
-from tests.helpers import TINY, finish, metrics_of, run, start
+from tests.helpers import TINY, finish, metrics_of, run, start, train_with
 from tests.test_workdir import make_config
 
 STEPS = range(1, 9)
@@ -151,22 +151,15 @@ def test_a_search_refuses_what_it_would_ignore(tmp_path, flags, message):
 
 SLOW_COMPILER = """
 import hashlib
-from gpt2 import launch
-launch.prepare_process()
-import train
-from gpt2 import cli
 from gpt2.planning import command
 # A minute without a line of Python.
 command.compile_plan = lambda program: hashlib.pbkdf2_hmac("sha512", b"", b"", 10**8)
-from gpt2.training import options
-cli.parse(options.define_flags, default_config="quickstart")
-cli.run(train.main)
 """
 
 
 def test_ctrl_c_ends_a_plan_while_it_compiles(tmp_path):
     script = tmp_path / "slow.py"
-    script.write_text(SLOW_COMPILER)
+    script.write_text(train_with(SLOW_COMPILER))
     process = start(None, "--plan_devices=2", *SHORT, script=script)
     told = process.stderr.readline()
     assert told.startswith("compiling a step of quickstart.py for 2 devices (simulated)")

@@ -7,7 +7,16 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers import TINY, finish, metrics_of, params_of, run, start, wait_for_step
+from tests.helpers import (
+    TINY,
+    finish,
+    metrics_of,
+    params_of,
+    run,
+    start,
+    train_with,
+    wait_for_step,
+)
 
 # A byte that no text has is planted in one micro-batch, and its embedding overflows when it is
 # used. Where a file named `hang` lies beside the script, batches stop coming.
@@ -15,8 +24,6 @@ PLANTED_RUN = """
 import time
 from pathlib import Path
 import jax
-import train
-from gpt2 import cli
 from gpt2.data.loader import TrainLoader
 from gpt2.training.program import Program
 
@@ -40,9 +47,6 @@ def overflow(program, params=None):
 
 
 TrainLoader.batch, Program.init_state = plant, overflow
-from gpt2.training import options
-cli.parse(options.define_flags, default_config="quickstart")
-cli.run(train.main)
 """
 OPTIONS = [
     *TINY,
@@ -58,7 +62,7 @@ OPTIONS = [
 
 def script(directory):
     path = directory / "planted.py"
-    path.write_text(PLANTED_RUN)
+    path.write_text(train_with(PLANTED_RUN))
     return path
 
 
