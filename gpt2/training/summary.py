@@ -41,6 +41,7 @@ def describe_run(
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
     flops = tokens * model_flops_per_token(program.model.config)
     compiled = f"{format_count(train_step.flops)} a device" if train_step.flops else "unknown"
+    once = ", loops counted once" if " while(" in train_step.text() else ""  # by XLA
     memory = train_step.memory
     cached = ", from the cache" if train_step.from_cache else ""
     return {
@@ -69,7 +70,7 @@ def describe_run(
             "tokens": format_count(tokens)
             + (f" in {train.accumulate_steps} micro-batches" if train.accumulate_steps > 1 else ""),
             "memory": f"{format_bytes(memory.peak)} per device" if memory else "unknown",
-            "FLOPs": f"{format_count(flops)} by the model's formula, {compiled} as compiled",
+            "FLOPs": f"{format_count(flops)} by the model's formula, {compiled} as compiled{once}",
             "compiled": f"in {train_step.compile_seconds:.1f} s{cached}",
         },
         "run": {
