@@ -160,7 +160,7 @@ def test_recomputed_flops_are_those_of_the_traced_products(policy, changes):
 @pytest.mark.parametrize("policy", ["attention", "mlp", "dots"])
 def test_temporaries_are_as_large_as_what_is_kept(policy):
     """Bytes beyond those of `full`, by the shapes of docs/parallelism.md."""
-    B, T, D, N, L = 4, 128, 64, 2, 32
+    B, T, D, N, L = 4, 128, 64, 2, 32  # layers enough that work space, up to 2 MB, counts little
     cfg = replaced(
         context_length=T, num_heads=N, embed_dim=D, num_layers=L, scan_layers=True, remat=policy
     )

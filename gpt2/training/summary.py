@@ -41,7 +41,8 @@ def describe_run(
     epochs = train.num_steps * tokens / dataset.splits["train"].num_tokens
     flops = tokens * model_flops_per_token(program.model.config)
     compiled = f"{format_count(train_step.flops)} a device" if train_step.flops else "unknown"
-    once = ", loops counted once" if " while(" in train_step.text() else ""  # by XLA
+    text = train_step.text()
+    once = ", loops counted once" if " while(" in text else ""  # by XLA
     memory = train_step.memory
     cached = ", from the cache" if train_step.from_cache else ""
     return {
@@ -85,7 +86,7 @@ def describe_run(
         }
         | ({"trace": _describe_trace(config, start)} if config.logging.profile_steps else {})
         | {"workdir": str(workdir)},
-    } | describe_spread(params, train_step.text())
+    } | describe_spread(params, text)
 
 
 def _describe_warmup(config: Config) -> str:
