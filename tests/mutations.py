@@ -52,10 +52,16 @@ FAULTS = [
     Fault(
         "a step that is left out keeps its moments",
         "gpt2/training/steps.py",
-        "new_state = _choose(overflows | keep, new_state, state).replace(guard=guard)",
-        "new_state = _choose(overflows | keep, new_state, "
-        "state.replace(opt_state=new_state.opt_state)).replace(guard=guard)",
+        "return state.params, state.opt_state, jax.tree.map(",
+        "return state.params, take()[1], jax.tree.map(",
         "tests/test_guard.py -k never_been",
+    ),
+    Fault(
+        "a bad step that is left out lowers the loss scale",
+        "gpt2/training/steps.py",
+        "loss_scale = _choose(overflows | passes, loss_scale, state.loss_scale)",
+        "pass",
+        "tests/test_guard.py -k float16",
     ),
     Fault(
         "outliers are told by all values, known or not",

@@ -148,10 +148,13 @@ def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
     program = make_program(compute="float16", skip_bad_steps=1)
     state = first_state(program)
     huge = state.loss_scale.replace(scale=jnp.float32(2.0**24))
-    state, seen = train(program, range(3), {2}, state.replace(loss_scale=huge))
+    loud = state.replace(loss_scale=huge)
+    before, _ = train(program, range(2), (), jax.tree.map(jnp.copy, loud))
+    state, seen = train(program, range(3), {2}, loud)
     assert not np.isfinite(seen[0]["train/grad_norm"])
     assert [metrics["skipped"] for metrics in seen] == [0, 0, 1]
-    assert state.loss_scale.scale < 2.0**24
+    assert before.loss_scale.scale < 2.0**24
+    chex.assert_trees_all_equal(state.loss_scale, before.loss_scale)
     least = state.loss_scale.replace(scale=jnp.float32(1.0))
     program = make_program(compute="float16")
     state = first_state(program).replace(loss_scale=least)

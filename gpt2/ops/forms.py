@@ -5,6 +5,11 @@ make of them: docs/performance.md has the figures of each.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from gpt2.utils.platform import platform, splits_axes
 
@@ -30,6 +35,8 @@ class Forms:
             the biases of queries, keys and values, which a TPU would first copy into one array.
         sums_apart: a branch's last product adds neither bias nor residual stream, which cuBLAS
             would do in a copy of the stream. Both join the statistics of the norm that follows.
+        branches: one of two results is computed, not chosen from both, which would need copies of
+            what is overwritten. A GPU would have to wait for the host to read the condition.
     """
 
     narrow_results: bool = False
@@ -42,10 +49,11 @@ class Forms:
     one_pass: bool = False
     joint_sums: bool = False
     sums_apart: bool = False
+    branches: bool = False
 
 
 _FORMS = {
-    "cpu": Forms(bias_by_product=True, bits=True, head_by_width=True),
+    "cpu": Forms(bias_by_product=True, bits=True, head_by_width=True, branches=True),
     "gpu": Forms(
         narrow_results=True,
         flat=True,
@@ -67,3 +75,15 @@ def forms() -> Forms:
     # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
     # devices' results in the type of a product. Before a joint sum it gathers.
     return dataclasses.replace(found, flat=False, narrow_results=False, joint_sums=False)
+
+
+def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
+    """Returns `function()` where a condition, a boolean scalar, holds, and else `other()`.
+
+    Args:
+        condition: on the devices.
+        function, other: return trees of the same shapes and types.
+    """
+    if forms().branches:
+        return jax.lax.cond(condition, function, other)
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), function(), other())

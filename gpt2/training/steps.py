@@ -19,6 +19,7 @@ import optax
 
 from gpt2.config import LossConfig
 from gpt2.model import GPT
+from gpt2.ops.forms import either
 from gpt2.optim import num_updates
 from gpt2.parallel.rules import gathered_for
 from gpt2.training.state import TrainState
@@ -90,17 +91,23 @@ def make_update(
             divisor = scale * jnp.maximum(count, 1.0)
             inverse = 1.0 / divisor  # a product is not stored: docs/performance.md, XLA:CPU note 1
             grads = jax.tree.map(lambda g: g * inverse, grads)
-            grad_norm = optax.tree.norm(grads)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-        new_state = state.replace(params=params, opt_state=opt_state)
+            mean_loss, grad_norm = total / divisor, optax.tree.norm(grads)
+            keep, judged, about_skips = _judge(state, mean_loss, grad_norm)
+
+            def take() -> tuple[Any, Any, Any]:
+                updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+                return optax.apply_updates(state.params, updates), opt_state, updates
+
+            def leave_out() -> tuple[Any, Any, Any]:
+                return state.params, state.opt_state, jax.tree.map(jnp.zeros_like, state.params)
+
+            params, opt_state, updates = take() if keep is None else either(keep, take, leave_out)
         metrics = {
-            "train/loss": total / divisor,
+            "train/loss": mean_loss,
             "train/grad_norm": grad_norm,
             "train/learning_rate": jnp.float32(schedule(num_updates(state.opt_state))),
         }
-        new_state, about_skips = _or_leave_out(state, new_state, metrics)
-        new_state = new_state.replace(step=state.step + 1)
+        new_state = judged.replace(step=state.step + 1, params=params, opt_state=opt_state)
         return Update(new_state, metrics | about_skips, grads, updates)
 
     return update
@@ -134,36 +141,38 @@ def make_train_step(
     return train_step
 
 
-def _or_leave_out(
-    state: TrainState, new_state: TrainState, metrics: Metrics
-) -> tuple[TrainState, Metrics]:
-    """Returns `new_state`, or `state` if the step is left out, and metrics about that."""
-    loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+def _judge(
+    state: TrainState, loss: jax.Array, grad_norm: jax.Array
+) -> tuple[jax.Array | None, TrainState, Metrics]:
+    """Returns whether to take a step, None for always, `state` that knows of it, and metrics."""
+    keep: Any = None
     overflows: Any = False
     about_skips: Metrics = {}
-    if state.loss_scale is not None:
-        finite = jnp.isfinite(grad_norm)
-        new_state = _choose(finite, new_state, state)
-        new_state = new_state.replace(loss_scale=state.loss_scale.update(finite))
+    loss_scale = state.loss_scale
+    if loss_scale is not None:
+        keep = finite = jnp.isfinite(grad_norm)
         # A scale that cannot be lowered is not to blame.
-        overflows = jnp.isfinite(loss) & ~finite & (state.loss_scale.scale > 1)
+        overflows = jnp.isfinite(loss) & ~finite & (loss_scale.scale > 1)
         is_bad = ~overflows & ~(finite & jnp.isfinite(loss))
         about_skips = {"bad_in_a_row": is_bad.astype(jnp.float32)}
+        loss_scale = loss_scale.update(finite)
     if state.guard is not None:
-        keep, guard = state.guard.judge(loss, grad_norm)
-        guard = _choose(overflows, state.guard, guard)
-        new_state = _choose(overflows | keep, new_state, state).replace(guard=guard)
+        passes, judged = state.guard.judge(loss, grad_norm)
+        guard = _choose(overflows, state.guard, judged)
+        keep = passes if keep is None else keep & passes
+        loss_scale = _choose(overflows | passes, loss_scale, state.loss_scale)
         about_skips = {
             "train/skipped_steps": guard.skipped,
             "skipped": guard.skipped - state.guard.skipped,
             "bad_in_a_row": guard.bad_in_a_row,
         }
         about_skips = {name: jnp.float32(value) for name, value in about_skips.items()}
-    return new_state, about_skips
+        state = state.replace(guard=guard)
+    return keep, state.replace(loss_scale=loss_scale), about_skips
 
 
 def _choose(condition: Any, tree: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), tree, other)
+    return jax.tree.map(partial(jnp.where, condition), tree, other)
 
 
 def make_eval_step(model: GPT) -> Callable[[Any, Batch, MapSum], Metrics]:
