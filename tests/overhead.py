@@ -1,10 +1,11 @@
 """Times steps of the quickstart with everything that guards a run, and without, in turn.
 
-    python -m tests.overhead [--rounds=20] [--seconds=10]
+    python -m tests.overhead [--rounds=100] [--seconds=2]
 
-Both are runs of train.py, loop and files included. One is stopped while the other works. It prints
-the ratio of their steps, by the clock and by the CPU time of their processes. Let the machine do
-nothing else. `tests.overhead_telemetry` is about profiler, metrics and screen.
+Both are runs of train.py, loop and files included. One is stopped while the other works. Turns are
+short and change their order, since a machine's speed drifts. It prints the ratio of their steps, by
+the clock and by the CPU time of their processes: medians over rounds, with 95 % intervals. Let the
+machine do nothing else. `tests.overhead_telemetry` is about profiler, metrics and screen.
 """
 
 import argparse
@@ -20,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from gpt2.telemetry.metrics import read_metrics
 from tests.faults.laboratory import Watched
+from tests.helpers import LEAST_ROUNDS, median_and_interval
 
 OPTIONS = [f"--config.train.{option}" for option in ("num_steps=1000000", "log_every=1")]
 OPTIONS += [f"--config.train.{option}=0" for option in ("eval_every", "checkpoint_every")]
@@ -54,9 +56,11 @@ def play(run: Watched, seconds: float) -> tuple[float, float]:
 def main() -> None:
     """Lets both forms take turns."""
     parser = argparse.ArgumentParser(prog="python -m tests.overhead", allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each form")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=100, help="turns of each form")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
     chosen = parser.parse_args()
+    if chosen.rounds < LEAST_ROUNDS:
+        parser.error(f"--rounds={chosen.rounds} gives no interval; use {LEAST_ROUNDS} or more")
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         directory, runs = Path(scratch), {}
@@ -69,17 +73,16 @@ def main() -> None:
             )
             runs[name].until_step(WARM)
             runs[name].stop()
-        for _ in range(chosen.rounds):
-            for name, run in runs.items():
+        for turn in range(chosen.rounds):
+            for name, run in list(runs.items())[:: 1 if turn % 2 else -1]:
                 turns[name].append(play(run, chosen.seconds))
     for index, kind in enumerate(("by the clock", "CPU time")):
         bare, guarded = ([turn[index] for turn in turns[name]] for name in FORMS)
         ratios = [g / b for g, b in zip(guarded, bare, strict=True)]
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5
         print(
             f"{kind}: {1e3 * statistics.median(bare):.1f} ms bare, "
             f"{1e3 * statistics.median(guarded):.1f} ms guarded, ratio "
-            f"{statistics.mean(ratios):.4f} +- {error:.4f} in {len(ratios)} turns"
+            f"{median_and_interval(ratios, '.4f')} in {len(ratios)} rounds"
         )
 
 

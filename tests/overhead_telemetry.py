@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from scipy.stats import binom
 
 import train
 from gpt2 import cli
@@ -37,9 +36,8 @@ from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reporter import Reporter
 from gpt2.telemetry.throughput import StepClock
 from gpt2.training import options
-from tests.helpers import TINY
+from tests.helpers import LEAST_ROUNDS, TINY, median_and_interval
 
-LEAST_ROUNDS = 6  # fewer have no interval of 95 %
 SHAPE = [option for option in TINY if not option.startswith("--config.train.")]
 WARM = 2  # turns that do not count
 CLOCKS = {"by the clock": time.perf_counter, "CPU time": time.process_time}
@@ -145,18 +143,12 @@ def describe(name: str, given: Sequence[float], bare: Sequence[float], steps: in
     """Returns the line of a clock."""
     pairs = list(zip(given, bare, strict=True))
     with_ms, without_ms = (1e3 * statistics.median(turns) / steps for turns in (given, bare))
-    ratio = _median_and_interval([g / b for g, b in pairs], ".4f")
-    added = _median_and_interval([1e6 * (g - b) / steps for g, b in pairs], ".1f")
+    ratio = median_and_interval([g / b for g, b in pairs], ".4f")
+    added = median_and_interval([1e6 * (g - b) / steps for g, b in pairs], ".1f")
     return (
         f"{name}: {without_ms:.2f} ms a step without telemetry, {with_ms:.2f} ms with it, ratio "
         f"{ratio}, {added} µs more, in {len(pairs)} rounds"
     )
-
-
-def _median_and_interval(values: Sequence[float], form: str) -> str:
-    rank = int(binom.ppf(0.025, len(values), 0.5))
-    low, high = sorted(values)[rank - 1], sorted(values)[-rank]
-    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
 
 
 def main() -> None:
