@@ -183,6 +183,14 @@ def test_what_was_left_out_is_counted_on_after_a_restart(tmp_path):
         checkpointer.wait()
         fresh = checkpointer.restore(4, program.state_shapes)
         chex.assert_trees_all_equal(fresh.guard, Guard.create(program.config.train))
+        # A streak that is longer than a lower limit ends no run.
+        saved, _ = train(program, range(4), {1, 2, 3})
+        assert saved.guard.bad_in_a_row == 3
+        checkpointer.save(saved.replace(step=jnp.int32(5)), 5)
+        checkpointer.wait()
+        lower = make_program(skip_bad_steps=1, skip_outliers=6.0)
+        after, seen = train(lower, [4], (), checkpointer.restore(5, lower.state_shapes))
+        assert (seen[0]["skipped"], after.guard.bad_in_a_row) == (0, 0)
 
 
 def judge(guard, pairs):
