@@ -770,6 +770,7 @@ MISTAKES = [
     (["--workdir=DIR", "--vary=optim.name=adamw"], "the baseline alone"),
     (["--workdir=DIR", "--vary=optim.name=lion", "--tune_seeds=2"], "nothing is tuned"),
     (["--workdir=DIR", "--vary=optim.name=lion", "--max_seeds=9"], "it ends --until"),
+    (["--workdir=DIR", "--vary=optim.name=lion", "--until=1", "--seeds=2"], "Begin with 3 seeds"),
     (["--workdir=DIR", "--vary=optim.name=lion", "--jobs=999"], "CPU cores"),
     (
         ["--workdir=DIR", "--report", "--seeds=4"],

@@ -14,11 +14,9 @@ if __name__ == "__main__":
 
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
 from absl import flags
 
@@ -26,21 +24,21 @@ from gpt2 import cli
 from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_axis, varied_options
 from gpt2.ablate.equal import TERMS, choose_score, equalize, refuse_undone
 from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
+from gpt2.ablate.measure import describe_runs, step_seconds
 from gpt2.ablate.report import write_report
-from gpt2.ablate.runs import Run, check_unchanged, describe, is_unchanged, make_measuring_run
+from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.scaling import at_sizes
 from gpt2.ablate.screen import Screen
+from gpt2.ablate.sweep import LEAST_SEEDS, Sweep, continued, load_sweep, register
 from gpt2.ablate.sweep import MAX_SEEDS as MOST_SEEDS
-from gpt2.ablate.sweep import Sweep, continued, load_sweep, register
 from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config, holds_run
 from gpt2.data.dataset import prepare
 from gpt2.errors import UserError, require_writable, warn
-from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import files
 from gpt2.utils.terminal import align, wrap
-from gpt2.utils.text import counted, format_duration
+from gpt2.utils.text import counted
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the sweep lives.")
 VARY = flags.DEFINE_multi_string(
@@ -69,11 +67,12 @@ PAIRED = flags.DEFINE_bool("paired", False, "Compares seed by seed. To be decide
 UNTIL = flags.DEFINE_float(
     "until", 0.0, "Adds seeds until no interval reaches further to either side.", lower_bound=0.0
 )
-MAX_SEEDS = flags.DEFINE_integer("max_seeds", MOST_SEEDS, "Where --until gives up.", lower_bound=2)
+MAX_SEEDS = flags.DEFINE_integer(
+    "max_seeds", MOST_SEEDS, "Where --until gives up.", lower_bound=LEAST_SEEDS
+)
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Prints the runs and what they would take.")
 REPORT = flags.DEFINE_bool("report", False, "Only writes the report of what there is so far.")
 
-_MEASURED_STEPS = 40
 _TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comparison equal
 
 # Flags that each way to call the program would ignore.
@@ -133,7 +132,9 @@ def _sweep(root: Path) -> int:
     if note := describe_warmup(config):
         warn(note)
     if DRY_RUN.value:
-        return _dry_run(continued(sweep).with_choices(leave_failed=LEAVE_FAILED.value), slots[0])
+        sweep = continued(sweep).with_choices(leave_failed=LEAVE_FAILED.value)
+        print(describe_runs(sweep, slots))
+        return 0
     sweep = register(sweep)
     if sweep.num_seeds > SEEDS.value:
         print(f"the sweep has {sweep.num_seeds} seeds already, which all count")
@@ -183,10 +184,10 @@ def _check_flags() -> Path:
         raise UserError("there is no --vary", "For example, use --vary=optim.name=adamw,muon")
     if not UNTIL.value:
         cli.refuse_ignored("max_seeds", "it ends --until")
-    elif not 2 <= SEEDS.value <= MAX_SEEDS.value:
+    elif not LEAST_SEEDS <= SEEDS.value <= MAX_SEEDS.value:
         raise UserError(
             f"--until adds to --seeds={SEEDS.value}, up to --max_seeds={MAX_SEEDS.value}",
-            "Begin with 2 seeds or more, and end with more",
+            f"Begin with {LEAST_SEEDS} seeds or more, and end with more",
         )
     if not TUNE.value:
         cli.refuse_ignored("tune_seeds", "nothing is tuned")
@@ -237,7 +238,7 @@ def _on_equal_terms(
             scaled[start : start + len(arms)],
             EQUAL.value,
             vocab_size=vocab_size,
-            step_seconds=lambda arm: _step_seconds(root, arm, slot),
+            step_seconds=lambda arm: step_seconds(root, arm, slot, EQUAL.value),
         )
     for i, arm in enumerate(equal):
         for other in equal[:i]:
@@ -286,66 +287,6 @@ def _tell_of_waiting(arm: str, sweep: Sweep) -> None:
     if len(failed) < len(runs):
         how += " With --leave_failed it chooses without such values"
     print(wrap(f"{arm} waits: {text} {how}"))
-
-
-def _dry_run(sweep: Sweep, slot: Slot) -> int:
-    """Prints the runs and what they would take."""
-    runs, total = [*sweep.choosing_runs(), *sweep.runs()], 0.0
-    num_fixed = len(runs) if len(sweep.chosen) == len(sweep.arms) else len(sweep.choosing_runs())
-    to_do = {
-        run.folder
-        for run in (*sweep.undecided_runs(), *sweep.runs())
-        if run.outcome().state in ("waiting", "failed")
-    }
-    left = {run.arm for run in runs if run.folder in to_do}
-    left |= {arm.name for arm in sweep.arms if arm.name not in sweep.chosen}
-    seconds = {
-        arm.name: _step_seconds(sweep.root, arm, slot) if arm.name in left else 0.0
-        for arm in sweep.arms
-    }
-    for i, run in enumerate(runs):
-        state, took = run.outcome().state, run.config.train.num_steps * seconds[run.arm]
-        total += took if run.folder in to_do else 0
-        number = i if i < num_fixed else ""  # as for Sweep.numbered_run
-        print(
-            f"{number:>4}  {run.label}  {run.config.train.num_steps} steps  "
-            + (format_duration(took) if run.folder in to_do else state)
-        )
-    later = [arm for arm in sweep.arms if arm.name not in sweep.chosen]
-    if later:
-        number = len(later) * sweep.num_seeds
-        total += sum(sweep.num_seeds * a.config.train.num_steps * seconds[a.name] for a in later)
-        print(f"then {counted(number, 'run')} with the values that these choose")
-    print(
-        wrap(
-            f"{format_duration(total / JOBS.value)} of training steps with --jobs={JOBS.value}, "
-            f"by {_MEASURED_STEPS} measured steps of each arm; validation, checkpoints and starts "
-            "come on top"
-        )
-    )
-    return 0
-
-
-def _step_seconds(root: Path, arm: Arm, slot: Slot) -> float:
-    """Returns how long a training step of an arm takes in a slot, measured once and kept."""
-    run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
-    with files.locked(run.folder.parent / f"{run.folder.name}.lock"):  # of an array's other jobs
-        if EQUAL.value == "seconds" and (root / "sweep.json").exists():
-            check_unchanged([run])  # the lengths of runs rest on it
-        elif not is_unchanged(run):
-            shutil.rmtree(run.folder)
-        if run.outcome().state != "finished":
-            print(f"measuring a step of {arm.name}", flush=True)
-        train_all([run], [slot], lambda training: None)
-    outcome = run.outcome()
-    if outcome.state != "finished":
-        raise UserError(
-            f"the arm {arm.name} cannot be measured ({outcome.error})",
-            f"See {run.folder / 'log.txt'}",
-        )
-    records = read_metrics(run.workdir / "metrics.jsonl")
-    steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
-    return median(steps[1:] or steps)
 
 
 def _report(sweep: Sweep) -> int:

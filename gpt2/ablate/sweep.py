@@ -21,6 +21,7 @@ from gpt2.utils.files import locked, write_json
 # Seeds of runs that choose values begin this much above those of runs that are compared.
 CHOOSING_SEEDS = 1000
 
+LEAST_SEEDS = 3  # where --until may begin: with two, widths are often small by chance
 MAX_SEEDS = 20  # where --until gives up by itself
 
 # Decided before the first run, for all runs.

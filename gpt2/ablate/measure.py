@@ -1,0 +1,93 @@
+"""How long a step of an arm takes here, and by that a whole sweep."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from gpt2.ablate.arms import Arm
+from gpt2.ablate.jobs import Slot, train_all
+from gpt2.ablate.runs import check_unchanged, is_unchanged, make_measuring_run
+from gpt2.ablate.sweep import Sweep
+from gpt2.errors import UserError
+from gpt2.telemetry.metrics import read_metrics
+from gpt2.utils import files
+from gpt2.utils.terminal import wrap
+from gpt2.utils.text import counted, format_duration
+
+_MEASURED_STEPS = 40
+
+
+def step_seconds(root: Path, arm: Arm, slot: Slot, equal: str) -> float:
+    """Returns how long a training step of an arm takes in a slot, measured once and kept.
+
+    Args:
+        root: workdir of the sweep.
+        arm: of the sweep.
+        slot: to train in.
+        equal: `--equal` of the sweep.
+
+    Raises:
+        UserError: the arm's run fails, or another one was measured and lengths of runs rest on it.
+    """
+    run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
+    with files.locked(run.folder.parent / f"{run.folder.name}.lock"):  # of an array's other jobs
+        if equal == "seconds" and (root / "sweep.json").exists():
+            check_unchanged([run])  # the lengths of runs rest on it
+        elif not is_unchanged(run):
+            shutil.rmtree(run.folder)
+        if run.outcome().state != "finished":
+            print(f"measuring a step of {arm.name}", flush=True)
+        train_all([run], [slot], lambda training: None)
+    outcome = run.outcome()
+    if outcome.state != "finished":
+        raise UserError(
+            f"the arm {arm.name} cannot be measured ({outcome.error})",
+            f"See {run.folder / 'log.txt'}",
+        )
+    records = read_metrics(run.workdir / "metrics.jsonl")
+    steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
+    return median(steps[1:] or steps)
+
+
+def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
+    """Returns the list of a sweep's runs and what they would take, by measured steps.
+
+    Args:
+        sweep: with the choices that have been made.
+        slots: one for each run at a time.
+    """
+    runs, total, lines = [*sweep.choosing_runs(), *sweep.runs()], 0.0, []
+    num_fixed = len(runs) if len(sweep.chosen) == len(sweep.arms) else len(sweep.choosing_runs())
+    to_do = {
+        run.folder
+        for run in (*sweep.undecided_runs(), *sweep.runs())
+        if run.outcome().state in ("waiting", "failed")
+    }
+    left = {run.arm for run in runs if run.folder in to_do}
+    left |= {arm.name for arm in sweep.arms if arm.name not in sweep.chosen}
+    seconds = {
+        arm.name: step_seconds(sweep.root, arm, slots[0], sweep.equal) if arm.name in left else 0.0
+        for arm in sweep.arms
+    }
+    for i, run in enumerate(runs):
+        state, took = run.outcome().state, run.config.train.num_steps * seconds[run.arm]
+        total += took if run.folder in to_do else 0
+        number = i if i < num_fixed else ""  # as for Sweep.numbered_run
+        lines.append(
+            f"{number:>4}  {run.label}  {run.config.train.num_steps} steps  "
+            + (format_duration(took) if run.folder in to_do else state)
+        )
+    later = [arm for arm in sweep.arms if arm.name not in sweep.chosen]
+    if later:
+        number = len(later) * sweep.num_seeds
+        total += sum(sweep.num_seeds * a.config.train.num_steps * seconds[a.name] for a in later)
+        lines.append(f"then {counted(number, 'run')} with the values that these choose")
+    lines.append(
+        wrap(
+            f"{format_duration(total / len(slots))} of training steps with --jobs={len(slots)}, "
+            f"by {_MEASURED_STEPS} measured steps of each arm; validation, checkpoints and starts "
+            "come on top"
+        )
+    )
+    return "\n".join(lines)
