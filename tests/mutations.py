@@ -59,7 +59,7 @@ FAULTS = [
     Fault(
         "a bad step that is left out lowers the loss scale",
         "gpt2/training/steps.py",
-        "loss_scale = _choose(overflows | passes, loss_scale, state.loss_scale)",
+        "loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)",
         "pass",
         "tests/test_guard.py -k float16",
     ),

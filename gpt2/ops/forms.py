@@ -6,6 +6,7 @@ make of them: docs/performance.md has the figures of each.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,4 +87,4 @@ def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[]
     """
     if forms().branches:
         return jax.lax.cond(condition, function, other)
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), function(), other())
+    return jax.tree.map(partial(jnp.where, condition), function(), other())

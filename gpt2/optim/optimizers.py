@@ -71,7 +71,7 @@ def num_updates(opt_state: optax.OptState) -> jax.Array:
     """Returns the number of updates that an optimizer has counted, an int32 scalar.
 
     Its schedule is a function of this number. The number is less than the number of steps if
-    float16 skipped some. All parts of a chain count alike.
+    some were left out. All parts of a chain count alike.
     """
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 

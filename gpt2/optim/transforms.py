@@ -1,7 +1,6 @@
 """What the framework puts around an optimizer's direction: clipping, masks, decay, rates."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,19 @@ from gpt2.optim.parameters import decay_mask, map_parameters, tensor_axes, unrol
 _MIN_SHARE = 1e-3
 
 
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Returns `optax.clip_by_global_norm`, computed as a product.
 
     XLA:CPU would store Optax's quotients: a copy of all gradients (docs/performance.md, XLA:CPU
-    note 1).
+    note 1). `update` takes the gradients' norm as `grad_norm` from a caller that has it.
     """
 
-    def clip(grads: Any, _: Any) -> Any:
-        factor = jnp.minimum(1.0, max_norm / optax.tree.norm(grads))
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+    def update_fn(grads, state, params=None, *, grad_norm=None, **_):
+        norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
+        factor = jnp.minimum(1.0, max_norm / norm)
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
 
-    return optax.stateless(clip)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
 def cautious(direction: optax.GradientTransformation) -> optax.GradientTransformation:

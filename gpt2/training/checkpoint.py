@@ -219,11 +219,7 @@ class Checkpointer:
             rest=ocp.args.StandardRestore(members(saved)),
         )
         restored = TrainState(**items["rest"] | {"params": items["params"]})
-        guard = state.guard and (restored.guard or zeros(state.guard))
-        if state.guard and restored.guard:
-            # A lower `train.skip_bad_steps` than the bad steps so far would stop the run for ever.
-            bad_in_a_row = restored.guard.bad_in_a_row.clip(max=state.guard.max_bad)
-            guard = restored.guard.replace(bad_in_a_row=bad_in_a_row)
+        guard = state.guard and (restored.guard or zeros(state.guard)).capped()
         return place(restored.replace(guard=guard), state)
 
     def restore_params(self, step: int, params: Any) -> Any:

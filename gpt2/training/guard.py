@@ -50,6 +50,14 @@ class Guard(struct.PyTreeNode):
             max_z=train.skip_outliers,
         )
 
+    def capped(self) -> "Guard":
+        """Returns the guard with no more bad steps in a row than its options allow.
+
+        A run that goes on with a lower `train.skip_bad_steps` than it has left out would otherwise
+        change nothing for ever.
+        """
+        return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
+
     def judge(self, loss: jax.Array, grad_norm: jax.Array) -> tuple[jax.Array, "Guard"]:
         """Returns whether a step may change the state, a boolean scalar, and the next guard.
 

@@ -70,6 +70,7 @@ def make_update(
     advance.
     """
     dropout = model.config.dropout > 0
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def update(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Update:
         chex.assert_shape(state.step, ())
@@ -95,7 +96,10 @@ def make_update(
             keep, judged, about_skips = _judge(state, mean_loss, grad_norm)
 
             def take() -> tuple[Any, Any, Any]:
-                updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+                # Within a branch, XLA would not see that a clip takes the norm again.
+                updates, opt_state = optimizer.update(
+                    grads, state.opt_state, state.params, grad_norm=grad_norm
+                )
                 return optax.apply_updates(state.params, updates), opt_state, updates
 
             def leave_out() -> tuple[Any, Any, Any]:
@@ -122,9 +126,9 @@ def make_train_step(
     """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
     Metrics, float32 scalars: `train/loss` (nats per token, with what `loss` adds),
-    `train/grad_norm` (before clipping) and `train/learning_rate` (as this step applied it). Where
-    steps may be left out, also `bad_in_a_row` (steps up to this one that were not finite, with
-    float16 only those for which the loss scale is not to blame). With a guard, also
+    `train/grad_norm` (before clipping) and `train/learning_rate` (of this step, left out or not).
+    Where steps may be left out, also `bad_in_a_row` (steps up to this one that were not finite,
+    with float16 only those for which the loss scale is not to blame). With a guard, also
     `train/skipped_steps` (so far) and `skipped` (1 if this one is left out).
 
     Args:
@@ -145,7 +149,7 @@ def _judge(
     state: TrainState, loss: jax.Array, grad_norm: jax.Array
 ) -> tuple[jax.Array | None, TrainState, Metrics]:
     """Returns whether to take a step, None for always, `state` that knows of it, and metrics."""
-    keep: Any = None
+    keep: jax.Array | None = None
     overflows: Any = False
     about_skips: Metrics = {}
     loss_scale = state.loss_scale
@@ -157,10 +161,9 @@ def _judge(
         about_skips = {"bad_in_a_row": is_bad.astype(jnp.float32)}
         loss_scale = loss_scale.update(finite)
     if state.guard is not None:
-        passes, judged = state.guard.judge(loss, grad_norm)
+        keep, judged = state.guard.judge(loss, grad_norm)  # it keeps no step that overflows
         guard = _choose(overflows, state.guard, judged)
-        keep = passes if keep is None else keep & passes
-        loss_scale = _choose(overflows | passes, loss_scale, state.loss_scale)
+        loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
         about_skips = {
             "train/skipped_steps": guard.skipped,
             "skipped": guard.skipped - state.guard.skipped,
