@@ -130,7 +130,7 @@ def test_without_the_option_the_same_step_spoils_the_run():
     assert state.guard is None and "skipped" not in seen[0]
 
 
-def test_a_guard_changes_no_step_that_is_finite():
+def test_a_guard_leaves_out_no_step_that_is_finite():
     states = [train(make_program(**on), range(5))[0] for on in ({}, {"skip_bad_steps": 2})]
     chex.assert_trees_all_equal(states[0].params, states[1].params)
 
