@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from configs import quickstart
 from gpt2.ablate import pictures, screen
@@ -24,9 +25,9 @@ from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_reference
 from gpt2.ablate.runs import Outcome, is_unchanged, make_measuring_run
-from gpt2.ablate.scaling import Fit, at_sizes, compute_to_match, fit_power_law
+from gpt2.ablate.scaling import at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.ablate.tables import judge, reach_table
+from gpt2.ablate.tables import judge, noise_table, reach_table, samples
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
@@ -270,6 +271,24 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     assert {line["state"] for line in lines} == {"finished"}
     assert float(lines[0]["tokens"]) == 2_048_000
     assert float(lines[0]["seconds"]) == 100.0
+
+
+def test_seeds_to_find_a_difference_are_those_of_the_sweeps_own_test(tmp_path):
+    """Seeds move both arms alike, by 0.1: pairs find 0.01 with few, groups with thousands."""
+    needed = {}
+    for paired in (False, True):
+        sweep = sweep_in(tmp_path / str(paired), "optim.name=lion", num_seeds=5)
+        sweep = dataclasses.replace(sweep, paired=paired)
+        rng = np.random.default_rng(0)
+        for run in sweep.runs():
+            write_run(run, 4.0 + 0.1 * run.seed + 0.003 * rng.standard_normal())
+        rows = [
+            row.split(" | ")
+            for row in noise_table(sweep, samples(sweep, sweep.results())).splitlines()[2:]
+        ]
+        needed[paired] = [row[-1].rstrip(" |") for row in rows]
+    assert int(needed[False][1]) > 1000
+    assert needed[True][0] == "" and 2 <= int(needed[True][1]) < 10
 
 
 def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
@@ -586,22 +605,33 @@ def test_a_power_law_and_what_it_saves_are_found():
     noise = 1 + 1e-4 * np.random.default_rng(0).standard_normal(len(flops))
     fit = fit_power_law(flops, 20 * flops**-0.05 * noise)
     assert abs(fit.exponent - 0.05) < fit.error < 1e-3
-    np.testing.assert_allclose(fit.flops(float(fit.loss(np.array(1e13)))), 1e13)
+    np.testing.assert_allclose(fit.loss(np.array(1e15)), 20 * 1e15**-0.05, rtol=1e-3)
 
-    def by_size(share):  # an arm that needs this share of the compute for the same loss
-        losses = 20 * (flops / share) ** -0.05 * noise
-        runs = list(zip(flops, losses, strict=True))
-        return {str(i): runs[3 * i : 3 * i + 3] for i in range(3)}
-
-    assert Fit(scale=20.0, exponent=1e-9, error=0.0).flops(3.0) == math.inf
-    assert Fit(scale=20.0, exponent=0.0, error=0.0).flops(3.0) == math.inf
-    flat = {str(i): [(c, 3.0 + 1e-9 * i) for c in 3 * [10.0 ** (12 + i)]] for i in range(3)}
-    flat["1"][0] = (1e13, 3.0 - 1e-6)
-    _, _, high = compute_to_match(by_size(1.0), flat)
-    assert high == math.inf
-    middle, low, high = compute_to_match(by_size(1.0), by_size(0.7))
+    # An arm that needs 0.7 of the compute for the same loss.
+    arm = fit_power_law(flops, 20 * (flops / 0.7) ** -0.05 * noise)
+    middle, low, high = compute_to_match(fit, arm, 1e14)
     assert low < 0.7 < high and high - low < 0.05
     np.testing.assert_allclose(middle, 0.7, rtol=1e-3)
+    # Where its loss does not fall, no compute reaches the baseline's; where it may not, no end.
+    rising = dataclasses.replace(arm, slope=0.01)
+    assert np.isnan(compute_to_match(fit, rising, 1e14)).all()
+    unsure = dataclasses.replace(arm, slope_error=0.05)
+    assert compute_to_match(fit, unsure, 1e14)[0] == middle
+    assert np.isnan(compute_to_match(fit, unsure, 1e14)[1:]).all()
+    flat = dataclasses.replace(arm, slope=-1e-9, slope_error=1e-12, height=arm.height + 1)
+    assert compute_to_match(fit, flat, 1e14) == (math.inf, math.inf, math.inf)
+
+
+@pytest.mark.parametrize("num", [1, 3, 5])
+def test_the_interval_of_compute_holds_the_truth_at_95_percent(num):
+    rng, held = np.random.default_rng(0), 0
+    flops = np.repeat([1e12, 8e12, 27e12], num)
+    for _ in range(400):
+        losses = 5 * flops**-0.08 * np.exp(0.004 * rng.standard_normal((2, len(flops))))
+        laws = [fit_power_law(flops, each) for each in losses]
+        _, low, high = compute_to_match(*laws, flops[-1])
+        held += not (low > 1 or high < 1)  # nan: the interval has no end
+    assert stats.binomtest(held, 400, 0.95).pvalue > 0.01
 
 
 def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):

@@ -443,6 +443,18 @@ def test_seeds_needed_are_the_fewest_that_reach_the_power(num_arms):
     assert seeds_needed(1.0, 1e3, num_arms=num_arms) == 2
 
 
+@pytest.mark.parametrize(("num", "num_arms"), [(3, 1), (8, 5)])
+def test_the_power_of_pairs_is_how_often_they_are_found(num, num_arms):
+    shift, num_sweeps = 3 / math.sqrt(num), 20_000
+    expected = power_of(shift, 1.0, num, num_arms=num_arms, paired=True)
+    drawn = np.random.default_rng(8).normal(shift, 1.0, (num_sweeps, num))
+    p_values = stats.ttest_1samp(drawn, 0.0, axis=1).pvalue
+    found = (1 - (1 - p_values) ** num_arms < 0.05).sum()
+    assert_rate(int(found), num_sweeps, expected)
+    needed = seeds_needed(1.0, shift, num_arms=num_arms, power=expected - 1e-9, paired=True)
+    assert needed == num
+
+
 def test_power_with_many_seeds_is_that_of_dunnetts_test():
     """Variances are then known as well as equal. Noncentral t, Dunnett's quantile from scipy."""
     num, df = 200, 6 * 199

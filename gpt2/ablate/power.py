@@ -16,15 +16,23 @@ _NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2) / np.exp(-(_NORMAL**2) / 2).sum()
 
 
 def power_of(
-    difference: float, deviation: float, num: int, *, num_arms: int = 1, confidence: float = 0.95
+    difference: float,
+    deviation: float,
+    num: int,
+    *,
+    num_arms: int = 1,
+    confidence: float = 0.95,
+    paired: bool = False,
 ) -> float:
-    """Returns how probably `compare`, unpaired, finds a true difference with its right sign.
+    """Returns how probably `compare` finds a true difference with its right sign.
 
     Args:
         difference: the true one, of one arm; its sign does not matter.
-        deviation: standard deviation between seeds, the same in all arms.
+        deviation: standard deviation between seeds, the same in all arms; paired, that of the
+            differences by seed.
         num: seeds of each arm, and of the baseline.
         num_arms: without the baseline.
+        paired: whether seeds are compared one by one.
         confidence: of all intervals together.
 
     Raises:
@@ -36,10 +44,13 @@ def power_of(
             "Power needs a deviation above 0, two seeds and one arm; given: deviation "
             f"{deviation}, {num} seeds, {num_arms} arms."
         )
+    shift = abs(difference) / deviation
+    if paired:
+        quantile = pair_quantile(num - 1, num_arms, confidence)
+        return float(scipy.stats.nct.sf(quantile, num - 1, shift * math.sqrt(num)))
     sizes = (num,) * (1 + num_arms)
     half_widths, weights = _half_widths(sizes, num, sum(sizes) - len(sizes), confidence, (1.0,) * 3)
-    shift, error = abs(difference) / deviation, math.sqrt(2 / num)
-    return float(weights @ scipy.special.ndtr((shift - half_widths) / error))
+    return float(weights @ scipy.special.ndtr((shift - half_widths) / math.sqrt(2 / num)))
 
 
 def seeds_needed(
@@ -49,6 +60,7 @@ def seeds_needed(
     num_arms: int = 1,
     power: float = POWER,
     confidence: float = 0.95,
+    paired: bool = False,
 ) -> int:
     """Returns the fewest seeds, of each arm and of the baseline, with which `power_of` is `power`.
 
@@ -60,7 +72,9 @@ def seeds_needed(
         raise ValueError("No number of seeds finds a difference of 0: give the least that matters.")
 
     def suffices(num: int) -> bool:
-        found = power_of(difference, deviation, num, num_arms=num_arms, confidence=confidence)
+        found = power_of(
+            difference, deviation, num, num_arms=num_arms, confidence=confidence, paired=paired
+        )
         return found >= power
 
     low, high = 1, 2
@@ -98,8 +112,7 @@ def ratio_interval(
         values: one for each run, such as tokens to reach a loss over the baseline's: inf if the
             run did not reach it, 0 if the baseline did not.
         others: what else is uncertain in the logarithm of the mean, independently: the square of
-            each standard error and its degrees of freedom. Degrees of freedom of the sum are
-            Satterthwaite's (1946, Biometrics Bulletin 2).
+            each standard error and its degrees of freedom.
         confidence: of this interval alone.
 
     Returns:
@@ -117,12 +130,22 @@ def ratio_interval(
         mean = logs.mean()
     half_width = math.nan
     if len(logs) > 1 and np.isfinite(mean) and all(df > 0 for _, df in others):
-        parts = np.array([(logs.var(ddof=1) / len(logs), len(logs) - 1), *others])
-        squares, dfs = np.maximum(parts[:, 0], 1e-100), parts[:, 1]  # not 0 / 0
-        df = squares.sum() ** 2 / (squares**2 / dfs).sum()
-        half_width = scipy.stats.t.ppf((1 + confidence) / 2, df) * math.sqrt(squares.sum())
+        parts = [(float(logs.var(ddof=1)) / len(logs), len(logs) - 1), *others]
+        quantile = scipy.stats.t.ppf((1 + confidence) / 2, satterthwaite(parts))
+        half_width = quantile * math.sqrt(sum(square for square, _ in parts))
     middle, low, high = np.exp([mean, mean - half_width, mean + half_width])
     return float(middle), float(low), float(high)
+
+
+def satterthwaite(parts: Sequence[tuple[float, int]]) -> float:
+    """Returns the degrees of freedom of a sum of variances (Satterthwaite 1946, Biometrics 2).
+
+    Args:
+        parts: each variance and its own degrees of freedom, above 0.
+    """
+    variances, dfs = np.array(parts).T
+    variances = np.maximum(variances, 1e-100)  # not 0 / 0
+    return float(variances.sum() ** 2 / (variances**2 / dfs).sum())
 
 
 def welch(variance0: Array, variance: Array, num0: int, num: int) -> tuple[Array, Array]:
@@ -189,6 +212,11 @@ def group_difference(
         return POWER - float(weights @ scipy.special.ndtr((difference - half_widths) / error))
 
     return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10 * error))
+
+
+def pair_quantile(df: int, num_arms: int, confidence: float) -> float:
+    """Returns the |t| that an arm's pairs have to exceed, by Šidák's formula (1967, JASA 62)."""
+    return float(scipy.stats.t.ppf((1 + confidence ** (1 / num_arms)) / 2, df))
 
 
 def pair_difference(error: float, quantile: float, df: int) -> float:

@@ -217,8 +217,7 @@ def _scaling(sweep: Sweep, results: Sequence[Result]) -> list[str]:
         tables.scaling_table(sweep, points),
         "Lines are power laws without an irreducible loss, by least squares of logarithms; errors "
         "are 95 % intervals. The last column is the share of the baseline's compute at its largest "
-        "size that an arm needs for the same loss, by these laws; its interval needs three runs "
-        "of each size.",
+        "size that an arm needs for the same loss, by these laws.",
     ]
 
 
@@ -231,7 +230,8 @@ def _noise(sweep: Sweep, by_arm: Mapping[str, Sample]) -> list[str]:
         noise,
         "The standard deviation over seeds and the correlation with the baseline's runs of the "
         "same seeds, both with 95 % intervals, and how many seeds of each arm find a true "
-        "difference of 0.01 in four of five sweeps.",
+        "difference of 0.01 in four of five sweeps"
+        + (", compared seed by seed." if sweep.paired else "."),
     ]
 
 

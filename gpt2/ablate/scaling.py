@@ -4,20 +4,19 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.arms import Arm
 from gpt2.ablate.equal import with_length
+from gpt2.ablate.power import satterthwaite
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.flops import count_compute_parameters
 
 MIN_SIZES = 3  # for a line and its error
-_MIN_RUNS = 3  # of each size, for the bootstrap
-_RESAMPLES = 2000
 _MAX_LOG = math.log(sys.float_info.max)
 
 
@@ -83,75 +82,101 @@ def _resized(arm: Arm, size: str) -> Arm:
 class Fit:
     """The power law `loss = scale * FLOPs^-exponent` through the runs of one arm at all sizes.
 
+    It is a straight line through logarithms: its height in the middle of the runs and its slope
+    are uncertain independently of each other.
+
     Attributes:
-        scale: the loss at one FLOP.
-        exponent: how fast the loss falls.
-        error: half the width of the exponent's 95 % interval.
+        middle: the mean log FLOPs of the runs.
+        height: the mean log loss, that of the line in the middle.
+        height_error: its standard error.
+        slope: of the line.
+        slope_error: its standard error.
+        df: degrees of freedom of both errors.
     """
 
-    scale: float
-    exponent: float
-    error: float
+    middle: float
+    height: float
+    height_error: float
+    slope: float
+    slope_error: float
+    df: int
+
+    @property
+    def exponent(self) -> float:
+        """How fast the loss falls."""
+        return -self.slope
+
+    @property
+    def error(self) -> float:
+        """Half the width of the exponent's 95 % interval."""
+        return float(scipy.stats.t.ppf(0.975, self.df)) * self.slope_error
 
     def loss(self, flops: np.ndarray) -> np.ndarray:
         """Returns the loss at an amount of compute."""
-        return self.scale * flops**-self.exponent
+        return np.exp(self.height + self.slope * (np.log(flops) - self.middle))
 
-    def flops(self, loss: float) -> float:
-        """Returns the compute at which the loss is reached; infinite if no float holds it."""
-        ratio = math.log(self.scale / loss)
-        log_flops = ratio / self.exponent if self.exponent else math.copysign(math.inf, ratio)
-        return math.exp(log_flops) if log_flops < _MAX_LOG else math.inf
+    def variance(self, log_flops: float) -> float:
+        """Returns the squared standard error of the line's height at a place."""
+        return self.height_error**2 + (self.slope_error * (log_flops - self.middle)) ** 2
 
 
 def fit_power_law(flops: Sequence[float], losses: Sequence[float]) -> Fit:
-    """Fits a straight line to logarithms by least squares; its error is that of regression.
+    """Fits a straight line to logarithms by least squares; its errors are those of regression.
 
     Three or four sizes cannot tell an irreducible loss from a small exponent, so there is none in
     the law: it describes the range of the sizes and should not be carried far beyond.
 
     Args:
-        flops: of each run.
+        flops: of each run, three or more that are not all the same.
         losses: final, of each run.
     """
-    line = scipy.stats.linregress(np.log(flops), np.log(losses))
-    quantile = scipy.stats.t.ppf(0.975, len(flops) - 2)
-    return Fit(float(np.exp(line.intercept)), float(-line.slope), float(quantile * line.stderr))
+    x, y = np.log(flops), np.log(losses)
+    line = scipy.stats.linregress(x, y)
+    height_error = line.stderr * x.std()  # sigma / sqrt(n), where stderr is sigma / sqrt(n) / std
+    return Fit(
+        middle=float(x.mean()),
+        height=float(y.mean()),
+        height_error=float(height_error),
+        slope=float(line.slope),
+        slope_error=float(line.stderr),
+        df=len(x) - 2,
+    )
 
 
-def compute_to_match(
-    baseline: Mapping[str, Sequence[tuple[float, float]]],
-    arm: Mapping[str, Sequence[tuple[float, float]]],
-) -> tuple[float, float, float]:
+def compute_to_match(baseline: Fit, arm: Fit, flops: float) -> tuple[float, float, float]:
     """Returns the share of the baseline's compute that an arm needs for the same loss.
 
-    That loss is the baseline's at its largest size. Both are read off their power laws. The
-    interval holds 95 % of 2000 bootstrap samples of the runs, drawn within each size.
+    Both losses are those of the power laws. The 95 % interval is that of inverse regression
+    (Fieller 1954, JRSS B 16): it holds every share at which the two lines do not differ by a
+    t-test. Runs of the same seed are taken as independent, which makes it wide rather than narrow
+    where they agree.
 
     Args:
-        baseline: by size, (FLOPs, final loss) of each run.
-        arm: likewise.
+        baseline: the law of the baseline.
+        arm: the law of the arm.
+        flops: what the baseline took for the loss in question.
 
     Returns:
-        The share, and the interval's ends: nan if a size has fewer than three runs.
+        The share, and the interval's ends. They are nan where the arm's loss may not fall with
+        compute at all; so is the share if it does not.
     """
-    largest = max(flops for runs in baseline.values() for flops, _ in runs)
+    log_flops = math.log(flops)
+    drop = math.log(float(baseline.loss(np.array(flops)))) - arm.height  # from the arm's middle
+    if not arm.slope < 0:
+        return math.nan, math.nan, math.nan
+    place = drop / arm.slope  # where the arm has that loss, from its middle
+    parts = (baseline.variance(log_flops), baseline.df), (arm.variance(arm.middle + place), arm.df)
+    quantile = scipy.stats.t.ppf(0.975, satterthwaite(parts))
+    # (drop - slope * place)^2 <= quantile^2 * (the baseline's variance + the arm's at the place)
+    spread = baseline.variance(log_flops) + arm.height_error**2
+    square = arm.slope**2 - (quantile * arm.slope_error) ** 2
+    if square <= 0:
+        return _share(arm.middle + place - log_flops), math.nan, math.nan
+    root = quantile * math.sqrt(square * spread + (arm.slope_error * drop) ** 2)
+    ends = ((arm.slope * drop + sign * root) / square for sign in (-1, 1))
+    low, high = (_share(arm.middle + end - log_flops) for end in ends)
+    return _share(arm.middle + place - log_flops), low, high
 
-    def share(first: Sequence, second: Sequence) -> float:
-        one, two = (fit_power_law(*zip(*runs, strict=True)) for runs in (first, second))
-        return two.flops(float(one.loss(np.array(largest)))) / largest
 
-    rng = np.random.default_rng(0)
-
-    def resampled(by_size: Mapping[str, Sequence]) -> list:
-        return [
-            runs[i] for runs in by_size.values() for i in rng.integers(len(runs), size=len(runs))
-        ]
-
-    whole = [[run for runs in by_size.values() for run in runs] for by_size in (baseline, arm)]
-    if min(len(runs) for by_size in (baseline, arm) for runs in by_size.values()) < _MIN_RUNS:
-        return share(*whole), np.nan, np.nan
-    shares = [share(resampled(baseline), resampled(arm)) for _ in range(_RESAMPLES)]
-    # No mean of two shares: one of them may be infinite.
-    low, high = np.quantile(shares, [0.025, 0.975], method="inverted_cdf")
-    return share(*whole), float(low), float(high)
+def _share(log_share: float) -> float:
+    return math.exp(log_share) if log_share < _MAX_LOG else math.inf

@@ -90,7 +90,7 @@ def noise_table(sweep: Sweep, by_arm: Mapping[str, Sample]) -> str:
     """Returns how much seeds matter; empty where there are too few to tell.
 
     For each arm: the standard deviation over its seeds, the correlation with its baseline's runs of
-    the same seeds, and how many seeds would find a difference of 0.01.
+    the same seeds, and how many seeds would find a difference of 0.01 by the sweep's own test.
     """
     rows = []
     for baseline, *others in sweep.groups():
@@ -103,15 +103,16 @@ def noise_table(sweep: Sweep, by_arm: Mapping[str, Sample]) -> str:
             row = [arm.name, str(len(scores)), f"{deviation:.4f} {_interval(low, high, '.4f')}"]
             first = by_arm[baseline.name].scores
             pairs = [(first[seed], scores[seed]) for seed in scores if seed in first]
+            related = ""
             if arm != baseline and len(pairs) >= _SEEDS_FOR_NOISE:
-                related = scipy.stats.pearsonr(*zip(*pairs, strict=True))
-                ends = related.confidence_interval()
-                row.append(f"{related.statistic:+.2f} {_interval(ends.low, ends.high, '+.2f')}")
-            else:
-                row.append("")
-            num_arms = max(1, len(others))
-            needed = seeds_needed(deviation, 0.01, num_arms=num_arms) if deviation else 1
-            rows.append([*row, str(needed)])
+                correlation = scipy.stats.pearsonr(*zip(*pairs, strict=True))
+                ends = correlation.confidence_interval()
+                span = _interval(ends.low, ends.high, "+.2f")
+                related = f"{correlation.statistic:+.2f} {span}"
+            if sweep.paired:
+                deviation = stdev(b - a for a, b in pairs) if related else math.nan
+            needed = _seeds_needed(deviation, max(1, len(others)), sweep.paired)
+            rows.append([*row, related, needed])
     header = ["arm", "runs", "sd", "correlation by seed", "seeds to find 0.01"]
     return table(header, rows) if rows else ""
 
@@ -203,14 +204,18 @@ def scaling_points(
 
 def scaling_table(sweep: Sweep, points: Mapping[str, Mapping[str, Sequence]]) -> str:
     """Returns the power law of each change, and what it saves of the baseline's compute."""
-    rows, first = [], points.get(sweep.baseline.change)
-    for change, by_size in points.items():
-        runs = [run for size in by_size.values() for run in size]
-        fit = fit_power_law(*zip(*runs, strict=True))
-        share = ""
-        if first and change != sweep.baseline.change:
-            middle, low, high = compute_to_match(first, by_size)
-            share = f"{middle:.2f} {_interval(low, high, '.2f')}"
+    rows, baseline = [], sweep.baseline.change
+    all_runs = {
+        change: [run for runs in by_size.values() for run in runs]
+        for change, by_size in points.items()
+    }
+    laws = {change: fit_power_law(*zip(*runs, strict=True)) for change, runs in all_runs.items()}
+    for change, fit in laws.items():
+        runs, share = all_runs[change], ""
+        if baseline in laws and change != baseline:
+            largest = max(flops for flops, _ in all_runs[baseline])
+            middle, low, high = compute_to_match(laws[baseline], fit, largest)
+            share = f"{_number(middle, '.2f')} {_interval(low, high, '.2f')}"
         span = f"{format_count(min(runs)[0])} to {format_count(max(runs)[0])}"
         rows.append([change, f"{len(runs)}", span, f"{fit.exponent:.4f} ± {fit.error:.4f}", share])
     return table(["arm", "runs", "FLOPs", "exponent", "compute for the baseline's loss"], rows)
@@ -245,6 +250,14 @@ def _share(shares: Sequence[float], noise: Sequence[tuple[float, int]]) -> str:
         return f"reached by {sum(map(math.isfinite, shares))} of {len(shares)}"
     middle, low, high = ratio_interval(shares, noise)
     return f"{middle:.2f} {_interval(low, high, '.2f')}".strip()
+
+
+def _seeds_needed(deviation: float, num_arms: int, paired: bool) -> str:
+    if math.isnan(deviation):
+        return ""
+    if not deviation:
+        return "1"
+    return str(seeds_needed(deviation, 0.01, num_arms=num_arms, paired=paired))
 
 
 def _number(value: float, form: str) -> str:

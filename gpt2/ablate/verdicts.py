@@ -44,6 +44,7 @@ from gpt2.ablate.power import (
     dunnett_quantile,
     group_difference,
     pair_difference,
+    pair_quantile,
     welch,
 )
 from gpt2.utils.text import counted
@@ -153,7 +154,7 @@ def compare(
         baseline: what all arms are compared with.
         arms: by name.
         paired: runs of one seed share data or initial parameters. The test is then the t-test of
-            their differences, adjusted by Šidák's formula (1967, JASA 62).
+            their differences, adjusted by Šidák's formula.
         confidence: of all intervals together.
 
     Returns:
@@ -258,12 +259,12 @@ def _test_pairs(
         if error <= _ROUNDING * np.abs(baseline.values).max():
             tests[name] = _IMPOSSIBLE
             continue
-        quantile = scipy.stats.t.ppf((1 + confidence ** (1 / num_arms)) / 2, num - 1)
+        quantile = pair_quantile(num - 1, num_arms, confidence)
         p_value = 2 * scipy.stats.t.sf(abs(differences.mean()) / error, num - 1)
         tests[name] = _Test(
-            half_width=float(quantile * error),
+            half_width=quantile * error,
             p_value=float(-scipy.special.expm1(scipy.special.xlog1py(num_arms, -p_value))),
-            detect=partial(pair_difference, error, float(quantile), num - 1),
+            detect=partial(pair_difference, error, quantile, num - 1),
             method=f"two-sided t-test of {num} differences by seed, adjusted for "
             f"{counted(num_arms, 'arm')} by Šidák's formula",
         )
