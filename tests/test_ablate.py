@@ -20,7 +20,13 @@ from scipy import stats
 from configs import quickstart
 from gpt2.ablate import pictures, screen
 from gpt2.ablate.arms import Arm, describe_warmup, make_arms
-from gpt2.ablate.equal import choose_score, equalize, refuse_undone, step_flops
+from gpt2.ablate.equal import (
+    choose_score,
+    describe_undone,
+    equalize,
+    refuse_undone,
+    step_flops,
+)
 from gpt2.ablate.jobs import last_error, make_slots
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_reference
@@ -146,6 +152,22 @@ def test_what_equal_terms_would_undo_is_refused():
         UserError, match=r"cannot be made equal\. optim\.schedule=piecewise:500=0\.5"
     ):
         equal(arms(steps), "tokens")
+
+
+def test_what_equal_terms_set_again_of_a_recipe_is_told():
+    recipe = with_options(BASE, {"train.num_steps": 600, "model.mlp_dim": 64, "seed": 1})
+    before = [Arm("baseline", BASE), Arm("recipe=short", recipe)]
+    steps = BASE.train.num_steps
+    told = f"recipe=short has train.num_steps=600; equal terms give it {steps}"
+    assert describe_undone(before, equal(before, "tokens")) == [told]
+    width = equal(before, "params")[1].config.model.mlp_dim
+    assert describe_undone(before, equal(before, "params")) == [
+        told,
+        f"recipe=short has model.mlp_dim=64; equal terms give it {width}",
+    ]
+    half = with_options(BASE, {"train.num_steps": steps // 2, "data.batch_size": 32})
+    before[1] = Arm("recipe=half", half)  # as many tokens
+    assert describe_undone(before, equal(before, "tokens")) == []
 
 
 def test_equal_parameters_change_the_width_of_the_mlp():

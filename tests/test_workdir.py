@@ -176,6 +176,31 @@ def test_ademamix_of_a_run_that_is_extended_says_what_changes(tmp_path, prepared
     assert "from step 2 on, alpha and beta3 of ademamix rise over 9 steps" in told
 
 
+def test_a_run_with_dropout_on_other_devices_says_that_masks_change(tmp_path, prepared, capsys):
+    def warnings(dropout=0.1, devices=1, parts=1, **parallel):
+        workdir = write_run(
+            tmp_path / "run", make_config(model=dict(dropout=dropout), parallel=parallel), 3, (2,)
+        )
+        line = json.dumps({"step": 0, "devices": devices})
+        (workdir / "environment.jsonl").write_text(f"{line}\n{{torn")
+        now = make_config(model=dict(dropout=dropout), train=dict(accumulate_steps=parts))
+        run_files.begin(workdir, now, prepared, 2)
+        err = capsys.readouterr().err
+        shutil.rmtree(workdir)
+        return err
+
+    told = "warning: from step 2 on, dropout draws other masks than before: a batch is split over "
+    assert f"{told}8 x 1 devices and micro-batches in place of 4 x 1" in warnings(devices=4)
+    assert f"{told}8 x 2 devices and micro-batches in place of 8 x 1" in warnings(
+        devices=8, parts=2
+    )
+    assert f"{told}8 x 1 devices and micro-batches in place of 4 x 1" in warnings(
+        devices=8, tensor=2
+    )
+    assert "masks" not in warnings(devices=8)
+    assert "masks" not in warnings(devices=4, dropout=0.0)
+
+
 FOLDERS = ["checkpoints", "tensorboard", "profile"]
 
 

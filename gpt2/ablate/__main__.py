@@ -22,7 +22,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_axis, varied_options
-from gpt2.ablate.equal import TERMS, choose_score, equalize, refuse_undone
+from gpt2.ablate.equal import TERMS, choose_score, describe_undone, equalize, refuse_undone
 from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
 from gpt2.ablate.measure import describe_runs, step_seconds
 from gpt2.ablate.report import write_report
@@ -246,6 +246,8 @@ def _on_equal_terms(
                 raise UserError(
                     f"on equal terms {arm.name} is the same as {other.name}", "Leave it out"
                 )
+    for note in describe_undone(arms, equal):
+        warn(note)
     return equal
 
 

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Callable
 
 from gpt2.ablate.arms import Arm
-from gpt2.config import DEFAULTS, Config, with_options
+from gpt2.config import DEFAULTS, Config, option, with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds", "params")
 LOSS, BITS_PER_BYTE = "eval/loss", "eval/bits_per_byte"
+_STEPS, _WIDTHS = "train.num_steps", ("model.mlp_dim", "model.mlp_ratio")  # what terms set
 _NEAR = 0.005  # share by which parameters may differ where `mlp_dim` makes them equal
 
 
@@ -21,10 +22,10 @@ def choose_score(arms: list[Arm]) -> str:
             a part of the text only.
     """
     first, *others = (arm.config for arm in arms)
-    for option in ("corpus", "val_fraction"):
-        if any(getattr(c.data, option) != getattr(first.data, option) for c in others):
+    for name in ("corpus", "val_fraction"):
+        if any(getattr(c.data, name) != getattr(first.data, name) for c in others):
             raise UserError(
-                f"arms that differ in data.{option} are validated on different texts",
+                f"arms that differ in data.{name} are validated on different texts",
                 "Compare them by eval.py on one text",
             )
     scored = {
@@ -72,6 +73,24 @@ def equalize(
     return [first] + [_with_length(arm, round(budget / cost[terms](arm))) for arm in others]
 
 
+def describe_undone(arms: list[Arm], equal: list[Arm]) -> list[str]:
+    """Says what equal terms set again of what a recipe sets otherwise than the baseline.
+
+    Args:
+        arms: as they were made, the baseline first.
+        equal: the same, at one size or several, on equal terms.
+    """
+    notes = []
+    for arm in arms[1:]:
+        for name in (_STEPS, *_WIDTHS):
+            value = option(arm.config, name)
+            given = {option(each.config, name) for each in equal if each.change == arm.change}
+            if value != option(arms[0].config, name) and given != {value}:
+                values = ", ".join(map(str, sorted(given)))
+                notes.append(f"{arm.change} has {name}={value}; equal terms give it {values}")
+    return notes
+
+
 def refuse_undone(varied: set[str], terms: str) -> None:
     """Refuses to vary what equal terms would set again.
 
@@ -82,13 +101,13 @@ def refuse_undone(varied: set[str], terms: str) -> None:
     Raises:
         UserError: one of them would be undone.
     """
-    undone = {"train.num_steps"}
+    undone = {_STEPS}
     if terms == "params":
-        undone |= {"model.mlp_dim", "model.mlp_ratio"}
+        undone |= set(_WIDTHS)
     for name in sorted(varied & undone):
         raise UserError(
             f"{name} cannot be varied: --equal={terms} sets it, so that arms are on equal terms",
-            "Leave it out" if name == "train.num_steps" else "Leave it out, or use --equal=tokens",
+            "Leave it out" if name == _STEPS else "Leave it out, or use --equal=tokens",
         )
 
 

@@ -82,6 +82,16 @@ def mesh_sizes(
     raise UserError(what, how)
 
 
+def batch_shards(parallel: ParallelConfig, num_devices: int) -> int:
+    """Returns over how many devices the rows of a batch are split.
+
+    Raises:
+        UserError: as in `mesh_sizes`.
+    """
+    sizes = mesh_sizes(parallel, num_devices)
+    return sizes["data"] * sizes["fsdp"]
+
+
 def check_layout(
     config: Config, model: ModelConfig, num_devices: int, *, present: str = ""
 ) -> None:

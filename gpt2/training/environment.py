@@ -36,9 +36,13 @@ def record_start(workdir: Path, step: int) -> None:
         step: from which it starts, 0 for a new run.
     """
     path = workdir / "environment.jsonl"
-    earlier = path.read_bytes() if path.exists() else b""
-    whole = earlier[: earlier.rfind(b"\n") + 1]
-    write_bytes(path, [whole, json.dumps(describe_start(step)).encode(), b"\n"])
+    write_bytes(path, [_whole_lines(path), json.dumps(describe_start(step)).encode(), b"\n"])
+
+
+def last_start(workdir: Path) -> dict[str, Any]:
+    """Returns the line of a run's last start, empty if there is none."""
+    lines = _whole_lines(workdir / "environment.jsonl").splitlines()
+    return json.loads(lines[-1]) if lines else {}
 
 
 def describe_start(step: int) -> dict[str, Any]:
@@ -62,6 +66,11 @@ def describe_start(step: int) -> dict[str, Any]:
         "devices": jax.device_count(),
         "processes": jax.process_count(),
     }
+
+
+def _whole_lines(path: Path) -> bytes:
+    text = path.read_bytes() if path.exists() else b""
+    return text[: text.rfind(b"\n") + 1]
 
 
 def _version(name: str) -> str | None:

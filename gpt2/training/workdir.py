@@ -31,7 +31,7 @@ from gpt2.training.checkpoint_files import (
     saved_steps,
     set_aside,
 )
-from gpt2.training.environment import record_start
+from gpt2.training.environment import last_start, record_start
 from gpt2.utils import files
 from gpt2.utils.digests import seal
 from gpt2.utils.text import counted
@@ -221,7 +221,8 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     """
     lock(workdir, start)
     if start:
-        tell_of_changes(load_config(workdir), config, start)
+        num_devices = last_start(workdir).get("devices")
+        tell_of_changes(load_config(workdir), config, start, num_devices)
     for path in set_aside(workdir, after=start):
         warn(f"the damaged checkpoint is now {path}")
     write(workdir, config, dataset)
