@@ -15,6 +15,7 @@ from gpt2.ablate.power import (
     seeds_needed,
 )
 from gpt2.ablate.verdicts import Sample, compare, widest
+from tests import verdict_rates
 
 NUM_ARMS = 5
 NAMES = [f"arm {i}" for i in range(NUM_ARMS)]
@@ -89,6 +90,18 @@ def test_at_most_five_percent_of_sweeps_have_a_false_verdict(setting, num_sweeps
     # Welch's approximation at these sizes is off by up to a point: the module's docstring.
     unequal = setting[0] != setting[1]
     assert_rate_at_most(false, num_sweeps, 0.06 if unequal else 0.05)
+
+
+def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
+    """That of the docstring's table; deviations that differ by 8 leave arms out of the pool."""
+    monkeypatch.setattr(verdict_rates, "CHUNK", 200)
+    sizes, deviations = (5, 3, 3, 3, 3), (1.0, 8.0, 1.0, 1.0, 0.3)
+    scores = verdict_rates.draw(np.random.default_rng(9), sizes, deviations, shift=3.0)
+    expected = verdict_rates.both(*verdict_rates.moments(scores), sizes)
+    assert 10 < expected.sum() < 700
+    for row, (values, *arms) in zip(expected, zip(*scores, strict=True), strict=True):
+        verdicts = judge(values, dict(zip(NAMES, arms, strict=False)))
+        assert list(map(is_found, verdicts.values())) == list(row)
 
 
 @each_size
