@@ -33,7 +33,7 @@ from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_referen
 from gpt2.ablate.runs import Outcome, is_unchanged, make_measuring_run
 from gpt2.ablate.scaling import at_sizes, compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.ablate.tables import judge, noise_table, reach_table, samples
+from gpt2.ablate.tables import LEAVES_ROOM, judge, noise_table, reach_table, samples
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
@@ -313,6 +313,19 @@ def test_seeds_to_find_a_difference_are_those_of_the_sweeps_own_test(tmp_path):
     assert needed[True][0] == "" and 2 <= int(needed[True][1]) < 10
 
 
+def test_the_screen_says_what_no_difference_leaves_open(tmp_path):
+    sweep = filled(tmp_path)
+    *table, note = write_report(sweep).split("\n")
+    assert max(map(len, table)) <= 100
+    assert table[3].startswith("optim.name=muon") and "no difference larger than 0.0" in table[3]
+    detectable = judge(sweep, sweep.results())["optim.name=muon"].detectable
+    assert note == f"{LEAVES_ROOM} These seeds could find {detectable:.3g}; more find smaller ones."
+    assert LEAVES_ROOM in (tmp_path / "report.md").read_text()
+    for run in sweep.runs():
+        write_run(run, LOSSES[run.arm] - (run.arm == "optim.name=muon") + 1e-3 * run.seed)
+    assert LEAVES_ROOM not in write_report(sweep)
+
+
 def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     sweep = sweep_in(tmp_path, "optim.name=lion,muon")
     for run in sweep.runs():
@@ -349,10 +362,9 @@ def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_pa
     muon = [run for run in sweep.runs() if run.arm == "optim.name=muon"]
     write_run(muon[1], 3.7, "failed", "error: no text file matches books/*.txt. Check it.")
     (muon[2].folder / "outcome.json").unlink()  # as if the disk had been full
-    words = [row[-1] for row in write_report(sweep)]
+    words = write_report(sweep)
     text = (tmp_path / "report.md").read_text()
-    assert any("diverged in 1 of 3 runs" in verdict for verdict in words)
-    assert "better" not in words
+    assert "diverged in 1 of 3 runs" in words and "better" not in words
     assert "| optim.name=lion seed 0 | diverged | 1000 | the loss is not finite at step 7 |" in text
     assert "| optim.name=muon seed 1 | failed | 1000 | error: no text file matches" in text
     assert "Compared runs: 1 diverged, 1 failed, 6 finished, 1 to come." in text

@@ -37,7 +37,7 @@ from gpt2.config import Config, holds_run
 from gpt2.data.dataset import prepare
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.utils import files
-from gpt2.utils.terminal import align, wrap
+from gpt2.utils.terminal import wrap
 from gpt2.utils.text import counted
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Where the sweep lives.")
@@ -294,12 +294,13 @@ def _tell_of_waiting(arm: str, sweep: Sweep) -> None:
 def _report(sweep: Sweep) -> int:
     """Writes the report, prints its verdicts, and returns 1 if a run of a whole sweep failed."""
     try:
-        print(align(write_report(sweep)))
+        verdicts = write_report(sweep)
     except OSError as error:
         raise UserError(
             f"the report cannot be written to {sweep.root} ({error.strerror})",
             "Make room, and repeat with --report",
         ) from error
+    print(verdicts)
     print(wrap(f"\nsee report.html, report.md and results.csv in {sweep.root}"))
     states: list[str] = [run.outcome().state for run in (*sweep.undecided_runs(), *sweep.runs())]
     for state, words in (("failed", "failed, see the report"), ("waiting", "still to come")):

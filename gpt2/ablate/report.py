@@ -17,6 +17,7 @@ from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict, widest
 from gpt2.config import differences
 from gpt2.utils.files import write_text
+from gpt2.utils.terminal import align, wrap
 from gpt2.utils.text import counted, format_count
 
 _STYLE = """
@@ -42,8 +43,8 @@ _ALIKE = {
 }
 
 
-def write_report(sweep: Sweep) -> list[list[str]]:
-    """Writes all files of the report, and returns its verdicts for the screen, as rows of cells."""
+def write_report(sweep: Sweep) -> str:
+    """Writes all files of the report, and returns its verdicts for the screen."""
     results = sweep.results()
     choosing = [read_result(run, sweep.score) for run in sweep.choosing_runs()]
     by_arm, verdicts = tables.samples(sweep, results), tables.judge(sweep, results)
@@ -76,7 +77,8 @@ def write_report(sweep: Sweep) -> list[list[str]]:
     )
     write_text(sweep.root / "report.md", text + "\n")
     write_text(sweep.root / "report.html", _html(text, sweep.root))
-    return tables.short_verdicts(sweep, by_arm, verdicts)
+    shown = align(tables.short_verdicts(sweep, by_arm, verdicts))
+    return "\n".join(filter(None, [shown, wrap(tables.describe_room(verdicts))]))
 
 
 def _introduction(sweep: Sweep, results: Sequence[Result]) -> str:
@@ -127,7 +129,7 @@ def _explanation(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> str:
     text = (
         f"A negative difference is better. Intervals hold for {together} together. "
         "“Could find” is the smallest true difference that so many seeds, this noisy, find in "
-        "four of five sweeps."
+        f"four of five sweeps. {tables.LEAVES_ROOM}"
     )
     if methods := sorted({verdict.method for verdict in verdicts.values()} - {"", "none"}):
         text += f" Method: {'; '.join(methods)}."

@@ -17,6 +17,9 @@ from gpt2.utils.text import format_count
 _SEEDS_FOR_NOISE = 5
 AMOUNTS = ("tokens", "flops", "seconds")
 
+_NO_DIFFERENCE = "no difference"  # how such verdicts begin
+LEAVES_ROOM = "“No difference larger than X” leaves room for one of up to X, either way."
+
 
 def samples(sweep: Sweep, results: Iterable[Result]) -> dict[str, Sample]:
     """Returns the final scores of each arm."""
@@ -84,6 +87,19 @@ def short_verdicts(
             row[2:] = [_number(verdict.difference, "+.4f"), interval, verdict.words]
         rows.append(row)
     return rows
+
+
+def describe_room(verdicts: Mapping[str, Verdict]) -> str:
+    """Returns what verdicts of no difference leave open, for a screen; empty if there are none.
+
+    "No difference larger than 2" is read as if there were none.
+    """
+    room = [verdict for verdict in verdicts.values() if verdict.words.startswith(_NO_DIFFERENCE)]
+    if not room:
+        return ""
+    ends = sorted({f"{each.detectable:.3g}" for each in room}, key=float)
+    found = " to ".join(dict.fromkeys([ends[0], ends[-1]]))
+    return f"{LEAVES_ROOM} These seeds could find {found}; more find smaller ones."
 
 
 def noise_table(sweep: Sweep, by_arm: Mapping[str, Sample]) -> str:
