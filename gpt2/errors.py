@@ -36,7 +36,7 @@ class UserError(Exception):
 
     def __init__(self, what: str, how: str, exit_code: int = EXIT_CODE):
         self.exit_code, self.what = exit_code, what.rstrip(".")
-        told = f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] in ".?" else ".")
+        told = f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] == "?" else ".")
         super().__init__("".join(map(_printable, told)))
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -106,6 +107,36 @@ def test_what_cannot_be_an_arm_is_one_line(vary, message):
     config = with_options(BASE, {"model.vocab_size": 4096}) if "tokenizer" in vary else BASE
     with pytest.raises(UserError, match=message):
         make_arms(config, [vary], one_at_a_time=False)
+
+
+@pytest.mark.parametrize(
+    ("vary", "advice"),
+    [
+        (["model.embed_dim=130"], "--vary=model.embed_dim=130+model.num_heads=5"),
+        (["model.num_heads=3"], "--vary=model.num_heads=2"),
+        (
+            ["optim.name=lion", "model.embed_dim=130"],
+            "--vary=model.embed_dim=130+model.num_heads=5",
+        ),
+        (["model.embed_dim=130", "model.num_heads=8"], "--vary=model.num_heads=10"),
+        (
+            ["optim.name=schedule_free"],
+            "--vary=optim.name=schedule_free+optim.schedule=constant+optim.end_learning_rate=0.004",
+        ),
+        (
+            ["optim.layer_rates=wte"],
+            r"""'--vary=optim.layer_rates="h_\d+/attn=0.5,wte=2"'""",
+        ),
+    ],
+)
+def test_the_advice_for_an_arm_is_a_vary_that_mends_it(vary, advice):
+    with pytest.raises(UserError, match=r"^the arm .* cannot work\. ") as raised:
+        make_arms(BASE, vary, one_at_a_time=False)
+    assert str(raised.value).endswith(f"se {advice}.") and "--config" not in str(raised.value)
+    mended = shlex.split(advice)[0].removeprefix("--vary=")
+    option = mended.partition("=")[0]
+    kept = [each for each in vary if not each.startswith(f"{option}=")]
+    assert make_arms(BASE, [*kept, mended], one_at_a_time=False)
 
 
 def test_two_axes_of_a_grid_do_not_set_the_same_option():

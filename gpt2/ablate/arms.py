@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import itertools
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from gpt2.errors import UserError
 
 BASELINE = "baseline"
 _RECIPE = "recipe"
+_ADVICE = re.compile(r"--config\.([\w.]+)=('[^']*'|\S*[^\s.,;)])")  # as errors of options write it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +156,40 @@ def _apply(config: Config, values: Sequence[_Value], name: str) -> Config:
         for value in values:
             if value.recipe:
                 config = _with_command_line(read_config_file(str(value.recipe)), config)
-            config = with_options(config, value.options)
+        # Together, since some work only beside each other.
+        options = {name: each for value in values for name, each in value.options.items()}
+        config = with_options(config, options)
     except UserError as error:
-        raise UserError(f"the arm {name} cannot work", str(error)) from None
+        how = _advise_sweep(str(error), values)
+        raise UserError(f"the arm {name} cannot work", how) from None
     return config
+
+
+def _advise_sweep(error: str, values: Sequence[_Value]) -> str:
+    """Returns an error whose advice is a `--vary` in place of flags of train.py.
+
+    Those would change all arms, the baseline too.
+
+    Args:
+        error: of an arm's options.
+        values: of the arm. One that sets the advised option takes the advice, else the first that
+            the error is about.
+    """
+    if any(value.recipe for value in values):  # which takes what the command line sets
+        return error
+    named = [value for value in values if any(f"{name}=" in error for name in value.options)]
+
+    def vary(advice: re.Match) -> str:
+        advised = {name: text.strip("'") for name, text in _ADVICE.findall(advice[0])}
+        setting = [value for value in values if advised.keys() & value.options.keys()]
+        options = (setting or named or values)[0].options
+        (name, first), *others = (dict(options) | advised).items()
+        text = "+".join([str(first), *(f"{member}={value}" for member, value in others)])
+        quoted = f'"{text}"' if "," in text else text
+        return shlex.quote(f"--vary={name}={quoted}")
+
+    error = re.sub(rf"{_ADVICE.pattern}( {_ADVICE.pattern})*", vary, error)
+    return re.sub(r"--config\.(?=\w+\.\w)", "", error)  # options that are named without a value
 
 
 def _with_command_line(recipe: Config, config: Config) -> Config:
