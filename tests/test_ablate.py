@@ -29,6 +29,7 @@ from gpt2.ablate.equal import (
     step_flops,
 )
 from gpt2.ablate.jobs import last_error, make_slots
+from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_reference
 from gpt2.ablate.runs import Outcome, is_unchanged, make_measuring_run
@@ -560,6 +561,21 @@ def test_a_step_can_be_measured_whatever_the_schedule_and_the_checkpoints(tmp_pa
     assert run.config.train.num_steps == 40
 
 
+def test_a_dry_run_counts_starts_and_compilation(tmp_path):
+    sweep, slots = filled(tmp_path, num_seeds=2), make_slots(1)
+    assert describe_runs(sweep, slots).endswith("\nno run is left to train")
+    (sweep.runs()[-1].folder / "outcome.json").unlink()
+    arm = sweep.arms[-1]
+    run = make_measuring_run(tmp_path, arm.name, arm.config, 40)
+    write_run(run, 3.7, seconds=0.1)
+    began = (run.folder / "config.json").stat().st_mtime
+    os.utime(run.folder / "outcome.json", (began, began + 24))
+    assert measure(tmp_path, arm, slots[0], "tokens").around == pytest.approx(20, abs=1e-3)
+    *_, last, total = describe_runs(sweep, slots).splitlines()
+    assert last == "   5  optim.name=muon seed 1  1000 steps  2m 00s"
+    assert total.startswith("about 2m 00s with --jobs=1: steps, starts and compilation, by a run")
+
+
 def test_a_warm_up_as_long_as_the_run_is_told():
     config = make_config(train=dict(num_steps=30), optim=dict(warmup_steps=100))
     assert describe_warmup(config).startswith("Learning rates only rise: the warm-up has 100 steps")
@@ -806,7 +822,7 @@ def test_a_corpus_that_vanishes_is_named_and_what_is_left_goes_on(tmp_path):
     options += [f"--workdir={root}", f"--config.data.data_dir={tmp_path / 'data'}"]
     plan = ablate(*options, "--dry_run")
     assert plan.returncode == 0, plan.stderr
-    assert re.search(r"3  optim\.name=lion seed 1  8 steps  \ds", plan.stdout)
+    assert re.search(r"3  optim\.name=lion seed 1  8 steps  [\dm ]+s\n", plan.stdout)
     one = ablate(*options, "--index=1")
     assert "optim.name=lion seed 0: finished" in one.stdout, one.stderr
     sweep = start_ablate(*options)

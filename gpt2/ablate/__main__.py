@@ -24,7 +24,7 @@ from gpt2 import cli
 from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_axis, varied_options
 from gpt2.ablate.equal import TERMS, choose_score, describe_undone, equalize, refuse_undone
 from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
-from gpt2.ablate.measure import describe_runs, step_seconds
+from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.scaling import at_sizes
@@ -70,7 +70,11 @@ UNTIL = flags.DEFINE_float(
 MAX_SEEDS = flags.DEFINE_integer(
     "max_seeds", MOST_SEEDS, "Where --until gives up.", lower_bound=LEAST_SEEDS
 )
-DRY_RUN = flags.DEFINE_bool("dry_run", False, "Prints the runs and what they would take.")
+DRY_RUN = flags.DEFINE_bool(
+    "dry_run",
+    False,
+    "Prints the runs and what they would take, by short runs that it leaves in WORKDIR/measure.",
+)
 REPORT = flags.DEFINE_bool("report", False, "Only writes the report of what there is so far.")
 
 _TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comparison equal
@@ -238,7 +242,7 @@ def _on_equal_terms(
             scaled[start : start + len(arms)],
             EQUAL.value,
             vocab_size=vocab_size,
-            step_seconds=lambda arm: step_seconds(root, arm, slot, EQUAL.value),
+            step_seconds=lambda arm: measure(root, arm, slot, EQUAL.value).step,
         )
     for i, arm in enumerate(equal):
         for other in equal[:i]:

@@ -1,5 +1,6 @@
-"""How long a step of an arm takes here, and by that a whole sweep."""
+"""How long a step and a start of an arm take here, and by that a whole sweep."""
 
+import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from statistics import median
 
 from gpt2.ablate.arms import Arm
 from gpt2.ablate.jobs import Slot, train_all
-from gpt2.ablate.runs import check_unchanged, is_unchanged, make_measuring_run
+from gpt2.ablate.runs import Run, check_unchanged, is_unchanged, make_measuring_run
 from gpt2.ablate.sweep import Sweep
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
@@ -18,8 +19,26 @@ from gpt2.utils.text import counted, format_duration
 _MEASURED_STEPS = 40
 
 
-def step_seconds(root: Path, arm: Arm, slot: Slot, equal: str) -> float:
-    """Returns how long a training step of an arm takes in a slot, measured once and kept.
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How long the runs of an arm take.
+
+    Attributes:
+        step: seconds of a training step.
+        around: seconds of a run beside its steps: it starts, compiles, validates once on a batch,
+            saves and draws.
+    """
+
+    step: float
+    around: float
+
+    def seconds(self, run: Run | Arm) -> float:
+        """Returns how long a run of the arm takes, but for its other validations and saves."""
+        return self.around + run.config.train.num_steps * self.step
+
+
+def measure(root: Path, arm: Arm, slot: Slot, equal: str) -> Pace:
+    """Returns how long the runs of an arm take in a slot, by one that is trained once and kept.
 
     Args:
         root: workdir of the sweep.
@@ -47,7 +66,10 @@ def step_seconds(root: Path, arm: Arm, slot: Slot, equal: str) -> float:
         )
     records = read_metrics(run.workdir / "metrics.jsonl")
     steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
-    return median(steps[1:] or steps)
+    step = median(steps[1:] or steps)
+    began, ended = (run.folder / name for name in ("config.json", "outcome.json"))
+    whole = ended.stat().st_mtime - began.stat().st_mtime
+    return Pace(step, max(0.0, whole - run.config.train.num_steps * step))
 
 
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
@@ -66,28 +88,31 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     }
     left = {run.arm for run in runs if run.folder in to_do}
     left |= {arm.name for arm in sweep.arms if arm.name not in sweep.chosen}
-    seconds = {
-        arm.name: step_seconds(sweep.root, arm, slots[0], sweep.equal) if arm.name in left else 0.0
+    paces = {
+        arm.name: measure(sweep.root, arm, slots[0], sweep.equal)
         for arm in sweep.arms
+        if arm.name in left
     }
     for i, run in enumerate(runs):
-        state, took = run.outcome().state, run.config.train.num_steps * seconds[run.arm]
-        total += took if run.folder in to_do else 0
+        took: str = run.outcome().state
+        if run.folder in to_do:
+            total += (seconds := paces[run.arm].seconds(run))
+            took = format_duration(seconds)
         number = i if i < num_fixed else ""  # as for Sweep.numbered_run
-        lines.append(
-            f"{number:>4}  {run.label}  {run.config.train.num_steps} steps  "
-            + (format_duration(took) if run.folder in to_do else state)
-        )
+        lines.append(f"{number:>4}  {run.label}  {run.config.train.num_steps} steps  {took}")
     later = [arm for arm in sweep.arms if arm.name not in sweep.chosen]
     if later:
         number = len(later) * sweep.num_seeds
-        total += sum(sweep.num_seeds * a.config.train.num_steps * seconds[a.name] for a in later)
+        total += sum(sweep.num_seeds * paces[arm.name].seconds(arm) for arm in later)
         lines.append(f"then {counted(number, 'run')} with the values that these choose")
+    if not paces:
+        return "\n".join([*lines, "no run is left to train"])
     lines.append(
         wrap(
-            f"{format_duration(total / len(slots))} of training steps with --jobs={len(slots)}, "
-            f"by {_MEASURED_STEPS} measured steps of each arm; validation, checkpoints and starts "
-            "come on top"
+            f"about {format_duration(total / len(slots))} with --jobs={len(slots)}: steps, starts "
+            f"and compilation, by a run of {_MEASURED_STEPS} steps of each arm, kept in "
+            f"{sweep.root / 'measure'}. Validations and checkpoints come on top; programs from "
+            "JAX's cache start sooner"
         )
     )
     return "\n".join(lines)
