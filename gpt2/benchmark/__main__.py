@@ -1,7 +1,13 @@
 r"""Measures how fast a step is, alone or beside PyTorch's.
 
+    python -m gpt2.benchmark train --model=quickstart
+
+times a training step of the small model, alone. For a first look, --rounds=1 is enough.
+
     python -m gpt2.benchmark train --model=gpt2-124m --batch_size=2 --compute=bfloat16 \
         --peers=torch,torch_compile
+
+times a large one in turn with PyTorch's.
 
 A step of `train` is a training step. A step of `eval` is the loss of a batch. A step of `generate`
 continues a batch of prompts greedily: the prompts fill half of the context, and the continuations
