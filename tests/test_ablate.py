@@ -639,12 +639,65 @@ def test_a_sweep_tells_no_time_left_before_it_is_known_or_while_runs_end(tmp_pat
     assert shown._left() == ""
 
 
-@pytest.mark.parametrize("log_x", [False, True])
-def test_curves_of_very_different_lengths_are_drawn(tmp_path, monkeypatch, log_x):
-    drawn, make = [], pictures._figure
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures and panels that are drawn."""
+    figures, make = [], pictures._figure
     monkeypatch.setattr(
-        pictures, "_figure", lambda **shape: drawn.append(make(**shape)) or drawn[-1]
+        pictures, "_figure", lambda **shape: figures.append(make(**shape)) or figures[-1]
     )
+    return figures
+
+
+def curves_of(*finals, steps=1):
+    """Curves of as many seeds, which take the same tokens and FLOPs, and other times."""
+    x = np.arange(1.0, steps + 1)
+    return [Curve(x * 2048, x * 1e9, x * final, 3 + final / x) for final in finals]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_single_validations_are_marks_side_by_side_with_their_range(tmp_path, drawn):
+    curves = {"baseline": curves_of(1, 2), "a": curves_of(1, 1.5), "b": []}
+    pictures.plot_curves(tmp_path / "c.png", curves, "nats per token")
+    figure, (tokens, _, seconds) = drawn[0]
+    assert legend(figure) == ["baseline", "a", "range of seeds"]
+    first, its_range, second, _ = tokens.lines
+    np.testing.assert_array_equal(its_range.get_ydata().ravel(), [4, 5])
+
+    def place(line):
+        return line.get_transform().transform((line.get_xdata()[0], 0))[0]
+
+    assert first.get_xdata()[0] == second.get_xdata()[0] and place(first) < place(second)
+    left, right = (tokens.transAxes.transform((x, 0))[0] for x in (0, 1))
+    assert left < place(first) and place(second) < right
+    assert tokens.get_xlabel() == "tokens (the same for all, side by side)"
+    assert seconds.get_xlabel() == "time in training steps"
+    assert place(seconds.lines[0]) == seconds.transData.transform((1.5, 0))[0]
+
+
+def test_a_single_validation_beside_lines_is_named_so_and_stands_in_its_place(tmp_path, drawn):
+    curves = {"long": curves_of(1, steps=5), "young": curves_of(2)}
+    pictures.plot_curves(tmp_path / "c.png", curves, "nats per token")
+    figure, (tokens, *_) = drawn[0]
+    assert legend(figure) == ["long", "young\n(one validation)"]
+    assert tokens.get_xlabel() == "tokens"
+
+
+def test_dots_of_seeds_lie_below_their_interval(tmp_path, drawn):
+    sweep = filled(tmp_path)
+    scores = {name: [-0.01, 0.0, 0.01] for name in ("optim.name=lion", "optim.name=muon")}
+    pictures.plot_differences(tmp_path / "d.png", judge(sweep, sweep.results()), scores, "nats")
+    _, (axes,) = drawn[0]
+    _, dots, interval, middle = axes.lines[:4]
+    assert set(interval.get_ydata()) == set(middle.get_ydata()) == {0}
+    assert set(dots.get_ydata()) == {-0.2}
+
+
+@pytest.mark.parametrize("log_x", [False, True])
+def test_curves_of_very_different_lengths_are_drawn(tmp_path, drawn, log_x):
     amounts = [np.array(steps) * 2048.0 for steps in ([1, 2], np.arange(0, 2001, 100))]
     curves = {str(len(x)): [Curve(x, x, x, 8 - np.log1p(x) / 4)] for x in amounts}
     pictures.plot_curves(tmp_path / "curves.png", curves, "nats per token", log_x=log_x)

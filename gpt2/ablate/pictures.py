@@ -18,6 +18,8 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 _LINES = ("-", "--", ":", "-.")
 _BASELINE, _MUTED, _GRID = "#4b5563", "#6b7280", "#e5e7eb"
 _BETTER, _WORSE, _NEITHER = "#009e73", "#d55e00", "#6b7280"
+_BELOW = 0.2  # of the distance between two rows
+_PALE = 0.18  # how dense the range of seeds is
 _LONGEST_LINE = 32  # characters
 
 
@@ -39,7 +41,8 @@ def plot_differences(
     for row, name in enumerate(names):
         verdict = verdicts[name]
         color = {"better": _BETTER, "worse": _WORSE}.get(verdict.words, _NEITHER)
-        axes.plot(scores[name], [row] * len(scores[name]), "o", color=color, alpha=0.35, ms=4)
+        below = [row - _BELOW] * len(scores[name])  # where the bar does not hide them
+        axes.plot(scores[name], below, "o", color=color, alpha=0.6, ms=5, markeredgewidth=0)
         if math.isfinite(verdict.low):
             axes.plot([verdict.low, verdict.high], [row, row], color=color, linewidth=2.4)
         axes.plot([verdict.difference], [row], "D", color=color, markersize=6)
@@ -69,21 +72,26 @@ def plot_curves(
         ("flops", format_count),
         ("seconds", _write_seconds),
     )
+    curves = {name: [c for c in members if len(c.scores)] for name, members in curves.items()}
+    no_lines = all(_num_common(members) == 1 for members in curves.values() if members)
+    styles = {name: _style(i) for i, name in enumerate(curves)}
     for axes, (amount, write) in zip(panels, amounts, strict=True):
-        for i, (name, members) in enumerate(curves.items()):
-            members = [
-                c for c in members if len(c.scores) and np.isfinite(getattr(c, amount)).all()
-            ]
-            if not members:
+        known = {name: [c for c in each if _has(c, amount)] for name, each in curves.items()}
+        bands = {name: _band(each, amount) for name, each in known.items() if each}
+        beside = _side_by_side({name: x for name, (x, *_) in bands.items()})
+        for name, (x, low, mean, high) in bands.items():
+            (color, line), label = styles[name], _wrapped(name)
+            if len(x) == 1:
+                label += "" if no_lines else "\n(one validation)"
+                _draw_point(axes, beside.get(name, 0.0), x, (low, mean, high), color, label)
                 continue
-            color, line = _style(i)
-            x, low, mean, high = _band(members, amount)
-            # A line through one point is not seen.
-            alone: dict[str, Any] = dict(marker="o", clip_on=False) if len(x) == 1 else {}
-            axes.plot(x, mean, line, color=color, linewidth=1.8, label=_wrapped(name), **alone)
-            if len(members) > 1:
-                axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-        axes.set_xlabel({"flops": "FLOPs", "seconds": "time in training steps"}.get(amount, amount))
+            axes.plot(x, mean, line, color=color, linewidth=1.8, label=label)
+            if len(known[name]) > 1:
+                axes.fill_between(x, low, high, color=color, alpha=_PALE, linewidth=0)
+        title = {"flops": "FLOPs", "seconds": "time in training steps"}.get(amount, amount)
+        axes.set_xlabel(f"{title} (the same for all, side by side)" if beside else title)
+        if beside:
+            axes.margins(x=0.25)
         if log_x:
             axes.set_xscale("log")
             left, right = axes.get_xlim()
@@ -98,7 +106,7 @@ def plot_curves(
         axes.grid(color=_GRID, linewidth=0.8)
     if any(len(members) > 1 for members in curves.values()):
         panels[0].fill_between(
-            [], [], color=_MUTED, alpha=0.18, linewidth=0, label="range of seeds"
+            [], [], color=_MUTED, alpha=_PALE, linewidth=0, label="range of seeds"
         )
     panels[0].set_ylabel(f"validation ({unit})")
     panels[0].set_ylim(*_frame([curve.scores for members in curves.values() for curve in members]))
@@ -179,10 +187,52 @@ def _band(curves: Sequence[Curve], amount: str) -> tuple[np.ndarray, ...]:
 
     Curves of one arm are validated at the same steps; a shorter one has not come as far.
     """
-    number = min(len(curve.scores) for curve in curves)
+    number = _num_common(curves)
     amounts = np.stack([getattr(curve, amount)[:number] for curve in curves])
     scores = np.stack([curve.scores[:number] for curve in curves])
     return amounts.mean(axis=0), scores.min(axis=0), scores.mean(axis=0), scores.max(axis=0)
+
+
+def _side_by_side(places: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Returns how far each mark stands beside its place, in points, where all have the same.
+
+    Marks over each other would hide all but the last. Empty if there are lines or other places.
+    """
+    amounts = [x[0] for x in places.values()]
+    if any(len(x) > 1 for x in places.values()) or len(places) < 2:
+        return {}
+    if max(amounts) > 1.01 * min(amounts):
+        return {}
+    step = min(10, 100 / len(places))
+    return {name: step * (i - (len(places) - 1) / 2) for i, name in enumerate(places)}
+
+
+def _draw_point(
+    axes: Any, beside: float, x: np.ndarray, scores: Sequence[np.ndarray], color: str, label: str
+) -> None:
+    """Draws an arm of one validation, of which a line would not be seen.
+
+    Args:
+        axes: to draw in.
+        beside: how far to the right of its place, in points.
+        x: its place, `[1]`.
+        scores: the lowest, the mean and the highest, `[1]` each.
+        color: of the arm.
+        label: in the legend.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    low, mean, high = scores
+    marks = axes.plot(x, mean, "o", color=color, ms=8, mec="white", zorder=3, label=label)
+    marks += axes.plot([x, x], [low, high], color=color, linewidth=8, alpha=_PALE)
+    shift = ScaledTranslation(beside / 72, 0, axes.figure.dpi_scale_trans)
+    for mark in marks:  # moved once it is drawn, since limits follow from where that was
+        mark.set(transform=axes.transData + shift, clip_on=False)
+
+
+def _num_common(curves: Sequence[Curve]) -> int:
+    """Returns how many validations all curves of an arm have."""
+    return min(len(curve.scores) for curve in curves)
 
 
 def _write_seconds(seconds: float) -> str:
