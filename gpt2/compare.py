@@ -22,7 +22,7 @@ from gpt2 import cli
 from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import Curve, read_curve, read_reference
 from gpt2.ablate.sweep import load_sweep
-from gpt2.config import load_config
+from gpt2.config import Config, differences, load_config
 from gpt2.errors import UserError, require_writable_file
 from gpt2.utils.terminal import align, wrap
 from gpt2.utils.text import format_count, format_duration
@@ -30,6 +30,8 @@ from gpt2.utils.text import format_count, format_duration
 REFERENCE = flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
 LOG_X = flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs and time.")
 OUTPUT = flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
+
+_MOST_OPTIONS = 3  # that are named for a run; a line has no room for more
 
 
 def main(*directories: str) -> None:
@@ -59,8 +61,11 @@ def main(*directories: str) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     plot_curves(output, curves, unit, log_x=LOG_X.value)
     ends = {name: [c for c in members if len(c.scores)] for name, members in curves.items()}
-    rows = [[name, *_describe(last)] for name, last in ends.items()]
-    print(align([["run", "tokens", "time", f"validation ({unit})"], *rows]))
+    first = next(iter(configs.values()))
+    changed = {name: _describe_differences(first, each) for name, each in configs.items()}
+    rows = [[name, *_describe(last), changed.get(name, "")] for name, last in ends.items()]
+    header = ["run", "tokens", "time", f"validation ({unit})", "unlike the first"]
+    print(align([row if any(changed.values()) else row[:-1] for row in (header, *rows)]))
     print(f"see {output}")
 
 
@@ -93,6 +98,13 @@ def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict
     if not curves:
         raise UserError(f"no run has a validation in {unit} yet", "Wait for one")
     return curves
+
+
+def _describe_differences(first: Config, config: Config) -> str:
+    """Returns the first few options that a run has otherwise than the first one."""
+    changed = [f"{name}={new}" for name, (_, new) in differences(first, config).items()]
+    more = len(changed) - _MOST_OPTIONS
+    return ", ".join(changed[:_MOST_OPTIONS] + [f"and {more} more"] * (more > 0))
 
 
 def _describe(ends: list[Curve]) -> list[str]:

@@ -6,9 +6,9 @@ from tests.helpers import run
 from tests.test_workdir import make_config
 
 
-def write_run(folder, tokenizer, *records, corpus="pystdlib"):
+def write_run(folder, tokenizer, *records, corpus="pystdlib", **options):
     folder.mkdir()
-    config = make_config(data=dict(tokenizer=tokenizer, corpus=corpus))
+    config = make_config(data=dict(tokenizer=tokenizer, corpus=corpus), **options)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
 
@@ -35,3 +35,27 @@ def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_r
     assert code == 2 and "compare in bits per byte, a reference in nats" in mistake
     code, _, mistake = compare("young")
     assert code == 2 and "no run has a validation" in mistake
+
+
+def test_the_table_names_what_a_run_has_unlike_the_first(tmp_path):
+    scored = {"step": 1, "eval/loss": 5.0, "eval/bits_per_byte": 2.5}
+    write_run(tmp_path / "a", "byte", scored)
+    write_run(tmp_path / "b", "byte", scored, train=dict(num_steps=9), optim=dict(name="lion"))
+    write_run(
+        tmp_path / "c",
+        "byte",
+        scored,
+        corpus="text:a",
+        train=dict(num_steps=8),
+        optim=dict(beta1=0.8),
+    )
+
+    def rows(*given):
+        code, told, mistake = run(None, *given, script="gpt2.compare", cwd=tmp_path)
+        assert code == 0, mistake
+        return [line.split("  ")[-1].strip() for line in told.splitlines() if "  " in line]
+
+    assert rows("a", "b") == ["unlike the first", "5.0000", "optim.name=lion, train.num_steps=9"]
+    assert rows("a") == ["validation (nats per token)", "5.0000"]
+    named = "data.corpus=text:a, optim.name=adamw, optim.beta1=0.8, and 1 more"
+    assert rows("b", "c")[-1] == named
