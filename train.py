@@ -156,7 +156,7 @@ def train(
         eval_step = program.compile_eval(state.params, eval_batch)
         jax.block_until_ready(state)
     clock.peak_flops = total_peak_flops(config.precision.compute)  # on a CPU, measured when idle
-    summary = describe_run(program, feed, train_step, workdir, start)
+    summary = describe_run(program, feed, train_step, clock, workdir, start)
     distributed.only_first(print_summary)(summary)
     validate = Validator(eval_step, feed)
     writers = make_writers(config, workdir, start) or []  # in the first process alone

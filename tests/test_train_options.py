@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import time
+import types
 
 import pytest
 
@@ -111,6 +112,23 @@ def test_the_first_screen_says_what_a_trace_before_the_start_comes_to(start, tol
     assert summary._describe_trace(config, start) == told
     shorter = make_config(logging=asked, train=dict(num_steps=5))
     assert summary._describe_trace(shorter, 0) == "steps 3 to 4, 2 of the 4 asked for"
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "told"),
+    [
+        (
+            *("cpu", "cpu"),
+            "138 GFLOP/s in float32, measured at this start: MFU does not compare with other "
+            "starts",
+        ),
+        ("gpu", "NVIDIA H100 80GB HBM3", "138 GFLOP/s in float32 (NVIDIA H100 data sheet, SXM)"),
+    ],
+)
+def test_the_first_screen_says_of_which_peak_mfu_is_a_share(platform, kind, told):
+    device = types.SimpleNamespace(platform=platform, device_kind=kind)
+    assert summary._describe_peak(138.4e9, "float32", device) == told
+    assert summary._describe_peak(None, "float32", device) == "unknown, so that there is no MFU"
 
 
 def test_the_first_screen_says_that_a_warm_up_takes_the_whole_run():

@@ -11,14 +11,19 @@ from gpt2.model import num_params
 from gpt2.parallel.inspect import describe_spread
 from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.telemetry.flops import model_flops_per_token
-from gpt2.telemetry.throughput import StepClock
+from gpt2.telemetry.throughput import StepClock, peak_source
 from gpt2.training.feed import Feed
 from gpt2.training.program import Program
 from gpt2.utils.text import counted, format_bytes, format_count, format_duration
 
 
 def describe_run(
-    program: Program, feed: Feed, train_step: CompiledStep, workdir: Path, start: int
+    program: Program,
+    feed: Feed,
+    train_step: CompiledStep,
+    clock: StepClock,
+    workdir: Path,
+    start: int,
 ) -> dict[str, dict[str, str]]:
     """Returns the text of the screen before the loop: sections of names and values.
 
@@ -26,6 +31,7 @@ def describe_run(
         program: of the run.
         feed: of the run.
         train_step: the program's, compiled.
+        clock: of the run, which knows the peak of the devices.
         workdir: where the run lives.
         start: the step from which it continues, 0 for a new run.
     """
@@ -65,6 +71,7 @@ def describe_run(
             "kind": f"{jax.device_count()} x {device.device_kind}",
             "layout": program.backend.layout,
             "processes": str(jax.process_count()),
+            "peak": _describe_peak(clock.peak_flops, config.precision.compute, device),
         }
         | ({"settings": settings} if (settings := describe_settings()) else {}),
         "step": {
@@ -87,6 +94,16 @@ def describe_run(
         | ({"trace": _describe_trace(config, start)} if config.logging.profile_steps else {})
         | {"workdir": str(workdir)},
     } | describe_spread(params, text)
+
+
+def _describe_peak(peak_flops: float | None, compute: str, device: jax.Device) -> str:
+    """Says what MFU is a share of, and whether it compares between starts."""
+    if peak_flops is None:
+        return "unknown, so that there is no MFU"
+    rate, source = f"{peak_flops / 1e9:,.0f} GFLOP/s in {compute}", peak_source(device)
+    if source == "measured":
+        return f"{rate}, measured at this start: MFU does not compare with other starts"
+    return f"{rate} ({source})"
 
 
 def _describe_warmup(config: Config) -> str:
