@@ -43,7 +43,7 @@ class Feed:
             **shape,
         )
         self.dataset = dataset
-        self._batch_size = config.data.batch_size
+        self._batch_size, self._log_every = config.data.batch_size, config.train.log_every
         self._train_rows = backend.local_rows(config.data.batch_size)
         self._eval_rows = backend.local_rows(config.micro_batch_size)
         self._put = backend.put_batch
@@ -56,10 +56,15 @@ class Feed:
         return Prefetcher(self._train_batch, range(start, stop), self._put)
 
     def epoch_end(self, step: int) -> str:
-        """Returns what to say if the step, counted from 1, ends an epoch; else an empty text."""
+        """Returns what to say if the step, counted from 1, ends an epoch; else an empty text.
+
+        Of epochs with fewer steps than lie between two lines of metrics, it tells of the first,
+        the second, the fourth and so on: more lines would hide the metrics.
+        """
         windows = self._train.num_windows
         epoch, before = (count * self._batch_size // windows for count in (step, step - 1))
-        if epoch == before:
+        is_short = windows < self._log_every * self._batch_size
+        if epoch == before or (is_short and epoch.bit_count() > 1):
             return ""
         return f"step {step} ends epoch {epoch}: all {counted(windows, 'window')} have been seen"
 
