@@ -37,7 +37,7 @@ from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.telemetry.metrics import MetricsWriter, check_wandb, seconds_taken
 from gpt2.telemetry.plots import plot_losses
-from gpt2.telemetry.progress import Progress, print_summary
+from gpt2.telemetry.progress import Progress, print_summary, told_if_slow
 from gpt2.telemetry.reporter import Reporter, Writer
 from gpt2.telemetry.throughput import StepClock, total_peak_flops
 from gpt2.telemetry.watchdog import Watchdog
@@ -149,7 +149,7 @@ def train(
     )
     # Compile once, before the loop, while the devices still draw the weights. A batch of another
     # shape is an error later.
-    with clock.phase("compile"):
+    with clock.phase("compile"), told_if_slow("compiling the steps of training and validation"):
         batch, eval_batch = feed.examples()
         train_step = program.compile_train(state, batch)
         watch = program.compile_watch(state, batch)

@@ -179,6 +179,13 @@ def test_any_stretch_can_be_read_across_records_and_files(tmp_path, monkeypatch)
     assert records.RecordStream(tmp_path, "validation", 9).read(0, 99).tolist() == list(tokens[:9])
 
 
+def test_a_preparation_is_told_when_it_begins_and_a_prepared_corpus_is_not(tmp_path, capsys):
+    data = DataConfig(corpus="synthetic", tokenizer="byte", data_dir=str(tmp_path))
+    for told in ("preparing synthetic for byte, once\n", ""):
+        prepare.prepare(data)
+        assert capsys.readouterr().out == told
+
+
 def test_nothing_imports_tensorflow(tmp_path):
     code = (
         "import sys\n"

@@ -344,6 +344,14 @@ def test_a_narrow_terminal_takes_the_bar_then_metrics_and_never_the_steps(
     assert ("MFU" in line) == has_mfu and line.endswith(" 1m 48s left")
 
 
+def test_what_takes_long_is_told_once_it_does(capsys):
+    with progress.told_if_slow("compiling", seconds=60.0):
+        pass
+    with progress.told_if_slow("compiling", seconds=0.0):
+        time.sleep(0.2)
+        assert capsys.readouterr().out == "compiling\n"
+
+
 def test_no_time_left_is_told_before_a_step_tells_it(capsys):
     with progress.Progress(total=100) as shown:
         shown.write(0, {"eval/loss": 3.0})

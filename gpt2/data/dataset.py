@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.splits import SPLITS, write_splits
 from gpt2.data.tokenizer_names import check_spec
-from gpt2.errors import UserError, warn
+from gpt2.errors import UserError, tell, warn
 from gpt2.utils import digests, files
 from gpt2.utils.text import format_bytes
 
@@ -87,6 +88,10 @@ def data_root(data_dir: str) -> Path:
 def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     """Returns the prepared corpus of a config, and prepares it first if it is not prepared yet.
 
+    Args:
+        data: the `data.` options.
+        show_progress: says so if it prepares, and how far it is.
+
     Raises:
         UserError: the corpus, the tokenizer, the validation share or the directory cannot be used.
     """
@@ -104,6 +109,8 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
                 if (damage := _find_damage(directory)) is not None:
                     if damage:
                         warn(f"{directory} is damaged ({damage}), and is prepared anew")
+                    if show_progress:
+                        tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
                     _write(directory, corpus, data, show_progress)
         except OSError as error:
             raise UserError(

@@ -3,10 +3,12 @@
 On a terminal rich draws them. Elsewhere (a file, a pipe, a CI log) they are plain lines.
 """
 
+import contextlib
 import math
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from gpt2.errors import tell, unheard
 from gpt2.telemetry.event_file import Histogram
@@ -56,6 +58,18 @@ def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
     console = Console()
     console.print(table)
     console.print()
+
+
+@contextlib.contextmanager
+def told_if_slow(text: str, seconds: float = 1.0) -> Iterator[None]:
+    """Prints a line if the body takes longer, such as a compilation that no cache saves."""
+    timer = threading.Timer(seconds, tell, (text, sys.stdout))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Progress:
