@@ -150,16 +150,17 @@ def get_config() -> ConfigDict:
         dict(
             backend="pjit",  # pjit: jax.jit with shardings; pmap: data parallel only
             strategy="auto",  # ddp: data alone; zero1: fsdp splits the optimizer's state alone;
-            # zero3: parameters and gradients too (Rajbhandari et al. 2020, arXiv 1910.02054);
+            # zero3: stored parameters too, and gradients if fsdp_gather is layer (Rajbhandari et
+            # al. 2020, arXiv 1910.02054);
             # megatron: tensor splits the sequence too, between attention and MLP (Korthikanti et
             # al. 2022, arXiv 2205.05198). The last three take all devices for their axis while its
             # size is 1. auto: as the sizes say, fsdp as in zero3
             data=-1,  # devices that split the batch; -1: the rest
             fsdp=1,  # devices that split the batch and the stored parameters
             tensor=1,  # devices that split heads, MLP and vocabulary
-            fsdp_gather="auto",  # when parameters are gathered: layer holds least; step sends
-            # least with many micro-batches; auto: docs/parallelism.md. Means nothing where fsdp=-1
-            # finds no more than one device
+            fsdp_gather="auto",  # when parameters are gathered: layer holds least; step holds all
+            # of them and their gradients whole, and sends least with many micro-batches; auto:
+            # docs/parallelism.md. Means nothing where fsdp=-1 finds no more than one device
             rules=dict(  # axis of a parameter: what stores it in parts, or none
                 table="tensor,fsdp",  # the width of an embedding
                 embed="fsdp",  # the model's width, in kernels
