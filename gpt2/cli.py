@@ -255,7 +255,10 @@ def _no_option(
 def _given(arguments: list[str], options: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields the name and the value of every flag; `True` or `False` for `--flag` and `--noflag`.
 
-    As absl reads them: a flag that is not boolean takes the next argument, whatever that is.
+    As absl reads them: a flag that is not boolean takes the next argument.
+
+    Raises:
+        UserError: that argument is a flag too, which absl would take for the value.
     """
     rest = iter(arguments)
     for argument in rest:
@@ -272,7 +275,12 @@ def _given(arguments: list[str], options: dict[str, Any]) -> Iterator[tuple[str,
         elif not kind and name.startswith("no"):
             yield name.removeprefix("no"), "False"
         elif kind:
-            yield name, next(rest, "")
+            value = next(rest, "")
+            if re.match(r"--\w", value):
+                raise UserError(
+                    f"--{name} has no value: {value} follows it", f"Write --{name}=VALUE"
+                )
+            yield name, value
         else:
             yield name, ""
 

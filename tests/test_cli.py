@@ -38,6 +38,16 @@ def test_a_config_that_is_no_file_is_named_in_both_forms(parse, form):
         parse(*form)
 
 
+def test_a_flag_is_not_taken_for_the_value_of_another(parse):
+    flags.DEFINE_string("visualize", None, "", flag_values=flags.FLAGS)
+    told = r"^--visualize has no value: --config\.seed=1 follows it\. Write --visualize=VALUE\.$"
+    with pytest.raises(UserError, match=told):
+        parse("--visualize", "--config.seed=1")
+    parse("--visualize=--config.seed=1")
+    parse("--visualize", "-- wte")
+    assert flags.FLAGS.visualize == "-- wte"
+
+
 def test_a_folder_of_a_run_and_files_of_other_kinds_are_told(parse, tmp_path):
     run = tmp_path / "quickstart"  # as a file of configs/ is called
     run.mkdir()

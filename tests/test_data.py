@@ -362,13 +362,18 @@ def test_directory_from_environment(monkeypatch, tmp_path):
         ("pystdlib:x", "Write pystdlib"),
         ("text", "Write text:GLOB"),
         ("text:", "Write text:GLOB"),
-        ("text:no/such/*.txt", "no file matches 'no/such/"),
+        ("text:no/such/*.txt", r"no file matches 'no/such/\*\.txt' in /\S+\. Give"),
+        ("text:/no/such.txt", r"no file matches '/no/such\.txt'\. Give"),
         ("text:EMPTY", "holds no text"),
         ("text:LATIN", "LATIN cannot be read .*utf-8"),
         ("jsonl:CUT.gz", r"CUT\.gz cannot be read .*ended before"),
         ("jsonl:PLAIN.gz", r"PLAIN\.gz cannot be read .*gzip"),
         ("jsonl:DEEP", "DEEP:1 is not JSON"),
-        ("text:TINY", "^val_fraction=0.1 leaves a split .* empty"),
+        (
+            "text:TINY",
+            r"^data\.val_fraction=0\.1 leaves a split of data\.corpus='text:TINY' empty, which "
+            r"holds 1 byte\. Choose a corpus with a longer text or more documents that differ\.$",
+        ),
         ("jsonl:LINES#body", "LINES:1 has no text in the field 'body'"),
         ("parquet:LATIN", "cannot be read"),
         ("parquet:TABLE#body", "no column 'body'.*one of: text, number"),
@@ -391,9 +396,11 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, co
 
 
 def test_equal_documents_alone_leave_a_split_empty(tmp_path, make):
-    (tmp_path / "d.jsonl").write_text('{"text": "the same"}\n' * 9)
-    with pytest.raises(UserError, match=r"leaves a split .* empty.*documents that differ"):
-        make(f"jsonl:{tmp_path}/d.jsonl")
+    for number, how in ((9, ""), (125, ", or another --config.data.val_fraction")):
+        (tmp_path / "d.jsonl").write_text('{"text": "the same"}\n' * number)
+        told = rf"empty, which holds [\d,]+ bytes\. Choose .* documents that differ{how}\.$"
+        with pytest.raises(UserError, match=told):
+            make(f"jsonl:{tmp_path}/d.jsonl")
 
 
 def test_unwritable_directory_is_refused(tmp_path, make):

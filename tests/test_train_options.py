@@ -80,6 +80,15 @@ def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):
     assert message in stderr
 
 
+def test_a_plan_is_named_by_the_flag_that_asks_for_it(tmp_path):
+    code, _, stderr = run(None, "--plan_devices=8", "--workdir=run", *SHORT, cwd=tmp_path)
+    assert (code, stderr) == (
+        2,
+        "error: --workdir would be ignored: --plan_devices only compiles, in one process. Leave "
+        "out --workdir.\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("every", "told"),
     [

@@ -93,7 +93,7 @@ class TrainConfig:
         if saves_once and self.keep_checkpoints != DEFAULTS.train.keep_checkpoints:
             raise UserError(
                 f"train.keep_checkpoints={self.keep_checkpoints} is ignored while "
-                "train.checkpoint_every=0 and train.eval_every=0: only the end is saved",
+                "train.checkpoint_every=0 and train.eval_every=0 save the end alone",
                 f"Use --config.train.keep_checkpoints={DEFAULTS.train.keep_checkpoints}, or give "
                 "--config.train.checkpoint_every",
             )

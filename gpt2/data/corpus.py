@@ -86,8 +86,9 @@ def find_files(pattern: str) -> list[Path]:
     expanded = str(Path(pattern).expanduser())
     files = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if Path(p).is_file()]
     if not files:
+        where = "" if Path(expanded).is_absolute() else f" in {Path.cwd()}"
         raise UserError(
-            f"data.corpus: no file matches {pattern!r} in {Path.cwd()}", _advise_on_glob(expanded)
+            f"data.corpus: no file matches {pattern!r}{where}", _advise_on_glob(expanded)
         )
     return files
 

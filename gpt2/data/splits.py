@@ -24,10 +24,12 @@ from gpt2.data.records import RecordWriter
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.data.tokenizer_names import build
 from gpt2.errors import UserError
+from gpt2.utils.text import counted
 
 SPLITS = ("train", "validation")
 PIECE_CHARACTERS = 2**18  # longer documents are encoded in pieces, shorter ones several at once
 WEIGHED_BYTES = 2**30  # corpora up to this size are read once more, for their documents' sizes
+_LEAST_BYTES = 1000  # of a text; no share of a shorter one helps to train
 # A piece ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PIECE_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
@@ -79,9 +81,14 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
             bar.advance(task, len(text))
         num_compressed += len(compressor.flush())
     if min(total["num_tokens"] for total in totals.values()) < 2:
+        num_bytes = sum(total["num_bytes"] for total in totals.values())
+        how = "Choose a corpus with a longer text or more documents that differ"
+        if num_bytes >= _LEAST_BYTES:
+            how += ", or another --config.data.val_fraction"
         raise UserError(
-            f"val_fraction={data.val_fraction} leaves a split of {data.corpus!r} empty",
-            "Choose another share, or a corpus with a longer text or more documents that differ",
+            f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
+            f"empty, which holds {counted(num_bytes, 'byte')}",
+            how,
         )
     writer.close()
     bits_per_byte = 8 * num_compressed / totals["validation"]["num_bytes"]

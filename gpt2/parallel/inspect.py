@@ -48,8 +48,7 @@ def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
     raise UserError(
         f"parallel.{' and parallel.'.join(asked)} {leave} {share:.1%} of the parameters whole on "
         f"every device, {next(iter(whole))} first",
-        "Give its axes rules with --config.parallel.rules. If the model is too small, use "
-        + data_parallel_flags(),
+        "Give its axes --config.parallel.rules or, for a small model, use " + data_parallel_flags(),
     )
 
 

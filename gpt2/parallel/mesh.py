@@ -138,8 +138,7 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
         raise UserError(
             f"process {jax.process_index()} holds {held} rows of the batch, scattered among "
             f"{stop - start}: {', '.join(f'{first} to {last - 1}' for first, last in parts)}",
-            "Give each process a block of devices: try other sizes of --config.parallel.data, "
-            "--config.parallel.fsdp and --config.parallel.tensor",
+            "Try other sizes of --config.parallel.data, fsdp and tensor",
         )
     return slice(start, stop)
 

@@ -18,7 +18,11 @@ def define_flags() -> None:
     cli.define_config()
     text, number = flags.DEFINE_string, flags.DEFINE_integer
     text("workdir", None, "Where the run lives; runs/<config name> if not given.")
-    text("visualize", None, "Draw how parameters, moments and batches of this name are spread.")
+    text(
+        "visualize",
+        None,
+        "Draw how the parameters, moments and batches are spread whose names match this REGEX.",
+    )
     text("visualize_to", None, "A picture of the same; if not given, sharding.png in the workdir.")
     flags.DEFINE_float(
         "max_seconds",
@@ -67,8 +71,13 @@ def check() -> None:
 
 def asks_for_plan() -> bool:
     """Returns whether the flags ask for a plan in place of a run."""
-    args = flags.FLAGS
-    return bool(args.plan or args.plan_devices or args.plan_search) or args.plan_chips is not None
+    return bool(_planning_flags())
+
+
+def _planning_flags() -> list[str]:
+    """Returns the flags given that ask for a plan, without dashes."""
+    names = ("plan", "plan_devices", "plan_search", "plan_chips")
+    return [name for name in names if flags.FLAGS[name].value not in (None, False, 0)]
 
 
 def _check_run() -> None:
@@ -108,9 +117,9 @@ def _check_processes() -> None:
 
 def _check_plan() -> None:
     args = flags.FLAGS
-    cli.refuse_ignored("max_seconds", "a plan trains nothing")
-    for name in ("workdir", *_PROCESSES):
-        cli.refuse_ignored(name, "--plan only compiles, in one process")
+    because = f"--{_planning_flags()[0]} only compiles, in one process"
+    for name in ("max_seconds", "workdir", *_PROCESSES):
+        cli.refuse_ignored(name, because)
     if args.plan_chips is not None:
         cli.refuse_ignored("plan_devices", "--plan_chips says how many devices there are")
     if args.plan_search:
