@@ -190,7 +190,7 @@ def get_config() -> ConfigDict:
             tensorboard=True,
             wandb=False,
             watch_every=0,  # steps between norms and histograms of every tensor; 0: off
-            profile_start=0,  # first step of the trace, counted from 0
+            profile_start=0,  # steps before the trace: it counts from 0, lines of metrics from 1
             profile_steps=0,  # steps in the trace and on the page profile/profile.md; 0: none
         )
     )

@@ -324,7 +324,7 @@ def test_trace_holds_the_named_steps_and_no_others_beside_its_page(tmp_path, cap
     (file,) = tmp_path.rglob("*.xplane.pb")
     assert [step.name for step in read_trace(file).steps] == ["3", "4"]
     written = (tmp_path / "profile.md").read_text()
-    assert "Mean of 2 steps, 3 to 4, on cpu" in written and "| product |" in written
+    assert "Mean of 2 steps, 3 to 4 counted from 0, on cpu" in written and "| product |" in written
     assert written == page.explain(tmp_path) == page.explain(file)
     assert f"See {tmp_path / 'profile.md'}" in capsys.readouterr().out
 

@@ -110,8 +110,8 @@ def test_the_first_screen_says_what_an_interval_beyond_the_run_comes_to(every, t
 @pytest.mark.parametrize(
     ("start", "told"),
     [
-        (0, "steps 3 to 6"),
-        (4, "steps 4 to 6, 3 of the 4 asked for"),
+        (0, "steps 3 to 6, counted from 0"),
+        (4, "steps 4 to 6, counted from 0, 3 of the 4 asked for"),
         (7, "none: the run continues from step 7, after those of logging.profile_start"),
     ],
 )
@@ -120,7 +120,8 @@ def test_the_first_screen_says_what_a_trace_before_the_start_comes_to(start, tol
     config = make_config(logging=asked, train=dict(num_steps=8))
     assert summary._describe_trace(config, start) == told
     shorter = make_config(logging=asked, train=dict(num_steps=5))
-    assert summary._describe_trace(shorter, 0) == "steps 3 to 4, 2 of the 4 asked for"
+    told = summary._describe_trace(shorter, 0)
+    assert told == "steps 3 to 4, counted from 0, 2 of the 4 asked for"
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,33 @@ def test_the_first_screen_says_that_a_warm_up_takes_the_whole_run():
         reached = "are never reached" not in summary._describe_warmup(config)
         assert reached == rates[warmup]
     assert rates == {4: True, 8: False, 9: False}
+
+
+@pytest.mark.parametrize(("num_steps", "percent"), [(8, 0), (20, 10)])
+def test_a_run_in_its_warm_up_is_told_flags_with_which_it_leaves_it(num_steps, percent):
+    config = make_config(train=dict(num_steps=num_steps), optim=dict(warmup_steps=100))
+    flags = f"--config.optim.warmup_percent={percent} --config.optim.warmup_steps=0"
+    assert summary._describe_warmup(config).endswith(f" are never reached; give {flags}")
+    given = dict(warmup_percent=float(percent), warmup_steps=0)
+    shorter = make_config(train=dict(num_steps=num_steps), optim=given)
+    assert summary._describe_warmup(shorter) == f"{num_steps * percent // 100} steps"
+    make_schedule(shorter.optim, num_steps)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "yardstick"),
+    [(2**15, " (zlib -9 needs 2.037 for the same text)"), (2**15 - 1, "")],
+)
+def test_zlib_is_no_yardstick_for_a_text_shorter_than_its_window(num_bytes, yardstick):
+    split = types.SimpleNamespace(num_bytes=num_bytes)
+    dataset = types.SimpleNamespace(splits={"validation": split}, zlib_bits_per_byte=2.0374)
+    feed = types.SimpleNamespace(dataset=dataset, eval_is_whole=True)
+    clock = types.SimpleNamespace(shares=lambda: {"step": 1.0}, total_seconds=83.0)
+    scores = {"eval/loss": 8.13748, "eval/perplexity": 3420.512, "eval/bits_per_byte": 1.6102}
+    assert summary.describe_results(scores, feed, clock) == (
+        "time: 1m 23s; step 100%\n"
+        f"validation loss 8.1375, perplexity 3,420.51, 1.610 bits per byte{yardstick}"
+    )
 
 
 def test_a_plan_says_what_a_step_takes_and_leaves_nothing(tmp_path):

@@ -100,7 +100,7 @@ def describe_warmup(config: Config) -> str:
         return ""
     return (
         f"Learning rates only rise: the warm-up has {warmup:,} steps, and a run {num_steps:,}. "
-        "Give --config.optim.warmup_percent=10 --config.optim.warmup_steps=0."
+        f"Give {config.optim.shorter_warmup(num_steps)}."
     )
 
 

@@ -281,6 +281,11 @@ class OptimConfig:
         """Returns the steps of the warm-up in a run of `num_steps`."""
         return self.warmup_steps or _share(num_steps, self.warmup_percent)
 
+    def shorter_warmup(self, num_steps: int) -> str:
+        """Returns the flags with which a run of `num_steps` leaves its warm-up in time."""
+        percent = 10 if num_steps >= 10 else 0
+        return f"--config.optim.warmup_percent={percent} --config.optim.warmup_steps=0"
+
     def decay(self, num_steps: int) -> int:
         """Returns the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
         percent = self.decay_percent or _DECAY_PERCENT

@@ -166,7 +166,7 @@ def _headline(
 def _about(charged: Account, program: ProgramText | None, machine: Machine) -> str:
     steps = counted(charged.steps, "step")
     if charged.numbers:
-        steps += f", {charged.numbers[0]} to {charged.numbers[-1]}"
+        steps += f", {charged.numbers[0]} to {charged.numbers[-1]} counted from 0"
     text = f"Mean of {steps}, on {_rates(machine)}."
     if charged.recording > 0.01 * charged.seconds:
         text += (

@@ -16,6 +16,8 @@ from gpt2.training.feed import Feed
 from gpt2.training.program import Program
 from gpt2.utils.text import counted, format_bytes, format_count, format_duration
 
+_ZLIB_WINDOW = 2**15  # bytes; in a shorter text zlib finds too little to repeat to be a yardstick
+
 
 def describe_run(
     program: Program,
@@ -48,7 +50,7 @@ def describe_run(
     flops = tokens * model_flops_per_token(program.model.config)
     compiled = f"{format_count(train_step.flops)} a device" if train_step.flops else "unknown"
     text = train_step.text()
-    once = ", loops counted once" if " while(" in text else ""  # by XLA
+    once = " (XLA counts one turn of a loop)" if " while(" in text else ""
     memory = train_step.memory
     cached = ", from the cache" if train_step.from_cache else ""
     return {
@@ -111,7 +113,10 @@ def _describe_warmup(config: Config) -> str:
     if warmup < num_steps:
         return counted(warmup, "step")
     what = "all of the run" if warmup == num_steps else "more than the run has"
-    return f"{counted(warmup, 'step')}, {what}: optim.schedule and its rates are never reached"
+    return (
+        f"{counted(warmup, 'step')}, {what}: optim.schedule and its rates are never reached; "
+        f"give {config.optim.shorter_warmup(num_steps)}"
+    )
 
 
 def _describe_times(every: int, num_steps: int) -> str:
@@ -137,7 +142,7 @@ def _describe_trace(config: Config, start: int) -> str:
     if not traced:
         return f"none: the run continues from step {start}, after those of logging.profile_start"
     missing = f", {len(traced)} of the {asked} asked for" if len(traced) < asked else ""
-    return f"steps {traced[0]} to {traced[-1]}{missing}"
+    return f"steps {traced[0]} to {traced[-1]}, counted from 0{missing}"
 
 
 def describe_results(
@@ -153,10 +158,12 @@ def describe_results(
     """
     time = ", ".join(f"{name} {share:.0%}" for name, share in clock.shares().items())
     whose = " over all starts; of this one" if start else ";"
-    line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:.2f}"
+    line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
-        zlib = f"zlib -9 needs {feed.dataset.zlib_bits_per_byte:.3f} for the same text"
-        line += f", {scores['eval/bits_per_byte']:.3f} bits per byte ({zlib})"
+        line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
+        if feed.dataset.splits["validation"].num_bytes >= _ZLIB_WINDOW:
+            zlib = f"{feed.dataset.zlib_bits_per_byte:.3f}"
+            line += f" (zlib -9 needs {zlib} for the same text)"
     if not feed.eval_is_whole:
         line += f", on {_describe_part(feed)}"
     return f"time: {format_duration(clock.total_seconds)}{whose} {time}\n{line}"
