@@ -80,8 +80,8 @@ def validation_data() -> DataConfig:
     if not (args.corpus or learnt_here):
         raise UserError(
             "these weights came without a corpus",
-            "For example, use --corpus=pystdlib, with the --val_fraction that training held out, "
-            "or give other --tasks",
+            "Add --corpus=text:FILE, or another corpus, and the --val_fraction that training held "
+            "out; or give other --tasks",
         )
     if not args.corpus:
         return data

@@ -15,6 +15,7 @@ from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
+from gpt2.hf import __main__ as hf_command
 from gpt2.hf.runs import import_run
 from gpt2.hf.tensor_files import read_safetensors, read_torch, write_safetensors
 from gpt2.hf.tokenizer import save_tokenizer
@@ -33,6 +34,22 @@ def test_import_command_makes_a_run_that_exports_the_same_bits(tmp_path):
     hf.save(tmp_path / "copy", cfg, params, loaded)
     weights = "model.safetensors"
     assert (tmp_path / "copy" / weights).read_bytes() == (source / weights).read_bytes()
+
+
+def test_import_prints_what_the_run_is_and_the_commands_that_take_it(tmp_path, capsys):
+    source, run = peer.write_model(tmp_path / "source", "tied"), tmp_path / "my run"
+    save_tokenizer(source, peer.characters(131), 96)
+    hf_command._import(source, run)
+    init = f"--config={run}/config.json", f"--config.train.init_from=run:{run}"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{run}: 2 layers, 32 wide",
+        "to score:",
+        f"  python eval.py '--workdir={run}' --corpus=text:FILE",
+        "to sample:",
+        f"  python -m gpt2.generate '--workdir={run}' --prompt=TEXT",
+        "to train on:",
+        f"  python train.py '{init[0]}' '{init[1]}' --config.data.corpus=text:FILE --workdir=DIR",
+    ]
 
 
 def test_shards_and_names_without_prefix_load_the_same(tmp_path):

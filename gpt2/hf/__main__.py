@@ -21,6 +21,8 @@ from absl import flags
 
 from gpt2.errors import require_writable
 from gpt2.hf.runs import export_run, import_run
+from gpt2.utils.terminal import wrap_command
+from gpt2.utils.text import counted
 
 
 def main(command: str) -> None:
@@ -33,7 +35,16 @@ def main(command: str) -> None:
 
 def _import(source: Path, workdir: Path) -> None:
     cfg = import_run(source, workdir)
-    print(f"{workdir}: {cfg.num_layers} layers of width {cfg.embed_dim}")
+    print(f"{workdir}: {counted(cfg.num_layers, 'layer')}, {cfg.embed_dim} wide")
+    given = f"--workdir={workdir}"
+    weights = f"--config={workdir / 'config.json'}", f"--config.train.init_from=run:{workdir}"
+    for what, *command in (
+        ("score", "eval.py", given, "--corpus=text:FILE"),
+        ("sample", "-m", "gpt2.generate", given, "--prompt=TEXT"),
+        ("train on", "train.py", *weights, "--config.data.corpus=text:FILE", "--workdir=DIR"),
+    ):
+        print(f"to {what}:")
+        print(wrap_command(["python", *command], indent="  "))
 
 
 def _export(workdir: Path, directory: Path) -> None:
