@@ -75,6 +75,7 @@ def main() -> int:
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
+    launch.say_when_left(partial(run_files.describe_saved, workdir))
     launch.end_on_interrupt()
     run_files.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
@@ -177,7 +178,6 @@ def train(
     limit = flags.FLAGS.max_seconds
     deadline = Deadline(limit, config.train, clock, checkpointer, lambda: validate.seconds)
     deadline.check(start)
-    launch.say_when_left(partial(run_files.describe_saved, workdir))
 
     # Metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}

@@ -139,9 +139,9 @@ def ignore_interrupts() -> None:
 
 
 def say_when_left(words: Callable[[], str]) -> None:
-    """Lets a second Ctrl-C add what `words` returns to its line, unless it fails or hangs.
+    """Lets a Ctrl-C that ends the process at once add what `words` returns to its line.
 
-    A thread calls it.
+    A thread calls it. It may fail or hang, and is then left out.
     """
     _last_words[:] = [words]
 
@@ -170,6 +170,8 @@ def _watch_interrupts(reader: int) -> None:
 
 
 def _find_last_words() -> str:
+    if not _last_words:
+        return ""
     found: list[str] = []
 
     def find() -> None:
@@ -187,7 +189,7 @@ def _do_nothing(*_: object) -> None:
 
 
 def _stop(*_: object) -> None:
-    _end("stopped by SIGINT")
+    _end(f"stopped by SIGINT{_find_last_words()}")
 
 
 def _end(line: str) -> None:

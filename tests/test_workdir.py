@@ -57,6 +57,16 @@ def test_a_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
         run_files.check_options(workdir, only_at_the_end)
 
 
+def test_a_run_that_is_left_says_what_the_same_command_does(tmp_path):
+    workdir = tmp_path / "run"
+    again = "; nothing is saved yet, and the same command starts again"
+    assert run_files.describe_saved(workdir) == again
+    write_run(workdir, make_config(), steps_logged=5)
+    assert run_files.describe_saved(workdir) == again
+    write_run(workdir, make_config(), steps_logged=5, checkpoints=(2, 4))
+    assert run_files.describe_saved(workdir) == "; the same command continues from step 4"
+
+
 def test_a_run_whose_saves_have_all_failed_starts_anew(tmp_path):
     config = make_config(train=dict(checkpoint_every=2))
     workdir = write_run(tmp_path / "unsaved", config, steps_logged=5)

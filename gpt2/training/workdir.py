@@ -266,7 +266,9 @@ def _newest_whole_weights(workdir: Path) -> int | None:
 def describe_saved(workdir: Path) -> str:
     """Returns what a run that ends now leaves, as the end of a sentence."""
     step = latest_step(workdir)
-    return f"; the same command continues from step {step}" if step else "; nothing is saved yet"
+    if step:
+        return f"; the same command continues from step {step}"
+    return "; nothing is saved yet, and the same command starts again"
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
