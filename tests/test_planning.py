@@ -12,7 +12,7 @@ from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.model import num_params
-from gpt2.planning import candidates, command
+from gpt2.planning import candidates, command, screen
 from gpt2.planning.plan import OutOfMemory, make_plan, usable_memory
 from gpt2.planning.search import Search
 from gpt2.telemetry.chips import BOARDS, Board
@@ -164,6 +164,21 @@ def test_arithmetic_gives_the_state_and_never_more_than_the_compiler():
         planned = make_plan(candidate.config, devices)
         state = planned.bytes_needed - planned.memory["activations"]
         assert state <= candidate.least_bytes <= planned.bytes_needed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0, "0 ms"),
+        (3.2e-7, "0.32 µs"),
+        (9.95e-5, "99.5 µs"),
+        (1e-4, "0.10 ms"),
+        (0.02423, "24.23 ms"),
+        (3.428, "3,428 ms"),
+    ],
+)
+def test_times_of_tiny_models_are_no_zeros(seconds, told):
+    assert screen._milliseconds(seconds) == told
 
 
 def test_jax_takes_three_quarters_of_a_gpu_unless_told_otherwise(monkeypatch):

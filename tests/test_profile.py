@@ -1,6 +1,7 @@
 """From a profile to a cause: what operations need, where time goes, and what the page says."""
 
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from gpt2.profile.machine import Machine
 from gpt2.profile.products import product_flops
 from gpt2.profile.profiler import Profiler
 from gpt2.profile.program import ProgramText, part_of
-from gpt2.profile.trace import Ran, Span, Trace, read_trace
+from gpt2.profile.trace import Ran, Span, Trace, find_trace, read_trace
 from gpt2.training.program import Program
 from gpt2.utils.hlo import parse_instruction
 
@@ -332,6 +333,17 @@ def test_trace_holds_the_named_steps_and_no_others_beside_its_page(tmp_path, cap
 def test_run_that_ends_within_the_trace_still_writes_it(tmp_path):
     traced(tmp_path, first=6, steps=100)
     assert "Mean of 2 steps, 6 to 7" in (tmp_path / "profile.md").read_text()
+
+
+def test_a_share_beyond_a_limit_is_explained_above_its_table(tmp_path):
+    traced(tmp_path)
+    text = page.read_program(tmp_path / page.PROGRAM)
+    charged = account(read_trace(find_trace(tmp_path)), text)
+    for rate, told in ((1e18, 0), (1e3, 3)):  # an operation does far less than the first
+        machine = Machine("a machine", "invented", {"f32": rate}, rate)
+        written = page.render(charged, text, machine)
+        above = r"\n\nIts limit passes 100% where [^\n]* share their time\.\n\n\| (part|kind|op)"
+        assert len(re.findall(above, written)) == told
 
 
 def test_a_trace_without_a_step_warns_and_goes_on(tmp_path, capsys):

@@ -286,6 +286,8 @@ def test_telemetry_loads_nothing_heavy():
         (text.format_count(124_439_808), "124.4M"),
         (text.format_count(9e9), "9B"),
         (text.format_count(1.07789e16), "10.8P"),
+        (text.format_rate(9_500.4), "9,500"),
+        (text.format_rate(31_000), "31.0k"),
         (text.format_bytes(512), "512 B"),
         (text.format_bytes(3.4 * 2**30), "3.4 GiB"),
         (text.format_duration(42.4), "42s"),

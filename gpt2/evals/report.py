@@ -11,6 +11,7 @@ from rich.table import Table
 
 from gpt2.evals.scoring import Score
 from gpt2.utils import files
+from gpt2.utils.terminal import wrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +78,12 @@ def print_table(figures: Sequence[Figure]) -> None:
         stderr = f"{figure.stderr:.2g}" if figure.num_examples > 1 else "unknown"
         numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
         table.add_row(figure.task, figure.metric, *numbers)
-    console = Console()
-    console.print(table)
+    Console().print(table)
     conventions: dict[tuple[str, str], list[str]] = {}
     for figure in figures:
         conventions.setdefault((figure.task, figure.convention), []).append(figure.metric)
     for (task, convention), metrics in conventions.items():
-        console.print(f"{task}, {', '.join(metrics)}: {convention}", style="dim", markup=False)
+        print(wrap(f"{task}, {', '.join(metrics)}: {convention}"))
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:

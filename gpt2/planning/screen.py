@@ -35,9 +35,7 @@ def describe_plan(
                 "FLOPs per step": format_count(plan.flops),
                 "compiled in": f"{plan.compile_seconds:.1f} s",
             },
-            "memory of a device": {
-                name: f"{format_bytes(size)} ({size:,} bytes)" for name, size in memory.items()
-            },
+            "memory of a device": {name: format_bytes(size) for name, size in memory.items()},
         }
         | describe_spread(plan.state.params, plan.text)
         | {
@@ -134,4 +132,6 @@ def _describe_fit(plan: Plan, board: str) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 2}f} ms"
+    if 0 < seconds < 1e-4:  # 0.10 ms would be a guess, and 0.00 ms nothing
+        return f"{1e6 * seconds:.3g} µs"
+    return f"{1e3 * seconds:,.{2 if 0 < seconds < 0.1 else 0}f} ms"

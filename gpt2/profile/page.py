@@ -216,13 +216,14 @@ def _groups(
     groups: defaultdict[str, list[tuple[Operation, Cost]]] = defaultdict(list)
     for operation, cost in rows:
         groups[key(operation)].append((operation, cost))
-    lines = []
+    lines, reached = [], []
     for name, members in groups.items():
         seconds = sum(cost.seconds for _, cost in members)
         flops = sum(o.flops * cost.count for o, cost in members)
         size = sum(o.bytes * cost.count for o, cost in members)
         count = sum(cost.count for _, cost in members)
         least = sum(_least(o, cost, machine) for o, cost in members)
+        reached.append(least / seconds if seconds else 0.0)
         lines.append(
             (
                 seconds,
@@ -235,7 +236,7 @@ def _groups(
                 f"{least / seconds:.0%}" if least and seconds else "",
             )
         )
-    return f"## By {title}\n\n" + _table(
+    return f"## By {title}\n\n{_explain_excess(reached)}" + _table(
         (title, "per step", "share", "operations", "GFLOP of products", "GB", "of its limit"),
         [line[1:] for line in sorted(lines, reverse=True)],
     )
@@ -260,11 +261,12 @@ def _loops(charged: Account, program: ProgramText | None) -> str:
 
 def _top(rows: Iterable[tuple[Operation, Cost]], charged: Account, machine: Machine) -> str:
     ranked = sorted(rows, key=lambda row: -row[1].seconds)[:_TOP]
-    lines = []
+    lines, reached = [], []
     for operation, cost in ranked:
         products, memory = machine.limits(operation.flops, operation.dtype, operation.bytes)
         least = _least(operation, cost, machine)
         limit = ("products" if products >= memory else "memory") if least else ""
+        reached.append(least / cost.seconds if cost.seconds else 0.0)
         lines.append(
             (
                 f"`{operation.name}`",
@@ -289,7 +291,18 @@ def _top(rows: Iterable[tuple[Operation, Cost]], charged: Account, machine: Mach
         "limit",
         "of limit",
     )
-    return f"## The {len(lines)} longest operations\n\n" + _table(head, lines)
+    title = f"## The {len(lines)} longest operations"
+    return f"{title}\n\n{_explain_excess(reached)}" + _table(head, lines)
+
+
+def _explain_excess(reached: Iterable[float]) -> str:
+    """Returns a paragraph if an operation of a table is faster than its limit allows."""
+    if max(reached, default=0.0) <= 1.0:
+        return ""
+    return (
+        "Its limit passes 100% where a cache holds operands, or where operations that run at once "
+        "share their time.\n\n"
+    )
 
 
 def _notes(rows: Sequence[tuple[Operation, Cost]], charged: Account) -> str:
@@ -300,8 +313,7 @@ def _notes(rows: Sequence[tuple[Operation, Cost]], charged: Account) -> str:
         "step.\n"
         "- Operations that run at once share their time, so that shares add up to the step.\n"
         "- The limit of an operation is the larger of FLOPs of its products over the rate of "
-        "products, and bytes of its operands and results over that of memory. Operands in a cache "
-        "let it pass 100%.\n"
+        "products, and bytes of its operands and results over that of memory.\n"
         "- The loss computes its gradient beside itself: both count as `head forward`."
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from gpt2.errors import tell, unheard
 from gpt2.telemetry.event_file import Histogram
 from gpt2.utils.terminal import on_terminal
-from gpt2.utils.text import format_bytes, format_count, format_duration
+from gpt2.utils.text import format_bytes, format_duration, format_rate
 
 # How each metric reads in a line, in this order; others appear only in metrics.jsonl.
 _SHOWN = {
@@ -23,7 +23,7 @@ _SHOWN = {
     "eval/loss": lambda value: f"val loss {value:.4f}",
     "eval/perplexity": lambda value: f"perplexity {value:,.2f}",
     "eval/bits_per_byte": lambda value: f"bits/byte {value:.4f}",
-    "perf/tokens_per_second": lambda value: f"{format_count(value)} tokens/s",
+    "perf/tokens_per_second": lambda value: f"{format_rate(value)} tokens/s",
     "perf/mfu": lambda value: f"MFU {value:.1%}",
     "perf/peak_memory_bytes": lambda value: f"peak {format_bytes(value)}",
 }

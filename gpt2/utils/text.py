@@ -12,10 +12,15 @@ def counted(number: int, noun: str) -> str:
 
 def format_count(number: float) -> str:
     """Writes a count: 950, 9,500, 12.3k, 124.4M, 9B."""
+    return format_rate(number).replace(".0", "")
+
+
+def format_rate(number: float) -> str:
+    """Writes what was measured, a zero behind the point too: 950, 9,500, 12.3k, 31.0k."""
     if abs(number) < 1e4:
         return f"{number:,.0f}"
     size, unit = next(pair for pair in _UNITS if abs(number) >= pair[0])
-    return f"{number / size:.1f}".removesuffix(".0") + unit
+    return f"{number / size:.1f}{unit}"
 
 
 def format_bytes(number: float) -> str:
