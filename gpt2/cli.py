@@ -276,13 +276,21 @@ def _given(arguments: list[str], options: dict[str, Any]) -> Iterator[tuple[str,
             yield name.removeprefix("no"), "False"
         elif kind:
             value = next(rest, "")
-            if re.match(r"--\w", value):
+            if _is_flag(value, options):
                 raise UserError(
                     f"--{name} has no value: {value} follows it", f"Write --{name}=VALUE"
                 )
             yield name, value
         else:
             yield name, ""
+
+
+def _is_flag(argument: str, options: dict[str, Any]) -> bool:
+    """Returns whether an argument is a flag of this program, in any of its forms."""
+    if not (match := re.fullmatch(r"--?([\w.]+)(=.*)?", argument, re.DOTALL)):
+        return False
+    name = match[1]
+    return bool(_kind(name, options) or _kind(name.removeprefix("no"), options) == "bool")
 
 
 def _kind(name: str, options: dict[str, Any]) -> str:

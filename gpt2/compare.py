@@ -54,7 +54,8 @@ def main(*directories: str) -> None:
             )
         unit = "bits per byte"
         curves = _read_curves({name: workdirs[name] for name in curves}, "eval/bits_per_byte", unit)
-    if len({configs[name].data.corpus for name in curves}) > 1:
+    configs = {name: configs[name] for name in curves}
+    if len({config.data.corpus for config in configs.values()}) > 1:
         print("the runs' corpora differ: their losses are of different texts")
     if REFERENCE.value:
         curves |= read_reference(Path(REFERENCE.value))

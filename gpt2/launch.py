@@ -179,8 +179,9 @@ def _find_last_words() -> str:
             found.extend(words() for words in _last_words)
 
     thread = threading.Thread(target=find, daemon=True)
-    thread.start()
-    thread.join(_LAST_SECONDS)
+    with contextlib.suppress(RuntimeError):  # no thread starts once the interpreter ends
+        thread.start()
+        thread.join(_LAST_SECONDS)
     return "".join(found)
 
 

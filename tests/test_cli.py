@@ -43,9 +43,13 @@ def test_a_flag_is_not_taken_for_the_value_of_another(parse):
     told = r"^--visualize has no value: --config\.seed=1 follows it\. Write --visualize=VALUE\.$"
     with pytest.raises(UserError, match=told):
         parse("--visualize", "--config.seed=1")
+    for form in ("-config.seed=1", "--visualize=wte"):
+        with pytest.raises(UserError, match="--visualize has no value"):
+            parse("--visualize", form)
     parse("--visualize=--config.seed=1")
-    parse("--visualize", "-- wte")
-    assert flags.FLAGS.visualize == "-- wte"
+    for value in ("-- wte", "--x**2 + y", "--unknown", "-1"):
+        parse("--visualize", value)
+        assert flags.FLAGS.visualize == value
 
 
 def test_a_folder_of_a_run_and_files_of_other_kinds_are_told(parse, tmp_path):

@@ -371,8 +371,9 @@ def test_directory_from_environment(monkeypatch, tmp_path):
         ("jsonl:DEEP", "DEEP:1 is not JSON"),
         (
             "text:TINY",
-            r"^data\.val_fraction=0\.1 leaves a split of data\.corpus='text:TINY' empty, which "
-            r"holds 1 byte\. Choose a corpus with a longer text or more documents that differ\.$",
+            r"^data\.val_fraction=0\.1 leaves a split of data\.corpus='text:TINY' empty: the "
+            r"corpus holds 1 byte\. Choose a corpus with a longer text or more documents that "
+            r"differ\.$",
         ),
         ("jsonl:LINES#body", "LINES:1 has no text in the field 'body'"),
         ("parquet:LATIN", "cannot be read"),
@@ -398,7 +399,7 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, co
 def test_equal_documents_alone_leave_a_split_empty(tmp_path, make):
     for number, how in ((9, ""), (125, ", or another --config.data.val_fraction")):
         (tmp_path / "d.jsonl").write_text('{"text": "the same"}\n' * number)
-        told = rf"empty, which holds [\d,]+ bytes\. Choose .* documents that differ{how}\.$"
+        told = rf"empty: the corpus holds [\d,]+ bytes\. Choose .* documents that differ{how}\.$"
         with pytest.raises(UserError, match=told):
             make(f"jsonl:{tmp_path}/d.jsonl")
 

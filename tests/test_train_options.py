@@ -125,19 +125,22 @@ def test_the_first_screen_says_what_a_trace_before_the_start_comes_to(start, tol
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind", "told"),
+    ("platform", "kind", "peak", "told"),
     [
         (
-            *("cpu", "cpu"),
-            "138 GFLOP/s in float32, measured at this start: MFU does not compare with other "
-            "starts",
+            *("cpu", "cpu", 138.4e9),
+            "138 GFLOP/s in float32, of 8 devices, measured at this start: MFU does not compare "
+            "with other starts",
         ),
-        ("gpu", "NVIDIA H100 80GB HBM3", "138 GFLOP/s in float32 (NVIDIA H100 data sheet, SXM)"),
+        (
+            *("gpu", "NVIDIA H100 80GB HBM3", 8 * 494.7e12),
+            "3,958 TFLOP/s in float32, of 8 devices (NVIDIA H100 data sheet, SXM)",
+        ),
     ],
 )
-def test_the_first_screen_says_of_which_peak_mfu_is_a_share(platform, kind, told):
+def test_the_first_screen_says_of_which_peak_mfu_is_a_share(platform, kind, peak, told):
     device = types.SimpleNamespace(platform=platform, device_kind=kind)
-    assert summary._describe_peak(138.4e9, "float32", device) == told
+    assert summary._describe_peak(peak, "float32", device) == told
     assert summary._describe_peak(None, "float32", device) == "unknown, so that there is no MFU"
 
 

@@ -87,7 +87,9 @@ def describe_undone(arms: list[Arm], equal: list[Arm]) -> list[str]:
             given = {option(each.config, name) for each in equal if each.change == arm.change}
             if value != option(arms[0].config, name) and given != {value}:
                 values = ", ".join(map(str, sorted(given)))
-                notes.append(f"{arm.change} has {name}={value}; equal terms give it {values}")
+                notes.append(
+                    f"{arm.change} has {name}={value}; equal terms and sizes give it {values}"
+                )
     return notes
 
 

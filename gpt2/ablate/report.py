@@ -219,7 +219,8 @@ def _scaling(sweep: Sweep, results: Sequence[Result]) -> list[str]:
         tables.scaling_table(sweep, points),
         "Lines are power laws without an irreducible loss, by least squares of logarithms; errors "
         "are 95 % intervals. The last column is the share of the baseline's compute at its largest "
-        "size that an arm needs for the same loss, by these laws.",
+        "size that an arm needs for the same loss, by these laws. Its interval holds if losses "
+        "follow them, and is left out where an arm's loss may not fall with compute at all.",
     ]
 
 

@@ -148,8 +148,8 @@ def compute_to_match(baseline: Fit, arm: Fit, flops: float) -> tuple[float, floa
 
     Both losses are those of the power laws. The 95 % interval is that of inverse regression
     (Fieller 1954, JRSS B 16): it holds every share at which the two lines do not differ by a
-    t-test. Runs of the same seed are taken as independent, which makes it wide rather than narrow
-    where they agree.
+    t-test. It counts the noise of seeds and not a curve that the laws lack. Runs of the same
+    seed are taken as independent, which makes it wide rather than narrow where they agree.
 
     Args:
         baseline: the law of the baseline.
@@ -179,4 +179,4 @@ def compute_to_match(baseline: Fit, arm: Fit, flops: float) -> tuple[float, floa
 
 
 def _share(log_share: float) -> float:
-    return math.exp(log_share) if log_share < _MAX_LOG else math.inf
+    return math.inf if log_share > _MAX_LOG else math.exp(log_share)

@@ -87,7 +87,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
             how += ", or another --config.data.val_fraction"
         raise UserError(
             f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
-            f"empty, which holds {counted(num_bytes, 'byte')}",
+            f"empty: the corpus holds {counted(num_bytes, 'byte')}",
             how,
         )
     writer.close()

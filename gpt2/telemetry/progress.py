@@ -61,11 +61,18 @@ def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
 
 
 @contextlib.contextmanager
-def told_if_slow(text: str, seconds: float = 1.0) -> Iterator[None]:
-    """Prints a line if the body takes longer, such as a compilation that no cache saves."""
+def told_if_slow(text: str, seconds: float = 1.0, *, silent: bool = False) -> Iterator[None]:
+    """Prints a line if the body takes longer, such as a compilation that no cache saves.
+
+    Args:
+        text: the line.
+        seconds: how long it may take in silence.
+        silent: whether to print nothing, as in all processes but the first.
+    """
     timer = threading.Timer(seconds, tell, (text, sys.stdout))
     timer.daemon = True
-    timer.start()
+    if not silent:
+        timer.start()
     try:
         yield
     finally:

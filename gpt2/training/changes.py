@@ -3,9 +3,10 @@
 import jax
 
 from gpt2.config import Config
-from gpt2.errors import warn
+from gpt2.errors import UserError, warn
 from gpt2.optim import make_schedule
 from gpt2.parallel import batch_shards
+from gpt2.utils.text import counted
 
 
 def tell_of_changes(saved: Config, config: Config, start: int, num_devices: int | None) -> None:
@@ -61,14 +62,14 @@ def _tell_of_validation(saved: Config, config: Config, start: int) -> None:
 
 
 def _tell_of_masks(saved: Config, config: Config, start: int, num_devices: int) -> None:
-    """Warns that dropout draws other masks, since a batch is cut into other parts."""
-    before, now = (
-        (batch_shards(each.parallel, number), each.train.accumulate_steps)
-        for each, number in ((saved, num_devices), (config, jax.device_count()))
-    )
+    """Warns that dropout draws other masks, since other devices split a batch."""
+    try:
+        before = batch_shards(saved.parallel, num_devices)
+    except UserError:  # a kill left options that the devices of the start before do not fit
+        return
+    now = batch_shards(config.parallel, jax.device_count())
     if before != now:
-        was, parts = (f"{shards} x {micro_batches}" for shards, micro_batches in (before, now))
         warn(
             f"from step {start} on, dropout draws other masks than before: a batch is split over "
-            f"{parts} devices and micro-batches in place of {was}"
+            f"{counted(now, 'device')} in place of {before}"
         )

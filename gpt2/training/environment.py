@@ -40,9 +40,13 @@ def record_start(workdir: Path, step: int) -> None:
 
 
 def last_start(workdir: Path) -> dict[str, Any]:
-    """Returns the line of a run's last start, empty if there is none."""
+    """Returns the line of a run's last start, empty if there is none or it is damaged."""
     lines = _whole_lines(workdir / "environment.jsonl").splitlines()
-    return json.loads(lines[-1]) if lines else {}
+    try:
+        line = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return line if isinstance(line, dict) else {}
 
 
 def describe_start(step: int) -> dict[str, Any]:

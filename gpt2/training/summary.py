@@ -102,7 +102,10 @@ def _describe_peak(peak_flops: float | None, compute: str, device: jax.Device) -
     """Says what MFU is a share of, and whether it compares between starts."""
     if peak_flops is None:
         return "unknown, so that there is no MFU"
-    rate, source = f"{peak_flops / 1e9:,.0f} GFLOP/s in {compute}", peak_source(device)
+    size, unit = (1e12, "T") if peak_flops >= 1e13 else (1e9, "G")
+    rate, source = f"{peak_flops / size:,.0f} {unit}FLOP/s in {compute}", peak_source(device)
+    if (number := jax.device_count()) > 1:
+        rate += f", of {number} devices"
     if source == "measured":
         return f"{rate}, measured at this start: MFU does not compare with other starts"
     return f"{rate} ({source})"
