@@ -19,7 +19,7 @@ import pytest
 from scipy import stats
 
 from configs import quickstart
-from gpt2.ablate import pictures, screen
+from gpt2.ablate import pictures, screen, tables
 from gpt2.ablate.arms import Arm, describe_warmup, make_arms
 from gpt2.ablate.equal import (
     choose_score,
@@ -368,6 +368,18 @@ def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     # From 8 to 3 in a straight line, 4 is reached after four fifths.
     assert re.search(r"^\| optim\.name=lion \| 0\.80 \(0\.80 to 0\.80\) \|", text, re.MULTILINE)
     assert re.search(r"^\| optim\.name=muon \| reached by 0 of 3 \|", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ([math.nan, math.inf, math.inf], "reached by 1 of 3"),
+        ([0.5, math.nan, math.inf], "reached by 2 of 3"),
+        ([0.5, math.nan, math.nan], "before the first validation"),
+    ],
+)
+def test_a_run_that_misses_the_loss_is_told_beside_one_that_has_it_at_once(shares, told):
+    assert tables._share(shares, []) == told
 
 
 def test_the_share_to_reach_a_loss_is_as_uncertain_as_that_loss(tmp_path):

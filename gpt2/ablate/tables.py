@@ -257,13 +257,13 @@ def _variance_of_mean(values: Sequence[float]) -> float:
     return variance(values) / len(values) if len(values) > 1 else 0.0
 
 
-def _share(shares: Sequence[float], noise: Sequence[tuple[float, int]]) -> str:
+def _share(shares: list[float], noise: Sequence[tuple[float, int]]) -> str:
     if not shares:
         return "-"
+    if missed := shares.count(math.inf):
+        return f"reached by {len(shares) - missed} of {len(shares)}"
     if any(map(math.isnan, shares)):
         return "before the first validation"
-    if math.inf in shares:
-        return f"reached by {sum(map(math.isfinite, shares))} of {len(shares)}"
     middle, low, high = ratio_interval(shares, noise)
     return f"{middle:.2f} {_interval(low, high, '.2f')}".strip()
 
