@@ -150,8 +150,12 @@ def train(
     )
     # Compile once, before the loop, while the devices still draw the weights. A batch of another
     # shape is an error later.
-    line, is_other = "compiling the steps of training and validation", jax.process_index() > 0
-    with clock.phase("compile"), told_if_slow(line, silent=is_other):
+    with (
+        clock.phase("compile"),
+        told_if_slow(
+            "compiling the steps of training and validation", silent=jax.process_index() > 0
+        ),
+    ):
         batch, eval_batch = feed.examples()
         train_step = program.compile_train(state, batch)
         watch = program.compile_watch(state, batch)

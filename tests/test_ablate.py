@@ -580,8 +580,8 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path):
     arm = sweep.arms[-1]
     run = make_measuring_run(tmp_path, arm.name, arm.config, 40)
     write_run(run, 3.7, seconds=0.1)
-    began = (run.folder / "config.json").stat().st_mtime
-    os.utime(run.folder / "outcome.json", (began, began + 24))
+    line = {"step": 40, "perf/step_seconds": 0.1, "perf/total_seconds": 24.0}
+    (run.workdir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert measure(tmp_path, arm, slots[0], "tokens").around == pytest.approx(20, abs=1e-3)
     *_, last, total = describe_runs(sweep, slots).splitlines()
     assert last == "   5  optim.name=muon seed 1  1000 steps  2m 00s"

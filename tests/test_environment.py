@@ -23,8 +23,8 @@ def starts_of(workdir):
 def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
     monkeypatch.setattr(environment, "_SOURCE", tmp_path)  # no checkout; see below for those
-    environment.record_start(tmp_path, step=0)
-    environment.record_start(tmp_path, step=20)
+    environment.record_start(tmp_path, step=0, batch_shards=4)
+    environment.record_start(tmp_path, step=20, batch_shards=4)
     new, continued = starts_of(tmp_path)
     assert (new["step"], continued["step"]) == (0, 20)
     began = datetime.fromisoformat(new.pop("time"))
@@ -41,12 +41,13 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
         "device_kind": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "processes": 1,
+        "batch_shards": 4,
     }
 
 
 def test_a_torn_last_line_gives_way_to_a_whole_one(tmp_path):
     (tmp_path / "environment.jsonl").write_text('{"step": 0}\n{"step": 20, "ti')
-    environment.record_start(tmp_path, step=20)
+    environment.record_start(tmp_path, step=20, batch_shards=4)
     assert [line["step"] for line in starts_of(tmp_path)] == [0, 20]
 
 

@@ -188,25 +188,29 @@ def test_ademamix_of_a_run_that_is_extended_says_what_changes(tmp_path, prepared
 
 def test_a_run_with_dropout_on_other_devices_says_that_masks_change(tmp_path, prepared, capsys):
     def warnings(line, dropout=0.1, **parallel):
-        workdir = write_run(
-            tmp_path / "run", make_config(model=dict(dropout=dropout), parallel=parallel), 3, (2,)
-        )
+        model = dict(dropout=dropout)
+        workdir = write_run(tmp_path / "run", make_config(model=model), 3, (2,))
         (workdir / "environment.jsonl").write_text(f"{line}\n{{torn")
-        run_files.begin(workdir, make_config(model=dict(dropout=dropout)), prepared, 2)
+        run_files.begin(workdir, make_config(model=model, parallel=parallel), prepared, 2)
         err = capsys.readouterr().err
+        (*_, last) = (workdir / "environment.jsonl").read_text().splitlines()
         shutil.rmtree(workdir)
-        return err
+        return err, json.loads(last)["batch_shards"]
 
-    told = "from step 2 on, dropout draws other masks than before: a batch is split over 8 devices"
-    four, eight = '{"devices": 4}', '{"devices": 8}'
-    assert f"{told} in place of 4\n" in warnings(four)
-    assert f"{told} in place of 4\n" in warnings(eight, tensor=2)
-    assert "masks" not in warnings(eight)
-    assert "masks" not in warnings(four, dropout=0.0)
-    # What is not known, or does not fit, keeps no run from going on.
-    for line in ("\0\0", "[1]", "{}"):
-        assert "masks" not in warnings(line)
-    assert "masks" not in warnings(four, data=1, fsdp=8)
+    told = "from step 2 on, dropout draws other masks than before: a batch is split over"
+    four, eight = '{"batch_shards": 4}', '{"batch_shards": 8}'
+    for line, parallel, number, was in [
+        (four, {}, 8, 4),
+        (eight, dict(tensor=2), 4, 8),
+        (eight, dict(fsdp=4, tensor=2), 4, 8),
+    ]:
+        err, recorded = warnings(line, **parallel)
+        assert f"{told} {number} devices in place of {was}\n" in err and recorded == number
+    # The same number; no dropout; not known, as in runs of before or in a damaged line.
+    assert "masks" not in warnings(eight)[0] + warnings(eight, fsdp=8)[0]
+    assert "masks" not in warnings(four, dropout=0.0)[0]
+    for line in ("\0\0", "[1]", '{"devices": 4}'):
+        assert "masks" not in warnings(line)[0]
 
 
 FOLDERS = ["checkpoints", "tensorboard", "profile"]

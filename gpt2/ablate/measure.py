@@ -11,7 +11,7 @@ from gpt2.ablate.jobs import Slot, train_all
 from gpt2.ablate.runs import Run, check_unchanged, is_unchanged, make_measuring_run
 from gpt2.ablate.sweep import Sweep
 from gpt2.errors import UserError
-from gpt2.telemetry.metrics import read_metrics
+from gpt2.telemetry.metrics import read_metrics, seconds_taken
 from gpt2.utils import files
 from gpt2.utils.terminal import wrap
 from gpt2.utils.text import counted, format_duration
@@ -25,8 +25,8 @@ class Pace:
 
     Attributes:
         step: seconds of a training step.
-        around: seconds of a run beside its steps: it starts, compiles, validates once on a batch,
-            saves and draws.
+        around: seconds of a run beside its steps, up to its last line of metrics: it starts,
+            compiles, and validates once on a batch.
     """
 
     step: float
@@ -67,9 +67,8 @@ def measure(root: Path, arm: Arm, slot: Slot, equal: str) -> Pace:
     records = read_metrics(run.workdir / "metrics.jsonl")
     steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
     step = median(steps[1:] or steps)
-    began, ended = (run.folder / name for name in ("config.json", "outcome.json"))
-    whole = ended.stat().st_mtime - began.stat().st_mtime
-    return Pace(step, max(0.0, whole - run.config.train.num_steps * step))
+    whole = seconds_taken(run.workdir / "metrics.jsonl", _MEASURED_STEPS)
+    return Pace(step, max(0.0, whole - _MEASURED_STEPS * step))
 
 
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:

@@ -11,13 +11,12 @@ from gpt2.ablate.results import Result, amount_to_reach, log_amount_per_score
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.verdicts import Sample, Verdict, compare
+from gpt2.ablate.verdicts import NO_DIFFERENCE, Sample, Verdict, compare
 from gpt2.utils.text import format_count
 
 _SEEDS_FOR_NOISE = 5
 AMOUNTS = ("tokens", "flops", "seconds")
 
-_NO_DIFFERENCE = "no difference"  # how such verdicts begin
 LEAVES_ROOM = "“No difference larger than X” leaves room for one of up to X, either way."
 
 
@@ -94,7 +93,7 @@ def describe_room(verdicts: Mapping[str, Verdict]) -> str:
 
     "No difference larger than 2" is read as if there were none.
     """
-    room = [verdict for verdict in verdicts.values() if verdict.words.startswith(_NO_DIFFERENCE)]
+    room = [verdict for verdict in verdicts.values() if verdict.words.startswith(NO_DIFFERENCE)]
     if not room:
         return ""
     ends = sorted({f"{each.detectable:.3g}" for each in room}, key=float)

@@ -50,6 +50,7 @@ from gpt2.ablate.power import (
 )
 from gpt2.utils.text import counted
 
+NO_DIFFERENCE = "no difference larger than"
 _ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
 _OUTLYING = 10  # times the median variance of the groups, above which an arm is not pooled
 
@@ -179,7 +180,7 @@ def compare(
         if not words and math.isnan(test.half_width):
             words = f"the same {'difference' if paired else 'score'} for every seed: no verdict"
         elif not words and low <= 0 <= high:
-            words = f"no difference larger than {max(-low, high):.3g}"
+            words = f"{NO_DIFFERENCE} {max(-low, high):.3g}"
         verdicts[name] = Verdict(
             num=len(arm.scores),
             mean=_mean(arm.values),

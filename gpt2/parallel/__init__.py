@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig, RulesConfig
 from gpt2.errors import UserError
-from gpt2.parallel.mesh import batch_shards as batch_shards
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend

@@ -138,7 +138,8 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
         raise UserError(
             f"process {jax.process_index()} holds {held} rows of the batch, scattered among "
             f"{stop - start}: {', '.join(f'{first} to {last - 1}' for first, last in parts)}",
-            "Try other sizes of --config.parallel.data, fsdp and tensor",
+            "Give each process a block of devices, by other sizes of --config.parallel.data, fsdp "
+            "and tensor",
         )
     return slice(start, stop)
 

@@ -35,7 +35,10 @@ def describe_plan(
                 "FLOPs per step": format_count(plan.flops),
                 "compiled in": f"{plan.compile_seconds:.1f} s",
             },
-            "memory of a device": {name: format_bytes(size) for name, size in memory.items()},
+            # In bytes too: docs/parallelism.md compares policies by less than a tenth of a GiB.
+            "memory of a device": {
+                name: f"{format_bytes(size)} ({size:,} bytes)" for name, size in memory.items()
+            },
         }
         | describe_spread(plan.state.params, plan.text)
         | {

@@ -167,7 +167,10 @@ def _about(charged: Account, program: ProgramText | None, machine: Machine) -> s
     steps = counted(charged.steps, "step")
     if charged.numbers:
         steps += f", {charged.numbers[0]} to {charged.numbers[-1]} counted from 0"
-    text = f"Mean of {steps}, on {_rates(machine)}."
+    text = (
+        f"Mean of {steps}, on {_rates(machine)}. Shares of a limit pass 100% where a cache holds "
+        "operands, or where operations that run at once share their time."
+    )
     if charged.recording > 0.01 * charged.seconds:
         text += (
             f" The trace made a step {_ms(charged.recording)} longer, by recording its operations; "
@@ -216,14 +219,13 @@ def _groups(
     groups: defaultdict[str, list[tuple[Operation, Cost]]] = defaultdict(list)
     for operation, cost in rows:
         groups[key(operation)].append((operation, cost))
-    lines, reached = [], []
+    lines = []
     for name, members in groups.items():
         seconds = sum(cost.seconds for _, cost in members)
         flops = sum(o.flops * cost.count for o, cost in members)
         size = sum(o.bytes * cost.count for o, cost in members)
         count = sum(cost.count for _, cost in members)
         least = sum(_least(o, cost, machine) for o, cost in members)
-        reached.append(least / seconds if seconds else 0.0)
         lines.append(
             (
                 seconds,
@@ -236,7 +238,7 @@ def _groups(
                 f"{least / seconds:.0%}" if least and seconds else "",
             )
         )
-    return f"## By {title}\n\n{_explain_excess(reached)}" + _table(
+    return f"## By {title}\n\n" + _table(
         (title, "per step", "share", "operations", "GFLOP of products", "GB", "of its limit"),
         [line[1:] for line in sorted(lines, reverse=True)],
     )
@@ -261,12 +263,11 @@ def _loops(charged: Account, program: ProgramText | None) -> str:
 
 def _top(rows: Iterable[tuple[Operation, Cost]], charged: Account, machine: Machine) -> str:
     ranked = sorted(rows, key=lambda row: -row[1].seconds)[:_TOP]
-    lines, reached = [], []
+    lines = []
     for operation, cost in ranked:
         products, memory = machine.limits(operation.flops, operation.dtype, operation.bytes)
         least = _least(operation, cost, machine)
         limit = ("products" if products >= memory else "memory") if least else ""
-        reached.append(least / cost.seconds if cost.seconds else 0.0)
         lines.append(
             (
                 f"`{operation.name}`",
@@ -291,18 +292,7 @@ def _top(rows: Iterable[tuple[Operation, Cost]], charged: Account, machine: Mach
         "limit",
         "of limit",
     )
-    title = f"## The {len(lines)} longest operations"
-    return f"{title}\n\n{_explain_excess(reached)}" + _table(head, lines)
-
-
-def _explain_excess(reached: Iterable[float]) -> str:
-    """Returns a paragraph if an operation of a table is faster than its limit allows."""
-    if max(reached, default=0.0) <= 1.0:
-        return ""
-    return (
-        "Its limit passes 100% where a cache holds operands, or where operations that run at once "
-        "share their time.\n\n"
-    )
+    return f"## The {len(lines)} longest operations\n\n" + _table(head, lines)
 
 
 def _notes(rows: Sequence[tuple[Operation, Cost]], charged: Account) -> str:

@@ -1,27 +1,36 @@
 """What changed options do to a run that continues, where they may change (see workdir.py)."""
 
-import jax
-
 from gpt2.config import Config
-from gpt2.errors import UserError, warn
+from gpt2.errors import warn
 from gpt2.optim import make_schedule
-from gpt2.parallel import batch_shards
 from gpt2.utils.text import counted
 
 
-def tell_of_changes(saved: Config, config: Config, start: int, num_devices: int | None) -> None:
-    """Warns of options, and of devices, that change what follows `start`.
+def tell_of_changes(saved: Config, config: Config, start: int) -> None:
+    """Warns of options that change what follows `start`.
 
     Args:
         saved: the options of the run's last start.
         config: those of this one.
         start: the step to continue from.
-        num_devices: how many there were at the last start; None if that is not known.
     """
     _tell_of_schedule(saved, config, start)
     _tell_of_validation(saved, config, start)
-    if config.model.dropout and num_devices:
-        _tell_of_masks(saved, config, start, num_devices)
+
+
+def tell_of_masks(before: int | None, now: int, start: int) -> None:
+    """Warns that dropout draws other masks where other devices split a batch.
+
+    Args:
+        before: over how many a batch was split at the run's last start; None if that is not known.
+        now: over how many at this one.
+        start: the step to continue from.
+    """
+    if before not in (None, now):
+        warn(
+            f"from step {start} on, dropout draws other masks than before: a batch is split over "
+            f"{counted(now, 'device')} in place of {before}"
+        )
 
 
 def _tell_of_schedule(saved: Config, config: Config, start: int) -> None:
@@ -58,18 +67,4 @@ def _tell_of_validation(saved: Config, config: Config, start: int) -> None:
             f"from step {start} on, validation takes other batches than before "
             "(train.eval_batches, or train.accumulate_steps with it); the best checkpoint so far "
             "keeps its score"
-        )
-
-
-def _tell_of_masks(saved: Config, config: Config, start: int, num_devices: int) -> None:
-    """Warns that dropout draws other masks, since other devices split a batch."""
-    try:
-        before = batch_shards(saved.parallel, num_devices)
-    except UserError:  # a kill left options that the devices of the start before do not fit
-        return
-    now = batch_shards(config.parallel, jax.device_count())
-    if before != now:
-        warn(
-            f"from step {start} on, dropout draws other masks than before: a batch is split over "
-            f"{counted(now, 'device')} in place of {before}"
         )

@@ -25,7 +25,7 @@ _SOURCE = Path(__file__).parents[2]  # where train.py, gpt2/ and configs/ lie
 _GIT_SECONDS = 5  # after which a slow file system leaves commit and state unknown
 
 
-def record_start(workdir: Path, step: int) -> None:
+def record_start(workdir: Path, step: int, batch_shards: int) -> None:
     """Adds a line to a run's environment.jsonl.
 
     The file is replaced as a whole, so that a kill leaves no part of a line. A part that something
@@ -34,9 +34,11 @@ def record_start(workdir: Path, step: int) -> None:
     Args:
         workdir: of the run.
         step: from which it starts, 0 for a new run.
+        batch_shards: over how many devices the rows of a batch are split.
     """
     path = workdir / "environment.jsonl"
-    write_bytes(path, [_whole_lines(path), json.dumps(describe_start(step)).encode(), b"\n"])
+    line = json.dumps(describe_start(step) | {"batch_shards": batch_shards})
+    write_bytes(path, [_whole_lines(path), line.encode(), b"\n"])
 
 
 def last_start(workdir: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ environment.jsonl   with what the run was made, a line for each start
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from gpt2.config import Config, differences, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, data_root
@@ -19,8 +21,9 @@ from gpt2.data.tokenizer import load as load_tokenizer
 from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.parallel import distributed
+from gpt2.parallel.mesh import batch_shards
 from gpt2.telemetry.metrics import read_metrics
-from gpt2.training.changes import tell_of_changes
+from gpt2.training.changes import tell_of_changes, tell_of_masks
 from gpt2.training.checkpoint_files import (
     WEIGHTS,
     describe_damage,
@@ -220,13 +223,15 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
         UserError: another process trains there.
     """
     lock(workdir, start)
+    shards = batch_shards(config.parallel, jax.device_count())
     if start:
-        num_devices = last_start(workdir).get("devices")
-        tell_of_changes(load_config(workdir), config, start, num_devices)
+        tell_of_changes(load_config(workdir), config, start)
+        if config.model.dropout:
+            tell_of_masks(last_start(workdir).get("batch_shards"), shards, start)
     for path in set_aside(workdir, after=start):
         warn(f"the damaged checkpoint is now {path}")
     write(workdir, config, dataset)
-    record_start(workdir, start)
+    record_start(workdir, start, shards)
 
 
 def find_start(workdir: Path) -> int:
