@@ -32,6 +32,11 @@ LOG_X = flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs
 OUTPUT = flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
 
 _MOST_OPTIONS = 3  # that are named for a run; a line has no room for more
+# They leave the training as it is, and are named after those that change it.
+_ASIDE = (
+    *("logging.", "memory.", "parallel.", "data.data_dir", "train.log_every", "train.eval_"),
+    *("train.checkpoint_every", "train.keep_", "train.hang_seconds"),
+)
 
 
 def main(*directories: str) -> None:
@@ -102,8 +107,9 @@ def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict
 
 
 def _describe_differences(first: Config, config: Config) -> str:
-    """Returns the first few options that a run has otherwise than the first one."""
-    changed = [f"{name}={new}" for name, (_, new) in differences(first, config).items()]
+    """Returns a few options that a run has otherwise than the first one."""
+    found = sorted(differences(first, config).items(), key=lambda pair: pair[0].startswith(_ASIDE))
+    changed = [f"{name}={new}" for name, (_, new) in found]
     more = len(changed) - _MOST_OPTIONS
     return ", ".join(changed[:_MOST_OPTIONS] + [f"and {more} more"] * (more > 0))
 

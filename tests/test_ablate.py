@@ -218,7 +218,7 @@ def test_equal_parameters_change_the_width_of_the_mlp():
 def test_other_tokenizers_compare_in_bits_per_byte_and_other_texts_do_not_compare():
     assert choose_score(arms("optim.name=lion")) == "eval/loss"
     assert choose_score(arms("data.tokenizer=byte")) == "eval/bits_per_byte"
-    with pytest.raises(UserError, match=r"differ in data\.val_fraction"):
+    with pytest.raises(UserError, match=r"has data\.val_fraction=0\.1, .* --config\.data\.val_f"):
         choose_score(arms("data.val_fraction=0.1"))
     part = with_options(BASE, {"train.eval_batches": 5})
     assert choose_score(make_arms(part, ["optim.name=lion"], one_at_a_time=False)) == "eval/loss"
@@ -651,6 +651,17 @@ def test_a_sweep_tells_no_time_left_before_it_is_known_or_while_runs_end(tmp_pat
     assert shown._left() == ""
 
 
+def test_the_time_left_counts_what_a_step_costs(tmp_path, monkeypatch):
+    sweep = sweep_in(tmp_path, "optim.name=lion", num_seeds=1)
+    first, second = sweep.runs()
+    costs = {first.config: 1.0, second.config: 3.0}
+    monkeypatch.setattr(screen.time, "monotonic", lambda: 0.0)
+    shown = screen.Screen(sweep, sweep.runs(), "comparing", costs.__getitem__)
+    monkeypatch.setattr(screen.time, "monotonic", lambda: 100.0)
+    write_run(first, 3.8)
+    assert shown._left() == "5m 00s left"
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures and panels that are drawn."""
@@ -706,6 +717,22 @@ def test_dots_of_seeds_lie_below_their_interval(tmp_path, drawn):
     _, dots, interval, middle = axes.lines[:4]
     assert set(interval.get_ydata()) == set(middle.get_ydata()) == {0}
     assert set(dots.get_ydata()) == {-0.2}
+    scores["baseline"] = [-0.02, 0.02]
+    pictures.plot_differences(tmp_path / "d.png", judge(sweep, sweep.results()), scores, "nats")
+    _, (axes,) = drawn[1]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    dots = next(line for line in axes.lines if list(line.get_xdata()) == [-0.02, 0.02])
+    assert set(dots.get_ydata()) == {names.index("baseline") - 0.2}
+
+
+def test_curves_of_several_sizes_share_a_color_by_arm_and_a_pattern_by_size(tmp_path, drawn):
+    curves = {f"{size},{arm}": curves_of(1, steps=5) for size in "SL" for arm in ("base", "lion")}
+    looks = {name: (["base", "lion"].index(name[2:]), "SL".index(name[0])) for name in curves}
+    pictures.plot_curves(tmp_path / "c.png", curves, "nats", looks=looks)
+    lines = {line.get_label(): line for line in drawn[0][1][0].lines}
+    small, large, other = (lines[name] for name in ("S,lion", "L,lion", "L,base"))
+    assert small.get_color() == large.get_color() != other.get_color()
+    assert small.get_linestyle() != large.get_linestyle() == other.get_linestyle()
 
 
 @pytest.mark.parametrize("log_x", [False, True])
@@ -766,6 +793,22 @@ def test_a_power_law_and_what_it_saves_are_found():
     assert np.isnan(compute_to_match(fit, unsure, 1e14)[1:]).all()
     flat = dataclasses.replace(arm, slope=-1e-9, slope_error=1e-12, height=arm.height + 1)
     assert compute_to_match(fit, flat, 1e14) == (math.inf, math.inf, math.inf)
+
+
+def test_losses_that_follow_another_curve_are_told_from_noise():
+    flops, rng = np.repeat([1e12, 8e12, 27e12, 64e12], 3), np.random.default_rng(0)
+    law = np.log(5) - 0.08 * np.log(flops / 1e12)
+
+    def fit(bend, runs=slice(None)):
+        noise = 0.004 * rng.standard_normal(len(flops))
+        losses = np.exp(law + bend * np.log(flops / 1e13) ** 2 + noise)
+        return fit_power_law(flops[runs], losses[runs])
+
+    false = sum(fit(0.0).p_misfit < 0.05 for _ in range(400))
+    assert stats.binomtest(false, 400, 0.05).pvalue > 0.01
+    bent = fit(0.02)
+    assert bent.p_misfit < 1e-3 and 0.01 < bent.farthest < 0.1
+    assert math.isnan(fit(0.02, slice(None, None, 3)).p_misfit)  # one run at each place
 
 
 @pytest.mark.parametrize("num", [1, 3, 5])

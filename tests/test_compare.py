@@ -56,6 +56,11 @@ def test_the_table_names_what_a_run_has_unlike_the_first(tmp_path):
         return [line.split("  ")[-1].strip() for line in told.splitlines() if "  " in line]
 
     assert rows("a", "b") == ["unlike the first", "5.0000", "optim.name=lion, train.num_steps=9"]
+    write_run(tmp_path / "d", "byte", scored, train=dict(eval_every=7), optim=dict(name="lion"))
+    assert rows("a", "d")[-1] == "optim.name=lion, train.eval_every=7"
+    (tmp_path / "points.csv").write_text("steps,loss\n1,2\n")
+    code, _, mistake = run(None, "a", "--reference=points.csv", script="gpt2.compare", cwd=tmp_path)
+    assert code == 2 and "points.csv is not a table of points (it has no column tokens)" in mistake
     assert rows("a") == ["validation (nats per token)", "5.0000"]
     named = "data.corpus=text:a, optim.name=adamw, optim.beta1=0.8, and 1 more"
     assert rows("b", "c")[-1] == named

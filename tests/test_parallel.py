@@ -16,10 +16,11 @@ from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.parallel import abstract_state, gather_whole, make_backend, rules
-from gpt2.parallel.collectives import collectives, summarize
+from gpt2.parallel.collectives import Traffic, collectives, summarize
 from gpt2.parallel.inspect import (
     bytes_per_device,
     check_sharded,
+    describe_collectives,
     describe_sharding,
     unsharded_share,
 )
@@ -364,7 +365,7 @@ def test_collectives_are_read_from_every_form_of_hlo():
     assert found["collective-permute"].bytes == 5
     assert found["all-to-all"].group == (0, 4)
     assert [c.kind for c in found.values() if c.loop_unknown] == ["all-to-all"]
-    assert summarize(collectives(HLO))["reduce-scatter"] == (3, 192, 144.0)
+    assert summarize(collectives(HLO))["reduce-scatter"] == Traffic(3, 192, 144.0, 0)
 
 
 # What compilers for TPUs and GPUs write: a reduce-scatter as a fusion, a gather that fusions with a
@@ -429,6 +430,9 @@ def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap
         ("all-gather", 64, 1, False),
     ]
     assert not any(c.loop_unknown for c in collectives(CHIPS_HLO))
+    rows = describe_collectives(CHIPS_HLO)
+    assert rows["all-gather"].endswith("sent by each device, 98% while products run")  # 48 of 49
+    assert rows["overlapped"] == "34% of bytes are sent while products run"  # 3,136 of 9,344
 
 
 def test_a_group_that_fills_a_torus_in_order_has_its_sides():

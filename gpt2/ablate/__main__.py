@@ -22,7 +22,14 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_axis, varied_options
-from gpt2.ablate.equal import TERMS, choose_score, describe_undone, equalize, refuse_undone
+from gpt2.ablate.equal import (
+    TERMS,
+    choose_score,
+    describe_undone,
+    equalize,
+    refuse_undone,
+    step_flops,
+)
 from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
 from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
@@ -33,7 +40,7 @@ from gpt2.ablate.sweep import LEAST_SEEDS, Sweep, continued, load_sweep, registe
 from gpt2.ablate.sweep import MAX_SEEDS as MOST_SEEDS
 from gpt2.ablate.tables import judge
 from gpt2.ablate.verdicts import widest
-from gpt2.config import Config, holds_run
+from gpt2.config import Config, DataConfig, holds_run
 from gpt2.data.dataset import prepare
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.utils import files
@@ -115,6 +122,7 @@ def _sweep(root: Path) -> int:
 
     # Terms: made equal, which may take measured steps.
     vocab_size = _vocabularies(arms)
+    scaled = at_sizes(arms, SCALING.value, vocab_size) if SCALING.value else arms
     if INDEX.value is None:
         root.mkdir(parents=True, exist_ok=True)
         if not files.lock_for_good(root / ".lock"):
@@ -122,7 +130,7 @@ def _sweep(root: Path) -> int:
     sweep = Sweep(
         root=root,
         commands=[shlex.join(["python", "-m", "gpt2.ablate", *_arguments()])],
-        arms=tuple(_on_equal_terms(root, arms, vocab_size, slots[0])),
+        arms=tuple(_on_equal_terms(root, arms, scaled, vocab_size, slots[0])),
         score=score,
         equal=EQUAL.value,
         paired=PAIRED.value,
@@ -142,23 +150,28 @@ def _sweep(root: Path) -> int:
     sweep = register(sweep)
     if sweep.num_seeds > SEEDS.value:
         print(f"the sweep has {sweep.num_seeds} seeds already, which all count")
+    if sweep.num_seeds == 1:
+        warn("with one seed there are no verdicts, since nothing tells the noise; see --seeds")
     if INDEX.value is not None:
         if LEAVE_FAILED.value and INDEX.value >= len(sweep.choosing_runs()):
             sweep = register(sweep, leave_failed=True)
         return _train_one(sweep, INDEX.value)
 
     # Runs: first those that choose values, then those that are compared.
-    _train(sweep, sweep.undecided_runs(), slots, "tuning")
+    def step_cost(config: Config) -> float:
+        return step_flops(config.with_vocabulary(vocab_size(config)))
+
+    _train(sweep, sweep.undecided_runs(), slots, "tuning", step_cost)
     sweep = register(sweep, leave_failed=LEAVE_FAILED.value)
     for name, choice in sweep.chosen.items() if sweep.tune else ():
         print(f"{name} takes {describe(choice) if choice else 'part no more: no choice works'}")
     for arm in sweep.arms:
         if arm.name not in sweep.chosen:
             _tell_of_waiting(arm.name, sweep)
-    _train(sweep, sweep.runs(), slots, "comparing")
+    _train(sweep, sweep.runs(), slots, "comparing", step_cost)
     while _wants_seeds(sweep):
         sweep = register(sweep.with_seeds(sweep.num_seeds + 1))
-        _train(sweep, sweep.runs(), slots, "comparing")
+        _train(sweep, sweep.runs(), slots, "comparing", step_cost)
     return _report(sweep)
 
 
@@ -184,8 +197,12 @@ def _check_flags() -> Path:
                 cli.refuse_ignored(name, f"--{mode} does not train the sweep")
     if REPORT.value:
         return Path(WORKDIR.value)
+    root = Path(WORKDIR.value)
     if not (VARY.value or SCALING.value):
-        raise UserError("there is no --vary", "For example, use --vary=optim.name=adamw,muon")
+        how = "For example, use --vary=optim.name=adamw,muon"
+        if (root / "sweep.json").exists():
+            how = f"Repeat the command of the sweep in {root}, or write its report by --report"
+        raise UserError("there is no --vary", how)
     if not UNTIL.value:
         cli.refuse_ignored("max_seeds", "it ends --until")
     elif not LEAST_SEEDS <= SEEDS.value <= MAX_SEEDS.value:
@@ -196,7 +213,6 @@ def _check_flags() -> Path:
     if not TUNE.value:
         cli.refuse_ignored("tune_seeds", "nothing is tuned")
         cli.refuse_ignored("leave_failed", "nothing is tuned")
-    root = Path(WORKDIR.value)
     require_writable("workdir", root)
     if holds_run(root) and not (root / "sweep.json").exists():
         raise UserError(f"--workdir={root} is the folder of a run", "Name another for the sweep")
@@ -224,18 +240,34 @@ def _read_tune() -> dict[str, list]:
 
 def _vocabularies(arms: Sequence[Arm]) -> Callable[[Config], int]:
     """Prepares all arms' corpora, and returns how many tokens a config's tokenizer has."""
-    sizes = {}
+    sizes: dict[DataConfig, int] = {}
+
+    def vocab_size(config: Config) -> int:
+        if config.data not in sizes:
+            sizes[config.data] = prepare(config.data).tokenizer.vocab_size
+        return sizes[config.data]
+
     for arm in arms:
-        if arm.config.data not in sizes:
-            sizes[arm.config.data] = prepare(arm.config.data).tokenizer.vocab_size
-    return lambda config: sizes[config.data]
+        vocab_size(arm.config)
+    return vocab_size
 
 
 def _on_equal_terms(
-    root: Path, arms: list[Arm], vocab_size: Callable[[Config], int], slot: Slot
+    root: Path,
+    arms: list[Arm],
+    scaled: list[Arm],
+    vocab_size: Callable[[Config], int],
+    slot: Slot,
 ) -> list[Arm]:
-    """Returns the arms, at all sizes, on the terms of `--equal`."""
-    scaled = at_sizes(arms, SCALING.value, vocab_size) if SCALING.value else arms
+    """Returns arms on the terms of `--equal`.
+
+    Args:
+        root: workdir of the sweep.
+        arms: as they were made.
+        scaled: the same at all sizes, whose terms are made equal size by size.
+        vocab_size: the number of tokens of a config's tokenizer.
+        slot: to measure steps in.
+    """
     equal: list[Arm] = []
     for start in range(0, len(scaled), len(arms)):
         equal += equalize(
@@ -255,10 +287,16 @@ def _on_equal_terms(
     return equal
 
 
-def _train(sweep: Sweep, runs: list[Run], slots: list[Slot], title: str) -> None:
+def _train(
+    sweep: Sweep,
+    runs: list[Run],
+    slots: list[Slot],
+    title: str,
+    step_cost: Callable[[Config], float],
+) -> None:
     if not runs:
         return
-    with Screen(sweep, runs, title) as screen:
+    with Screen(sweep, runs, title, step_cost) as screen:
         train_all(runs, slots, screen.show)
 
 

@@ -22,12 +22,15 @@ def choose_score(arms: list[Arm]) -> str:
             a part of the text only.
     """
     first, *others = (arm.config for arm in arms)
-    for name in ("corpus", "val_fraction"):
-        if any(getattr(c.data, name) != getattr(first.data, name) for c in others):
-            raise UserError(
-                f"arms that differ in data.{name} are validated on different texts",
-                "Compare them by eval.py on one text",
-            )
+    for name in ("data.corpus", "data.val_fraction"):
+        wanted = option(first, name)
+        for arm in arms[1:]:
+            if (found := option(arm.config, name)) != wanted:
+                raise UserError(
+                    f"the arm {arm.name} has {name}={found}, the baseline {wanted}: they would be "
+                    "validated on different texts",
+                    f"Give all the same by --config.{name}, or compare them by eval.py on one text",
+                )
     scored = {
         (c.train.eval_batches, c.micro_batch_size, c.model.context_length) for c in (first, *others)
     }

@@ -30,19 +30,24 @@ def plot_differences(
 
     Args:
         png: where the picture goes.
-        verdicts: by arm.
-        scores: final scores of the runs of each arm, less the baseline's mean.
+        verdicts: by arm, with a difference each.
+        scores: final scores of the runs of each arm, less the baseline's mean. A name without a
+            verdict is that of a baseline, whose runs are drawn alone.
         unit: of scores.
     """
-    names = sorted(verdicts, key=lambda name: (math.isnan(verdicts[name].difference), name))
-    names.sort(key=lambda name: verdicts[name].difference, reverse=True)
+    places = {name: verdicts[name].difference if name in verdicts else 0.0 for name in scores}
+    names = sorted(sorted(places), key=places.__getitem__, reverse=True)
     figure, (axes,) = _figure(height=1.4 + 0.42 * len(names))
     axes.axvline(0, color=_BASELINE, linewidth=1.2)
     for row, name in enumerate(names):
-        verdict = verdicts[name]
-        color = {"better": _BETTER, "worse": _WORSE}.get(verdict.words, _NEITHER)
+        verdict = verdicts.get(name)
+        color = _BASELINE
+        if verdict:
+            color = {"better": _BETTER, "worse": _WORSE}.get(verdict.words, _NEITHER)
         below = [row - _BELOW] * len(scores[name])  # where the bar does not hide them
         axes.plot(scores[name], below, "o", color=color, alpha=0.6, ms=5, markeredgewidth=0)
+        if verdict is None:
+            continue
         if math.isfinite(verdict.low):
             axes.plot([verdict.low, verdict.high], [row, row], color=color, linewidth=2.4)
         axes.plot([verdict.difference], [row], "D", color=color, markersize=6)
@@ -54,7 +59,12 @@ def plot_differences(
 
 
 def plot_curves(
-    png: Path, curves: Mapping[str, Sequence[Curve]], unit: str, *, log_x: bool = False
+    png: Path,
+    curves: Mapping[str, Sequence[Curve]],
+    unit: str,
+    *,
+    log_x: bool = False,
+    looks: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
     """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
@@ -63,6 +73,8 @@ def plot_curves(
         curves: by name, the baseline first; one for each seed.
         unit: of scores.
         log_x: amounts are drawn as logarithms, for runs of very different lengths.
+        looks: the numbers of each curve's color and of its pattern, color 0 being the baseline's;
+            by their order, if not given.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -75,6 +87,8 @@ def plot_curves(
     curves = {name: [c for c in members if len(c.scores)] for name, members in curves.items()}
     no_lines = all(_num_common(members) == 1 for members in curves.values() if members)
     styles = {name: _style(i) for i, name in enumerate(curves)}
+    for name, (number, pattern) in (looks or {}).items():
+        styles[name] = _style(number)[0], _LINES[pattern % len(_LINES)]
     for axes, (amount, write) in zip(panels, amounts, strict=True):
         known = {name: [c for c in each if _has(c, amount)] for name, each in curves.items()}
         bands = {name: _band(each, amount) for name, each in known.items() if each}

@@ -179,6 +179,8 @@ def _differences(
     for baseline, *others in sweep.groups():
         if first := by_arm[baseline.name].scores:
             middle = mean(first.values())
+            if not sweep.paired:
+                relative[baseline.name] = [score - middle for score in first.values()]
             for arm in others:
                 scores = by_arm[arm.name].scores
                 relative[arm.name] = [
@@ -186,7 +188,8 @@ def _differences(
                     for seed, score in scores.items()
                     if seed in first or not sweep.paired
                 ]
-    shown = {name: verdicts[name] for name in relative if math.isfinite(verdicts[name].difference)}
+    shown = {name: v for name, v in verdicts.items() if math.isfinite(v.difference)}
+    relative = {n: scores for n, scores in relative.items() if n in shown or n not in verdicts}
     if not shown:
         return ""
     pictures.plot_differences(sweep.root / "differences.png", shown, relative, sweep.unit)
@@ -202,7 +205,17 @@ def _curves(sweep: Sweep, results: Sequence[Result]) -> str:
     curves = {arm.name: [r.curve for r in results if r.run.arm == arm.name] for arm in sweep.arms}
     if not any(len(curve.scores) for members in curves.values() for curve in members):
         return "There is no validation yet."
-    pictures.plot_curves(sweep.root / "curves.png", curves, sweep.unit)
+    changes = list(dict.fromkeys(arm.change for arm in sweep.arms))
+    sizes = [group[0].size for group in sweep.groups()]
+    pictures.plot_curves(
+        sweep.root / "curves.png",
+        curves,
+        sweep.unit,
+        log_x=len(sizes) > 1,
+        looks={arm.name: (changes.index(arm.change), sizes.index(arm.size)) for arm in sweep.arms}
+        if len(sizes) > 1
+        else None,
+    )
     return "![Validation over tokens, FLOPs and time](curves.png)"
 
 
@@ -220,7 +233,10 @@ def _scaling(sweep: Sweep, results: Sequence[Result]) -> list[str]:
         "Lines are power laws without an irreducible loss, by least squares of logarithms; errors "
         "are 95 % intervals. The last column is the share of the baseline's compute at its largest "
         "size that an arm needs for the same loss, by these laws. Its interval holds if losses "
-        "follow them, and is left out where an arm's loss may not fall with compute at all.",
+        "follow them, and is left out where an arm's loss may not fall with compute at all. "
+        "“Off the law” is how far the mean of a size lies from it at most. Its p is the chance of "
+        "so much by seeds alone: below 0.05 losses follow another curve, and neither exponent nor "
+        "share is to be trusted. One seed cannot tell.",
     ]
 
 

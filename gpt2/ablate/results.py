@@ -114,14 +114,17 @@ def read_reference(path: Path) -> dict[str, list[Curve]]:
     points: dict[str, list[tuple[float, float]]] = {}
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
+            table = csv.DictReader(file)
+            if missing := {"tokens", "loss"}.difference(table.fieldnames or ()):
+                raise ValueError(f"it has no column {' and no column '.join(sorted(missing))}")
+            for row in table:
                 point = float(row["tokens"]), float(row["loss"])
                 if not all(map(math.isfinite, point)):
                     raise ValueError(f"{point} is not finite")
                 points.setdefault(row.get("name") or path.stem, []).append(point)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})", "Check --reference") from None
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
+    except (TypeError, ValueError, csv.Error) as error:
         raise UserError(
             f"{path} is not a table of points ({error})",
             "Begin it with the line tokens,loss and give two numbers in each line below",

@@ -92,6 +92,9 @@ class Fit:
         slope: of the line.
         slope_error: its standard error.
         df: degrees of freedom of both errors.
+        farthest: the largest distance of the mean log loss at some FLOPs from the line.
+        p_misfit: how likely means lie so far from a true line by the noise of runs of the same
+            FLOPs; nan if no two runs have the same.
     """
 
     middle: float
@@ -100,6 +103,8 @@ class Fit:
     slope: float
     slope_error: float
     df: int
+    farthest: float
+    p_misfit: float
 
     @property
     def exponent(self) -> float:
@@ -132,6 +137,8 @@ def fit_power_law(flops: Sequence[float], losses: Sequence[float]) -> Fit:
     """
     x, y = np.log(flops), np.log(losses)
     line = scipy.stats.linregress(x, y)
+    residuals = y - line.intercept - line.slope * x
+    farthest, p_misfit = _misfit([residuals[x == place] for place in np.unique(x)])
     height_error = line.stderr * x.std()  # sigma / sqrt(n), where stderr is sigma / sqrt(n) / std
     return Fit(
         middle=float(x.mean()),
@@ -140,7 +147,27 @@ def fit_power_law(flops: Sequence[float], losses: Sequence[float]) -> Fit:
         slope=float(line.slope),
         slope_error=float(line.stderr),
         df=len(x) - 2,
+        farthest=farthest,
+        p_misfit=p_misfit,
     )
+
+
+def _misfit(residuals: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Returns how far the residuals of a line lie from 0 in the mean of a place, and its p-value.
+
+    That is the F-test for lack of fit (Draper and Smith 1998, section 2.1).
+
+    Args:
+        residuals: of the runs at each place.
+    """
+    means = [float(each.mean()) for each in residuals]
+    farthest, free = max(map(abs, means)), len(residuals) - 2
+    noise = sum(float(((each - each.mean()) ** 2).sum()) for each in residuals)
+    noise_df = sum(len(each) - 1 for each in residuals)
+    if not (free and noise_df and noise):
+        return farthest, math.nan
+    misfit = sum(len(each) * mean**2 for each, mean in zip(residuals, means, strict=True))
+    return farthest, float(scipy.stats.f.sf(misfit / free / (noise / noise_df), free, noise_df))
 
 
 def compute_to_match(baseline: Fit, arm: Fit, flops: float) -> tuple[float, float, float]:

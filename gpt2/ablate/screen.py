@@ -4,12 +4,13 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpt2.ablate.results import read_result
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.tables import judge, samples
+from gpt2.config import Config
 from gpt2.utils.terminal import on_terminal
 from gpt2.utils.text import counted, format_duration
 
@@ -26,12 +27,20 @@ class Screen:
         sweep: what is trained.
         runs: all runs of this phase.
         title: of the phase.
+        step_cost: what a step of a config costs beside those of others, such as its FLOPs.
     """
 
-    def __init__(self, sweep: Sweep, runs: Sequence[Run], title: str):
+    def __init__(
+        self,
+        sweep: Sweep,
+        runs: Sequence[Run],
+        title: str,
+        step_cost: Callable[[Config], float] = lambda config: 1.0,
+    ):
         self._sweep, self._runs, self._title = sweep, list(runs), title
+        self._costs = {run.folder: step_cost(run.config) for run in self._runs}
         self._states = {run.folder: run.outcome().state for run in self._runs}
-        self._began, self._steps_before = time.monotonic(), self._steps()
+        self._began, self._spent_before = time.monotonic(), self._spent()
         self._drawn, self._ended_runs = 0.0, sum(map(self._ended, self._runs))
         self._before = self._ended_runs
         self._live = _make_live() if on_terminal() else None
@@ -75,9 +84,9 @@ class Screen:
         left = self._left()
         return f"{number}/{len(self._runs)}  {run.label}  {what}" + (f"  {left}" if left else "")
 
-    def _steps(self) -> int:
-        """Returns the steps that all runs have trained."""
-        return sum(_steps(run) for run in self._runs)
+    def _spent(self) -> float:
+        """Returns what the steps that all runs have trained cost."""
+        return sum(self._costs[run.folder] * _steps(run) for run in self._runs)
 
     def _left(self) -> str:
         """Returns the time left in words: none before a step tells, and none after the last one.
@@ -89,12 +98,13 @@ class Screen:
         return f"{format_duration(seconds)} left" if known else ""
 
     def _seconds_left(self) -> float:
-        steps, total = self._steps(), 0
+        spent, total = self._spent(), 0.0
         for run in self._runs:
-            total += _steps(run) if self._ended(run) else run.config.train.num_steps
-        done = steps - self._steps_before
+            steps = _steps(run) if self._ended(run) else run.config.train.num_steps
+            total += self._costs[run.folder] * steps
+        done = spent - self._spent_before
         elapsed = time.monotonic() - self._began
-        return elapsed / done * (total - steps) if done else float("inf")
+        return elapsed / done * (total - spent) if done else float("inf")
 
     def _ended(self, run: Run) -> bool:
         return self._states[run.folder] != "waiting"

@@ -232,8 +232,13 @@ def scaling_table(sweep: Sweep, points: Mapping[str, Mapping[str, Sequence]]) ->
             middle, low, high = compute_to_match(laws[baseline], fit, largest)
             share = f"{_number(middle, '.2f')} {_interval(low, high, '.2f')}"
         span = f"{format_count(min(runs)[0])} to {format_count(max(runs)[0])}"
-        rows.append([change, f"{len(runs)}", span, f"{fit.exponent:.4f} ± {fit.error:.4f}", share])
-    return table(["arm", "runs", "FLOPs", "exponent", "compute for the baseline's loss"], rows)
+        exponent = f"{fit.exponent:.4f} ± {fit.error:.4f}"
+        off = f"{math.expm1(fit.farthest):.1%}"
+        if math.isfinite(fit.p_misfit):
+            off += f", p = {fit.p_misfit:.2g}"
+        rows.append([change, f"{len(runs)}", span, exponent, off, share])
+    header = ["arm", "runs", "FLOPs", "exponent", "off the law", "compute for the baseline's loss"]
+    return table(header, rows)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

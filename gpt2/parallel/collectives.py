@@ -87,13 +87,37 @@ def collectives(text: str) -> list[Collective]:
     return found
 
 
-def summarize(found: Iterable[Collective]) -> dict[str, tuple[int, int, float]]:
-    """Returns for each kind, per call: how many run, bytes of whole arrays, bytes sent."""
-    totals: defaultdict[str, tuple[int, int, float]] = defaultdict(lambda: (0, 0, 0.0))
-    for c in sorted(found, key=lambda c: KINDS.index(c.kind)):
-        count, size, sent = totals[c.kind]
-        totals[c.kind] = (count + c.times, size + c.bytes * c.times, sent + c.bytes_sent)
-    return dict(totals)
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What the collectives of one kind come to, per call of the program.
+
+    Attributes:
+        count: how many run.
+        bytes: of whole arrays.
+        sent: bytes that each device sends.
+        overlapped: those of them that it sends while products run.
+    """
+
+    count: int
+    bytes: int
+    sent: float
+    overlapped: float
+
+
+def summarize(found: Iterable[Collective]) -> dict[str, Traffic]:
+    """Returns the traffic of each kind that there is."""
+    by_kind: defaultdict[str, list[Collective]] = defaultdict(list)
+    for collective in sorted(found, key=lambda c: KINDS.index(c.kind)):
+        by_kind[collective.kind].append(collective)
+    return {
+        kind: Traffic(
+            count=sum(c.times for c in members),
+            bytes=sum(c.bytes * c.times for c in members),
+            sent=sum(c.bytes_sent for c in members),
+            overlapped=sum(c.bytes_sent for c in members if c.overlapped),
+        )
+        for kind, members in by_kind.items()
+    }
 
 
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")

@@ -72,18 +72,25 @@ def describe_sharding(params: Any, num_largest: int = 5) -> dict[str, str]:
 def describe_collectives(text: str) -> dict[str, str]:
     """Returns a row per kind of collective in a compiled step: how many, and how much is sent.
 
+    The share that is sent while products run is told where the text shows it, as it does of
+    collectives that have a start and an end.
+
     Args:
         text: optimised HLO, from `CompiledStep.text()`.
     """
     found = collectives(text)
+    by_kind = summarize(found)
+    some_overlap = any(traffic.overlapped for traffic in by_kind.values())
     rows = {
-        kind: f"{count} of {format_bytes(size)} in all, {format_bytes(sent)} sent by each device"
-        for kind, (count, size, sent) in summarize(found).items()
+        kind: f"{traffic.count} of {format_bytes(traffic.bytes)} in all, "
+        f"{format_bytes(traffic.sent)} sent by each device"
+        + (f", {traffic.overlapped / traffic.sent:.0%} while products run" if some_overlap else "")
+        for kind, traffic in by_kind.items()
     }
-    sent = sum(collective.bytes_sent for collective in found)
-    hidden = sum(collective.bytes_sent for collective in found if collective.overlapped)
-    if hidden:
-        rows["overlapped"] = f"{hidden / sent:.0%} of bytes are sent while products run"
+    if some_overlap:
+        overlapped = sum(traffic.overlapped for traffic in by_kind.values())
+        share = overlapped / sum(traffic.sent for traffic in by_kind.values())
+        rows["overlapped"] = f"{share:.0%} of bytes are sent while products run"
     if any(collective.loop_unknown for collective in found):
         rows["loops"] = "some have no known length: what they send is counted once"
     return rows or {"collectives": "none"}
