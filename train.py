@@ -10,7 +10,7 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from gpt2 import cli
+from gpt2 import cli, interrupts
 from gpt2.training import options
 
 if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
@@ -75,8 +75,8 @@ def main() -> int:
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
-    launch.say_when_left(partial(run_files.describe_saved, workdir))
-    launch.end_on_interrupt()
+    interrupts.say_when_left(partial(run_files.describe_saved, workdir))
+    interrupts.end_at_once()
     run_files.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     run_files.refuse_changes(workdir, config)  # again, since the vocabulary is known

@@ -11,7 +11,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import configs
-from gpt2 import launch
+from gpt2 import interrupts
 from gpt2.config import (
     ALIASES,
     DEFAULTS,
@@ -84,10 +84,10 @@ def run(main: Callable[..., int | None]) -> None:
 
     @exit_on_user_error
     def guarded(argv: list[str]) -> int | None:
-        launch.take_interrupts()
+        interrupts.take()
         logging.set_verbosity(logging.FATAL)  # what libraries log, they raise too, or it is no help
         code = main(*argv[1:])
-        launch.ignore_interrupts()
+        interrupts.ignore()
         return code
 
     app.run(guarded, flags_parser=lambda argv: [argv[0], *arguments])

@@ -1,4 +1,4 @@
-"""Prepares a process before its slow imports: memory, a cache of compiled programs, and Ctrl-C.
+"""Prepares a process before its slow imports: memory, flags of XLA, a cache of its programs.
 
 Every command calls `prepare_process` first. docs/performance.md, Settings, says what each setting
 saves.
@@ -11,15 +11,10 @@ kernel, since fragmentation would otherwise hold twice what a step of 124M needs
 
 Order: XLA orders programs for little memory (docs/performance.md, XLA:CPU note 12).
 
-Ctrl-C: a line in place of a traceback, whatever the process is doing. It ends imports, raises
-KeyboardInterrupt where work has to tidy up, ends the process at once where it has not, and at its
-second press in any case, also after all is done.
-
 On NVIDIA GPUs, products that share an operand stay apart, and gathers of a layer's kernels do not
 wait for each other (docs/performance.md, GPUs and TPUs).
 """
 
-import contextlib
 import ctypes
 import glob
 import importlib.util
@@ -28,10 +23,10 @@ import platform
 import re
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from gpt2 import interrupts
 
 _KEPT = 2**28  # bytes
 _TUNABLES = {
@@ -53,11 +48,6 @@ _GPU_FLAGS = (
 _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # of TPUs
 _PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
 _GOOGLE = "0x1ae0"  # the vendor of TPUs, as JAX looks for them
-_SAME_PRESS = 0.3  # seconds within which a launcher may pass on what the terminal has sent already
-_LAST_SECONDS = 1.0  # in which last words are found and printed: disks and screens may hang
-_leaving = threading.Lock()  # of the thread that prints them; never released
-_is_watched = False  # whether a thread listens for signals
-_last_words: list[Callable[[], str]] = []
 _imported = time.monotonic()
 _ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
@@ -73,11 +63,9 @@ def prepare_process() -> None:
     libtpu, which plans for TPUs on any machine, is not asked for TPUs where there are none. It
     would print lines that look like failures.
 
-    Until `take_interrupts`, Ctrl-C ends the process with a line: imports turn the usual exception
-    into tracebacks of their own.
+    From here on, Ctrl-C ends the process with a line (gpt2/interrupts.py).
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _stop)
+    interrupts.begin()
     if _STARTED_AGAIN in os.environ:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         earlier = set(os.environ[_STARTED_AGAIN].split()) & set(os.environ)
@@ -104,48 +92,6 @@ def prepare_process() -> None:
         os.environ |= _chosen
 
 
-def take_interrupts() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt again, for work that has to tidy up.
-
-    A second one ends the process at once. A thread sees to that, since the main thread acts on
-    signals only between two lines of Python, not while XLA compiles or a device is waited for.
-    """
-    global _is_watched
-    if _is_watched or signal.getsignal(signal.SIGINT) is not _stop:
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # A child's signals are its own.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    _is_watched = True
-    threading.Thread(target=_watch_interrupts, args=(reader,), name="signals", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def end_on_interrupt() -> None:
-    """Lets Ctrl-C end the process with a line, at once. For work with nothing to tidy up.
-
-    An exception may come where it is printed and lost, such as in a callback of JAX.
-    """
-    if _is_watched:
-        signal.signal(signal.SIGINT, _stop)
-
-
-def ignore_interrupts() -> None:
-    """Lets the first Ctrl-C do nothing: all is done, and an exception would only spoil the end."""
-    if _is_watched:
-        signal.signal(signal.SIGINT, _do_nothing)  # SIG_IGN would hide the second from the thread
-
-
-def say_when_left(words: Callable[[], str]) -> None:
-    """Lets a Ctrl-C that ends the process at once add what `words` returns to its line.
-
-    A thread calls it. It may fail or hang, and is then left out.
-    """
-    _last_words[:] = [words]
-
-
 def seconds_since_start() -> float:
     """Returns how old this process is. Where it started itself again, both starts count."""
     try:
@@ -153,53 +99,6 @@ def seconds_since_start() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):  # not Linux
         return time.monotonic() - _imported
-
-
-def _watch_interrupts(reader: int) -> None:
-    """Ends the process at the first or the second SIGINT that `reader` gives."""
-    first: float | None = None
-    while number := os.read(reader, 1):
-        if number[0] != signal.SIGINT:
-            continue
-        if signal.getsignal(signal.SIGINT) is _stop:  # to which the main thread may not come
-            _stop(signal.SIGINT, None)
-        now = time.monotonic()
-        if first is not None and now - first > _SAME_PRESS:
-            _end(f"left at once by a second SIGINT{_find_last_words()}")
-        first = now if first is None else first
-
-
-def _find_last_words() -> str:
-    if not _last_words:
-        return ""
-    found: list[str] = []
-
-    def find() -> None:
-        with contextlib.suppress(Exception):  # of any kind: this is the only way to leave
-            found.extend(words() for words in _last_words)
-
-    thread = threading.Thread(target=find, daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread starts once the interpreter ends
-        thread.start()
-        thread.join(_LAST_SECONDS)
-    return "".join(found)
-
-
-def _do_nothing(*_: object) -> None:
-    pass
-
-
-def _stop(*_: object) -> None:
-    _end(f"stopped by SIGINT{_find_last_words()}")
-
-
-def _end(line: str) -> None:
-    show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # which a progress bar hides
-    try:
-        if _leaving.acquire(timeout=_LAST_SECONDS):  # two threads may hear of one press
-            os.write(2, f"{show_cursor}{line}\n".encode())
-    finally:  # nobody may read it
-        os._exit(128 + signal.SIGINT)
 
 
 def environment_to_measure() -> dict[str, str]:

@@ -358,7 +358,7 @@ def test_a_line_that_a_full_disk_does_not_take_is_lost_and_the_next_is_not(tmp_p
 def run_early(program):
     """Runs a program whose Ctrl-C is not ignored, as that of jobs in the background is."""
     start = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    command = [sys.executable, "-c", start + "from gpt2 import launch\n" + program]
+    command = [sys.executable, "-c", start + "from gpt2 import interrupts, launch\n" + program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
 
@@ -374,7 +374,7 @@ except KeyboardInterrupt:
     print("caught")
 """
     assert run_early(program.format("")) == (130, "", "stopped by SIGINT\n")
-    assert run_early(program.format("launch.take_interrupts()")) == (0, "caught\n", "")
+    assert run_early(program.format("interrupts.take()")) == (0, "caught\n", "")
 
 
 @pytest.mark.parametrize(

@@ -279,10 +279,10 @@ def test_a_limit_too_short_for_progress_is_a_mistake_so_that_a_queue_stops_repea
 BLOCKED = """
 import os, signal, threading, hashlib, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from gpt2 import launch
+from gpt2 import interrupts, launch
 launch.prepare_process()
-launch.take_interrupts()
-launch.say_when_left(lambda: "; all is saved")
+interrupts.take()
+interrupts.say_when_left(lambda: "; all is saved")
 {mode}
 
 def press():
@@ -303,22 +303,22 @@ finally:
     [
         ("", (0.5, 0.6), 130, "left at once by a second SIGINT; all is saved\n"),
         ("", (0.5, 0.0, 0.0), None, ""),  # a launcher has sent the same one several times
-        ("launch.end_on_interrupt()", (0.5,), 130, "stopped by SIGINT; all is saved\n"),
+        ("interrupts.end_at_once()", (0.5,), 130, "stopped by SIGINT; all is saved\n"),
         (
-            "launch.ignore_interrupts()",
+            "interrupts.ignore()",
             (0.5, 0.6),
             130,
             "left at once by a second SIGINT; all is saved\n",
         ),
         # The words' disk fails, or hangs.
         (
-            "launch.say_when_left(lambda: 1 / 0)",
+            "interrupts.say_when_left(lambda: 1 / 0)",
             (0.5, 0.6),
             130,
             "left at once by a second SIGINT\n",
         ),
         (
-            "launch.say_when_left(lambda: time.sleep(60))",
+            "interrupts.say_when_left(lambda: time.sleep(60))",
             (0.5, 0.6),
             130,
             "left at once by a second SIGINT\n",
@@ -343,7 +343,7 @@ def test_ctrl_c_ends_a_process_whose_main_thread_hears_nothing(mode, pauses, cod
         assert (process.returncode, *found) == (code, "", told)
 
 
-@pytest.mark.parametrize("mode", ["launch.end_on_interrupt()", ""], ids=["at once", "second"])
+@pytest.mark.parametrize("mode", ["interrupts.end_at_once()", ""], ids=["at once", "second"])
 def test_ctrl_c_ends_a_process_whose_stderr_nobody_reads(mode):
     reader, writer = os.pipe()
     process = subprocess.Popen(
@@ -363,10 +363,10 @@ def test_ctrl_c_just_before_a_run_takes_it_over_is_not_lost():
     program = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from gpt2 import launch
+from gpt2 import interrupts, launch
 launch.prepare_process()
-launch.take_interrupts()
-launch.end_on_interrupt()
+interrupts.take()
+interrupts.end_at_once()
 time.sleep(0.1)  # the thread listens
 sys.setswitchinterval(100)  # and will come too late
 signal.raise_signal(signal.SIGINT)

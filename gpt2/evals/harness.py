@@ -29,6 +29,7 @@ except ImportError as error:
     )
     sys.exit(2)
 
+from gpt2 import interrupts
 from gpt2.errors import UserError, exit_on_user_error
 from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
@@ -176,5 +177,5 @@ def _cut(text: str, stops: list[str]) -> str:
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    launch.take_interrupts()
+    interrupts.take()
     exit_on_user_error(cli_evaluate)()

@@ -16,7 +16,7 @@ class StopSignal:
     """Lets SIGTERM, SIGINT and the end of the run's time end the loop after its step.
 
     Further ones of SIGTERM change nothing, so that a save that goes on is finished. A second SIGINT
-    ends the process at once: see `gpt2.launch.take_interrupts`.
+    ends the process at once: see `gpt2.interrupts.take`.
 
     If there are several processes, a signal to any of them stops all, and so does the first one's
     clock. JAX's runtime listens for SIGTERM and lets them agree on a step that none has passed yet.

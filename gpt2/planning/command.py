@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from gpt2 import cli, launch
+from gpt2 import cli, interrupts
 from gpt2.config import Config, option, read_config_file
 from gpt2.errors import UserError, require_writable_file, tell
 from gpt2.parallel.topologies import find_devices
@@ -42,7 +42,7 @@ def plan(config: Config, pattern: str | None, picture: Path | None) -> int:
         UserError: there are no such devices, no layout works, or a search
             had too few trials to tell whether one fits.
     """
-    launch.end_on_interrupt()
+    interrupts.end_at_once()
     args = flags.FLAGS
     if args.plan_text is not None:
         require_writable_file("plan_text", Path(args.plan_text))
