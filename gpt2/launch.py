@@ -11,9 +11,8 @@ kernel, since fragmentation would otherwise hold twice what a step of 124M needs
 
 Order: XLA orders programs for little memory (docs/performance.md, XLA:CPU note 12).
 
-Flags: on NVIDIA GPUs, products that share an operand stay apart, and gathers of a layer's kernels
-do not wait for each other. On TPUs, products run while kernels are gathered (docs/performance.md,
-GPUs and TPUs).
+On NVIDIA GPUs, products that share an operand stay apart, and gathers of a layer's kernels do not
+wait for each other (docs/performance.md, GPUs and TPUs).
 """
 
 import ctypes
@@ -41,26 +40,11 @@ _CACHE, _LEAST_SECONDS = (
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
 )
 _chosen: dict[str, str] = {}  # variables of JAX that this process set
-# Flags of XLA's compilers: the modules of which one brings the compiler, the variable, the flags.
-_FLAGS = (
-    (
-        ("jax_cuda12_plugin", "jax_cuda13_plugin"),
-        "XLA_FLAGS",
-        (
-            "--xla_gpu_dot_merger_threshold_mb=0",
-            "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
-        ),
-    ),
-    (
-        ("libtpu",),
-        "LIBTPU_INIT_ARGS",
-        (
-            "--xla_enable_async_all_gather=true",
-            "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-        ),
-    ),
+_set_flags: list[str] = []  # of XLA for GPUs, by this process
+_GPU_FLAGS = (
+    "--xla_gpu_dot_merger_threshold_mb=0",
+    "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
-_set_flags: dict[str, list[str]] = {}  # by this process, by variable
 _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")  # of TPUs
 _PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
 _GOOGLE = "0x1ae0"  # the vendor of TPUs, as JAX looks for them
@@ -96,14 +80,11 @@ def prepare_process() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # waits for the next start
             os.execv(sys.executable, sys.orig_argv)
         os.environ |= _missing_order()
-    for modules, variable, flags in _FLAGS:
-        if any(map(importlib.util.find_spec, modules)):
-            given = os.environ.get(variable, "")
-            names = {each.partition("=")[0] for each in given.split()}
-            # What a user sets wins.
-            ours = [flag for flag in flags if flag.partition("=")[0] not in names]
-            _set_flags[variable] = ours
-            os.environ[variable] = " ".join([given, *ours]).strip()
+    if any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
+        flags = os.environ.get("XLA_FLAGS", "")
+        # What a user sets wins.
+        _set_flags[:] = [flag for flag in _GPU_FLAGS if flag.partition("=")[0] not in flags]
+        os.environ["XLA_FLAGS"] = " ".join([flags, *_set_flags]).strip()
     if _CACHE not in os.environ:
         place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         chosen = {_CACHE: str(place / "gpt2-jax" / "xla"), _LEAST_SECONDS: "0.5"}
@@ -137,8 +118,8 @@ def describe_settings() -> str:
     settings = []
     if platforms := _chosen.get("JAX_PLATFORMS"):
         settings.append(f"JAX_PLATFORMS={platforms}, since there is libtpu and no TPU")
-    if _may_have_accelerators():
-        settings += [f"{name}={' '.join(flags)}" for name, flags in _set_flags.items() if flags]
+    if _set_flags and _may_have_accelerators():
+        settings.append(f"XLA_FLAGS={' '.join(_set_flags)}")
     elif _STARTED_AGAIN in os.environ:
         settings.append(
             "huge pages, freed blocks kept (the program started itself again with GLIBC_TUNABLES)"

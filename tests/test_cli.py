@@ -418,37 +418,6 @@ print(os.environ.get("JAX_PLATFORMS"))
     assert run_early(program) == (0, f"{platforms}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("module", "variable", "flag"),
-    [
-        ("jax_cuda12_plugin", "XLA_FLAGS", "--xla_gpu_dot_merger_threshold_mb"),
-        ("libtpu", "LIBTPU_INIT_ARGS", "--xla_enable_async_all_gather"),
-    ],
-)
-def test_a_compilers_flags_are_set_where_it_is_and_those_of_a_user_win(
-    monkeypatch, module, variable, flag
-):
-    program = """
-import importlib.util
-importlib.util.find_spec = lambda name: name in {}
-os.environ[launch._STARTED_AGAIN] = os.environ["JAX_PLATFORMS"] = ""
-launch.prepare_process()
-print(os.environ.get({!r}))
-print(launch.describe_settings())
-"""
-    monkeypatch.delenv(variable, raising=False)
-    code, told, _ = run_early(program.format({module, "jax_plugins"}, variable))
-    flags, settings = told.splitlines()
-    assert code == 0 and f"{flag}=" in flags and f"{variable}={flags}" in settings
-    monkeypatch.setenv(variable, f"{flag}=mine")
-    _, told, _ = run_early(program.format({module, "jax_plugins"}, variable))
-    flags, settings = told.splitlines()
-    assert flags.startswith(f"{flag}=mine --") and flags.count(f"{flag}=") == 1
-    assert flag + "=" not in settings and "--" in settings
-    _, told, _ = run_early(program.format({"jax_plugins"}, variable))
-    assert told.splitlines()[0] == f"{flag}=mine"
-
-
 def test_ctrl_c_between_a_start_and_the_next_is_not_lost(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if not launch.cpu_environment().get("GLIBC_TUNABLES"):
