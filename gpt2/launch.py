@@ -82,8 +82,9 @@ def prepare_process() -> None:
         os.environ |= _missing_order()
     if any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
         flags = os.environ.get("XLA_FLAGS", "")
+        given = {flag.partition("=")[0] for flag in flags.split()}
         # What a user sets wins.
-        _set_flags[:] = [flag for flag in _GPU_FLAGS if flag.partition("=")[0] not in flags]
+        _set_flags[:] = [flag for flag in _GPU_FLAGS if flag.partition("=")[0] not in given]
         os.environ["XLA_FLAGS"] = " ".join([flags, *_set_flags]).strip()
     if _CACHE not in os.environ:
         place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))

@@ -418,6 +418,32 @@ print(os.environ.get("JAX_PLATFORMS"))
     assert run_early(program) == (0, f"{platforms}\n", "")
 
 
+def test_flags_for_gpus_are_set_where_their_compiler_is_and_those_of_a_user_win(monkeypatch):
+    flag = "--xla_gpu_dot_merger_threshold_mb"
+    program = """
+import importlib.util
+importlib.util.find_spec = lambda name: name in {}
+os.environ[launch._STARTED_AGAIN] = os.environ["JAX_PLATFORMS"] = ""
+launch.prepare_process()
+print(os.environ.get("XLA_FLAGS"))
+print(launch.describe_settings())
+"""
+
+    def told(*modules):
+        code, out, _ = run_early(program.format({"jax_plugins", *modules}))
+        assert code == 0
+        return out.splitlines()
+
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    flags, settings = told("jax_cuda12_plugin")
+    assert f"{flag}=0" in flags.split() and settings == f"XLA_FLAGS={flags}"
+    monkeypatch.setenv("XLA_FLAGS", f"{flag}=mine")
+    flags, settings = told("jax_cuda12_plugin")
+    assert flags.split()[0] == f"{flag}=mine" and flags.count(flag) == 1
+    assert flag not in settings and "--xla_gpu" in settings
+    assert told("jax_cuda13_plugin")[0] == flags and told()[0] == f"{flag}=mine"
+
+
 def test_ctrl_c_between_a_start_and_the_next_is_not_lost(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if not launch.cpu_environment().get("GLIBC_TUNABLES"):
