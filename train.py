@@ -54,7 +54,7 @@ from gpt2.training.state import TrainState
 from gpt2.training.summary import describe_results, describe_run
 from gpt2.utils.files import write_text
 from gpt2.utils.terminal import wrap
-from gpt2.weights import load_initial_params
+from gpt2.weights import check_source, load_initial_params
 
 
 @distributed.ends_together()
@@ -72,6 +72,9 @@ def main() -> int:
     check_room(config, jax.devices())
     if config.logging.wandb:
         check_wandb()
+
+    if config.train.init_from and latest_step(workdir) is None:
+        check_source(config.train.init_from)
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)

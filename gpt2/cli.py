@@ -230,11 +230,18 @@ def _parse_flags(argv: list[str]) -> list[str]:
         return flags.FLAGS(argv)
     except SystemExit as end:
         sys.exit(0 if end.code == 1 else end.code)  # absl ends --help with 1, as if it had failed
+    except BrokenPipeError:  # of `--help | head`
+        raise
     except flags.UnrecognizedFlagError as error:
         spellings |= {name: f"--{name}" for name in flags.FLAGS if "." not in name}
         raise unknown_option(f"--{error.flagname}", spellings, otherwise) from None
     except (flags.Error, OSError, TypeError, ValueError) as error:
-        raise UserError(str(error).replace("\n", " "), otherwise) from None
+        text = str(error).replace("\n", " ")
+        if found := re.match(r"Found (--config\.\S+) in argv before a value for --config", text):
+            raise UserError(
+                f"{found[1]} stands before --config, whose options it changes", "Put --config first"
+            ) from None
+        raise UserError(text, otherwise) from None
 
 
 def _no_option(

@@ -63,13 +63,18 @@ def exit_on_user_error(main: Callable) -> Callable:
     """Wraps a command's main, so that a user's mistake prints one line and sets the exit code.
 
     A `UserError` prints `error: ...` on stderr, and so does a full disk or a path that the system
-    refuses. Ctrl-C exits with 130, as in a shell.
+    refuses. Ctrl-C exits with 130, as in a shell, and a reader that wants no more, such as `head`,
+    with 141 and without a word.
     """
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
         try:
             return main(*args, **kwargs)
+        except BrokenPipeError:
+            with contextlib.suppress(OSError):
+                _forget(sys.stdout)
+            sys.exit(128 + signal.SIGPIPE)
         except (UserError, OSError, KeyboardInterrupt) as error:
             if not (end := describe_end(error)):
                 raise

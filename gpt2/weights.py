@@ -46,6 +46,15 @@ _FREE = (
 )
 
 
+def check_source(source: str) -> None:
+    """Checks that what `train.init_from` names is there, without reading its weights.
+
+    Raises:
+        UserError: it is not.
+    """
+    _look(*_split_source(source)[:2])
+
+
 def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer) -> dict:
     """Loads the weights that `train.init_from` names.
 
@@ -62,9 +71,8 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
         UserError: the weights do not exist, belong to another architecture, or were learnt with
             another tokenizer.
     """
-    kind, _, place = source.partition(":")
-    directory, step = (place, "") if kind == "hf" else _split_step(place)
-    found, theirs = _look(kind, Path(directory))
+    kind, directory, step = _split_source(source)
+    found, theirs = _look(kind, directory)
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
         raise UserError(
             f"the weights of train.init_from={source} were learnt with another tokenizer "
@@ -83,6 +91,13 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     if is_scanned(params) == cfg.scan_layers:
         return params
     return jax.jit(partial(in_layout, scanned=cfg.scan_layers))(params)
+
+
+def _split_source(source: str) -> tuple[str, Path, str]:
+    """Returns the kind of a source, its directory, and the checkpoint it names, if it does."""
+    kind, _, place = source.partition(":")
+    directory, step = (place, "") if kind == "hf" else _split_step(place)
+    return kind, Path(directory), step
 
 
 def _split_step(place: str) -> tuple[str, str]:
@@ -148,7 +163,7 @@ def _describe(tokenizer: tokenizers.Tokenizer) -> str:
     return f"{tokenizer.name}, {tokenizer.vocab_size} tokens"
 
 
-def _tokenizer_option(directory: str, tokenizer: tokenizers.Tokenizer) -> str:
+def _tokenizer_option(directory: Path, tokenizer: tokenizers.Tokenizer) -> str:
     """Returns the option that names a model's tokenizer: its file, or its name without a file."""
-    file = Path(directory) / "tokenizer.json"
+    file = directory / "tokenizer.json"
     return str(file) if file.is_file() else tokenizer.name

@@ -434,9 +434,14 @@ def test_table_shows_every_contestant_its_ratio_and_every_setting():
         *("sgd", "attention eager (blocked in jax)", "precision of products highest"),
         *("data inside of the time", "remat none", "layers unrolled in jax", "pjit data=-1 fsdp=1"),
         *("4 x 16 tokens", "width 32", "50 tokens in the vocabulary", "1,000 GFLOP/s, measured"),
-        *("2 turns each", "the first step of torch equals jax's", "3.5"),
+        *("2 turns each", "the first steps of torch equal jax's", "3.5"),
     ):
         assert setting in shown, setting
+    assert "differ more than 1.5 times" not in shown
+    shown = tables.table(case, results(case, {"jax": [0.2, 0.2], "torch": [0.5, 0.8]}))
+    assert "turns of torch differ more than 1.5 times" in shown
+    read = tiny(subject="data")
+    assert "adamw" not in tables.table(read, results(read, {"jax": [0.2, 0.2]}))
 
 
 def test_a_file_and_a_picture_hold_every_cell(tmp_path):
@@ -448,6 +453,9 @@ def test_a_file_and_a_picture_hold_every_cell(tmp_path):
     found = tables.rows(tiny(), varied)
     assert [row["our_attention"] for row in found] == ["blocked", "xla"]  # each has its own
     assert "95 % intervals" in picture._foot(found)
+    varied["model.attention=xla"]["vary"] = {"optim.name": "muon", "memory.remat": "full"}
+    *_, row = tables.rows(tiny(), varied)
+    assert (row["optimizer"], row["remat"], row["scan_layers"]) == ("muon", "full", False)
     narrow = results(tiny(), {"jax": [0.2], "precision.compute=bfloat16": [0.1], "torch": [0.5]})
     products = dict(compute="bfloat16", peak_flops=3e12, peak_source="measured")
     narrow["precision.compute=bfloat16"] |= products

@@ -346,6 +346,27 @@ main()
     assert done.returncode == 5
 
 
+def test_a_reader_that_wants_no_more_is_left_without_a_word():
+    program = """
+from gpt2.errors import exit_on_user_error
+
+@exit_on_user_error
+def main():
+    while True:
+        print("more")
+
+main()
+"""
+    for command in ("-c", program), (str(ROOT / "train.py"), "--help"):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, timeout=60
+        )
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_line_that_a_full_disk_does_not_take_is_lost_and_the_next_is_not(tmp_path):
     log = tmp_path / "log"
     with open("/dev/full", "w") as stream, log.open("w") as disk:

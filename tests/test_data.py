@@ -364,6 +364,7 @@ def test_directory_from_environment(monkeypatch, tmp_path):
         ("text:", "Write text:GLOB"),
         ("text:no/such/*.txt", r"no file matches 'no/such/\*\.txt' in /\S+\. Give"),
         ("text:/no/such.txt", r"no file matches '/no/such\.txt'\. Give"),
+        ("text:/usr", r"no file matches '/usr'\. That is a folder: .* such as /usr/\*\*/\*\.txt"),
         ("text:EMPTY", "holds no text"),
         ("text:LATIN", "LATIN cannot be read .*utf-8"),
         ("jsonl:CUT.gz", r"CUT\.gz cannot be read .*ended before"),

@@ -138,6 +138,23 @@ def test_a_loop_that_is_one_kernel_is_named_as_a_loop():
     assert cause.where == "`call`, planted"
 
 
+SENDS = """HloModule jit_step, num_partitions=8
+
+ENTRY %main (x: f32[32]) -> f32[32] {
+  %x = f32[32]{0} parameter(0)
+  %ag = f32[256]{0} all-gather(%x), replica_groups={}, metadata={op_name="jit(step)/mlp/gather"}
+  ROOT %ar = f32[256]{0} all-reduce(%ag), replica_groups={}
+}
+"""
+
+
+def test_collectives_are_one_cause():
+    charged = account(trace_of(ran("ag", 0.0, 3.0), ran("ar", 3.0, 4.0)), ProgramText(SENDS))
+    (cause,) = find_causes(charged, ProgramText(SENDS), Machine("cpu", {"f32": 1e12}, 1e11))
+    assert (cause.name, cause.seconds) == ("communication", 4.0)
+    assert cause.where == "most, 75%, in `ag`, mlp"
+
+
 @pytest.mark.parametrize(
     "path, part",
     [
@@ -147,6 +164,8 @@ def test_a_loop_that_is_one_kernel_is_named_as_a_loop():
         ("jit(step)/optimizer/mul", ("optimizer", "")),
         ("jit(step)/planted/while/body/closed_call/tanh", ("planted", "")),
         ("jit(step)/add", ("other", "")),
+        ("jit(step)/(optimizer/reduce_sum:optimizer/mul:shard_map/psum)", ("optimizer", "")),
+        ("jit(step)/jvp(GPT)/(mlp/dot:attention/dot)", ("mlp", "forward")),
     ],
 )  # fmt: skip
 def test_the_path_of_an_operation_names_its_part(path, part):

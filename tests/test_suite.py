@@ -51,7 +51,7 @@ def part(name: str, *cases: Case, seconds: float = 60, **more) -> Part:
 
 
 def run_parts(parts, output, device="1 x cpu"):
-    return suite.run_parts(parts, output, "tiny", device)
+    return suite.run_parts(parts, parts, output, "tiny", device)
 
 
 def statuses(result) -> list[str]:
@@ -132,6 +132,10 @@ def test_a_part_whose_json_is_there_is_not_run_again(tmp_path, capsys):
     run_parts(parts, tmp_path)
     run_parts(parts, tmp_path)
     assert count.read_text() == "x" and "once: not run again" in capsys.readouterr().out
+    other = part("other", Case("a", say(a=1)))
+    suite.run_parts([other], [*parts, other], tmp_path, "tiny", "1 x cpu")
+    summary = (tmp_path / "summary.md").read_text()
+    assert summary.count("not measured") == 1  # attention alone
     record = json.loads((tmp_path / "once.json").read_text())
     (tmp_path / "once.json").write_text(json.dumps(record | {"status": "running"}))  # cut off
     run_parts(parts, tmp_path)

@@ -220,6 +220,10 @@ def test_continuing_under_other_options_is_refused(finished, corpus):
     ("options", "message"),
     [
         (["--config.model.num_layer=3"], "no option --config.model.num_layer. Did you mean"),
+        (
+            ["--config.optim.beta2=0.9", "--config=configs/modern.py"],
+            "stands before --config, whose options it changes. Put --config first.",
+        ),
         (["--workdr=x"], "no option --workdr. Did you mean --workdir?"),
         (["--config=configs/none.py"], "--config=configs/none.py is not a file"),
         (["--config.optim.learning_rate=fast"], "is not of type float"),
@@ -240,6 +244,16 @@ def test_a_mistake_gives_one_line_and_no_workdir(tmp_path, corpus, options, mess
     assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert message in stderr
     assert not workdir.exists()
+
+
+def test_weights_that_are_not_there_are_told_before_a_corpus_is_prepared(tmp_path):
+    options = [
+        "--config.train.init_from=run:nowhere",
+        f"--config.data.data_dir={tmp_path / 'data'}",
+    ]
+    code, told, stderr = run(tmp_path / "run", *TINY, *options)
+    assert code == 2 and "nowhere holds no run" in stderr
+    assert told == "" and not (tmp_path / "data").exists()
 
 
 def test_openwebtext_out_of_reach_names_the_corpus_that_is_not(tmp_path, monkeypatch):

@@ -65,6 +65,7 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
         ("--num_processes=2", "--num_processes would be ignored"),
         ("--process_index=0", "--process_index would be ignored"),
         ("--plan_devices=-1", "--plan_devices=-1"),
+        ("--plan_devices=0", "--plan_devices=0: 0 is not a positive integer"),
         ("--plan_chips=v5e-9", "--plan_chips=v5e-9 names no devices. Use v5e-N with N of 1, 4, 8"),
         ("--plan_chips=tpu", "Use CHIP-N, such as v5e-8 or h100-8"),
         ("--plan_chips=", "Use CHIP-N, such as v5e-8 or h100-8"),

@@ -89,6 +89,8 @@ def print_speed(wanted: list[dict[str, Any]]) -> None:
     options = flags.FLAGS
     variations = [read_variations(options.vary, case) for case in wanted]
     measured, lines = [], []
+    for file in filter(None, (options.csv, options.plot)):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
     for case, varied in zip(wanted, variations, strict=True):
         results = measure(case, options.peers, options.rounds, options.seconds, varied)
         measured.append({"case": case, "results": results})

@@ -80,6 +80,7 @@ def measure(
         # Before the first step, and in it: the contestants compile at either time.
         results[name]["compile_seconds"] = infos[name].get("compile_seconds", 0.0) + longer[name]
         results[name]["compared"] = name in compared
+        results[name]["vary"] = variations.get(name, {})
     return results
 
 

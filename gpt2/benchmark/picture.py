@@ -11,6 +11,12 @@ from gpt2.utils.text import counted, format_count
 
 # Told apart by people who do not tell red from green (Okabe and Ito 2008).
 _COLORS = ("#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c6d31")
+# Where the axis of ratios has lines, by how many times its end is its beginning.
+_RATIOS = {
+    4: (0.25, 0.5, 0.8, 1, 1.25, 1.5, 2, 3),
+    50: (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20),
+    math.inf: (0.001, 0.01, 0.1, 1, 10, 100, 1000),
+}
 _MUTED, _GRID, _TEXT = "#6b7280", "#e5e7eb", "#374151"
 
 
@@ -53,12 +59,26 @@ def plot(png: Path, rows: Sequence[dict[str, Any]]) -> None:
         panels[0][0].set_ylabel("tokens per second")
         if compared:
             panels[1][0].set_ylabel(f"{OURS} is faster by")
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=5, frameon=False)
-        figure.suptitle(_heading(rows), x=0.012, ha="left", fontsize=11, color=_TEXT)
+        _add_legend(figure, panels[0][0], _heading(rows))
         foot = textwrap.fill(_foot(rows), width=round(12.5 * figure.get_figwidth()))
         figure.supxlabel(foot, x=0.012, ha="left", fontsize=9, color=_MUTED)
         figure.savefig(png)
+
+
+def _add_legend(figure, axes, title) -> None:
+    """Names the contestants above the panels, in as many columns as their names leave room for."""
+    handles, labels = axes.get_legend_handles_labels()
+    width = 0.6 + 0.1 * max(map(len, labels))  # inches, at this size of letters
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / width)))
+    figure.legend(
+        handles,
+        labels,
+        title=title,
+        loc="outside upper left",
+        alignment="left",
+        ncols=columns,
+        frameon=False,
+    )
 
 
 def _draw_speeds(axes, rows, contestants, colors) -> None:
@@ -105,11 +125,37 @@ def _draw_ratios(axes, rows, compared, colors) -> None:
                 fontsize=9,
                 color=_TEXT,
             )
-    highest = max(row["speedup_high"] or row["speedup"] for row in rows)
-    axes.set_ylim(0, max(axes.get_ylim()[1], 1.15 * highest, 1.2))
+    _scale_ratios(axes, [row for row in rows if row["contestant"] in compared])
     axes.set_xticks(list(places.values()), [f"{size}" for size in places])
     axes.set_xlim(-0.6, len(places) - 0.4)
     _calm(axes)
+
+
+def _scale_ratios(axes, rows) -> None:
+    """Shows ratios by their logarithms, so that half lies as far from 1 as twice.
+
+    An interval that reaches beyond three times its ratio leaves the picture.
+    """
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    ends = [
+        end
+        for row in rows
+        for end in (
+            max(row["speedup_low"] or 0.0, row["speedup"] / 3),
+            min(row["speedup_high"] or math.inf, 3 * row["speedup"]),
+        )
+        if row["speedup_low"] is not None
+    ] or [row["speedup"] for row in rows]
+    low, high = min(0.8, *ends), max(1.25, *ends)
+    shared_low, shared_high = axes.get_ylim() if axes.get_yscale() == "log" else (low, high)
+    axes.set_yscale("log")
+    low, high = min(shared_low, low / 1.05), max(shared_high, 1.05 * high)
+    axes.set_ylim(low, high)
+    lines = next(each for span, each in _RATIOS.items() if high <= span * low)
+    axes.yaxis.set_major_locator(FixedLocator(lines))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _places(rows: Sequence[dict[str, Any]]) -> dict[int, int]:

@@ -21,6 +21,7 @@ _FIGURES = (
     *("step_seconds", "tokens_per_second", "mfu", "peak_bytes", "compile_seconds"),
     *("warm_up_seconds", "compared"),
 )
+_STEADY = 1.5  # what the slowest turn may take of the fastest one's time
 
 Results = dict[str, dict[str, Any]]
 
@@ -32,9 +33,10 @@ def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
         speedup, low, high = result["speedup"]
         # A variation may compute in another type. Peers compute as we do.
         products = results[OURS] | result
+        varied = {_setting(option): value for option, value in result.get("vary", {}).items()}
         found.append(
             {"contestant": name}
-            | {setting: case[setting] for setting in _SETTINGS}
+            | {setting: varied.get(setting, case[setting]) for setting in _SETTINGS}
             | {"attention": case["attention"], "our_attention": result.get("attention")}
             | {"our_compute": result.get("compute")}
             | {"device": result["device"], "cpu_cores": os.cpu_count()}
@@ -46,6 +48,11 @@ def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
             | {"product_flops": products["peak_flops"], "product_source": products["peak_source"]}
         )
     return found
+
+
+def _setting(option: str) -> str:
+    """Returns the name in a case of an option of the config."""
+    return "optimizer" if option == "optim.name" else option.rpartition(".")[2]
 
 
 def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
@@ -78,6 +85,12 @@ def table(case: dict[str, Any], results: Results) -> str:
             f"{result['warm_up_seconds']:11.1f}"
             + ("" if name == OURS else f"  {format_ratio(result['speedup'])}")
         )
+    if unsteady := [n for n, r in results.items() if max(r["turns"]) > _STEADY * min(r["turns"])]:
+        lines += [
+            "",
+            f"turns of {', '.join(unsteady)} differ more than {_STEADY:g} times: other programs "
+            "may take the machine, so measure again",
+        ]
     if ours["shares"]:
         shares = ", ".join(f"{scope} {share:.0%}" for scope, share in ours["shares"].items())
         lines += ["", f"time by part: {shares}"]
@@ -106,25 +119,30 @@ def _header(case: dict[str, Any], results: Results) -> list[str]:
     )
     layout = " ".join(f"{name}={case[name]}" for name in ("data", "fsdp", "tensor"))
     compared = [name for name, result in results.items() if result["compared"] and name != OURS]
-    return [
+    measured = f"products: {products}; {counted(len(ours['turns']), 'turn')} each"
+    if compared:
+        measured += f"; the first steps of {', '.join(compared)} equal jax's"
+    lines = [
         f"{case['subject']} {case['model']} ({counted(case['num_layers'], 'layer')}, "
         f"{counted(case['num_heads'], 'head')}, width {case['embed_dim']}, "
         f"{case['vocab_size']} tokens in the vocabulary), "
         f"{case['batch_size']} x {case['context_length']} tokens",
         f"{case['compute']}, precision of products {case['matmul_precision']}, attention "
-        f"{case['attention']} ({ours['attention']} in jax), {case['optimizer']}",
+        f"{case['attention']} ({ours['attention']} in jax)"
+        + (f", {case['optimizer']}" if case["subject"] == "train" else ""),
         f"remat {case['remat']}, layers {'scanned' if case['scan_layers'] else 'unrolled'} in jax, "
         f"{case['backend']} {layout}, data {'in' if case['with_data'] else 'out'}side of the time",
         f"{ours['device']}, {os.cpu_count()} CPU cores, {versions}",
-        f"products: {products}; {len(ours['turns'])} turns each; the first step of "
-        + (f"{', '.join(compared)} equals jax's" if compared else "peers was not compared"),
+        measured,
     ]
+    # Of a step that only reads text, the second and the third line would tell nothing.
+    return [lines[0], *lines[3:]] if case["subject"] == "data" else lines
 
 
 def agreement_table(case: dict[str, Any], found: Iterable[tuple[str, list[Agreement]]]) -> str:
     """Returns how the first steps of peers compare, a line for each: the largest differences."""
     lines = [
-        f"first step of {case['model']}, {case['batch_size']} x {case['context_length']} tokens, "
+        f"first steps of {case['model']}, {case['batch_size']} x {case['context_length']} tokens, "
         f"{case['compute']}, precision of products {case['matmul_precision']}, "
         f"{case['optimizer']}, attention {case['attention']}",
         "",

@@ -96,6 +96,10 @@ def find_files(pattern: str) -> list[Path]:
 def _advise_on_glob(pattern: str) -> str:
     """Returns what to write in place of a glob that matches no file."""
     path = Path(pattern)
+    if path.is_dir():
+        return (
+            f"That is a folder: for the files in it write a glob, such as {path / '**' / '*.txt'}"
+        )
     if glob.has_magic(path.name) and "**" not in pattern:
         below = glob.iglob(str(path.parent / "*" / path.name))  # no deeper, which may be endless
         if any(map(os.path.isfile, below)):

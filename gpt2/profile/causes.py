@@ -10,6 +10,7 @@ from gpt2.profile.machine import Machine
 from gpt2.profile.program import Operation, ProgramText
 
 WORTH_NAMING = 0.02  # share of a step
+_OWN_WAIT = ("gpt2/telemetry/reporter.py", "telemetry/reporter.py")  # of the loop, by design
 _FAR = 0.2  # share of its limit that a slow operation reaches at most
 
 
@@ -42,8 +43,8 @@ _GAPS = {
     accounts.LOADER: (
         "slow loader",
         "the devices wait for the next batch",
-        "Time it alone: `python -m gpt2.benchmark data`. Prepare the corpus ahead, or on a "
-        "faster disk.",
+        "Keep the prepared corpus on a faster disk, or do less in what reads it. `python -m "
+        "gpt2.benchmark data` tells what the loader gives of synthetic text.",
     ),
     accounts.PYTHON: (
         "Python in the loop",
@@ -73,10 +74,16 @@ def find_causes(account: Account, program: ProgramText | None, machine: Machine)
     causes = []
     for (kind, where, text), seconds in account.gaps.items():
         name, why, help = _GAPS[kind]
+        if kind == accounts.SYNC and where.startswith(_OWN_WAIT):
+            help = (
+                "The loop waits here for the step before, which hides behind a step of usual "
+                "length. Make steps longer: more sequences in a batch."
+            )
         place = f"`{where}`" + (f": `{text}`" if text else "") if where else ""
         causes.append(Cause(name, seconds, place, why, help))
     if program:
         causes += _tiny_loops(account, program) + _slow_operations(account, program, machine)
+        causes += _communication(account, program)
     outside = account.around_short + sum(
         cost.short_seconds
         for name, cost in account.operations.items()
@@ -168,12 +175,41 @@ def _tiny_loops(account: Account, program: ProgramText) -> list[Cause]:
     return [Cause("loop of tiny operations", *each, help) for each in found]
 
 
+def _communication(account: Account, program: ProgramText) -> list[Cause]:
+    found = [
+        (cost, operation)
+        for name, cost in account.operations.items()
+        if (operation := program.operations.get(name)) and operation.kind == "collective"
+    ]
+    if not found:
+        return []
+    longest, operation = max(found, key=lambda pair: pair[0].seconds)
+    count = sum(cost.count for cost, _ in found)
+    size = sum(cost.count * operation.bytes for cost, operation in found)
+    share = longest.seconds / (seconds := sum(cost.seconds for cost, _ in found))
+    return [
+        Cause(
+            "communication",
+            seconds,
+            f"most, {share:.0%}, in `{operation.name}`, {operation.part}"
+            + f", {operation.source}" * bool(operation.source),
+            f"{count:,.0f} collectives of {size / 1e6:,.1f} MB in all take it, as far as nothing "
+            "runs beside them",
+            "Use larger batches or fewer micro-batches, or another layout: `train.py --plan` "
+            "tells what each sends. Simulated devices wait for each other, and tell nothing of a "
+            "network.",
+        )
+    ]
+
+
 def _slow_operations(account: Account, program: ProgramText, machine: Machine) -> list[Cause]:
     causes = []
     for name, cost in account.operations.items():
         operation = program.operations.get(name)
         if operation is None or cost.seconds < 0.05 * account.seconds:
             continue
+        if operation.kind == "collective":
+            continue  # all of them are one cause
         if operation.kind == "loop" or cost.short_seconds > 0.5 * cost.seconds:
             continue  # a loop is named as such, and what is short runs often
         limits = machine.limits(operation.flops, operation.dtype, operation.bytes)

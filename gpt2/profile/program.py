@@ -240,7 +240,7 @@ def part_of(line: str) -> tuple[str, str]:
         The outermost of `SCOPES`, else a level of the path that is no wrapper, else `other`; and
         `forward`, `backward` or nothing.
     """
-    path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]
+    path = _op_name(line)
     levels = path.split("/")
     is_differentiated = "jvp(" in path
     # What is computed again belongs to the backward pass, which needs it.
@@ -254,9 +254,18 @@ def part_of(line: str) -> tuple[str, str]:
     return scope, "backward" if is_backward else "forward"
 
 
+def _op_name(line: str) -> str:
+    """Returns the path of an instruction in JAX; the first one where XLA has joined several.
+
+    It writes those as `a/b;a/c`, or behind what they share as `a/(b:c)`.
+    """
+    path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]
+    return re.sub(r"/\(([^:]*):.*", r"/\1", path)
+
+
 def _path(line: str) -> str:
     """Returns the levels of an instruction's path that JAX has not added."""
-    path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]
+    path = _op_name(line)
     named = [x for x in path.split("/") if re.match(r"h_\d+$", x) or not _WRAPPER.match(x)]
     return "/".join(dict.fromkeys(named))
 

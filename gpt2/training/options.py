@@ -33,7 +33,7 @@ def define_flags() -> None:
     number("num_processes", None, "How many processes there are.")
     number("process_index", None, "Number of this process, from 0.")
     flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
-    number("plan_devices", 0, "As --plan, for this many simulated devices.", lower_bound=0)
+    number("plan_devices", None, "As --plan, for this many simulated devices.", lower_bound=1)
     text("plan_chips", None, "As --plan, for chips: v5e-8, h100-8, target.txtpb-8, ...")
     text("plan_text", None, "A file for the compiled step of a plan.")
     flags.DEFINE_bool(
@@ -77,7 +77,7 @@ def asks_for_plan() -> bool:
 def _planning_flags() -> list[str]:
     """Returns the flags given that ask for a plan, without dashes."""
     names = ("plan", "plan_devices", "plan_search", "plan_chips")
-    return [name for name in names if flags.FLAGS[name].value not in (None, False, 0)]
+    return [name for name in names if flags.FLAGS[name].value not in (None, False)]
 
 
 def _check_run() -> None:

@@ -62,7 +62,8 @@ def main(_: str) -> int:
     if not options.output:
         raise UserError("there is no --output", "Name the folder of the results")
     output = Path(options.output)
-    parts = choose_parts(make_parts(options.size, output), options.parts)
+    known = make_parts(options.size, output)
+    parts = choose_parts(known, options.parts)
     if options.report is not None:
         for name in ("parts", "size"):
             cli.refuse_ignored(name, "--report writes the table of all parts")
@@ -74,7 +75,7 @@ def main(_: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     device = ask_device(output, options.size)
     report.check_device(output, device)
-    results = run_parts(parts, output, options.size, device)
+    results = run_parts(parts, known, output, options.size, device)
     print(f"see {output / 'summary.md'}")
     return int(any(result["status"] == "failed" for result in results))
 
@@ -110,11 +111,14 @@ def ask_device(output: Path, size: str) -> str:
     return found["device"]
 
 
-def run_parts(parts: Sequence[Part], output: Path, size: str, device: str) -> list[dict[str, Any]]:
+def run_parts(
+    parts: Sequence[Part], known: Sequence[Part], output: Path, size: str, device: str
+) -> list[dict[str, Any]]:
     """Runs the parts that have no results yet, and returns the results of all.
 
     Args:
         parts: in the order in which they run.
+        known: all parts, of which the summary tells: others may have run before.
         output: where results go.
         size: of the parts, for their record.
         device: as `ask_device` returns it, for their record.
@@ -130,7 +134,7 @@ def run_parts(parts: Sequence[Part], output: Path, size: str, device: str) -> li
         else:
             result = _run_part(part, output, size, device)
         results.append(result)
-        write_text(output / "summary.md", _summarise(output, parts))
+        write_text(output / "summary.md", _summarise(output, known))
     return results
 
 

@@ -13,6 +13,7 @@ installs them beside its own packages, and changes none of those.
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,8 @@ def main(_: str) -> None:
     options = flags.FLAGS
     if not options.output:
         raise UserError("there is no --output", "Name the folder of the wheels")
+    if not re.fullmatch(r"3\.\d+", options.python):
+        raise UserError(f"--python={options.python} is no version", "For example, use 3.12")
     folder = Path(options.output)
     require_writable("output", folder)
     for command in pip_commands(folder, options.python, options.machine):
