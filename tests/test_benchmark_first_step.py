@@ -137,14 +137,14 @@ def plant_in_optimizer(name, **changes):
         ({}, plant_epsilon, "loss differs"),
         ({}, plant_gelu, "gradient of h_0/"),
         ({}, plant_precision, "products are in bfloat16, in place of float32"),
-        ({}, plant_no_clipping, "gradient of h_0/"),
+        ({}, plant_no_clipping, "length of the clipped gradients"),
         ({}, plant_in_optimizer("AdamW", eps=1e-5), "weights of h_0/"),
         ({}, plant_in_optimizer("AdamW", lr=1.01 * 6e-4), "weights of h_0/"),
         ({}, plant_in_optimizer("AdamW", betas=(0.9, 0.999)), "weights of h_0/"),
         ({}, plant_in_optimizer("AdamW", weight_decay=0.0), "weights of h_0/attn/c_attn/kernel"),
         (dict(optimizer="sgd"), plant_in_optimizer("SGD", momentum=0.9), "weights of h_0/"),
         (dict(compute="bfloat16"), plant_missing_layer, "loss differs"),
-        (dict(compute="bfloat16"), plant_no_clipping, "gradient of h_0/"),
+        (dict(compute="bfloat16"), plant_no_clipping, "length of the clipped gradients"),
         (dict(subject="eval"), plant_gelu, "loss of single tokens"),
         (dict(subject="eval", compute="bfloat16"), plant_missing_layer, "loss differs"),
     ],
@@ -191,6 +191,10 @@ def test_each_kind_of_difference_is_named_in_turn():
         return FirstStep(**dict(products="float32", loss=4.0) | trees | changes)
 
     assert difference(step(), step(loss=4.00001)) is None
+    gradients = step().gradients
+    longer = [{name: s * each for name, each in gradients.items()} for s in (1.003, 1.01)]
+    assert difference(step(), step(gradients=longer[0])) is None
+    turned = np.sqrt(2) * np.array([np.cos(np.pi / 4 + 0.1), np.sin(np.pi / 4 + 0.1)])
     scores = [step(tokens=np.array(tokens)) for tokens in ([1.0, 3.0], [1.0, 3.1])]
     told_of_tokens = "loss of single tokens differs by 7.1e-02, and 0.0001 is allowed"
     assert difference(*scores) == told_of_tokens
@@ -199,8 +203,11 @@ def test_each_kind_of_difference_is_named_in_turn():
         "weights before the step differ": step(before={"a/kernel": np.ones(3)}),
         "loss differs by 1.0e-02, and 1e-05 is allowed": step(loss=4.04),
         "loss differs by nan, and 1e-05 is allowed": step(loss=float("nan")),
+        "length of the clipped gradients differs by 1.0e-02, and 0.005 is allowed": step(
+            gradients=longer[1]
+        ),
         "gradient of b/bias differs by 1.0e-01, and 0.0001 is allowed": step(
-            gradients={"a/kernel": np.arange(3.0), "b/bias": np.full(2, 1.1)}
+            gradients=gradients | {"b/bias": turned}
         ),
         "weights of a/kernel differs by 5.0e-01, and 0.001 is allowed": step(
             after={"a/kernel": np.full(3, 0.85), "b/bias": np.full(2, 0.9)}
