@@ -180,8 +180,8 @@ def compare(ours: FirstStep, theirs: FirstStep) -> Iterable[Agreement]:
         yield Agreement("loss of single tokens", float(found), allowed["tokens"])
     lengths = [_length(step.gradients) for step in (ours, theirs)]
     if names:
-        found = abs(lengths[1] / lengths[0] - 1)
-        yield Agreement("length of the clipped gradients", found, allowed["length"])
+        longer = abs(lengths[1] / lengths[0] - 1)
+        yield Agreement("length of the clipped gradients", longer, allowed["length"])
     for name in names:
         a, b = ours.gradients[name] / lengths[0], theirs.gradients[name] / lengths[1]
         found = np.linalg.norm(a - b) / np.linalg.norm(a)
