@@ -381,6 +381,15 @@ def test_players_on_a_gpu_share_its_memory_unless_the_user_has_said_how(monkeypa
     assert shares() == [[None, "0.2"]] * 3
 
 
+def test_a_player_that_ends_between_two_turns_is_a_user_error():
+    command = [sys.executable, "-c", "import sys; print('[1.0]', flush=True); sys.exit(1)"]
+    with Player("quitter", command, dict(os.environ)) as player:
+        assert player.play(1) == [1.0]
+        player._process.wait()
+        with pytest.raises(UserError, match="quitter ended early"):
+            player.play(1)
+
+
 def test_a_player_that_ends_early_is_a_user_error():
     command = [sys.executable, "-c", "input()"]
     with Player("quitter", command, dict(os.environ)) as player, pytest.raises(UserError):

@@ -1,5 +1,6 @@
 """The fast form of every operation equals its plain reference, values and gradients."""
 
+import importlib
 from functools import partial
 
 import jax
@@ -38,6 +39,7 @@ from gpt2.parallel.collectives import collectives
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import BATCH_AXES, Rules, spread_over
 
+cross_entropy_module = importlib.import_module("gpt2.ops.cross_entropy")  # not the function
 RULES = Rules.from_config(ParallelConfig())
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 dtypes = st.sampled_from(sorted(TOLERANCE))
@@ -82,6 +84,17 @@ def test_linear_equals_tensordot_and_its_derivative(rows, width, dtype, bias, ac
     assert_close(
         jax.jit(jax.grad(fast, every))(*args), jax.jit(jax.grad(plain, every))(*args), dtype
     )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_float32_forms_equal_the_references(bias):
+    """Whatever the drawn cases above leave out."""
+    test_linear_equals_tensordot_and_its_derivative.hypothesis.inner_test(
+        9, 7, "float32", bias, gelu_tanh
+    )
+    kind = "layernorm" if bias else "layernorm without bias"
+    test_norm_equals_reference.hypothesis.inner_test(9, 40, 10.0, kind, ("float32", "float32"))
+    check_blocked_attention(2, 300, 2, "float32", mask=bias)
 
 
 def test_linear_keeps_the_input_of_its_activation_and_not_the_value():
@@ -434,7 +447,7 @@ def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_the_forms_of_every_platform_equal_the_references(monkeypatch, platform, dtype):
     x, kernel, bias = normal(0, 2, 9, 5), normal(1, 5, 3, 2, 7), normal(2, 3, 2, 7)
 
@@ -448,7 +461,7 @@ def test_the_forms_of_every_platform_equal_the_references(monkeypatch, platform,
 
     on_cpu = program()
     monkeypatch.setattr(ops_forms, "platform", lambda: platform)
-    assert program() != on_cpu
+    assert (program() != on_cpu) == (platform != "cpu")
     for bias_or_none, activation in ((bias, gelu_tanh), (None, None)):
         test_linear_equals_tensordot_and_its_derivative.hypothesis.inner_test(
             9, 7, dtype, bias_or_none is not None, activation
@@ -475,6 +488,25 @@ def test_the_forms_of_every_platform_equal_the_references(monkeypatch, platform,
         test_cross_entropy_equals_reference.hypothesis.inner_test(
             length=7, chunk=3, padding=2, dtype=dtype, softcap=softcap, extra=extra
         )
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_loss_of_rounded_products_is_that_of_their_logits(monkeypatch, platform):
+    """A device that rounds operands of float32 products, as TF32 or bfloat16, is played here."""
+    exact = cross_entropy_module.dot
+    rounded = lambda a, b, *how: exact(  # noqa: E731
+        *(x.astype(jnp.bfloat16).astype(x.dtype) for x in (a, b)), *how
+    )
+    embedding = 3 * normal(1, 500, 32)
+    args = embedding[:64][None], embedding, jnp.arange(64)[None]
+    logits = rounded(args[0], embedding, (2,), (1,))
+    expected = jax.nn.logsumexp(logits, -1).sum() - logits[0, args[2][0], args[2][0]].sum()
+    monkeypatch.setattr(cross_entropy_module, "dot", rounded)
+    wrong, _ = cross_entropy(*args, vocab_size=500)
+    assert abs(wrong - expected) > 0.1
+    monkeypatch.setattr(ops_forms, "platform", lambda: platform)
+    loss, _ = cross_entropy(*args, vocab_size=500)
+    np.testing.assert_allclose(loss, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_uniform_logits_lose_log_of_true_vocabulary():

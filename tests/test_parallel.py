@@ -346,6 +346,7 @@ ENTRY %main (p: f32[16]) -> f32[16] {
   %ard = (f32[10]{0}, bf16[3,2]{1,0}) all-reduce-done(%ar)
   %ag = (f32[2]{0}, f32[8]{0}) all-gather-start(%a), replica_groups=mesh['a'=2,'b'=4] {'b'}
   %one = f32[2]{0} all-gather(%a), replica_groups=mesh['a'=8,'b'=1] {'b'}
+  %as = ((f32[8,4]), f32[8,4]) all-to-all-start(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}
   %cp = (u8[5], u8[5], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
   %w = f32[4] while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %v = f32[4] while(%t), body=%endless
@@ -364,8 +365,13 @@ def test_collectives_are_read_from_every_form_of_hlo():
     assert (found["reduce-scatter"].bytes, found["reduce-scatter"].times) == (64, 3)
     assert found["collective-permute"].bytes == 5
     assert found["all-to-all"].group == (0, 4)
+    assert [c.bytes for c in collectives(HLO) if c.group == (0, 1) and c.kind == "all-to-all"] == [
+        8 * 4 * 4  # operands are part of what it returns
+    ]
     assert [c.kind for c in found.values() if c.loop_unknown] == ["all-to-all"]
-    assert summarize(collectives(HLO))["reduce-scatter"] == Traffic(3, 192, 144.0, 0)
+    assert summarize(collectives(HLO))["reduce-scatter"] == Traffic(
+        count=3, bytes=192, sent=144.0, asynchronous=False, overlapped=0
+    )
 
 
 # What compilers for TPUs and GPUs write: a reduce-scatter as a fusion, a gather that fusions with a
@@ -393,6 +399,16 @@ CHIPS_HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
   ROOT %c.3 = bf16[32]{0} custom-call(%p, %ag.3)
 }
 
+%start.idle (p: bf16[4]) -> (bf16[4], bf16[32]) {
+  %ag.4 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="7"}
+  ROOT %c.4 = (bf16[4]{0}, bf16[32]{0}) custom-call(%p, %ag.4)
+}
+
+%done.idle (p: bf16[4]) -> bf16[32] {
+  %ag.5 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="7"}
+  ROOT %c.5 = bf16[32]{0} custom-call(%p, %ag.5)
+}
+
 %cond (p: (s32[], f32[8])) -> pred[] {
   %limit = s32[]{:T(128)} constant(48)
   %turn = s32[]{:T(128)} get-tuple-element(%p), index=0
@@ -400,6 +416,8 @@ CHIPS_HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
 }
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %i1 = (bf16[4], bf16[32]) fusion(%x), kind=kCustom, calls=%start.idle
+  %i2 = bf16[32] fusion(%i1), kind=kCustom, calls=%done.idle
   %f1 = (bf16[4], bf16[32]) fusion(%x), kind=kCustom, calls=%start
   %f2 = (bf16[8], bf16[32]) fusion(%f1), kind=kCustom, calls=%async_collective_fusion.2
   %f3 = bf16[32] fusion(%f2), kind=kCustom, calls=%done
@@ -417,6 +435,9 @@ ENTRY %main (p: f32[16]) -> f32[16] {
   %rsd = f32[2] reduce-scatter-done(%rs)
   %ag = (f32[2], f32[16]) all-gather-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}
   %agd = f32[16] all-gather-done(%ag)
+  %ar = f32[4] all-reduce-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %w2 = f32[8] while(%t), condition=%cond, body=%gemm
+  %ard = f32[4] all-reduce-done(%ar)
 }
 """
 
@@ -424,15 +445,20 @@ ENTRY %main (p: f32[16]) -> f32[16] {
 def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap():
     found = [(c.kind, c.bytes, c.times, c.overlapped) for c in collectives(CHIPS_HLO)]
     assert found == [
+        ("all-gather", 64, 48, False),
         ("all-gather", 64, 48, True),
         ("reduce-scatter", 128, 48, False),
         ("reduce-scatter", 64, 1, True),
         ("all-gather", 64, 1, False),
+        ("all-reduce", 16, 1, True),
     ]
     assert not any(c.loop_unknown for c in collectives(CHIPS_HLO))
     rows = describe_collectives(CHIPS_HLO)
-    assert rows["all-gather"].endswith("sent by each device, 98% while products run")  # 48 of 49
-    assert rows["overlapped"] == "34% of bytes are sent while products run"  # 3,136 of 9,344
+    assert rows["all-gather"].endswith("sent by each device, 49% while products run")  # 48 of 97
+    assert rows["overlapped"] == "25% of bytes are sent while products run"  # 3,168 of 12,448
+    idle = CHIPS_HLO.replace("dot(", "add(").replace("convolution(", "add(")
+    assert describe_collectives(idle)["overlapped"].startswith("0% of bytes")
+    assert "overlapped" not in describe_collectives(HLO.replace("-start(", "("))
 
 
 def test_a_group_that_fills_a_torus_in_order_has_its_sides():

@@ -155,6 +155,15 @@ def test_collectives_are_one_cause():
     assert cause.where == "most, 75%, in `ag`, mlp"
 
 
+def test_an_all_reduce_reads_and_writes_whether_it_is_asynchronous_or_not():
+    text = SENDS.replace(
+        "ROOT %ar = f32[256]{0} all-reduce(", "%ar = f32[256]{0} all-reduce-start("
+    )
+    text = text.replace("\n}", "\n  ROOT %done = f32[256]{0} all-reduce-done(%ar)\n}")
+    assert ProgramText(text).operations["ar"].bytes == ProgramText(SENDS).operations["ar"].bytes
+    assert ProgramText(SENDS).operations["ar"].bytes == 2 * 256 * 4
+
+
 @pytest.mark.parametrize(
     "path, part",
     [

@@ -4,6 +4,7 @@ Processes that take short turns run under the same conditions: other load, heat,
 that waits for its turn sleeps on its standard input.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -113,8 +114,9 @@ class Player:
         return self._ask(0)
 
     def _ask(self, request: int | str) -> Any:
-        self._stdin.write(f"{json.dumps(request)}\n")
-        self._stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `_read` finds
+            self._stdin.write(f"{json.dumps(request)}\n")
+            self._stdin.flush()
         return self._read()
 
     def _read(self) -> Any:
@@ -129,6 +131,7 @@ class Player:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
         self._process.wait()
         self._stdout.close()

@@ -229,7 +229,8 @@ def _make_loader(case: dict[str, Any]) -> Any:
     # Its characters are few, so that every model's vocabulary has room for them.
     dataset = prepare(DataConfig(corpus="synthetic", tokenizer="char"), show_progress=False)
     shape = dict(batch_size=case["batch_size"], context_length=case["context_length"])
-    return TrainLoader(dataset, seed=0, **shape)
+    masked = make_config(case).data.document_mask
+    return TrainLoader(dataset, seed=0, document_mask=masked, **shape)
 
 
 def _prefetch(case: dict[str, Any], backend: Backend) -> Iterator[Any]:

@@ -274,10 +274,12 @@ def _dlogits(form, logits, exponentials, normaliser, highest, targets):
 def _target_logits(logits, hidden, embedding, targets, form):
     """Returns the targets' logits `[B, T, 1]`, float32.
 
-    They come from the targets' own rows, which costs less than a pass over the logits. Logits that
-    were rounded are read again: the loss would be negative beside sums of rounded ones.
+    They come from the targets' own rows, which costs less than a pass over the logits. Where the
+    product or its result was rounded they are read from the logits: beside sums of rounded ones,
+    an exact one would give another loss, and a negative one for a confident model.
     """
-    if form.logits_dtype != jnp.float32:
+    is_rounded = hidden.dtype == jnp.float32 and forms().rounds_float32
+    if is_rounded or form.logits_dtype != jnp.float32:
         is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
         return jnp.where(is_target, logits, 0.0).sum(axis=-1, keepdims=True)
     rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)

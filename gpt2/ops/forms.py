@@ -1,7 +1,7 @@
 """Forms of operations by platform: one table, in place of questions in each operation.
 
 All forms compute the same, within rounding. They differ in what XLA's compilers for the platform
-make of them: docs/performance.md has the figures of each.
+make of them: docs/log.md has what each of them brought.
 """
 
 import dataclasses
@@ -36,6 +36,8 @@ class Forms:
             the biases of queries, keys and values, which a TPU would first copy into one array.
         sums_apart: a branch's last product adds neither bias nor residual stream, which cuBLAS
             would do in a copy of the stream. Both join the statistics of the norm that follows.
+        rounds_float32: products of float32 round their operands, to TF32 or bfloat16, unless told
+            otherwise. What stands beside one has to come from it.
         branches: one of two results is computed, not chosen from both, which would need copies of
             what is overwritten. A GPU would have to wait for the host to read the condition.
     """
@@ -50,6 +52,7 @@ class Forms:
     one_pass: bool = False
     joint_sums: bool = False
     sums_apart: bool = False
+    rounds_float32: bool = False
     branches: bool = False
 
 
@@ -63,8 +66,9 @@ _FORMS = {
         one_pass=True,
         joint_sums=True,
         sums_apart=True,
+        rounds_float32=True,
     ),
-    "tpu": Forms(narrow_results=True, apart=True),
+    "tpu": Forms(narrow_results=True, apart=True, rounds_float32=True),
 }
 
 

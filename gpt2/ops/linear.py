@@ -63,8 +63,8 @@ def linear(
         kernel: `[C1, .., Cn, O1, .., Om]`, any m, e.g. `[D, 3, N, H]` for queries, keys, values.
         bias: `[O1, .., Om]`.
         num_contract: the number of contracted axes.
-        activation: an elementwise function or None. The backward pass keeps its input and computes
-            its value again.
+        activation: an elementwise function or None. The backward pass keeps its input. It computes
+            its value again, unless the platform's form keeps that too.
         dtype: compute and result type; that of `x` if not given.
         pieces: if given, `kernel` is a piece. The whole is gathered in `dtype`, once forward and
             once backward, and never kept.

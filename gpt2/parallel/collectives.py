@@ -23,7 +23,9 @@ class Collective:
         bytes: of the whole array, gathered or not yet scattered, each time it runs.
         times: how often it runs per call of the program.
         loop_unknown: it runs in a loop of unknown length; `times` counts one turn of that loop.
-        overlapped: a matrix product runs between its start and its end.
+        asynchronous: it has a start and an end, between which other instructions may run.
+        overlapped: a matrix product runs between them. All of its bytes count as overlapped then,
+            however short the product is.
     """
 
     kind: str
@@ -31,6 +33,7 @@ class Collective:
     bytes: int
     times: int = 1
     loop_unknown: bool = False
+    asynchronous: bool = False
     overlapped: bool = False
 
     @property
@@ -60,7 +63,7 @@ def collectives(text: str) -> list[Collective]:
     def walk(name: str, times: int, unknown: bool, after: list[str]) -> None:
         lines = computations[name]
         for i, line in enumerate(lines):
-            if "chain_id=" in line and not _starts_chain(lines):
+            if _CHAIN in line and not _starts_chain(lines):
                 continue  # a part of a collective that has been counted
             if match := _INSTRUCTION.search(line):
                 collective = _parse(line, *match.groups(), num_devices=num_devices)
@@ -68,10 +71,13 @@ def collectives(text: str) -> list[Collective]:
                     collective = dataclasses.replace(collective, kind="reduce-scatter")
                 if len(collective.group) > 1:
                     during = _until_done(line, lines[i + 1 :], after, computations)
-                    overlapped = any(_has_product(other, computations) for other in during)
                     found.append(
                         dataclasses.replace(
-                            collective, times=times, loop_unknown=unknown, overlapped=overlapped
+                            collective,
+                            times=times,
+                            loop_unknown=unknown,
+                            asynchronous=match[3] is not None or _CHAIN in line,
+                            overlapped=any(_has_product(x, computations) for x in during),
                         )
                     )
                 continue
@@ -95,12 +101,14 @@ class Traffic:
         count: how many run.
         bytes: of whole arrays.
         sent: bytes that each device sends.
-        overlapped: those of them that it sends while products run.
+        asynchronous: whether some of them have a start and an end.
+        overlapped: bytes of collectives during which a product runs.
     """
 
     count: int
     bytes: int
     sent: float
+    asynchronous: bool
     overlapped: float
 
 
@@ -114,6 +122,7 @@ def summarize(found: Iterable[Collective]) -> dict[str, Traffic]:
             count=sum(c.times for c in members),
             bytes=sum(c.bytes * c.times for c in members),
             sent=sum(c.bytes_sent for c in members),
+            asynchronous=any(c.asynchronous for c in members),
             overlapped=sum(c.bytes_sent for c in members if c.overlapped),
         )
         for kind, members in by_kind.items()
@@ -121,6 +130,7 @@ def summarize(found: Iterable[Collective]) -> dict[str, Traffic]:
 
 
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_CHAIN = "chain_id="  # in what a TPU's compiler writes of a collective in several fusions
 # A reduce-scatter of a TPU is a fusion that holds an all-reduce, and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
@@ -136,18 +146,13 @@ def _until_done(
         after: what follows the call of that computation.
         computations: all of them.
     """
-    if "chain_id=" in line:  # of a TPU: other fusions hold the same instruction
-        shape = re.search(r" = (\S+) ", line)
-        again = [
+    if chain := re.search(rf'{_CHAIN}"\d+"', line):  # of a TPU: other fusions continue it
+        return [
             other
             for other in after
             for called in called_by(other)
-            if any(
-                "chain_id=" in x and shape and f" = {shape[1].partition('{')[0]}" in x
-                for x in computations.get(called, ())
-            )
+            if any(chain[0] in x for x in computations.get(called, ()))
         ]
-        return again
     name = re.match(r"\s*(?:ROOT )?(%?[\w.\-]+) = ", line)
     if "-start(" not in line or name is None:
         return []
@@ -162,7 +167,7 @@ def _has_product(line: str, computations: dict[str, list[str]], depth: int = 3) 
         return True
     return depth > 0 and any(
         _has_product(inner, computations, depth - 1)
-        for called in re.findall(r"calls=%?([\w.\-]+)", line)
+        for called in called_by(line)
         for inner in computations.get(called, ())
     )
 
@@ -191,6 +196,8 @@ def _parse(line: str, result: str, kind: str, start: str | None, *, num_devices:
         total *= len(group)  # the result is a device's piece
     elif kind in ("all-gather", "reduce-scatter") and start:
         total = total * len(group) // (len(group) + 1)  # operands are part of the result
+    elif kind == "all-to-all" and start:
+        total //= 2  # here too
     elif kind == "collective-permute" and start:
         total = sizes[0]  # operands are part of this result too, with two words of state
     return Collective(kind, group, total)

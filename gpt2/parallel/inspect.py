@@ -72,22 +72,21 @@ def describe_sharding(params: Any, num_largest: int = 5) -> dict[str, str]:
 def describe_collectives(text: str) -> dict[str, str]:
     """Returns a row per kind of collective in a compiled step: how many, and how much is sent.
 
-    The share that is sent while products run is told where the text shows it, as it does of
-    collectives that have a start and an end.
+    Where some have a start and an end, the share is told of those during which a product runs.
 
     Args:
         text: optimised HLO, from `CompiledStep.text()`.
     """
     found = collectives(text)
     by_kind = summarize(found)
-    some_overlap = any(traffic.overlapped for traffic in by_kind.values())
+    asynchronous = any(traffic.asynchronous for traffic in by_kind.values())
     rows = {
         kind: f"{traffic.count} of {format_bytes(traffic.bytes)} in all, "
         f"{format_bytes(traffic.sent)} sent by each device"
-        + (f", {traffic.overlapped / traffic.sent:.0%} while products run" if some_overlap else "")
+        + (f", {traffic.overlapped / traffic.sent:.0%} while products run" if asynchronous else "")
         for kind, traffic in by_kind.items()
     }
-    if some_overlap:
+    if asynchronous:
         overlapped = sum(traffic.overlapped for traffic in by_kind.values())
         share = overlapped / sum(traffic.sent for traffic in by_kind.values())
         rows["overlapped"] = f"{share:.0%} of bytes are sent while products run"

@@ -54,12 +54,17 @@ class Candidate:
     compute_seconds: float
 
     def holds_no_less_than(self, other: "Candidate") -> bool:
-        """Whether a device holds at least what it holds for `other`, on the same mesh."""
+        """Whether a device holds at least what it holds for `other`, on the same mesh.
+
+        By each of the counts, since a compiler's lies somewhere between them.
+        """
         spread = ["parallel.strategy", *(f"parallel.{axis}" for axis in MESH_AXES)]
         same = all(self.options[name] == other.options[name] for name in spread)
         step, layer = (c.options["parallel.fsdp_gather"] for c in (self, other))
         gathers = step == layer or (step, layer) == ("step", "layer")
-        return same and gathers and self.activation_bytes >= other.activation_bytes
+        counts = ("least_bytes", "expected_bytes", "activation_bytes")
+        no_less = all(getattr(self, name) >= getattr(other, name) for name in counts)
+        return same and gathers and no_less
 
     def is_no_faster_than(self, other: "Candidate") -> bool:
         """Whether a step computes and sends at least what it does for `other`, in its layout."""

@@ -107,10 +107,13 @@ def describe_trial(trial: Trial, board: str) -> str:
 
 def describe_search(search: Search, board: str) -> dict[str, str]:
     """Returns rows of a search's last screen: what became of its candidates."""
-    usable, fitting = format_bytes(usable_memory(board)), len(search.fitting)
+    memory, fitting = usable_memory(board), len(search.fitting)
+    usable, failed = format_bytes(memory), sum(not trial.compiles for trial in search.trials)
     rows = {
         "candidates": f"{search.number:,}",
-        "compiled": f"{len(search.trials)}: {fitting} fit, {len(search.trials) - fitting} do not",
+        "compiled": f"{len(search.trials)}: {fitting} fit, "
+        f"{len(search.trials) - fitting - failed} do not"
+        + (f", {failed} do not compile" if failed else ""),
         "too large": f"{search.too_large:,}: by arithmetic they hold more than {usable}",
         "no smaller": f"{search.no_smaller:,}: they hold no less than one that does not fit",
         "no faster": f"{search.no_faster:,}: one of the same layout fits and does no more",
@@ -121,7 +124,11 @@ def describe_search(search: Search, board: str) -> dict[str, str]:
     rows |= {"cannot work" + " " * i: text for i, text in enumerate(cannot)}
     if not fitting and not search.waiting:
         least = format_bytes(search.least_bytes)
-        rows["nothing fits"] = f"a step needs {least} or more, by arithmetic, of {usable}"
+        rows["nothing fits"] = (
+            f"a step needs {least} or more, by arithmetic, of {usable}"
+            if search.least_bytes > memory
+            else "by arithmetic some would; the lines above have what the compiler says"
+        )
     return {name: text for name, text in rows.items() if not text.startswith("0:")}
 
 

@@ -28,11 +28,13 @@ class Trial:
         candidate: which.
         plan: what its step takes, None if it does not work.
         problem: why it does not work, else empty.
+        compiles: whether it was memory alone that it lacked, if anything.
     """
 
     candidate: Candidate
     plan: Plan | None
     problem: str = ""
+    compiles: bool = True
 
 
 class Search:
@@ -105,7 +107,8 @@ class Search:
         except OutOfMemory as error:
             shortage = str(error)
         except (UserError, jax.errors.JaxRuntimeError) as error:
-            self.trials.append(Trial(candidate, None, f"does not compile: {_reason(error)}"))
+            problem = f"does not compile: {_reason(error)}"
+            self.trials.append(Trial(candidate, None, problem, compiles=False))
             return self.trials[-1]
         if shortage:
             self.trials.append(Trial(candidate, None, f"does not fit: {shortage}"))

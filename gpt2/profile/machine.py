@@ -79,4 +79,4 @@ class Machine:
         if chip is None:
             raise UserError(f"--chip={name} is not known", "For example, give --chip=H100")
         flops = {short: chip.peak_flops(dtype) for short, dtype in _DTYPES.items()}
-        return cls(chip.pattern, chip.source, flops, 1e9 * chip.memory)
+        return cls(chip.pattern, chip.source, flops, 1e9 * chip.bandwidth)

@@ -175,7 +175,7 @@ class ProgramText:
         operands = list(dict.fromkeys(instruction.operands))
         if instruction.opcode.endswith("-done"):
             return 0  # its start has moved them
-        if instruction.opcode.endswith("-start"):
+        if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
             return self._size(instruction.name)  # operands and results
         match instruction.opcode:
             case opcode if opcode in _SLICES:

@@ -9,13 +9,13 @@ class Chip(NamedTuple):
 
     `half` is bfloat16 and float16 with float32 accumulation; `single` what JAX runs for float32 at
     default precision: TF32 tensor cores on NVIDIA from Ampere on, bfloat16 passes on TPU.
-    `memory` is bytes read and written.
+    `bandwidth` is bytes read and written.
     """
 
     pattern: str  # found, case ignored, in `device.device_kind`; the first row that matches counts
     half: float
     single: float
-    memory: float
+    bandwidth: float
     source: str
     has_bfloat16: bool = True  # else it runs in float32
 

@@ -62,7 +62,7 @@ def peak_bandwidth(device: jax.Device) -> float | None:
     if device.platform == "cpu":
         return _measure_cpu_bandwidth() / len(jax.local_devices(backend="cpu"))
     chip = find_chip(device.device_kind)
-    return 1e9 * chip.memory if chip else None
+    return 1e9 * chip.bandwidth if chip else None
 
 
 def total_peak_flops(dtype: jnp.dtype | str) -> float | None:
