@@ -146,7 +146,8 @@ def agreement_table(case: dict[str, Any], found: Iterable[tuple[str, list[Agreem
         f"{case['compute']}, precision of products {case['matmul_precision']}, "
         f"{case['optimizer']}, attention {case['attention']}",
         "",
-        "differences".ljust(18) + "".join(f"{t:18s}" for t in ("loss", "gradients", "weights")),
+        "differences".ljust(18)
+        + "".join(f"{t:18s}" for t in ("loss", "length", "gradients", "weights")),
     ]
     for name, agreements in found:
         columns = [
@@ -155,7 +156,7 @@ def agreement_table(case: dict[str, Any], found: Iterable[tuple[str, list[Agreem
                 key=lambda a: a.found,
                 default=None,
             )
-            for what in ("loss", "gradient of", "weights of")
+            for what in ("loss", "length of", "gradient of", "weights of")
         ]
         largest = [f"{a.found:.0e} of {a.allowed:g}" if a else "-" for a in columns]
         difference = first_difference(agreements)
