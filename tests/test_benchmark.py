@@ -468,6 +468,7 @@ def test_a_file_and_a_picture_hold_every_cell(tmp_path):
     narrow = results(tiny(), {"jax": [0.2], "precision.compute=bfloat16": [0.1], "torch": [0.5]})
     products = dict(compute="bfloat16", peak_flops=3e12, peak_source="measured")
     narrow["precision.compute=bfloat16"] |= products
+    narrow["precision.compute=bfloat16"]["vary"] = {"precision.compute": "bfloat16"}
     del narrow["torch"]["compute"], narrow["torch"]["peak_flops"]  # peers do not tell
     rows = tables.rows(tiny(), narrow)
     assert [row["compute"] for row in rows] == 3 * ["float32"]  # what they are compared in

@@ -34,6 +34,7 @@ def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
         # A variation may compute in another type. Peers compute as we do.
         products = results[OURS] | result
         varied = {_setting(option): value for option, value in result.get("vary", {}).items()}
+        varied.pop("compute", None)  # rows of one case are compared in its type
         found.append(
             {"contestant": name}
             | {setting: varied.get(setting, case[setting]) for setting in _SETTINGS}
