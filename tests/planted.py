@@ -57,7 +57,7 @@ def load_slowly():
 
 
 def loop_over_tiny_kernels():
-    """The train step ends with a loop of kernels on an array of 4 KB."""
+    """The train step ends with a loop of kernels on an array of 1 KB."""
     make = program.make_train_step
 
     def turn(_, x):
@@ -70,7 +70,7 @@ def loop_over_tiny_kernels():
             new_state, metrics = train_step(state, batch, *rest)
             with jax.named_scope("planted"):
                 turns = TURNS * is_faulty(state.step)
-                x = jnp.full((32, 32), metrics["train/grad_norm"])
+                x = jnp.full((16, 16), metrics["train/grad_norm"])
                 tiny = jax.lax.fori_loop(0, turns, turn, x).sum()
             return new_state, metrics | {"train/tiny": tiny}
 
