@@ -24,6 +24,7 @@ from gpt2.ablate.results import Curve, read_curve, read_reference
 from gpt2.ablate.sweep import load_sweep
 from gpt2.config import Config, differences, load_config
 from gpt2.errors import UserError, require_writable_file
+from gpt2.training.workdir import leaves_training
 from gpt2.utils.terminal import align, wrap
 from gpt2.utils.text import format_count, format_duration
 
@@ -32,11 +33,6 @@ LOG_X = flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs
 OUTPUT = flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
 
 _MOST_OPTIONS = 3  # that are named for a run; a line has no room for more
-# They leave the training as it is, and are named after those that change it.
-_ASIDE = (
-    *("logging.", "memory.", "parallel.", "data.data_dir", "train.log_every", "train.eval_"),
-    *("train.checkpoint_every", "train.keep_", "train.hang_seconds"),
-)
 
 
 def main(*directories: str) -> None:
@@ -107,9 +103,9 @@ def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict
 
 
 def _describe_differences(first: Config, config: Config) -> str:
-    """Returns a few options that a run has otherwise than the first one."""
-    found = sorted(differences(first, config).items(), key=lambda pair: pair[0].startswith(_ASIDE))
-    changed = [f"{name}={new}" for name, (_, new) in found]
+    """Returns a few options that a run has otherwise, first those that decide what it learns."""
+    names = sorted(found := differences(first, config), key=leaves_training)
+    changed = [f"{name}={found[name][1]}" for name in names]
     more = len(changed) - _MOST_OPTIONS
     return ", ".join(changed[:_MOST_OPTIONS] + [f"and {more} more"] * (more > 0))
 

@@ -6,6 +6,7 @@ import errno
 import functools
 import math
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -72,6 +73,8 @@ def exit_on_user_error(main: Callable) -> Callable:
         try:
             return main(*args, **kwargs)
         except BrokenPipeError:
+            if not _has_lost_its_reader(sys.stdout):
+                raise  # another pipe
             with contextlib.suppress(OSError):
                 _forget(sys.stdout)
             sys.exit(128 + signal.SIGPIPE)
@@ -160,6 +163,15 @@ def unheard(stream: TextIO) -> Iterator[None]:
     except OSError:
         with contextlib.suppress(OSError):
             _forget(stream)
+
+
+def _has_lost_its_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    try:
+        poll.register(stream, 0)  # the loss of a reader is told in any case
+    except (OSError, ValueError, TypeError):  # it is no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _forget(stream: TextIO) -> None:

@@ -640,7 +640,7 @@ def test_runs_at_once_share_the_cores(monkeypatch):
 def test_a_sweep_tells_no_time_left_before_it_is_known_or_while_runs_end(tmp_path, monkeypatch):
     sweep = sweep_in(tmp_path, "optim.name=lion", num_seeds=1)
     monkeypatch.setattr(screen.time, "monotonic", lambda: 0.0)
-    shown = screen.Screen(sweep, sweep.runs(), "comparing")
+    shown = screen.Screen(sweep, sweep.runs(), "comparing", lambda config: 1.0)
     monkeypatch.setattr(screen.time, "monotonic", lambda: 100.0)
     assert shown._left() == ""
     first, second = sweep.runs()

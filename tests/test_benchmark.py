@@ -425,7 +425,7 @@ def results(case, by_name):
     info = dict(
         peak_flops=1e12, peak_source="measured", flops_per_token=1e6, peak_bytes=2e9,
         attention="blocked", device="1 x cpu", compile_seconds=1.0, warm_up_seconds=3.5,
-        shares={"mlp": 1.0}, compared=True, compute=case["compute"],
+        shares={"mlp": 1.0}, compared=True, compute=case["compute"], vary={},
     )  # fmt: skip
     return {
         name: info

@@ -367,6 +367,24 @@ main()
         assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_a_pipe_that_is_not_the_screen_keeps_its_traceback():
+    program = """
+import os
+from gpt2.errors import exit_on_user_error
+
+@exit_on_user_error
+def main():
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"x")
+
+main()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr
+
+
 def test_a_line_that_a_full_disk_does_not_take_is_lost_and_the_next_is_not(tmp_path):
     log = tmp_path / "log"
     with open("/dev/full", "w") as stream, log.open("w") as disk:

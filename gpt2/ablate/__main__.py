@@ -21,7 +21,7 @@ from pathlib import Path
 from absl import flags
 
 from gpt2 import cli
-from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_axis, varied_options
+from gpt2.ablate.arms import Arm, describe_warmup, make_arms, read_tuned, varied_options
 from gpt2.ablate.equal import (
     TERMS,
     choose_score,
@@ -84,8 +84,6 @@ DRY_RUN = flags.DEFINE_bool(
 )
 REPORT = flags.DEFINE_bool("report", False, "Only writes the report of what there is so far.")
 
-_TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comparison equal
-
 # Flags that each way to call the program would ignore.
 _REPORT_IGNORES = (
     *("vary", "one_at_a_time", "seeds", "jobs", "index", "scaling", "equal", "tune"),
@@ -118,7 +116,7 @@ def _sweep(root: Path) -> int:
     arms = make_arms(config, VARY.value, one_at_a_time=ONE_AT_A_TIME.value)
     if len(arms) == 1 and not SCALING.value:
         raise UserError("--vary gives the baseline alone", "Name another value")
-    score, tune = choose_score(arms), _read_tune()
+    score, tune = choose_score(arms), read_tuned(TUNE.value, varied_options(VARY.value))
 
     # Terms: made equal, which may take measured steps.
     vocab_size = _vocabularies(arms)
@@ -217,25 +215,6 @@ def _check_flags() -> Path:
     if holds_run(root) and not (root / "sweep.json").exists():
         raise UserError(f"--workdir={root} is the folder of a run", "Name another for the sweep")
     return root
-
-
-def _read_tune() -> dict[str, list]:
-    """Returns the values of each option that is tuned."""
-    varied, tune = varied_options(VARY.value), dict[str, list]()
-    for text in TUNE.value:
-        values = [dict(value.options) for value in read_axis(text, flag="tune")]
-        name = text.partition("=")[0]
-        if any(list(each) != [name] for each in values) or name in tune:
-            raise UserError(f"--tune={text} sets several options", "Use one --tune for each")
-        if not name.startswith(_TUNABLE):
-            raise UserError(
-                f"--tune={text} would change the terms of the comparison",
-                "Tune options of optim. or loss., and vary others",
-            )
-        if name in varied:
-            raise UserError(f"{name} is both varied and tuned", "Leave it out of one")
-        tune[name] = [each[name] for each in values]
-    return tune
 
 
 def _vocabularies(arms: Sequence[Arm]) -> Callable[[Config], int]:

@@ -15,6 +15,7 @@ from gpt2.errors import UserError
 
 BASELINE = "baseline"
 _RECIPE = "recipe"
+_TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comparison equal
 _ADVICE = re.compile(r"--config\.([\w.]+)=('[^']*'|\S*[^\s.,;)])")  # as errors of options write it
 
 
@@ -66,7 +67,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
         UserError: a `--vary` cannot be read, two arms are the same, or an arm's options cannot
             work; the message names it.
     """
-    axes = [read_axis(text) for text in vary]
+    axes = [_read_axis(text) for text in vary]
     if not one_at_a_time:
         _refuse_shared_options(axes)
     chosen: Iterable[Sequence[_Value]] = itertools.product(*axes)
@@ -104,7 +105,7 @@ def describe_warmup(config: Config) -> str:
     )
 
 
-def read_axis(text: str, flag: str = "vary") -> list[_Value]:
+def _read_axis(text: str, flag: str = "vary") -> list[_Value]:
     """Reads the values of a `--vary` or a `--tune`.
 
     Raises:
@@ -136,7 +137,34 @@ def _read_value(name: str, text: str) -> _Value:
 
 def varied_options(vary: Sequence[str]) -> set[str]:
     """Returns the options that some value of the `--vary` sets; none for recipes."""
-    return {name for text in vary for value in read_axis(text) for name in value.options}
+    return {name for text in vary for value in _read_axis(text) for name in value.options}
+
+
+def read_tuned(texts: Sequence[str], varied: set[str]) -> dict[str, list]:
+    """Returns the values of each option that is tuned.
+
+    Args:
+        texts: `OPTION=VALUE,...` each.
+        varied: the options that arms differ in.
+
+    Raises:
+        UserError: one cannot be tuned.
+    """
+    tune: dict[str, list] = {}
+    for text in texts:
+        values = [dict(value.options) for value in _read_axis(text, flag="tune")]
+        name = text.partition("=")[0]
+        if any(list(each) != [name] for each in values) or name in tune:
+            raise UserError(f"--tune={text} sets several options", "Use one --tune for each")
+        if not name.startswith(_TUNABLE):
+            raise UserError(
+                f"--tune={text} would change the terms of the comparison",
+                "Tune options of optim. or loss., and vary others",
+            )
+        if name in varied:
+            raise UserError(f"{name} is both varied and tuned", "Leave it out of one")
+        tune[name] = [each[name] for each in values]
+    return tune
 
 
 def _refuse_shared_options(axes: Sequence[Sequence[_Value]]) -> None:

@@ -35,7 +35,7 @@ class Screen:
         sweep: Sweep,
         runs: Sequence[Run],
         title: str,
-        step_cost: Callable[[Config], float] = lambda config: 1.0,
+        step_cost: Callable[[Config], float],
     ):
         self._sweep, self._runs, self._title = sweep, list(runs), title
         self._costs = {run.folder: step_cost(run.config) for run in self._runs}

@@ -59,6 +59,7 @@ def plot(png: Path, rows: Sequence[dict[str, Any]]) -> None:
         panels[0][0].set_ylabel("tokens per second")
         if compared:
             panels[1][0].set_ylabel(f"{OURS} is faster by")
+            _scale_ratios(panels[1][0], [row for row in rows if row["contestant"] in compared])
         _add_legend(figure, panels[0][0], _heading(rows))
         foot = textwrap.fill(_foot(rows), width=round(12.5 * figure.get_figwidth()))
         figure.supxlabel(foot, x=0.012, ha="left", fontsize=9, color=_MUTED)
@@ -125,14 +126,13 @@ def _draw_ratios(axes, rows, compared, colors) -> None:
                 fontsize=9,
                 color=_TEXT,
             )
-    _scale_ratios(axes, [row for row in rows if row["contestant"] in compared])
     axes.set_xticks(list(places.values()), [f"{size}" for size in places])
     axes.set_xlim(-0.6, len(places) - 0.4)
     _calm(axes)
 
 
 def _scale_ratios(axes, rows) -> None:
-    """Shows ratios by their logarithms, so that half lies as far from 1 as twice.
+    """Shows the ratios of all panels by their logarithms: half lies as far from 1 as twice.
 
     An interval that reaches beyond three times its ratio leaves the picture.
     """
@@ -147,10 +147,8 @@ def _scale_ratios(axes, rows) -> None:
         )
         if row["speedup_low"] is not None
     ] or [row["speedup"] for row in rows]
-    low, high = min(0.8, *ends), max(1.25, *ends)
-    shared_low, shared_high = axes.get_ylim() if axes.get_yscale() == "log" else (low, high)
+    low, high = min(0.8, *ends) / 1.05, max(1.25, *ends) * 1.05
     axes.set_yscale("log")
-    low, high = min(shared_low, low / 1.05), max(shared_high, 1.05 * high)
     axes.set_ylim(low, high)
     lines = next(each for span, each in _RATIOS.items() if high <= span * low)
     axes.yaxis.set_major_locator(FixedLocator(lines))

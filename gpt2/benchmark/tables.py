@@ -33,11 +33,11 @@ def rows(case: dict[str, Any], results: Results) -> list[dict[str, Any]]:
         speedup, low, high = result["speedup"]
         # A variation may compute in another type. Peers compute as we do.
         products = results[OURS] | result
-        varied = {_setting(option): value for option, value in result.get("vary", {}).items()}
-        varied.pop("compute", None)  # rows of one case are compared in its type
+        settings = case | {_setting(option): value for option, value in result["vary"].items()}
+        settings["compute"] = case["compute"]  # in which the rows of a case are compared
         found.append(
             {"contestant": name}
-            | {setting: varied.get(setting, case[setting]) for setting in _SETTINGS}
+            | {setting: settings[setting] for setting in _SETTINGS}
             | {"attention": case["attention"], "our_attention": result.get("attention")}
             | {"our_compute": result.get("compute")}
             | {"device": result["device"], "cpu_cores": os.cpu_count()}
@@ -147,8 +147,7 @@ def agreement_table(case: dict[str, Any], found: Iterable[tuple[str, list[Agreem
         f"{case['compute']}, precision of products {case['matmul_precision']}, "
         f"{case['optimizer']}, attention {case['attention']}",
         "",
-        "differences".ljust(18)
-        + "".join(f"{t:18s}" for t in ("loss", "length", "gradients", "weights")),
+        "differences".ljust(18) + "".join(f"{t:18s}" for t in ("loss", "gradients", "weights")),
     ]
     for name, agreements in found:
         columns = [
@@ -157,7 +156,7 @@ def agreement_table(case: dict[str, Any], found: Iterable[tuple[str, list[Agreem
                 key=lambda a: a.found,
                 default=None,
             )
-            for what in ("loss", "length of", "gradient of", "weights of")
+            for what in ("loss", "gradient of", "weights of")
         ]
         largest = [f"{a.found:.0e} of {a.allowed:g}" if a else "-" for a in columns]
         difference = first_difference(agreements)

@@ -10,7 +10,7 @@ from gpt2.profile.machine import Machine
 from gpt2.profile.program import Operation, ProgramText
 
 WORTH_NAMING = 0.02  # share of a step
-_OWN_WAIT = ("gpt2/telemetry/reporter.py", "telemetry/reporter.py")  # of the loop, by design
+_OWN_WAIT = "telemetry/reporter.py"  # waits by design
 _FAR = 0.2  # share of its limit that a slow operation reaches at most
 
 
@@ -74,7 +74,7 @@ def find_causes(account: Account, program: ProgramText | None, machine: Machine)
     causes = []
     for (kind, where, text), seconds in account.gaps.items():
         name, why, help = _GAPS[kind]
-        if kind == accounts.SYNC and where.startswith(_OWN_WAIT):
+        if kind == accounts.SYNC and _OWN_WAIT in where:
             help = (
                 "The loop waits here for the step before, which hides behind a step of usual "
                 "length. Make steps longer: more sequences in a batch."

@@ -39,25 +39,24 @@ from gpt2.utils import files
 from gpt2.utils.digests import seal
 from gpt2.utils.text import counted
 
-# Options that may change when a run continues. They do not decide what the model learns, except
-# `train.num_steps`, which moves the end of the learning-rate schedule, and those that leave out
-# steps, since a run that diverged may continue with them. A name that ends in "." or "_" stands for
-# all that begin with it.
-_MAY_CHANGE = (
+# Options that do not decide what the model learns, and may change when a run continues. A name that
+# ends in "." or "_" stands for all that begin with it.
+_ASIDE = (
     "parallel.",
     "memory.",
     "logging.",
     "model.attention",
     "data.data_dir",
-    "train.num_steps",
     "train.accumulate_steps",
     "train.log_every",
     "train.eval_",
     "train.checkpoint_every",
     "train.keep_",
-    "train.skip_",
     "train.hang_seconds",
 )
+# These decide it, and may change too: the end of the schedule moves, and a run that diverged may
+# continue with steps left out.
+_MAY_CHANGE = ("train.num_steps", "train.skip_")
 
 SHARDING = "sharding.png"  # what --visualize draws, before the run begins
 _LOCK = ".lock"
@@ -146,7 +145,16 @@ def _may_change(name: str, old: Any, new: Any, workdir: Path, config: Config) ->
         return True  # check_data decides
     if name == "model.vocab_size" and new == 0:
         return True  # the tokenizer's, which is not known yet
-    return any(name.startswith(n) if n.endswith((".", "_")) else name == n for n in _MAY_CHANGE)
+    return leaves_training(name) or _is_among(name, _MAY_CHANGE)
+
+
+def leaves_training(name: str) -> bool:
+    """Returns whether an option leaves what the model learns as it is, but for rounding."""
+    return _is_among(name, _ASIDE)
+
+
+def _is_among(name: str, names: tuple[str, ...]) -> bool:
+    return any(name.startswith(n) if n.endswith((".", "_")) else name == n for n in names)
 
 
 def _precedes_config(path: Path) -> bool:
