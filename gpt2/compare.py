@@ -22,9 +22,8 @@ from gpt2 import cli
 from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import Curve, read_curve, read_reference
 from gpt2.ablate.sweep import load_sweep
-from gpt2.config import Config, differences, load_config
+from gpt2.config import Config, differences, leaves_training, load_config
 from gpt2.errors import UserError, require_writable_file
-from gpt2.training.workdir import leaves_training
 from gpt2.utils.terminal import align, wrap
 from gpt2.utils.text import format_count, format_duration
 

@@ -15,7 +15,15 @@ from gpt2.config.optim import OptimConfig
 from gpt2.config.overrides import ALIASES, option, read_option, with_options
 from gpt2.config.parallel import ParallelConfig, RulesConfig
 from gpt2.config.record import complete_record, holds_run, read_record
-from gpt2.config.run import MAX_INT, MAX_SEED, Config, differences, load_config, propose_batch
+from gpt2.config.run import (
+    MAX_INT,
+    MAX_SEED,
+    Config,
+    differences,
+    leaves_training,
+    load_config,
+    propose_batch,
+)
 
 __all__ = [
     "ALIASES",
@@ -42,6 +50,7 @@ __all__ = [
     "flatten",
     "holds_run",
     "is_record",
+    "leaves_training",
     "load_config",
     "option",
     "propose_batch",

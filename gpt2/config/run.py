@@ -38,6 +38,22 @@ _FLOAT32 = np.finfo(np.float32)
 # small tokenizers at the size of large ones.
 MAX_SPARE_TOKENS = 2**16
 
+# Options that do not decide what the model learns, and may change when a run continues. A name that
+# ends in "." or "_" stands for all that begin with it.
+_ASIDE = (
+    "parallel.",
+    "memory.",
+    "logging.",
+    "model.attention",
+    "data.data_dir",
+    "train.accumulate_steps",
+    "train.log_every",
+    "train.eval_",
+    "train.checkpoint_every",
+    "train.keep_",
+    "train.hang_seconds",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -192,6 +208,11 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Returns the options in which two configs differ: dotted name -> (old, new)."""
     old_flat, new_flat = flatten(old.to_dict()), flatten(new.to_dict())
     return {k: (old_flat[k], new_flat[k]) for k in new_flat if old_flat[k] != new_flat[k]}
+
+
+def leaves_training(name: str) -> bool:
+    """Returns whether an option leaves what the model learns as it is, but for rounding."""
+    return any(name.startswith(n) if n.endswith((".", "_")) else name == n for n in _ASIDE)
 
 
 def _build(cls, tree: Mapping, prefix: str):

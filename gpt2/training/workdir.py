@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from gpt2.config import Config, differences, load_config
+from gpt2.config import Config, differences, leaves_training, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, data_root
 from gpt2.data.identity import describe_data, differing_data, read_data
@@ -39,24 +39,9 @@ from gpt2.utils import files
 from gpt2.utils.digests import seal
 from gpt2.utils.text import counted
 
-# Options that do not decide what the model learns, and may change when a run continues. A name that
-# ends in "." or "_" stands for all that begin with it.
-_ASIDE = (
-    "parallel.",
-    "memory.",
-    "logging.",
-    "model.attention",
-    "data.data_dir",
-    "train.accumulate_steps",
-    "train.log_every",
-    "train.eval_",
-    "train.checkpoint_every",
-    "train.keep_",
-    "train.hang_seconds",
-)
-# These decide it, and may change too: the end of the schedule moves, and a run that diverged may
-# continue with steps left out.
-_MAY_CHANGE = ("train.num_steps", "train.skip_")
+# Options that decide what the model learns, and may change when a run continues all the same: the
+# end of the schedule moves, and a run that diverged may leave out steps.
+_MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps", "train.skip_outliers")
 
 SHARDING = "sharding.png"  # what --visualize draws, before the run begins
 _LOCK = ".lock"
@@ -145,16 +130,7 @@ def _may_change(name: str, old: Any, new: Any, workdir: Path, config: Config) ->
         return True  # check_data decides
     if name == "model.vocab_size" and new == 0:
         return True  # the tokenizer's, which is not known yet
-    return leaves_training(name) or _is_among(name, _MAY_CHANGE)
-
-
-def leaves_training(name: str) -> bool:
-    """Returns whether an option leaves what the model learns as it is, but for rounding."""
-    return _is_among(name, _ASIDE)
-
-
-def _is_among(name: str, names: tuple[str, ...]) -> bool:
-    return any(name.startswith(n) if n.endswith((".", "_")) else name == n for n in names)
+    return leaves_training(name) or name in _MAY_CHANGE
 
 
 def _precedes_config(path: Path) -> bool:
