@@ -16,7 +16,7 @@ SYNC, LOADER, VALIDATION, CHECKPOINT, PYTHON, LAUNCH = (
 )
 _PHASES = {"data wait": LOADER, "validation": VALIDATION, "checkpoint": CHECKPOINT}
 _OFTEN = 100  # runs per step of an operation whose recording is worth taking off
-_LATE = 3e-3  # seconds by which the sampler may see a line too late
+_LATE = 3e-3  # seconds by which the host, or its sampler, may come too late to a line
 
 
 @dataclasses.dataclass
@@ -251,14 +251,20 @@ def _waiting_for(
 
 
 def _released(trace: Trace, idle_since: float) -> Span | None:
-    """Returns the line that waited for the devices until they were idle, if the host did."""
-    lines = [x for x in trace.lines if x.start < idle_since <= x.end + _LATE and x.waits]
-    if lines:
-        return lines[-1]
-    if any(x.start < idle_since <= x.end + _LATE for x in trace.waits):
-        line = next((x for x in trace.lines if x.start < idle_since <= x.end), None)
-        return line or Span("", idle_since, idle_since)
-    return None
+    """Returns the line that waited for the devices until they were idle, if the host did.
+
+    On a busy machine a short step may end before the host, held up, comes to wait for it.
+    """
+
+    def is_near(span: Span) -> bool:
+        return span.start - _LATE < idle_since <= span.end + _LATE
+
+    waits = any(map(is_near, trace.waits))
+    lines = [x for x in trace.lines if x.waits and is_near(x) and (waits or x.start < idle_since)]
+    if lines or not waits:
+        return lines[-1] if lines else None
+    line = next((x for x in trace.lines if x.start < idle_since <= x.end), None)
+    return line or Span("", idle_since, idle_since)
 
 
 def _take_off(
