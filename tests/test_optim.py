@@ -15,9 +15,10 @@ from configs import gpt2_1558m
 from gpt2.config import Config, OptimConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
+from gpt2.ops import forms
 from gpt2.optim import averaged_params, check_layer_rates, make_optimizer, make_schedule
 from gpt2.optim.parameters import decay_mask
-from gpt2.optim.transforms import clip_by_global_norm
+from gpt2.optim.transforms import clip_by_global_norm, global_norm
 from gpt2.parallel.inspect import bytes_per_device
 from gpt2.training.program import Program, check_program
 from gpt2.training.state import LossScale, TrainState
@@ -258,6 +259,22 @@ def test_the_formulas_are_those_of_torch(name):
 
 
 # The chain around a direction
+
+
+def test_the_norm_of_small_gradients_is_one_sum_where_one_gpu_holds_them(monkeypatch):
+    grads = initial_params() | {"table": jnp.ones((512, 256))}
+
+    def sums():
+        program = jax.make_jaxpr(lambda x: global_norm(x))(grads)  # not one traced before
+        return str(program).count("reduce_sum")
+
+    each, expected = sums(), optax.tree.norm(grads)
+    assert each == len(jax.tree.leaves(grads))
+    monkeypatch.setattr(forms, "platform", lambda: "gpu")
+    assert sums() == 2
+    np.testing.assert_allclose(global_norm(grads), expected, rtol=1e-6)
+    monkeypatch.setattr(forms, "shares_parameters", lambda: True)
+    assert sums() == each
 
 
 @pytest.mark.parametrize("size", [0.0, 0.1, 10.0, np.inf, np.nan])

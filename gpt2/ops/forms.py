@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gpt2.utils.platform import platform, splits_axes
+from gpt2.utils.platform import platform, shares_parameters, splits_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,10 @@ class Forms:
             lacks that product of 16-bit operands.
         one_pass: statistics of a row are taken in one pass over it, which costs exponentials in a
             softmax and divisions in a norm.
-        joint_sums: sums over rows are taken together: the two of a norm's gradients, and those for
-            the biases of queries, keys and values, which a TPU would first copy into one array.
+        staged_sums: sums over rows are taken in two stages, of which the second joins what reads
+            it. Those for the biases of queries, keys and values are one sum, for which a TPU would
+            first copy them into one array.
+        joint_norm: squares of all small gradients are one sum.
         sums_apart: a branch's last product adds neither bias nor residual stream, which cuBLAS
             would do in a copy of the stream. Both join the statistics of the norm that follows.
         rounds_float32: products of float32 round their operands, to TF32 or bfloat16, unless told
@@ -50,7 +52,8 @@ class Forms:
     keep_activations: bool = False
     head_by_width: bool = False
     one_pass: bool = False
-    joint_sums: bool = False
+    staged_sums: bool = False
+    joint_norm: bool = False
     sums_apart: bool = False
     rounds_float32: bool = False
     branches: bool = False
@@ -64,7 +67,8 @@ _FORMS = {
         apart=True,
         keep_activations=True,
         one_pass=True,
-        joint_sums=True,
+        staged_sums=True,
+        joint_norm=True,
         sums_apart=True,
         rounds_float32=True,
     ),
@@ -75,11 +79,13 @@ _FORMS = {
 def forms() -> Forms:
     """Returns the forms of the platform that is traced for."""
     found = _FORMS[platform()]
+    if shares_parameters():  # which would be gathered
+        found = dataclasses.replace(found, joint_norm=False)
     if not splits_axes():
         return found
     # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
-    # devices' results in the type of a product. Before a joint sum it gathers.
-    return dataclasses.replace(found, flat=False, narrow_results=False, joint_sums=False)
+    # devices' results in the type of a product. Before a staged sum it moves rows.
+    return dataclasses.replace(found, flat=False, narrow_results=False, staged_sums=False)
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from gpt2.ops.dot import dot
 from gpt2.ops.forms import forms
 from gpt2.ops.narrow import bits, floats
+from gpt2.ops.sums import sum_rows
 
 
 class Pieces(Protocol):
@@ -141,12 +142,16 @@ def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
     kernel = _whole(kernel, dtype, pieces)
     rows, outputs = x.shape[: x.ndim - num_contract], kernel.shape[num_contract:]
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
-    result = dtype if forms().narrow_results else jnp.float32
+    result = _result_type(dtype)
     y = dot(x, kernel, range(x.ndim - num_contract, x.ndim), range(num_contract), result)
     y = jax.lax.optimization_barrier(y) if into_sum else y
     if bias is not None:
         y = y + bias.astype(result).reshape(kernel.shape[num_contract:])
     return y.astype(dtype).reshape(*rows, *outputs)
+
+
+def _result_type(dtype):
+    return dtype if forms().narrow_results else jnp.float32
 
 
 def _flatten(x, kernel, num_contract):
@@ -171,7 +176,7 @@ def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, residuals, dy
     x_shape, kernel_type = x.shape, kernel.dtype
     kernel = _whole(kernel, dtype, pieces)
     kernel_shape = kernel.shape
-    result = dtype if forms().narrow_results else jnp.float32
+    result = _result_type(dtype)
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
     rows = range(x.ndim - num_contract)  # the axes over which examples and positions run
     dy = dy.reshape(*(x.shape[axis] for axis in rows), *kernel.shape[num_contract:])
@@ -198,7 +203,7 @@ def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, residuals, dy
         # (docs/performance.md, XLA:CPU note 6).
         dbias = dot(jnp.ones([x.shape[axis] for axis in rows], dtype), dy, rows, rows)
     else:
-        dbias = dy.sum(tuple(rows), dtype=jnp.float32)
+        dbias = sum_rows(dy, len(rows))
     return dx, dkernel, dbias.astype(bias.dtype).reshape(bias.shape)
 
 
@@ -207,7 +212,8 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _parts(x, kernels, bias, dtype, pieces):
-    biases = [None] * len(kernels) if bias is None else bias
+    # Cast before they are cut apart, or XLA:GPU takes a kernel for each.
+    biases = [None] * len(kernels) if bias is None else bias.astype(_result_type(dtype))
     return [
         _product(x, kernel, biases[part], 1, dtype, pieces) for part, kernel in enumerate(kernels)
     ]
@@ -229,11 +235,11 @@ def _parts_bwd(dtype, pieces, residuals, dys):
         dkernels.append(dkernel)
     if bias is None:
         return dx, dkernels, None
-    rows = tuple(range(x.ndim - 1))
-    if forms().joint_sums:
-        dbias = jnp.stack(dys).sum(tuple(1 + row for row in rows), dtype=jnp.float32)
+    rows = x.ndim - 1
+    if forms().staged_sums:
+        dbias = sum_rows(jnp.stack(dys, rows), rows)
     else:
-        dbias = jnp.stack([dy.sum(rows, dtype=jnp.float32) for dy in dys])
+        dbias = jnp.stack([sum_rows(dy, rows) for dy in dys])
     return dx, dkernels, dbias.astype(bias.dtype)
 
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from gpt2.ops.forms import forms
 from gpt2.ops.narrow import bits, floats
+from gpt2.ops.sums import sum_rows
 
 
 def norm(
@@ -73,9 +74,15 @@ def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
     else:
         variance = jnp.square(x32 - mean).mean(axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(variance + eps)
-    y = (x32 - mean) * inverse * scale
+    shift = mean * inverse if forms().one_pass else mean
+    y = _normed(x32, shift, inverse) * scale
     y = (y if bias is None else y + bias).astype(dtype)
-    return y, (bits(x), scale, bias, mean, inverse)
+    return y, (bits(x), scale, bias, shift, inverse)
+
+
+def _normed(x, shift, inverse):
+    """Returns normalised rows. In the GPUs' form one kernel makes both numbers of all rows."""
+    return x * inverse - shift if forms().one_pass else (x - shift) * inverse
 
 
 def _variance(x):
@@ -99,32 +106,20 @@ def _variance(x):
     return squares[..., None] / x.shape[-1]
 
 
-def _sums(x, y, axes):
-    """Returns the sums of two arrays over axes, taken together: in as many kernels as one sum."""
-    zero = np.float32(0.0)
-    return jax.lax.reduce((x, y), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), axes)
-
-
 def _norm_bwd(center, eps, input_dtype, dtype, residuals, dy):
-    x, scale, bias, mean, inverse = residuals
+    x, scale, bias, shift, inverse = residuals
     # The barrier makes XLA compute the normalised rows again, not keep the forward pass's
     # (docs/performance.md, XLA:CPU note 5).
     x, dy = jax.lax.optimization_barrier((x, dy))
     x = floats(x, input_dtype)
-    normed = (x.astype(jnp.float32) - mean) * inverse
+    normed = _normed(x.astype(jnp.float32), shift, inverse)
     dy = dy.astype(jnp.float32)
     dnormed = dy * scale
     dx = dnormed - normed * (dnormed * normed).mean(axis=-1, keepdims=True)
     if center:
         dx -= dnormed.mean(axis=-1, keepdims=True)
-    rows = tuple(range(x.ndim - 1))
-    if forms().joint_sums and bias is not None:
-        dscale, dbias = _sums(dy * normed, dy, rows)
-    else:
-        dscale = (dy * normed).sum(rows)
-        dbias = None if bias is None else dy.sum(rows)
-    if bias is not None:
-        dbias = dbias.astype(bias.dtype)
+    dscale = sum_rows(dy * normed, x.ndim - 1)
+    dbias = None if bias is None else sum_rows(dy, x.ndim - 1).astype(bias.dtype)
     return (dx * inverse).astype(x.dtype), dscale.astype(scale.dtype), dbias
 
 

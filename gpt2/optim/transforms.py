@@ -1,16 +1,32 @@
 """What the framework puts around an optimizer's direction: clipping, masks, decay, rates."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gpt2.ops.forms import forms
 from gpt2.optim.parameters import decay_mask, map_parameters, tensor_axes, unrolled_names
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
 _MIN_SHARE = 1e-3
+_SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """Returns the norm of all gradients together, a float32 scalar.
+
+    XLA:GPU takes a kernel or two for each tensor. In the form for GPUs the small ones are one.
+    """
+    leaves = jax.tree.leaves(grads)
+    if forms().joint_norm:
+        small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
+        large = [leaf for leaf in leaves if leaf.size >= _SMALL]
+        leaves = [*large, jnp.concatenate(small)] if small else large
+    return optax.tree.norm(leaves)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -21,7 +37,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     """
 
     def update_fn(grads, state, params=None, *, grad_norm=None, **_):
-        norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
+        norm = global_norm(grads) if grad_norm is None else grad_norm
         factor = jnp.minimum(1.0, max_norm / norm)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
 

@@ -20,7 +20,7 @@ import optax
 from gpt2.config import LossConfig
 from gpt2.model import GPT
 from gpt2.ops.forms import either
-from gpt2.optim import num_updates
+from gpt2.optim import global_norm, num_updates
 from gpt2.parallel.rules import gathered_for
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
@@ -92,7 +92,7 @@ def make_update(
             divisor = scale * jnp.maximum(count, 1.0)
             inverse = 1.0 / divisor  # a product is not stored: docs/performance.md, XLA:CPU note 1
             grads = jax.tree.map(lambda g: g * inverse, grads)
-            mean_loss, grad_norm = total / divisor, optax.tree.norm(grads)
+            mean_loss, grad_norm = total / divisor, global_norm(grads)
             keep, judged, about_skips = _judge(state, mean_loss, grad_norm)
 
             def take() -> tuple[Any, Any, Any]:
