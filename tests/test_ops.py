@@ -147,6 +147,7 @@ def test_gradients_of_a_norm_of_split_rows_cross_devices_as_sums(monkeypatch, pl
     assert {c.kind for c in sent()} == {"all-reduce"}
     if platform == "gpu":  # what XLA makes of the form for rows that are whole
         monkeypatch.setattr(ops_forms, "splits_axes", lambda: False)
+        monkeypatch.setattr(ops_forms, "on_several_devices", lambda: False)
         assert {c.kind for c in sent()} > {"all-reduce"}
 
 

@@ -261,7 +261,7 @@ def test_the_formulas_are_those_of_torch(name):
 # The chain around a direction
 
 
-def test_the_norm_of_small_gradients_is_one_sum_where_one_gpu_holds_them(monkeypatch):
+def test_the_norm_of_small_gradients_is_one_sum_on_one_gpu(monkeypatch):
     grads = initial_params() | {"table": jnp.ones((512, 256))}
 
     def sums():
@@ -273,7 +273,7 @@ def test_the_norm_of_small_gradients_is_one_sum_where_one_gpu_holds_them(monkeyp
     monkeypatch.setattr(forms, "platform", lambda: "gpu")
     assert sums() == 2
     np.testing.assert_allclose(global_norm(grads), expected, rtol=1e-6)
-    monkeypatch.setattr(forms, "shares_parameters", lambda: True)
+    monkeypatch.setattr(forms, "on_several_devices", lambda: True)
     assert sums() == each
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gpt2.utils.platform import platform, shares_parameters, splits_axes
+from gpt2.utils.platform import on_several_devices, platform, splits_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +79,14 @@ _FORMS = {
 def forms() -> Forms:
     """Returns the forms of the platform that is traced for."""
     found = _FORMS[platform()]
-    if shares_parameters():  # which would be gathered
-        found = dataclasses.replace(found, joint_norm=False)
+    if on_several_devices():
+        # What ends late is sent late, and pieces of parameters would be gathered for one sum.
+        found = dataclasses.replace(found, joint_norm=False, staged_sums=False)
     if not splits_axes():
         return found
     # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
-    # devices' results in the type of a product. Before a staged sum it moves rows.
-    return dataclasses.replace(found, flat=False, narrow_results=False, staged_sums=False)
+    # devices' results in the type of a product.
+    return dataclasses.replace(found, flat=False, narrow_results=False)
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:

@@ -79,7 +79,7 @@ class PmapBackend:
 
     def _pmap(self, step, **options):
         def on_device(state, batch):
-            with traced_for(self._devices[0]):
+            with traced_for(self._devices[0], several=len(self._devices) > 1):
                 return step(state, batch, _map_sum)
 
         return jax.pmap(

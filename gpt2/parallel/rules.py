@@ -158,7 +158,9 @@ def _split_once(parameter: str, names: tuple[str, ...], table: Table) -> tuple[s
 @contextlib.contextmanager
 def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Makes `constrain` spread activations over `mesh` for what is traced inside."""
-    target = traced_for(mesh.devices.flat[0], splits=mesh.shape["tensor"] > 1, shares=mesh.size > 1)
+    target = traced_for(
+        mesh.devices.flat[0], splits=mesh.shape["tensor"] > 1, several=mesh.size > 1
+    )
     with _tracing(_Trace(mesh, rules)), target:
         yield
 

@@ -8,25 +8,27 @@ import jax
 
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 _splits: contextvars.ContextVar[bool] = contextvars.ContextVar("splits", default=False)
-_shares: contextvars.ContextVar[bool] = contextvars.ContextVar("shares", default=False)
+_several: contextvars.ContextVar[bool] = contextvars.ContextVar("several", default=False)
 
 
 @contextlib.contextmanager
-def traced_for(device: jax.Device, *, splits: bool = False, shares: bool = False) -> Iterator[None]:
+def traced_for(
+    device: jax.Device, *, splits: bool = False, several: bool = False
+) -> Iterator[None]:
     """Makes `platform` that of `device` for what is traced inside.
 
     Args:
         device: one of those that will run the program.
         splits: whether XLA's partitioner splits axes of activations over devices.
-        shares: whether devices may hold parts of a parameter.
+        several: whether several devices run the program together.
     """
-    tokens = _platform.set(platform_of(device)), _splits.set(splits), _shares.set(shares)
+    tokens = _platform.set(platform_of(device)), _splits.set(splits), _several.set(several)
     try:
         yield
     finally:
         _platform.reset(tokens[0])
         _splits.reset(tokens[1])
-        _shares.reset(tokens[2])
+        _several.reset(tokens[2])
 
 
 def platform_of(device: jax.Device) -> str:
@@ -47,6 +49,6 @@ def splits_axes() -> bool:
     return _splits.get()
 
 
-def shares_parameters() -> bool:
-    """Returns whether devices may hold parts of a parameter of the traced program."""
-    return _shares.get()
+def on_several_devices() -> bool:
+    """Returns whether several devices run the traced program together."""
+    return _several.get()
