@@ -25,7 +25,7 @@ def sum_rows(x: jax.Array, num_rows: int) -> jax.Array:
     rows, rest = math.prod(x.shape[:num_rows]), x.shape[num_rows:]
     if not forms().staged_sums or rows % _PARTS:
         return x.sum(tuple(range(num_rows)), dtype=jnp.float32)
-    parts = x.astype(jnp.float32).reshape(_PARTS, -1, *rest).sum(1)
+    parts = x.astype(jnp.float32).reshape(_PARTS, rows // _PARTS, *rest).sum(1)
     parts = jax.lax.optimization_barrier(parts)  # or XLA takes both stages for one sum
     sums = [parts[part] for part in range(_PARTS)]
     while len(sums) > 1:
