@@ -116,13 +116,12 @@ def _draw_ratios(axes, rows, compared, colors) -> None:
             if row["speedup_low"] is not None:
                 interval = row["speedup_low"], row["speedup_high"]
                 axes.plot([place, place], interval, color=colors[name], linewidth=2)
-            text = f"{row['speedup']:.2f}"
             axes.annotate(
-                text,
-                (place, row["speedup"]),
-                xytext=(6, 0),
+                f"{row['speedup']:.2f}",
+                (place, _shown_interval(row)[1]),
+                xytext=(0, 5),
                 textcoords="offset points",
-                va="center",
+                ha="center",
                 fontsize=9,
                 color=_TEXT,
             )
@@ -132,28 +131,23 @@ def _draw_ratios(axes, rows, compared, colors) -> None:
 
 
 def _scale_ratios(axes, rows) -> None:
-    """Shows the ratios of all panels by their logarithms: half lies as far from 1 as twice.
-
-    An interval that reaches beyond three times its ratio leaves the picture.
-    """
+    """Shows the ratios of all panels by their logarithms: half lies as far from 1 as twice."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    ends = [
-        end
-        for row in rows
-        for end in (
-            max(row["speedup_low"] or 0.0, row["speedup"] / 3),
-            min(row["speedup_high"] or math.inf, 3 * row["speedup"]),
-        )
-        if row["speedup_low"] is not None
-    ] or [row["speedup"] for row in rows]
-    low, high = min(0.8, *ends) / 1.05, max(1.25, *ends) * 1.05
+    ends = [end for row in rows for end in _shown_interval(row)]
+    low, high = min(0.8, *ends) / 1.05, max(1.25, *ends) * 1.12  # with room for a number
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     lines = next(each for span, each in _RATIOS.items() if high <= span * low)
     axes.yaxis.set_major_locator(FixedLocator(lines))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _shown_interval(row: dict[str, Any]) -> tuple[float, float]:
+    """Returns where a ratio's interval ends. Beyond three times the ratio it leaves the picture."""
+    ratio, low, high = row["speedup"], row["speedup_low"], row["speedup_high"]
+    return (ratio, ratio) if low is None else (max(low, ratio / 3), min(high, 3 * ratio))
 
 
 def _places(rows: Sequence[dict[str, Any]]) -> dict[int, int]:
