@@ -146,9 +146,17 @@ def test_gradients_of_a_norm_of_split_rows_cross_devices_as_sums(monkeypatch, pl
     monkeypatch.setattr(ops_forms, "platform", lambda: platform)
     assert {c.kind for c in sent()} == {"all-reduce"}
     if platform == "gpu":  # what XLA makes of the form for rows that are whole
-        monkeypatch.setattr(ops_forms, "splits_axes", lambda: False)
         monkeypatch.setattr(ops_forms, "on_several_devices", lambda: False)
-        assert {c.kind for c in sent()} > {"all-reduce"}
+        assert "collective-permute" in {c.kind for c in sent()}
+
+
+def test_sums_of_one_gpu_are_not_those_of_several(monkeypatch):
+    monkeypatch.setattr(ops_forms, "platform", lambda: "gpu")
+    for size in (1, 8):
+        with spread_over(make_mesh(ParallelConfig(data=size), jax.devices()[:size]), RULES):
+            found = ops_forms.forms()
+        for form in ("staged_sums", "joint_biases", "joint_norm"):
+            assert getattr(found, form) == (size == 1)
 
 
 def test_sums_in_two_stages_are_sums(monkeypatch):
@@ -160,7 +168,8 @@ def test_sums_in_two_stages_are_sums(monkeypatch):
         with monkeypatch.context() as patch:
             plain = program(x)
             patch.setattr(ops_forms, "platform", lambda: "gpu")
-            assert (program(x) != plain) == (2 * rows % 16 == 0)
+            assert (program(x) != plain) == (2 * rows % 16 == 0) == ("barrier" in program(x))
+            assert sum_rows(x.astype("bfloat16"), 2).dtype == jnp.float32
             np.testing.assert_allclose(sum_rows(x, 2), x.sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 

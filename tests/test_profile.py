@@ -1,5 +1,6 @@
 """From a profile to a cause: what operations need, where time goes, and what the page says."""
 
+import dataclasses
 import os
 import re
 import statistics
@@ -255,6 +256,8 @@ def test_operations_that_run_at_once_share_their_time():
 
 
 WAITING = Span("loop.py:7", 0.1, 2.001, text="float(loss)", waits=True)
+BUSY = Span("loop.py:6", 0.1, 2.002, text="heavy()")
+READ = Span("np.asarray(jax.Array)", 2.002, 2.0021)  # the value was there
 LATE = Span("loop.py:7", 2.002, 2.003, text="float(loss)", waits=True)  # of a host that was held up
 
 
@@ -266,6 +269,8 @@ LATE = Span("loop.py:7", 2.002, 2.003, text="float(loss)", waits=True)  # of a h
         ({PYTHON: 3.0}, dict(steps=steps_at(0.0, 4.9), lines=[Span("loop.py:8", 0.5, 4.9)])),
         ({SYNC: 3.0}, dict(steps=steps_at(0.0, 4.9), lines=[LATE], waits=[LATE])),
         ({PYTHON: 3.0}, dict(steps=steps_at(0.0, 4.9), lines=[LATE])),  # perhaps of a host's number
+        ({PYTHON: 3.0}, dict(steps=steps_at(0.0, 4.9), lines=[BUSY, LATE], waits=[READ])),
+        ({PYTHON: 3.0}, dict(steps=steps_at(0.0, 4.9), lines=[BUSY], waits=[LATE])),
         (
             {LOADER: 3.0},  # with the time that starting the step takes then
             dict(steps=steps_at(0.0, 4.9), phases=[Span("data wait", 0.2, 4.9)]),
@@ -285,6 +290,16 @@ def test_gaps_are_charged_to_what_the_host_did(expected, given):
         expected
     )
     assert charged.computing == 2.0 and charged.seconds == pytest.approx(5.0)
+
+
+def test_the_line_that_waited_is_named_and_not_one_that_follows():
+    lines = [BUSY, dataclasses.replace(WAITING, start=1.0), LATE]
+    trace = trace_of(
+        ran("a", 0.0, 2.0), ran("a", 5.0, 7.0, run=2), steps=steps_at(0.0, 4.9),
+        waits=[Span("np.asarray(jax.Array)", 1.0, 2.001), LATE],
+        lines=[dataclasses.replace(x, name=f"loop.py:{n}") for n, x in enumerate(lines)],
+    )  # fmt: skip
+    assert list(account(trace, None).gaps) == [(SYNC, "loop.py:1", "float(loss)")]
 
 
 def test_a_loop_of_tiny_operations_costs_its_time_without_its_recording():

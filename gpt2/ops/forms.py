@@ -33,7 +33,8 @@ class Forms:
         one_pass: statistics of a row are taken in one pass over it, which costs exponentials in a
             softmax and divisions in a norm.
         staged_sums: sums over rows are taken in two stages, of which the second joins what reads
-            it. Those for the biases of queries, keys and values are one sum, for which a TPU would
+            it.
+        joint_biases: sums for the biases of queries, keys and values are one, for which a TPU would
             first copy them into one array.
         joint_norm: squares of all small gradients are one sum.
         sums_apart: a branch's last product adds neither bias nor residual stream, which cuBLAS
@@ -53,6 +54,7 @@ class Forms:
     head_by_width: bool = False
     one_pass: bool = False
     staged_sums: bool = False
+    joint_biases: bool = False
     joint_norm: bool = False
     sums_apart: bool = False
     rounds_float32: bool = False
@@ -68,6 +70,7 @@ _FORMS = {
         keep_activations=True,
         one_pass=True,
         staged_sums=True,
+        joint_biases=True,
         joint_norm=True,
         sums_apart=True,
         rounds_float32=True,
@@ -80,8 +83,9 @@ def forms() -> Forms:
     """Returns the forms of the platform that is traced for."""
     found = _FORMS[platform()]
     if on_several_devices():
-        # What ends late is sent late, and pieces of parameters would be gathered for one sum.
-        found = dataclasses.replace(found, joint_norm=False, staged_sums=False)
+        # One norm would gather pieces of gradients. What joins what reads it ends late, and is sent
+        # late.
+        found = dataclasses.replace(found, joint_norm=False, staged_sums=False, joint_biases=False)
     if not splits_axes():
         return found
     # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the

@@ -236,7 +236,7 @@ def _parts_bwd(dtype, pieces, residuals, dys):
     if bias is None:
         return dx, dkernels, None
     rows = x.ndim - 1
-    if forms().staged_sums:
+    if forms().joint_biases:
         dbias = sum_rows(jnp.stack(dys, rows), rows)
     else:
         dbias = jnp.stack([sum_rows(dy, rows) for dy in dys])

@@ -74,14 +74,18 @@ def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
     else:
         variance = jnp.square(x32 - mean).mean(axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(variance + eps)
-    shift = mean * inverse if forms().one_pass else mean
+    shift = mean * inverse if center and forms().one_pass else mean
     y = _normed(x32, shift, inverse) * scale
     y = (y if bias is None else y + bias).astype(dtype)
     return y, (bits(x), scale, bias, shift, inverse)
 
 
 def _normed(x, shift, inverse):
-    """Returns normalised rows. In the GPUs' form one kernel makes both numbers of all rows."""
+    """Returns normalised rows.
+
+    In the GPUs' form `shift` is the mean times `inverse`, which the same kernel makes. That rounds
+    by the mean over the deviation, so that a row of one large value is not exactly 0.
+    """
     return x * inverse - shift if forms().one_pass else (x - shift) * inverse
 
 

@@ -15,8 +15,8 @@ def sum_rows(x: jax.Array, num_rows: int) -> jax.Array:
     """Returns the float32 sum over the first axes.
 
     XLA:GPU takes such a sum in two kernels, one of which adds up what the other left. In the form
-    for GPUs the first sums a sixteenth of the rows each, often beside what computes them, and the
-    rest are additions that join what reads the result.
+    for one GPU a kernel leaves 16 sums, often beside what computes the rows, and adding these up
+    joins what reads the result. Rows that do not split into 16 parts are summed plainly.
 
     Args:
         x: `[R1, .., Rn, ...]`, n = `num_rows`.

@@ -17,6 +17,7 @@ SYNC, LOADER, VALIDATION, CHECKPOINT, PYTHON, LAUNCH = (
 _PHASES = {"data wait": LOADER, "validation": VALIDATION, "checkpoint": CHECKPOINT}
 _OFTEN = 100  # runs per step of an operation whose recording is worth taking off
 _LATE = 3e-3  # seconds by which the host, or its sampler, may come too late to a line
+_READ = 2e-4  # seconds that reading a value takes at most, if it is there
 
 
 @dataclasses.dataclass
@@ -256,15 +257,21 @@ def _released(trace: Trace, idle_since: float) -> Span | None:
     On a busy machine a short step may end before the host, held up, comes to wait for it.
     """
 
-    def is_near(span: Span) -> bool:
-        return span.start - _LATE < idle_since <= span.end + _LATE
+    def covers(span: Span) -> bool:
+        return span.start < idle_since <= span.end + _LATE
 
-    waits = any(map(is_near, trace.waits))
-    lines = [x for x in trace.lines if x.waits and is_near(x) and (waits or x.start < idle_since)]
-    if lines or not waits:
-        return lines[-1] if lines else None
-    line = next((x for x in trace.lines if x.start < idle_since <= x.end), None)
-    return line or Span("", idle_since, idle_since)
+    def follows(span: Span) -> bool:
+        return idle_since <= span.start < idle_since + _LATE
+
+    lines = [x for x in trace.lines if x.waits and covers(x)]
+    if lines:
+        return lines[-1]
+    late = next((x for x in trace.lines if x.waits and follows(x)), None)
+    if any(map(covers, trace.waits)):
+        line = next((x for x in trace.lines if x.start < idle_since <= x.end), None)
+        return late or line or Span("", idle_since, idle_since)
+    waited = any(follows(x) and x.end - x.start > _READ for x in trace.waits)
+    return late if waited else None
 
 
 def _take_off(
