@@ -11,8 +11,8 @@ kernel, since fragmentation would otherwise hold twice what a step of 124M needs
 
 Order: XLA orders programs for little memory (docs/performance.md, XLA:CPU note 12).
 
-On NVIDIA GPUs, products that share an operand stay apart, and gathers of a layer's kernels do not
-wait for each other (docs/performance.md, GPUs and TPUs).
+On NVIDIA GPUs, products go to cuBLAS, those that share an operand stay apart, and gathers of a
+layer's kernels do not wait for each other (docs/performance.md, GPUs and TPUs).
 """
 
 import ctypes
@@ -42,6 +42,7 @@ _CACHE, _LEAST_SECONDS = (
 _chosen: dict[str, str] = {}  # variables of JAX that this process set
 _set_flags: list[str] = []  # of XLA for GPUs, by this process
 _GPU_FLAGS = (
+    "--xla_gpu_enable_triton_gemm=false",
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )

@@ -277,6 +277,7 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
     assert code == 0, stderr
     assert re.search(r"devices +8 \((TPU v5 lite|NVIDIA H100 80GB HBM3)\)\n", stdout)
     assert "some have no known length" not in stdout
+    assert ("BIAS_GELU_AUX" in text.read_text()) == (chips == "h100-8")  # inside of cuBLAS
     found = collectives(text.read_text())
     # No sum of gradients is an all-reduce, but for what every device stores whole.
     large = {c.kind for c in found if c.bytes > 1_000_000}

@@ -12,7 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gpt2.utils.platform import on_several_devices, platform, splits_axes
+from gpt2.utils.platform import (
+    multiplies_with_cublas,
+    on_several_devices,
+    platform,
+    splits_axes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Forms:
         bias_by_product: a bias gradient is a product with ones, which is computed at once.
         bits: 16-bit floats are kept as integers.
         keep_activations: the backward pass keeps an activation's value beside its input.
+        gelu_in_product: GELU after a product is written as cuBLAS knows it, in the type of the
+            product, and joins it there. It then starts from float32; by itself it would not.
         head_by_width: the gradient of the head's table adds up as `[D, V]` and is transposed at the
             end, which is less to copy than the gradient of the logits. In float32 alone: XLA:CPU
             lacks that product of 16-bit operands.
@@ -51,6 +58,7 @@ class Forms:
     bias_by_product: bool = False
     bits: bool = False
     keep_activations: bool = False
+    gelu_in_product: bool = False
     head_by_width: bool = False
     one_pass: bool = False
     staged_sums: bool = False
@@ -68,6 +76,7 @@ _FORMS = {
         flat=True,
         apart=True,
         keep_activations=True,
+        gelu_in_product=True,
         one_pass=True,
         staged_sums=True,
         joint_biases=True,
@@ -86,11 +95,13 @@ def forms() -> Forms:
         # One norm would gather pieces of gradients. What joins what reads it ends late, and is sent
         # late.
         found = dataclasses.replace(found, joint_norm=False, staged_sums=False, joint_biases=False)
+    if not multiplies_with_cublas():
+        found = dataclasses.replace(found, gelu_in_product=False)
     if not splits_axes():
         return found
     # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
     # devices' results in the type of a product.
-    return dataclasses.replace(found, flat=False, narrow_results=False)
+    return dataclasses.replace(found, flat=False, narrow_results=False, gelu_in_product=False)
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:

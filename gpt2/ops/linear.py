@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from gpt2.ops.activation import gelu_tanh
 from gpt2.ops.dot import dot
 from gpt2.ops.forms import forms
 from gpt2.ops.narrow import bits, floats
@@ -134,8 +135,18 @@ def _whole(kernel, dtype, pieces):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
 def _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum):
-    x = activation(x) if activation else x
+    x = _activated(x, num_contract, activation)
     return _product(x, kernel, bias, num_contract, dtype, pieces, into_sum)
+
+
+def _activated(x, num_contract, activation):
+    if activation is None:
+        return x
+    if activation is not gelu_tanh or not forms().gelu_in_product:
+        return activation(x)
+    # XLA looks for this formula on a product's own result, which is a matrix.
+    flat = x.reshape(-1, math.prod(x.shape[x.ndim - num_contract :]))
+    return jax.nn.gelu(flat, approximate=True).reshape(x.shape)
 
 
 def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
@@ -163,7 +174,7 @@ def _flatten(x, kernel, num_contract):
 
 
 def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum):
-    activated = activation(x) if activation else x
+    activated = _activated(x, num_contract, activation)
     kept = activated if activation and forms().keep_activations else None
     y = _product(activated, kernel, bias, num_contract, dtype, pieces, into_sum)
     return y, (bits(x), kept, kernel, bias)

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Iterator
 
 import jax
@@ -52,3 +53,9 @@ def splits_axes() -> bool:
 def on_several_devices() -> bool:
     """Returns whether several devices run the traced program together."""
     return _several.get()
+
+
+def multiplies_with_cublas() -> bool:
+    """Returns whether XLA leaves all products of a GPU to cuBLAS, and tries none through Triton."""
+    flags = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
+    return flags.get("--xla_gpu_enable_triton_gemm", "").lower() in ("false", "0")
