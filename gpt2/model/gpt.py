@@ -24,7 +24,7 @@ from gpt2.model.block import Block
 from gpt2.model.layers import Embedding, Norm
 from gpt2.ops import cross_entropy, rotation
 from gpt2.ops.scores import soft_cap
-from gpt2.parallel.rules import constrain, vocab_multiple
+from gpt2.parallel.rules import constrain
 from gpt2.utils.platform import platform
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import scan_layers, stack_layers
@@ -145,10 +145,13 @@ class GPT(nn.Module):
         """
         chex.assert_equal_shape([tokens, targets])
         cfg = self.config
-        hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
+        with jax.named_scope("head"):
+            table, pieces = self._output().padded(), self._output().pieces
+        tied = table if cfg.tie_embeddings else None
+        hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic, table=tied)
         B, T = tokens.shape
         with jax.named_scope("head"):
-            head, pieces = self._head(), self._output().pieces
+            head = constrain(table, "vocab", "embed")
             return cross_entropy(
                 hidden,
                 head,
@@ -193,7 +196,7 @@ class GPT(nn.Module):
         )  # unpadded: padding would copy it at every token
         return logits[:, 0], cache.replace(length=cache.length + num_new)
 
-    def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None):
+    def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None, table=None):
         """Returns the normalised output of the last layer [B, T, D], and the cache."""
         cfg = self.config
         chex.assert_rank(tokens, 2)
@@ -205,7 +208,7 @@ class GPT(nn.Module):
         if cfg.context_length < T and cfg.position == "learned":
             raise ValueError(f"{T} tokens are more than context_length={cfg.context_length}")
         positions = jnp.arange(T)[None]
-        x = self.wte(tokens)
+        x = self.wte(tokens, table)
         if cache is not None:
             positions = positions + cache.length[:, None]
         if cfg.position == "learned":
@@ -259,10 +262,7 @@ class GPT(nn.Module):
 
     def _head(self) -> jax.Array:
         """Returns the output embedding with padded vocabulary, [V padded, D]."""
-        padding = -self.config.vocab_size % vocab_multiple()
-        head = jnp.pad(self._output().embedding, ((0, padding), (0, 0)))
-        # Pad as stored, by columns, and only then split by rows.
-        return constrain(constrain(head, "rows", "table"), "vocab", "embed")
+        return constrain(self._output().padded(), "vocab", "embed")
 
     def _logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         cfg = self.config

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.config import GPTConfig
-from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm
+from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm, pad_rows
 from gpt2.parallel.pieces import gather_parameter, look_up
-from gpt2.parallel.rules import constrain, pieces_of
+from gpt2.parallel.rules import constrain, pieces_of, vocab_multiple
 from gpt2.utils.remat import named
 
 
@@ -168,12 +168,25 @@ class Embedding(nn.Module):
         dtype = self.config.param_dtype
         self.embedding: jax.Array = self.param("embedding", init, shape, dtype, unbox=True)
 
-    def __call__(self, indices: jax.Array) -> jax.Array:
-        """Returns the rows of `indices` [B, T], int32, as [B, T, D] in the compute type."""
+    def __call__(self, indices: jax.Array, table: jax.Array | None = None) -> jax.Array:
+        """Returns the rows of `indices` [B, T], int32, as [B, T, D] in the compute type.
+
+        They are taken from `table`, which `padded` returned, if that is given.
+        """
         dtype = self.config.compute_dtype
+        table = self.embedding if table is None else table
         if self.pieces:
-            return look_up(self.embedding, indices, dtype)
-        return jnp.take(self.embedding, indices, axis=0).astype(dtype)
+            return look_up(table, indices, dtype)
+        return jnp.take(table, indices, axis=0).astype(dtype)
+
+    def padded(self) -> jax.Array:
+        """Returns the table with rows of zeros up to a multiple of `vocab_multiple`.
+
+        A program that looks up tokens and computes logits does both with the same such array: the
+        two gradients add up in the padded table, and nothing copies them.
+        """
+        # As stored, by columns.
+        return constrain(pad_rows(self.embedding, vocab_multiple()), "rows", "table")
 
     def first(self, num_rows: int) -> jax.Array:
         """Returns the first rows, [num_rows, D] in the compute type.

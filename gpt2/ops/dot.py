@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from gpt2.ops.forms import forms
+
 
 def dot(
     a: jax.Array,
@@ -21,3 +23,8 @@ def dot(
     """
     dimensions = ((tuple(contract_a), tuple(contract_b)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
+
+
+def result_type(dtype: DTypeLike) -> DTypeLike:
+    """Returns the type in which the platform wants results of products that are kept in `dtype`."""
+    return dtype if forms().narrow_results else jnp.float32

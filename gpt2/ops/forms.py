@@ -29,7 +29,9 @@ class Forms:
             all the same, and nothing has to be cast.
         flat: linear maps are products of two matrices. The bias then joins the product.
         apart: queries, keys and values are a product each, so that none is copied out of a result.
-        bias_by_product: a bias gradient is a product with ones, which is computed at once.
+        ones_for_bias: a bias gradient is a product with so many rows of ones, if any. XLA:CPU
+            computes it at once. XLA:TPU would join a sum, or a product with a single row, with what
+            makes the gradient of the result, which could else join the product before.
         bits: 16-bit floats are kept as integers.
         keep_activations: the backward pass keeps an activation's value beside its input.
         gelu_in_product: GELU after a product is written as cuBLAS knows it, in the type of the
@@ -55,7 +57,7 @@ class Forms:
     narrow_results: bool = False
     flat: bool = False
     apart: bool = False
-    bias_by_product: bool = False
+    ones_for_bias: int = 0
     bits: bool = False
     keep_activations: bool = False
     gelu_in_product: bool = False
@@ -70,7 +72,7 @@ class Forms:
 
 
 _FORMS = {
-    "cpu": Forms(bias_by_product=True, bits=True, head_by_width=True, branches=True),
+    "cpu": Forms(ones_for_bias=1, bits=True, head_by_width=True, branches=True),
     "gpu": Forms(
         narrow_results=True,
         flat=True,
@@ -84,7 +86,7 @@ _FORMS = {
         sums_apart=True,
         rounds_float32=True,
     ),
-    "tpu": Forms(narrow_results=True, apart=True, rounds_float32=True),
+    "tpu": Forms(narrow_results=True, apart=True, ones_for_bias=2, rounds_float32=True),
 }
 
 

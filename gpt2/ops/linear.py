@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gpt2.ops.activation import gelu_tanh
-from gpt2.ops.dot import dot
+from gpt2.ops.dot import dot, result_type
 from gpt2.ops.forms import forms
 from gpt2.ops.narrow import bits, floats
-from gpt2.ops.sums import sum_rows
+from gpt2.ops.sums import bias_gradient, sum_rows
 
 
 class Pieces(Protocol):
@@ -153,16 +153,12 @@ def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
     kernel = _whole(kernel, dtype, pieces)
     rows, outputs = x.shape[: x.ndim - num_contract], kernel.shape[num_contract:]
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
-    result = _result_type(dtype)
+    result = result_type(dtype)
     y = dot(x, kernel, range(x.ndim - num_contract, x.ndim), range(num_contract), result)
     y = jax.lax.optimization_barrier(y) if into_sum else y
     if bias is not None:
         y = y + bias.astype(result).reshape(kernel.shape[num_contract:])
     return y.astype(dtype).reshape(*rows, *outputs)
-
-
-def _result_type(dtype):
-    return dtype if forms().narrow_results else jnp.float32
 
 
 def _flatten(x, kernel, num_contract):
@@ -187,17 +183,17 @@ def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, residuals, dy
     x_shape, kernel_type = x.shape, kernel.dtype
     kernel = _whole(kernel, dtype, pieces)
     kernel_shape = kernel.shape
-    result = _result_type(dtype)
+    result = result_type(dtype)
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
     rows = range(x.ndim - num_contract)  # the axes over which examples and positions run
     dy = dy.reshape(*(x.shape[axis] for axis in rows), *kernel.shape[num_contract:])
     outputs = range(len(rows), dy.ndim)
-    dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result).astype(dtype)
-    if activation:
+    if activation and kept is None:
         # The barrier makes XLA compute the activation again, not keep the forward pass's value
         # (docs/performance.md, XLA:CPU note 5).
-        if kept is None:
-            x, dx = jax.lax.optimization_barrier((x, dx))
+        x, dy = jax.lax.optimization_barrier((x, dy))
+    dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result).astype(dtype)
+    if activation:
         x, derive = jax.vjp(activation, floats(x, dtype))
         (dx,) = derive(dx)
         x = x if kept is None else kept.reshape(x.shape)
@@ -209,12 +205,7 @@ def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, residuals, dy
     dx = dx.reshape(x_shape)
     if bias is None:
         return dx, dkernel, None
-    if forms().bias_by_product:
-        # A matrix product with ones is computed at once; a sum would wait, and dy with it
-        # (docs/performance.md, XLA:CPU note 6).
-        dbias = dot(jnp.ones([x.shape[axis] for axis in rows], dtype), dy, rows, rows)
-    else:
-        dbias = sum_rows(dy, len(rows))
+    dbias = bias_gradient(dy, len(rows))
     return dx, dkernel, dbias.astype(bias.dtype).reshape(bias.shape)
 
 
@@ -224,7 +215,7 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _parts(x, kernels, bias, dtype, pieces):
     # Cast before they are cut apart, or XLA:GPU takes a kernel for each.
-    biases = [None] * len(kernels) if bias is None else bias.astype(_result_type(dtype))
+    biases = [None] * len(kernels) if bias is None else bias.astype(result_type(dtype))
     return [
         _product(x, kernel, biases[part], 1, dtype, pieces) for part, kernel in enumerate(kernels)
     ]
@@ -250,7 +241,7 @@ def _parts_bwd(dtype, pieces, residuals, dys):
     if forms().joint_biases:
         dbias = sum_rows(jnp.stack(dys, rows), rows)
     else:
-        dbias = jnp.stack([sum_rows(dy, rows) for dy in dys])
+        dbias = jnp.stack([bias_gradient(dy, rows) for dy in dys])
     return dx, dkernels, dbias.astype(bias.dtype)
 
 

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from gpt2.ops.dot import dot
 from gpt2.ops.forms import forms
 
 # Below 32, or XLA:GPU adds them up in a kernel of its own. Few leave processors without work.
@@ -31,3 +32,15 @@ def sum_rows(x: jax.Array, num_rows: int) -> jax.Array:
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
+
+
+def bias_gradient(dy: jax.Array, num_rows: int) -> jax.Array:
+    """Returns `sum_rows` of the gradient of a linear map's result, as a product where that pays."""
+    count = forms().ones_for_bias
+    if not count or (dy.dtype == jnp.float32 and forms().rounds_float32):
+        return sum_rows(dy, num_rows)
+    more = [] if count == 1 else [count]
+    ones = jnp.ones([*more, *dy.shape[:num_rows]], dy.dtype)
+    rows = range(num_rows)
+    sums = dot(ones, dy, (len(more) + axis for axis in rows), rows)
+    return sums[0] if more else sums
