@@ -95,8 +95,7 @@ def main() -> int:
     # State: where the run stands.
     start = distributed.from_first(distributed.only_first(run_files.find_start)(workdir) or 0)
     if distributed.from_first(run_files.is_finished(workdir, config, start)):
-        how = "raise --config.train.num_steps to continue"
-        distributed.only_first(print)(f"{workdir} is finished at step {start}; {how}")
+        distributed.only_first(print)(run_files.describe_finished(workdir, config))
         return 0
     checkpointer, state = open_state(program, dataset, workdir, start)
 

@@ -1,5 +1,6 @@
 """Flags, as every command parses them. A mistake in a flag prints one line."""
 
+import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,8 @@ def parse(
         SystemExit: the flags are wrong, which a line has told, or `--help` is printed.
     """
     global _arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
+        sys.stdout.reconfigure(errors="replace")
     app.define_help_flags()
     known = set(flags.FLAGS)
     if define_flags:
@@ -241,7 +244,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
             raise UserError(
                 f"{found[1]} stands before --config, whose options it changes", "Put --config first"
             ) from None
-        raise UserError(text, otherwise) from None
+        raise UserError(text, otherwise if "--config" in text else "See --help") from None
 
 
 def _no_option(

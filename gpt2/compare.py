@@ -65,7 +65,7 @@ def main(*directories: str) -> None:
     first = next(iter(configs.values()))
     changed = {name: _describe_differences(first, each) for name, each in configs.items()}
     rows = [[name, *_describe(last), changed.get(name, "")] for name, last in ends.items()]
-    header = ["run", "tokens", "time", f"validation ({unit})", "unlike the first"]
+    header = ["run", "tokens", "time in steps", f"validation ({unit})", "unlike the first"]
     print(align([row if any(changed.values()) else row[:-1] for row in (header, *rows)]))
     print(f"see {output}")
 

@@ -188,14 +188,19 @@ def _forget(stream: TextIO) -> None:
 
 
 def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> UserError:
-    """Returns the error for an option that does not exist. It suggests the most similar one.
+    """Returns the error for an option that does not exist.
+
+    It suggests the most similar one, or the only one that begins so.
 
     Args:
         name: what the user gave.
         spellings: existing options, by every spelling that a person may use, without dashes.
         otherwise: how to find the option if no spelling is similar.
     """
-    near = difflib.get_close_matches(name.lstrip("-"), spellings, n=1, cutoff=0.8)
+    given = name.lstrip("-")
+    near = difflib.get_close_matches(given, spellings, n=1, cutoff=0.8)
+    begun = [spelling for spelling in spellings if spelling.startswith(given)]
+    near = near or (begun if len(begun) == 1 else [])
     how = f"Did you mean {spellings[near[0]]}?" if near else otherwise
     return UserError(f"there is no option {name}", how)
 
@@ -213,9 +218,10 @@ def require_choice(
         usual: the choice to propose where none is similar to `value`; the first, if not given.
     """
     if value not in choices:
-        cutoff = 0.75 if choices[0] == "auto" else 0.6  # "flash" is not meant as "splash"
-        similar = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=cutoff)
-        near = similar[0] if similar else usual or choices[0]
+        cutoff = 0.75 if choices[0] == "auto" else 0.54  # "flash" is not meant as "splash"
+        likeness = difflib.SequenceMatcher(b=str(value).lower())
+        ratios = [likeness.set_seq1(choice) or likeness.ratio() for choice in choices]
+        near = choices[ratios.index(max(ratios))] if max(ratios) >= cutoff else usual or choices[0]
         option = f"--config.{name}={near}" if flag else near
         raise UserError(
             f"{name}={value} is not one of {', '.join(choices)}", f"For example, use {option}"

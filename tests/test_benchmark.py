@@ -202,6 +202,11 @@ def test_numbers_out_of_range_and_options_without_effect_are_user_errors(argumen
         make_case(*arguments)
 
 
+def test_advice_about_options_of_the_config_names_flags_of_this_command():
+    with pytest.raises(UserError, match=r"parallel\.fsdp=0 .* --fsdp=1"):
+        benchmark.make_config(tiny(fsdp=0))
+
+
 def test_each_ignored_option_is_one_that_training_takes():
     values = flags.FlagValues()
     benchmark.define_flags(values)
@@ -451,6 +456,18 @@ def test_table_shows_every_contestant_its_ratio_and_every_setting():
     assert "turns of torch differ more than 1.5 times" in shown
     read = tiny(subject="data")
     assert "adamw" not in tables.table(read, results(read, {"jax": [0.2, 0.2]}))
+
+
+def test_a_narrow_terminal_takes_two_tables(monkeypatch):
+    case = tiny()
+    found = results(case, {"jax": [0.2, 0.2], "torch": [0.5, 0.5]})
+    wide = tables.table(case, found)
+    monkeypatch.setattr(tables, "terminal_columns", lambda: 80)
+    narrow = tables.table(case, found)
+    assert wide.count("torch  ") == 1 and narrow.count("torch  ") == 2
+    _, *lines = narrow.split("step ms")
+    assert max(map(len, lines[0].splitlines())) <= 80
+    assert set(wide.split()) == set(narrow.split())
 
 
 def test_a_file_and_a_picture_hold_every_cell(tmp_path):

@@ -225,6 +225,7 @@ def test_options_are_overridden_and_unknown_ones_refused(parse):
         ("--config.fsdp=2", "no option --config.fsdp. Did you mean --config.parallel.fsdp?"),
         ("--noconfig.logging.wandbx", "Did you mean --config.logging.wandb?"),
         ("--confg=x", "no option --confg. Did you mean --config?"),
+        ("--accumulate=2", "Did you mean --config.train.accumulate_steps?"),
         ("--lr=1", "no option --lr. Did you mean --config.optim.learning_rate?"),
         ("--config.optim.lr=1", "Did you mean --config.optim.learning_rate?"),
         ("--config.model.n_layer=1", "Did you mean --config.model.num_layers?"),
@@ -365,6 +366,21 @@ main()
         )
         os.close(writer)
         assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_what_a_screen_cannot_show_ends_no_command():
+    program = """
+from gpt2 import cli
+cli.parse()
+print("3.79 ± 0.01 µs")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stdout) == (0, b"3.79 ? 0.01 ?s\n"), done.stderr
 
 
 def test_a_pipe_that_is_not_the_screen_keeps_its_traceback():

@@ -97,6 +97,13 @@ def test_the_gpt2_configs_have_openais_shapes(name):
         assert getattr(config.model, field) == getattr(released, field)
 
 
+def test_the_choice_that_is_proposed_is_the_most_similar_or_the_first_of_those():
+    with pytest.raises(UserError, match=r"use --config\.precision\.compute=float16\.$"):
+        build(precision__compute="fp16")
+    with pytest.raises(UserError, match=r"use gpt2-124m\.$"):
+        GPTConfig.from_name("gpt2")
+
+
 @pytest.mark.parametrize("name", ["shakespeare_char", "finetune_shakespeare"])
 def test_the_shakespeare_configs_read_shakespeare(name):
     config = importlib.import_module(f"configs.{name}").get_config()

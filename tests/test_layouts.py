@@ -12,6 +12,7 @@ import pytest
 
 from gpt2.model import num_params
 from gpt2.ops import forms
+from gpt2.parallel import rules
 from gpt2.parallel.collectives import Collective, collectives
 from gpt2.parallel.inspect import bytes_per_device, unsharded_share
 from tests.layouts import (
@@ -192,10 +193,12 @@ def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
 
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.thorough)])
 def test_the_forms_of_other_platforms_train_alike_in_pieces(monkeypatch, reference, platform):
-    monkeypatch.setattr(forms, "platform", lambda: platform)
-    result = Setup(Case("data 2 x fsdp 2 x tensor 2 by layer", remat="full", scanned=True)).train()
-    assert loss_difference(result, reference) < TOLERANCE
-    assert param_difference(result, reference) < TOLERANCE
+    for module in (forms, rules):
+        monkeypatch.setattr(module, "platform", lambda: platform)
+    for layout in ("data 2 x fsdp 2 x tensor 2 by layer", "fsdp 8 by layer"):
+        result = Setup(Case(layout, remat="full", scanned=True)).train()
+        assert loss_difference(result, reference) < TOLERANCE
+        assert param_difference(result, reference) < TOLERANCE
 
 
 def test_accumulation_changes_nothing_that_crosses_the_data_axis():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpt2.model import GPT, GPTConfig, KVCache, num_params
+from gpt2.parallel import rules
 from gpt2.utils.scan import stack_layers, unstack_layers
 
 SMALL = GPTConfig(vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32)
@@ -73,6 +74,25 @@ def test_parameters_do_not_depend_on_what_attention_could_run_here():
         chex.assert_trees_all_equal(model.logical_axes(), GPT(SMALL).logical_axes())
         params = jax.jit(model.init)(jax.random.key(0), token)["params"]
         chex.assert_trees_all_equal(params, init(SMALL))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_padded_table_gives_the_gradients_of_one_that_is_not(monkeypatch, tied):
+    config = replaced(tie_embeddings=tied)
+    params, tokens = init(config), tokens_of(0)
+
+    def program(tokens=tokens):
+        step = jax.value_and_grad(loss.__wrapped__, argnums=1)
+        return jax.jit(lambda params: step(config, params, tokens))
+
+    expected = program()(params)
+    monkeypatch.setattr(rules, "platform", lambda: "gpu")
+    assert config.vocab_size % rules.vocab_multiple() and "optimization_barrier" in str(
+        jax.make_jaxpr(program())(params)
+    )
+    chex.assert_trees_all_close(program()(params), expected, rtol=1e-5, atol=1e-6)
+    for beyond in (config.vocab_size, -config.vocab_size - 1):
+        assert jnp.isnan(program(tokens.at[0, 0].set(beyond))(params)[0])
 
 
 def test_initialisation_follows_gpt2():

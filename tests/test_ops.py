@@ -489,8 +489,15 @@ def test_the_forms_of_every_platform_equal_the_references(monkeypatch, platform,
     assert (program() != on_cpu) == (platform != "cpu")
     joins = ops_forms.forms().gelu_in_product
     assert joins == (platform == "gpu")
-    mlp = partial(linear, activation=gelu_tanh)
-    assert joins == ("tanh" in str(jax.make_jaxpr(mlp)(x, x[0].T)))
+    for follows in (False, True):
+        mlp = partial(linear, activation=gelu_tanh, dtype=dtype, follows_product=follows)
+        step = jax.value_and_grad(weighted(mlp, 2, 8, 6), (0, 1))
+        weights = normal(3, 5, 6)
+        assert ("tanh" in str(jax.make_jaxpr(step)(x, weights))) == (joins and follows)
+        assert "tanh" not in str(jax.make_jaxpr(mlp)(x, weights))  # without a gradient
+        exact = partial(linear_reference, activation=gelu_tanh_reference, dtype=dtype)
+        expected = jax.value_and_grad(weighted(exact, 2, 8, 6), (0, 1))(x, weights)
+        assert_close(step(x, weights), expected, dtype)
     for bias_or_none, activation in ((bias, gelu_tanh), (None, None)):
         test_linear_equals_tensordot_and_its_derivative.hypothesis.inner_test(
             8, 7, dtype, bias_or_none is not None, activation

@@ -354,6 +354,18 @@ def test_what_takes_long_is_told_once_it_does(capsys):
         assert capsys.readouterr().out == "compiling\n"
 
 
+def test_a_validation_lengthens_no_estimate(capsys, monkeypatch):
+    clock = iter([0.0, 10.0, 15.0, 25.0, 50.0])  # the validation after 10 steps takes 5 s
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    with progress.Progress(total=100) as shown:
+        shown.write(10, {"train/loss": 3.0})
+        shown.write(10, {"eval/loss": 3.0})
+        shown.write(20, {"train/loss": 3.0})
+        shown.write(40, {"eval/loss": 3.0})
+    left = [line.split(" | ")[-1] for line in capsys.readouterr().out.splitlines()]
+    assert left == ["1m 30s left", "1m 25s left", "1m 40s left", "1m 15s left"]
+
+
 def test_no_time_left_is_told_before_a_step_tells_it(capsys):
     with progress.Progress(total=100) as shown:
         shown.write(0, {"eval/loss": 3.0})

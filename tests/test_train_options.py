@@ -287,6 +287,22 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax_cuda12_plugin"
 )
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_gelu_on_gpu_chips_is_part_of_a_product_or_in_float32(tmp_path, remat):
+    text = tmp_path / "step.hlo"
+    options = [*SHORT, "--config.precision.compute=bfloat16", f"--config.memory.remat={remat}"]
+    options += ["--config.model.embed_dim=256", "--config.data.batch_size=8"]
+    code, _, stderr = run(
+        None, "--plan_chips=h100-1", f"--plan_text={text}", *options, imports=True
+    )
+    assert code == 0, stderr
+    assert ("BIAS_GELU_AUX" in text.read_text()) == (remat != "dots")  # which saves its input
+    assert " tanh(" not in text.read_text()  # by itself the formula would round at each step
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax_cuda12_plugin"
+)
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_a_plan_for_gpu_chips_that_are_not_here_splits_attention(tensor):
     options = [*SHORT, "--config.precision.compute=bfloat16", "--config.model.num_heads=4"]
@@ -315,8 +331,17 @@ def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     assert "compiled" not in output
     assert {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()} == before
 
+    code, output = again("--config.logging.profile_start=1", "--config.logging.profile_steps=1")
+    assert code == 0 and "step 2, and logging.profile_start=1; logging.profile_steps=1 " in output
+    assert output.endswith(
+        "does nothing; give another --workdir, or raise --config.train.num_steps to continue\n"
+    )
+
     code, output = again("--config.train.num_steps=1")
-    assert code == 2 and "holds a run of 2 steps, more than train.num_steps=1" in output
+    assert code == 2 and "holds a run of 2 steps, more than train.num_steps=1. Give" in output
+    code, output = again("--config.train.num_steps=1", "--config.seed=9")
+    assert code == 2 and "more than train.num_steps=1, and with seed=0, not 9" in output
+    assert "--config.seed=0 --config.train.num_steps=2 or more" in output
     assert json.loads((workdir / "config.json").read_text())["train"]["num_steps"] == 2
 
     # Killed between its last checkpoint and its samples, a run makes up for them.

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,15 @@ def make_config(case: dict[str, Any]) -> Config:
     Raises:
         UserError: the options cannot work.
     """
+    try:
+        return _make_config(case)
+    except UserError as error:  # names the config's options, of which this command has flags
+        how = str(error).removeprefix(f"{error.what}. ")
+        flag = lambda match: f"--{match[1]}" if match[1] in case else match[0]  # noqa: E731
+        raise UserError(error.what, re.sub(r"--config\.\w+\.(\w+)", flag, how)) from None
+
+
+def _make_config(case: dict[str, Any]) -> Config:
     tree = DEFAULTS.to_dict()
     shape = {name: case[name] for name in tree["model"] if name in case}
     tree["model"] |= shape | {"attention": ATTENTION[case["attention"]]}
@@ -289,7 +299,7 @@ def check_peers(peers: list[str], case: dict[str, Any]) -> None:
         package, extra = _NEEDS.get(peer.removesuffix("_compile"), ("torch", "peers"))
         if importlib.util.find_spec(package) is None:
             raise UserError(
-                f"--peers={peer} needs {package}", f"Install it: pip install 'gpt2-jax[{extra}]'"
+                f"--peers={peer} needs {package}", f"Install it: pip install -e '.[{extra}]'"
             )
         _check_peer(peer, case)
     if case["shares"] and subject in ("generate", "data"):

@@ -18,7 +18,7 @@ from scipy.special import stdtrit
 
 from gpt2.benchmark.first_step import Agreement, FirstStep, compare, first_difference
 from gpt2.benchmark.turns import Player, environment_of_players
-from gpt2.errors import UserError
+from gpt2.errors import UserError, tell
 
 OURS = "jax"
 COMPARED = ("train", "eval")  # subjects whose first step is compared before it is timed
@@ -53,6 +53,7 @@ def measure(
         shown = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         commands = _commands(case, peers, variations)
         for name, command in commands.items():
+            _say(f"{name}: starts, compiles and warms up")
             began = time.perf_counter()
             player = players[name] = stack.enter_context(_start(name, command, len(commands)))
             runs_on[name] = player.runs_on()
@@ -65,7 +66,8 @@ def measure(
             longer[name] = max(0.0, (again if first is None else first) - usual)
             warm_up[name] = {"warm_up_seconds": time.perf_counter() - began}
         medians: dict[str, list[float]] = {name: [] for name in players}
-        for _ in range(rounds):
+        for turn in range(1, rounds + 1):
+            _say(f"turn {turn} of {rounds}")
             for name, player in players.items():
                 # The first step after the others' turns takes memory back from the machine.
                 _, *times = player.play(1 + steps[name])
@@ -89,12 +91,19 @@ def verify(case: dict[str, Any], peers: list[str]) -> Iterator[tuple[str, list[A
     runs_on: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, command in _commands(case, peers, {}).items():
+            _say(f"{name}: first steps in {case['compute']}, to be compared")
             with _start(name, command, 1) as player:
                 runs_on[name] = player.runs_on()
                 _require_same_hardware(name, peers, runs_on)
                 player.show(Path(directory) / f"{name}.npz")
             if name != OURS:
                 yield name, _compare(Path(directory), name)
+
+
+def _say(text: str) -> None:
+    """Tells a person at a terminal what takes so long. Nothing redraws, which would take time."""
+    if sys.stderr.isatty():
+        tell(text)
 
 
 def _in_float32(case: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 from gpt2.benchmark.first_step import Agreement, first_difference
 from gpt2.benchmark.measure import OURS
 from gpt2.utils.files import write_text
+from gpt2.utils.terminal import columns as terminal_columns
+from gpt2.utils.terminal import wrap
 from gpt2.utils.text import counted
 
 _SETTINGS = (
@@ -68,24 +70,21 @@ def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
 def table(case: dict[str, Any], results: Results) -> str:
     """Returns all settings, and a line for each contestant, as text for a terminal."""
     ours = results[OURS]
-    width = max(14, *(len(name) + 1 for name in results))
-    lines = [
-        *_header(case, results),
-        "",
-        " " * width + f"{'step ms':>10s}{'(least':>9s}{'most)':>9s}{'tokens/s':>12s}{'MFU':>6s}"
-        f"{'memory GB':>11s}{'compile s':>11s}{'warm-up s':>11s}"
-        + ("  jax is faster by (95 %)" if len(results) > 1 else ""),
+    columns = [_column("", max(14, *(len(name) + 1 for name in results)), results)]
+    columns += [
+        _column("step ms", 10, (f"{1e3 * r['step_seconds']:,.1f}" for r in results.values())),
+        _column("(least", 9, (f"{1e3 * min(r['turns']):,.1f}" for r in results.values())),
+        _column("most)", 9, (f"{1e3 * max(r['turns']):,.1f}" for r in results.values())),
+        _column("tokens/s", 12, (f"{r['tokens_per_second']:,.0f}" for r in results.values())),
+        _column("MFU", 6, (f"{r['mfu']:.0%}" if r["mfu"] else "-" for r in results.values())),
+        _column("memory GB", 11, (f"{r['peak_bytes'] / 1e9:.2f}" for r in results.values())),
+        _column("compile s", 11, (f"{r['compile_seconds']:.1f}" for r in results.values())),
+        _column("warm-up s", 11, (f"{r['warm_up_seconds']:.1f}" for r in results.values())),
     ]
-    for name, result in results.items():
-        mfu = f"{result['mfu']:.0%}" if result["mfu"] else "-"
-        lines.append(
-            f"{name:{width}s}{1e3 * result['step_seconds']:10,.1f}"
-            f"{1e3 * min(result['turns']):9,.1f}{1e3 * max(result['turns']):9,.1f}"
-            f"{result['tokens_per_second']:12,.0f}{mfu:>6s}"
-            f"{result['peak_bytes'] / 1e9:11.2f}{result['compile_seconds']:11.1f}"
-            f"{result['warm_up_seconds']:11.1f}"
-            + ("" if name == OURS else f"  {format_ratio(result['speedup'])}")
-        )
+    if len(results) > 1:
+        ratios = ("" if n == OURS else format_ratio(r["speedup"]) for n, r in results.items())
+        columns.append(["  jax is faster by (95 %)", *(f"  {ratio}" for ratio in ratios)])
+    lines = [wrap(line) for line in _header(case, results)] + _beside(columns)
     if unsteady := [n for n, r in results.items() if max(r["turns"]) > _STEADY * min(r["turns"])]:
         lines += [
             "",
@@ -96,6 +95,25 @@ def table(case: dict[str, Any], results: Results) -> str:
         shares = ", ".join(f"{scope} {share:.0%}" for scope, share in ours["shares"].items())
         lines += ["", f"time by part: {shares}"]
     return "\n".join(lines)
+
+
+def _column(title: str, width: int, cells: Iterable[str]) -> list[str]:
+    """Returns the cells of a column, which numbers end and the names of contestants begin."""
+    return [cell.rjust(width) if title else cell.ljust(width) for cell in (title, *cells)]
+
+
+def _beside(columns: list[list[str]]) -> list[str]:
+    """Returns the lines of a table: of several where the terminal is too narrow for all columns."""
+    names, lines = columns[0], []
+    shown = [names]
+    for column in [*columns[1:], None]:
+        if column is None or sum(len(c[0]) for c in [*shown, column]) > terminal_columns():
+            rows = ("".join(cells).rstrip() for cells in zip(*shown, strict=True))
+            lines += ["", *rows]
+            shown = [names]
+        if column is not None:
+            shown.append(column)
+    return lines
 
 
 def format_ratio(speedup: list[float | None]) -> str:

@@ -200,7 +200,9 @@ def load_config(workdir: Path) -> Config:
     """
     path = Path(workdir) / "config.json"
     if not path.is_file():
-        raise UserError(f"{workdir} holds no run (no config.json)", "Give a --workdir of train.py")
+        raise UserError(
+            f"{workdir} holds no run (no config.json)", "Name the workdir of a run of train.py"
+        )
     return Config.from_dict(read_record(path))
 
 

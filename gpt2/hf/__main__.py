@@ -19,6 +19,7 @@ from pathlib import Path
 
 from absl import flags
 
+from gpt2.config import load_config
 from gpt2.errors import require_writable
 from gpt2.hf.runs import export_run, import_run
 from gpt2.utils.terminal import wrap_command
@@ -50,6 +51,13 @@ def _import(source: Path, workdir: Path) -> None:
 def _export(workdir: Path, directory: Path) -> None:
     export_run(workdir, directory, flags.FLAGS.checkpoint)
     print(f"{directory}: ready for transformers' from_pretrained")
+    if (workdir / "data.json").exists():  # weights that came from elsewhere have no text
+        data = load_config(workdir).data
+        command = ["python", "eval.py", f"--hf={directory}", f"--corpus={data.corpus}"]
+        if not data.corpus.startswith("tokens:"):  # which have files for validation
+            command.append(f"--val_fraction={data.val_fraction}")
+        print("to score it on the text that the run held out:")
+        print(wrap_command(command, indent="  "))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class GPT(nn.Module):
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic, table=tied)
         B, T = tokens.shape
         with jax.named_scope("head"):
-            head = constrain(table, "vocab", "embed")
+            head = self._head(table)
             return cross_entropy(
                 hidden,
                 head,
@@ -260,9 +260,10 @@ class GPT(nn.Module):
         """Returns the layer that holds the output embedding."""
         return self.wte if self.config.tie_embeddings else self.lm_head
 
-    def _head(self) -> jax.Array:
-        """Returns the output embedding with padded vocabulary, [V padded, D]."""
-        return constrain(self._output().padded(), "vocab", "embed")
+    def _head(self, table: jax.Array | None = None) -> jax.Array:
+        """Returns the output embedding with padded vocabulary, [V padded, D], `table` if given."""
+        table = self._output().padded() if table is None else table
+        return constrain(table, "vocab", "embed")
 
     def _logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         cfg = self.config

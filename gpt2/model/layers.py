@@ -16,7 +16,7 @@ from gpt2.config import GPTConfig
 from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm, pad_rows
 from gpt2.parallel.pieces import gather_parameter, look_up
 from gpt2.parallel.rules import constrain, pieces_of, vocab_multiple
-from gpt2.utils.remat import named
+from gpt2.utils.remat import is_saved, named
 
 
 class Linear(nn.Module):
@@ -30,6 +30,7 @@ class Linear(nn.Module):
         in_parts: whether to return a list of results, one for each index of the first new axis.
         is_projection: whether it is a branch's last map, whose result joins the residual stream.
         activation: applied to the input first, elementwise.
+        follows_product: as for `linear`.
     """
 
     config: GPTConfig
@@ -39,6 +40,7 @@ class Linear(nn.Module):
     in_parts: bool = False
     is_projection: bool = False
     activation: Callable[[jax.Array], jax.Array] | None = None
+    follows_product: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:
@@ -66,6 +68,7 @@ class Linear(nn.Module):
                 dtype=self.config.compute_dtype,
                 pieces=pieces,
                 into_sum=self.is_projection,
+                follows_product=self.follows_product,
             )
         return named(y, "/".join(self.path[-2:]))
 
@@ -174,7 +177,11 @@ class Embedding(nn.Module):
         They are taken from `table`, which `padded` returned, if that is given.
         """
         dtype = self.config.compute_dtype
-        table = self.embedding if table is None else table
+        if table is None:
+            table = self.embedding
+        elif len(table) > self.num_rows:  # what the stored table lacks, the padded one lacks too
+            exists = (-self.num_rows <= indices) & (indices < self.num_rows)
+            indices = jnp.where(exists, indices % self.num_rows, len(table))
         if self.pieces:
             return look_up(table, indices, dtype)
         return jnp.take(table, indices, axis=0).astype(dtype)
@@ -220,6 +227,7 @@ class MLP(nn.Module):
             ("mlp", "embed"),
             is_projection=True,
             activation=None if cfg.is_gated else ACTIVATIONS[cfg.activation],
+            follows_product=not (cfg.is_gated or is_saved(cfg.remat, "mlp/c_fc")),
             name="c_proj",
         )
         return c_proj(hidden)

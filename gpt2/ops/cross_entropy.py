@@ -95,30 +95,6 @@ def cross_entropy_reference(
     return jnp.where(valid, losses, 0.0).sum(), valid.sum(dtype=jnp.float32)
 
 
-def pad_rows(table: jax.Array, multiple: int) -> jax.Array:
-    """Returns `table` `[V, D]` with rows of zeros up to a multiple."""
-    padding = -len(table) % multiple
-    return _pad_rows(table, padding) if padding else table
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _pad_rows(table, padding):
-    return jnp.pad(table, ((0, padding), (0, 0)))
-
-
-def _pad_rows_fwd(table, padding):
-    return _pad_rows(table, padding), None
-
-
-def _pad_rows_bwd(padding, _, dtable):
-    # The barrier makes XLA cut off the padding where the gradient is read. It would else cut what
-    # adds up to the gradient, in copies.
-    return (jax.lax.optimization_barrier(dtable)[:-padding],)
-
-
-_pad_rows.defvjp(_pad_rows_fwd, _pad_rows_bwd)
-
-
 def _check_shapes(hidden, embedding, targets, vocab_size, pieces=None):
     """Targets of fewer rows or positions would broadcast, and be counted too few."""
     chex.assert_rank(hidden, 3)
@@ -164,6 +140,7 @@ def _whole(embedding, dtype, pieces):
 
 def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk, pieces):
     weights, rows_of = _whole(embedding, dtype, pieces)
+    result = result_type(dtype)
 
     def add_chunk(sums, rows):
         loss, dembedding = sums
@@ -177,7 +154,6 @@ def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk, pieces):
         dembedding += dot(*factors, (0, 1), (0, 1))
         return (loss, dembedding), dot(dlogits, weights, (2,), (0,), result).astype(dtype)
 
-    result = result_type(dtype)
     by_width = forms().head_by_width and jnp.dtype(dtype) == jnp.float32
     shape = weights.shape[::-1] if by_width else weights.shape
     sums = jnp.float32(0.0), jnp.zeros(shape, jnp.float32)

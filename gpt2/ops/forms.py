@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.utils.platform import (
-    multiplies_with_cublas,
+    leaves_products_to_cublas,
     on_several_devices,
     platform,
     splits_axes,
@@ -30,12 +30,13 @@ class Forms:
         flat: linear maps are products of two matrices. The bias then joins the product.
         apart: queries, keys and values are a product each, so that none is copied out of a result.
         ones_for_bias: a bias gradient is a product with so many rows of ones, if any. XLA:CPU
-            computes it at once. XLA:TPU would join a sum, or a product with a single row, with what
-            makes the gradient of the result, which could else join the product before.
+            computes it at once (docs/performance.md, XLA:CPU note 6). XLA:TPU would join a sum, or
+            a product with a single row, with what makes the gradient of the result, which could
+            else join the product before.
         bits: 16-bit floats are kept as integers.
         keep_activations: the backward pass keeps an activation's value beside its input.
-        gelu_in_product: GELU after a product is written as cuBLAS knows it, in the type of the
-            product, and joins it there. It then starts from float32; by itself it would not.
+        gelu_in_product: a training step's GELU of what a product gave is written as XLA looks for
+            it, for cuBLAS to compute beside the product, from float32.
         head_by_width: the gradient of the head's table adds up as `[D, V]` and is transposed at the
             end, which is less to copy than the gradient of the logits. In float32 alone: XLA:CPU
             lacks that product of 16-bit operands.
@@ -97,13 +98,14 @@ def forms() -> Forms:
         # One norm would gather pieces of gradients. What joins what reads it ends late, and is sent
         # late.
         found = dataclasses.replace(found, joint_norm=False, staged_sums=False, joint_biases=False)
-    if not multiplies_with_cublas():
+    if not leaves_products_to_cublas():
         found = dataclasses.replace(found, gelu_in_product=False)
     if not splits_axes():
         return found
     # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
-    # devices' results in the type of a product.
-    return dataclasses.replace(found, flat=False, narrow_results=False, gelu_in_product=False)
+    # devices' results in the type of a product. Sums of rows that it splits cross the network.
+    split = dataclasses.replace(found, flat=False, narrow_results=False, gelu_in_product=False)
+    return dataclasses.replace(split, ones_for_bias=min(1, found.ones_for_bias))
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:

@@ -54,6 +54,7 @@ def linear(
     dtype: DTypeLike | None = None,
     pieces: Pieces | None = None,
     into_sum: bool = False,
+    follows_product: bool = False,
 ) -> jax.Array:
     """Contracts the last axes of `activation(x)` with the first of `kernel` and adds `bias`.
 
@@ -72,6 +73,8 @@ def linear(
             once backward, and never kept.
         into_sum: whether the caller adds the result to something. Where the platform wants that,
             the bias is added there too, and not by the product.
+        follows_product: whether `x` is what a product gave, and no array that a policy of
+            rematerialisation saved. Where the platform can, that product computes the activation.
 
     Returns:
         `[..., O1, .., Om]` in `dtype`.
@@ -80,7 +83,8 @@ def linear(
     dtype = jnp.dtype(dtype or x.dtype)
     into_sum = into_sum and forms().sums_apart
     x = x.astype(dtype)
-    return _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum)
+    joins = follows_product and activation is gelu_tanh and forms().gelu_in_product
+    return _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins)
 
 
 def linear_parts(
@@ -133,20 +137,10 @@ def _whole(kernel, dtype, pieces):
     return pieces.gather(kernel.astype(dtype)) if pieces else kernel.astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
-def _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum):
-    x = _activated(x, num_contract, activation)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))
+def _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins):
+    x = activation(x) if activation else x
     return _product(x, kernel, bias, num_contract, dtype, pieces, into_sum)
-
-
-def _activated(x, num_contract, activation):
-    if activation is None:
-        return x
-    if activation is not gelu_tanh or not forms().gelu_in_product:
-        return activation(x)
-    # XLA looks for this formula on a product's own result, which is a matrix.
-    flat = x.reshape(-1, math.prod(x.shape[x.ndim - num_contract :]))
-    return jax.nn.gelu(flat, approximate=True).reshape(x.shape)
 
 
 def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
@@ -169,14 +163,19 @@ def _flatten(x, kernel, num_contract):
     return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
 
 
-def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum):
-    activated = _activated(x, num_contract, activation)
+def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins):
+    if joins:
+        # XLA looks for this formula on the product's own result, which is a matrix.
+        flat = x.reshape(-1, math.prod(kernel.shape[:num_contract]))
+        activated = jax.nn.gelu(flat, approximate=True).reshape(x.shape)
+    else:
+        activated = activation(x) if activation else x
     kept = activated if activation and forms().keep_activations else None
     y = _product(activated, kernel, bias, num_contract, dtype, pieces, into_sum)
     return y, (bits(x), kept, kernel, bias)
 
 
-def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, residuals, dy):
+def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, joins, residuals, dy):
     x, kept, kernel, bias = residuals
     if pieces:
         kernel, dy = pieces.before_backward(kernel, dy)
@@ -190,7 +189,8 @@ def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, residuals, dy
     outputs = range(len(rows), dy.ndim)
     if activation and kept is None:
         # The barrier makes XLA compute the activation again, not keep the forward pass's value
-        # (docs/performance.md, XLA:CPU note 5).
+        # (docs/performance.md, XLA:CPU note 5). It stands before the product, which XLA:TPU lets
+        # compute the derivative.
         x, dy = jax.lax.optimization_barrier((x, dy))
     dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result).astype(dtype)
     if activation:
@@ -231,7 +231,7 @@ def _parts_bwd(dtype, pieces, residuals, dys):
     dx, dkernels = None, []
     for kernel, dy in zip(kernels, dys, strict=True):
         of_part, dkernel, _ = _linear_bwd(
-            1, None, dtype, pieces, False, (x, None, kernel, None), dy
+            1, None, dtype, pieces, False, False, (x, None, kernel, None), dy
         )
         dx = of_part if dx is None else of_part + dx  # in this order XLA adds in the product
         dkernels.append(dkernel)

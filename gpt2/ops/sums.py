@@ -36,11 +36,11 @@ def sum_rows(x: jax.Array, num_rows: int) -> jax.Array:
 
 def bias_gradient(dy: jax.Array, num_rows: int) -> jax.Array:
     """Returns `sum_rows` of the gradient of a linear map's result, as a product where that pays."""
-    count = forms().ones_for_bias
-    if not count or (dy.dtype == jnp.float32 and forms().rounds_float32):
+    copies = forms().ones_for_bias
+    if not copies or (dy.dtype == jnp.float32 and forms().rounds_float32):
         return sum_rows(dy, num_rows)
-    more = [] if count == 1 else [count]
-    ones = jnp.ones([*more, *dy.shape[:num_rows]], dy.dtype)
     rows = range(num_rows)
-    sums = dot(ones, dy, (len(more) + axis for axis in rows), rows)
-    return sums[0] if more else sums
+    if copies == 1:
+        return dot(jnp.ones(dy.shape[:num_rows], dy.dtype), dy, rows, rows)
+    ones = jnp.ones((copies, *dy.shape[:num_rows]), dy.dtype)
+    return dot(ones, dy, range(1, num_rows + 1), rows)[0]

@@ -16,7 +16,8 @@ SYNC, LOADER, VALIDATION, CHECKPOINT, PYTHON, LAUNCH = (
 )
 _PHASES = {"data wait": LOADER, "validation": VALIDATION, "checkpoint": CHECKPOINT}
 _OFTEN = 100  # runs per step of an operation whose recording is worth taking off
-_LATE = 3e-3  # seconds by which the host, or its sampler, may come too late to a line
+_SAMPLED_LATE = 3e-3  # seconds after which the sampler has seen that a line was left
+_HELD_UP = 3e-3  # seconds by which a busy host may come to a wait after the devices have ended
 _READ = 2e-4  # seconds that reading a value takes at most, if it is there
 
 
@@ -258,10 +259,10 @@ def _released(trace: Trace, idle_since: float) -> Span | None:
     """
 
     def covers(span: Span) -> bool:
-        return span.start < idle_since <= span.end + _LATE
+        return span.start < idle_since <= span.end + _SAMPLED_LATE
 
     def follows(span: Span) -> bool:
-        return idle_since <= span.start < idle_since + _LATE
+        return idle_since <= span.start < idle_since + _HELD_UP
 
     lines = [x for x in trace.lines if x.waits and covers(x)]
     if lines:

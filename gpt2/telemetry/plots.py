@@ -42,7 +42,9 @@ def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> 
             newest = sum(train[1][-window:]) / window
             smooth = _smooth(train[1], window)
             axes.plot(*train, color=_TRAIN, alpha=0.22, linewidth=1)
-            axes.plot(train[0], smooth, color=_TRAIN, linewidth=2, label=f"train {newest:.3f}")
+            axes.plot(
+                train[0], smooth, color=_TRAIN, linewidth=2, label=f"train {newest:.3f} (smoothed)"
+            )
         if validation[0]:
             best, newest = min(validation[1]), validation[1][-1]
             label = f"validation {newest:.3f}" + (f" (best {best:.3f})" if best < newest else "")

@@ -37,7 +37,15 @@ def format_metrics(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(
 
 
 def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
-    """Prints what will run: one titled block per section, names and values aligned in columns."""
+    """Prints what will run: one titled block per section, names and values aligned in columns.
+
+    A screen that is gone ends no run.
+    """
+    with unheard(sys.stdout):
+        _print_summary(sections)
+
+
+def _print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
     width = max((len(name) for rows in sections.values() for name in rows), default=0)
     if not on_terminal():
         for title, rows in sections.items():
@@ -95,6 +103,7 @@ class Progress:
     def __init__(self, total: int, start: int = 0):
         self._total, self._start = total, start
         self._newest: dict[str, float] = {}
+        self._ends = -math.inf  # as the newest line of steps estimates, by `time.perf_counter`
         self._bar = _Bar(total, start) if on_terminal() else None
         self._live = _make_live(self._bar) if self._bar else None
 
@@ -113,7 +122,7 @@ class Progress:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Moves to `step` and shows its metrics, which are named as in metrics.jsonl."""
         self._newest.update(metrics)
-        seconds = self._seconds_left(step)
+        seconds = self._seconds_left(step, "eval/loss" in metrics)
         left = f"{format_duration(seconds)} left" if math.isfinite(seconds) else ""
         if self._bar:
             self._bar.show(step, dict(self._newest), left)
@@ -140,13 +149,16 @@ class Progress:
         else:
             tell(text, sys.stdout)
 
-    def _seconds_left(self, step: int) -> float:
+    def _seconds_left(self, step: int, is_validation: bool) -> float:
+        """Estimates by the steps so far. A validation would count as if each step brought one."""
         if step >= self._total:
             return 0.0
         if step <= self._start:
             return math.inf
-        elapsed = time.perf_counter() - self._began
-        return elapsed / (step - self._start) * (self._total - step)
+        now = time.perf_counter()
+        if not is_validation or self._ends < now:
+            self._ends = now + (now - self._began) / (step - self._start) * (self._total - step)
+        return self._ends - now
 
 
 class _Bar:

@@ -91,12 +91,6 @@ def check_options(workdir: Path, config: Config) -> None:
             f"{workdir} holds a run whose checkpoints are gone; a new run would erase its metrics",
             "Restore a checkpoint; to start anew, remove the workdir or give another --workdir",
         )
-    if latest is not None and latest > config.train.num_steps:
-        raise UserError(
-            f"{workdir} holds a run of {counted(latest, 'step')}, more than "
-            f"train.num_steps={config.train.num_steps}",
-            f"Give another --workdir, or --config.train.num_steps={latest} or more",
-        )
     refuse_changes(workdir, config)
 
 
@@ -104,10 +98,14 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     """Checks that the run of a directory, if it holds one, may continue with these options.
 
     Raises:
-        UserError: it may not. The message names all options that differ.
+        UserError: it may not. The message names all options that differ, and too few steps.
     """
     if not (workdir / "config.json").exists():
         return
+    latest, num_steps = newest_whole_step(workdir, read=False), config.train.num_steps
+    has_more = latest is not None and latest > num_steps
+    steps = f"a run of {counted(latest or 0, 'step')}, more than train.num_steps={num_steps}"
+    enough = f"--config.train.num_steps={latest} or more"
     changed = {
         name: values
         for name, values in differences(load_config(workdir), config).items()
@@ -117,9 +115,11 @@ def refuse_changes(workdir: Path, config: Config) -> None:
         what = [f"{name}={old}, not {new}" for name, (old, new) in changed.items()]
         how = [f"--config.{name}={old}" for name, (old, _) in changed.items()]
         raise UserError(
-            f"{workdir} holds a run with {'; '.join(what)}",
-            f"Give another --workdir, or {' '.join(how)}",
+            f"{workdir} holds {f'{steps}, and' if has_more else 'a run'} with {'; '.join(what)}",
+            f"Give another --workdir, or {' '.join([*how, enough] if has_more else how)}",
         )
+    if has_more:
+        raise UserError(f"{workdir} holds {steps}", f"Give another --workdir, or {enough}")
 
 
 def _may_change(name: str, old: Any, new: Any, workdir: Path, config: Config) -> bool:
@@ -263,6 +263,21 @@ def describe_saved(workdir: Path) -> str:
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
     """Returns whether a run stands at its last step and has written its last file, the samples."""
     return start == config.train.num_steps and (workdir / "samples.txt").exists()
+
+
+def describe_finished(workdir: Path, config: Config) -> str:
+    """Returns a line for a run that is finished. It names options that do nothing any more."""
+    idle = [
+        f"{name}={new}"
+        for name, (old, new) in differences(load_config(workdir), config).items()
+        if not _is_move(name, old, new)
+    ]
+    ignored = f", and {'; '.join(idle)} does nothing" if idle else ""
+    another = "give another --workdir, or " if idle else ""
+    return (
+        f"{workdir} is finished at step {config.train.num_steps}{ignored}; "
+        f"{another}raise --config.train.num_steps to continue"
+    )
 
 
 def write(workdir: Path, config: Config, dataset: Dataset) -> None:

@@ -55,7 +55,14 @@ def on_several_devices() -> bool:
     return _several.get()
 
 
-def multiplies_with_cublas() -> bool:
-    """Returns whether XLA leaves all products of a GPU to cuBLAS, and tries none through Triton."""
+def leaves_products_to_cublas() -> bool:
+    """Returns whether XLA_FLAGS keep XLA:GPU from products of its own, and from older cuBLAS.
+
+    `gpt2/launch.py` sets the variable, which XLA reads once, when JAX starts.
+    """
     flags = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
-    return flags.get("--xla_gpu_enable_triton_gemm", "").lower() in ("false", "0")
+
+    def is_off(name):
+        return flags.get(name, "").lower() in ("false", "0")
+
+    return is_off("--xla_gpu_enable_triton_gemm") and not is_off("--xla_gpu_enable_cublaslt")

@@ -80,6 +80,11 @@ def is_kept(policy: str, name: str) -> bool:
     return policy == "none" or name in KEPT[policy]
 
 
+def is_saved(policy: str, name: str) -> bool:
+    """Returns whether a policy saves what has this name: its readers then find an array."""
+    return name in KEPT.get(policy, ())
+
+
 def _keep(names: Collection[str], *, on_host: bool) -> Callable:
     """Returns a policy as `jax.checkpoint` takes it."""
     kept = Offloadable(src="device", dst="pinned_host") if on_host else Saveable

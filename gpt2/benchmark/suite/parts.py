@@ -179,7 +179,7 @@ def _full(output: Path) -> tuple[Part, ...]:
         Part(
             "variants",
             "Options beside the default, 124M, in turn",
-            200,
+            230,
             (
                 _train(
                     _rows(8),
@@ -187,6 +187,12 @@ def _full(output: Path) -> tuple[Part, ...]:
                     8,
                     *("--vary=precision.logits=bfloat16", "--vary=model.attention=xla"),
                     "--vary=memory.scan_layers=True,memory.scan_unroll=12",
+                ),
+                _train(
+                    f"{_rows(8)}, products also through Triton",
+                    small,
+                    8,
+                    environment={"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
                 ),
             ),
         ),
@@ -230,7 +236,7 @@ def _full(output: Path) -> tuple[Part, ...]:
         Part(
             "repeats",
             "124M, five processes",
-            350,
+            330,
             tuple(_train(f"{_rows(32)}, process {i}", small, 32) for i in range(1, 6)),
         ),
     )
