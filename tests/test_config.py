@@ -320,6 +320,7 @@ def test_wrong_type_names_the_type():
             r"precision\.params=bfloat16 cannot hold",
         ),
         ({"data__val_fraction": 0.0}, "no validation text"),
+        ({"data__val_fraction": 1.0}, "no training text"),
         ({"data__batch_size": 0}, r"data\.batch_size=0 is below 1"),
         ({"train__accumulate_steps": 7}, r"does not split into.*batch_size=476"),
         (

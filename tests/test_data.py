@@ -115,6 +115,19 @@ def test_validation_is_the_share_of_bytes_asked_for(make, many, share):
     assert sizes[1] / sum(sizes) == pytest.approx(share, abs=0.01)
 
 
+def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(make, many, tmp_path):
+    alone = tmp_path / "alone.txt"
+    alone.write_text("one text\n" * 100)
+    for spec in (many[0], f"text:{alone}"):
+        dataset = make(spec, val_fraction=1.0)
+        assert dataset.splits["train"].num_tokens == 0
+        assert dataset.splits["validation"].num_documents == (
+            1 if "alone" in spec else len(many[1])
+        )
+    text = dataset.tokenizer.decode(dataset.open("validation").read(0, 10**6))
+    assert text == alone.read_text()
+
+
 def test_smallest_share_is_one_document(make, many):
     assert make(many[0], val_fraction=1e-6).splits["validation"].num_documents in (1, 2)
 

@@ -125,6 +125,9 @@ def test_token_shards_are_read_in_place(tmp_path, make, header):
     num_train = int(len(everything) * 0.75)
     np.testing.assert_array_equal(_stream(alone, "train"), everything[:num_train])
     np.testing.assert_array_equal(_stream(alone, "validation"), everything[num_train:])
+    whole = make(f"tokens:{tmp_path}/train_*.bin", "gpt2", val_fraction=1.0)
+    np.testing.assert_array_equal(_stream(whole, "validation"), everything)
+    assert len(whole.open("train")) == 0
 
 
 def test_broken_token_shards_are_refused(tmp_path, make):

@@ -45,11 +45,16 @@ class DataConfig:
 
     def __post_init__(self):
         require_at_least("data.batch_size", self.batch_size, 1, example=8)
-        if not 0.0 < self.val_fraction < 1.0:
+        if not 0.0 < self.val_fraction <= 1.0:
             raise UserError(
                 f"data.val_fraction={self.val_fraction} leaves no training or no validation text",
                 "Use a share above 0 and below 1, such as --config.data.val_fraction=0.005",
             )
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that hold text: a model that is only scored may be given all of it."""
+        return ("train", "validation") if self.val_fraction < 1.0 else ("validation",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,6 +87,11 @@ class Config:
                         f"ignore model.{name}={value}",
                         f"Use --config.model.{name}={unset}",
                     )
+        if "train" not in self.data.splits:
+            raise UserError(
+                f"data.val_fraction={self.data.val_fraction} leaves no training text",
+                "Use a share below 1, such as --config.data.val_fraction=0.005",
+            )
         num_layers, unroll = self.model.num_layers, self.memory.scan_unroll
         if num_layers % unroll:
             raise UserError(

@@ -161,7 +161,7 @@ def _write(
     partial.mkdir()
     try:
         if isinstance(corpus, shards.Shards):
-            facts = shards.index(corpus, partial)
+            facts = shards.index(corpus, partial, data.splits)
         else:
             _check_room(partial, corpus)
             facts = write_splits(corpus, data, partial, show_progress)

@@ -2,6 +2,7 @@
 
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,16 +59,16 @@ def open_shards(data: DataConfig) -> Shards:
     return Shards(file_fingerprint(files, "tokens"), splits, by_share)
 
 
-def index(shards: Shards, directory: Path) -> dict:
+def index(shards: Shards, directory: Path, required: Iterable[str]) -> dict:
     """Writes the tokenizer and returns what `prepared.json` tells of the shards.
 
     It reads every token once, to count documents and bytes.
 
     Raises:
-        UserError: a token is not one of GPT-2's, or a split has no token to predict.
+        UserError: a token is not one of GPT-2's, or a required split has no token to predict.
     """
-    for name, parts in shards.files.items():
-        if sum(count for _, _, count in parts) < 2:
+    for name in required:
+        if sum(count for _, _, count in shards.files[name]) < 2:
             raise UserError(
                 f"the {name} split of these shards has no token to predict",
                 "Choose another val_fraction" if shards.by_share else "Add to its shards",
@@ -118,7 +119,7 @@ class ShardStream:
         self._ends = np.cumsum([count for _, _, count in files])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Returns tokens [start, start + length), int32; fewer where the stream ends."""

@@ -80,7 +80,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
                 num_compressed += len(compressor.compress(text))
             bar.advance(task, len(text))
         num_compressed += len(compressor.flush())
-    if min(total["num_tokens"] for total in totals.values()) < 2:
+    if min(totals[split]["num_tokens"] for split in data.splits) < 2:
         num_bytes = sum(total["num_bytes"] for total in totals.values())
         how = "Choose a corpus with a longer text or more documents that differ"
         if num_bytes >= _LEAST_BYTES:

@@ -37,7 +37,7 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "val_fraction",
         None,
-        "Share of --corpus to score, as data.val_fraction; if not given, that of the run, or "
+        "Share of --corpus to score, as data.val_fraction, 1 for all of it; if not given, that of the run, or "
         f"{DataConfig.val_fraction} without one.",
         flag_values=values,
     )
@@ -62,9 +62,9 @@ def check() -> None:
         )
     if not args.corpus:
         cli.refuse_ignored("val_fraction", "it divides --corpus")
-    if args.val_fraction is not None and not 0.0 < args.val_fraction < 1.0:
+    if args.val_fraction is not None and not 0.0 < args.val_fraction <= 1.0:
         raise UserError(
-            f"--val_fraction={args.val_fraction} is out of range", "Use a share above 0, below 1"
+            f"--val_fraction={args.val_fraction} is out of range", "Use a share above 0, up to 1"
         )
     if VALIDATION not in args.tasks:
         cli.refuse_ignored("corpus", "it is for --tasks=validation")
