@@ -219,9 +219,12 @@ def require_choice(
     """
     if value not in choices:
         cutoff = 0.75 if choices[0] == "auto" else 0.54  # "flash" is not meant as "splash"
-        likeness = difflib.SequenceMatcher(b=str(value).lower())
-        ratios = [likeness.set_seq1(choice) or likeness.ratio() for choice in choices]
-        near = choices[ratios.index(max(ratios))] if max(ratios) >= cutoff else usual or choices[0]
+
+        def likeness(choice: str) -> float:
+            return difflib.SequenceMatcher(None, choice, str(value).lower()).ratio()
+
+        nearest = max(choices, key=likeness)  # the first of those
+        near = nearest if likeness(nearest) >= cutoff else usual or choices[0]
         option = f"--config.{name}={near}" if flag else near
         raise UserError(
             f"{name}={value} is not one of {', '.join(choices)}", f"For example, use {option}"

@@ -47,6 +47,15 @@ def test_flags_that_would_be_ignored_are_refused(give, given, refused):
         options.check()
 
 
+def test_a_share_of_a_corpus_may_be_all_of_it(give):
+    give("--workdir=a", "--corpus=pystdlib", "--val_fraction=1")
+    options.check()
+    for share in ("0", "1.5"):
+        give("--workdir=a", "--corpus=pystdlib", f"--val_fraction={share}")
+        with pytest.raises(UserError, match=r"out of range\. Use a share above 0, up to 1\."):
+            options.check()
+
+
 def test_weights_are_named_before_anything_else(give):
     for given, told in (
         (["--tasks=enwik8", "--corpus=a"], "there are no weights to load. Give --workdir or --hf"),

@@ -287,16 +287,24 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax_cuda12_plugin"
 )
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
-def test_gelu_on_gpu_chips_is_part_of_a_product_or_in_float32(tmp_path, remat):
+@pytest.mark.parametrize(
+    ("compute", "remat", "joins"),
+    [
+        ("bfloat16", "none", True),
+        ("bfloat16", "full", True),
+        ("bfloat16", "dots", False),  # which saves its input
+        ("float32", "none", False),
+    ],
+)
+def test_gelu_on_gpu_chips_is_part_of_a_product_or_in_float32(tmp_path, compute, remat, joins):
     text = tmp_path / "step.hlo"
-    options = [*SHORT, "--config.precision.compute=bfloat16", f"--config.memory.remat={remat}"]
+    options = [*SHORT, f"--config.precision.compute={compute}", f"--config.memory.remat={remat}"]
     options += ["--config.model.embed_dim=256", "--config.data.batch_size=8"]
     code, _, stderr = run(
         None, "--plan_chips=h100-1", f"--plan_text={text}", *options, imports=True
     )
     assert code == 0, stderr
-    assert ("BIAS_GELU_AUX" in text.read_text()) == (remat != "dots")  # which saves its input
+    assert ("BIAS_GELU_AUX" in text.read_text()) == joins
     assert " tanh(" not in text.read_text()  # by itself the formula would round at each step
 
 

@@ -159,9 +159,12 @@ def _sweep(root: Path) -> int:
     def step_cost(config: Config) -> float:
         return step_flops(config.with_vocabulary(vocab_size(config)))
 
-    if sweep.tune:
-        first, then = len(sweep.choosing_runs()), len(sweep.arms) * sweep.num_seeds
-        print(f"{first} runs to tune, then {then} to compare; --dry_run says how long they take")
+    if first := len(sweep.undecided_runs()):
+        then = counted(len(sweep.arms) * sweep.num_seeds, "run")
+        print(
+            f"{counted(first, 'run')} to tune, then {then} to compare; "
+            "--dry_run says how long they take"
+        )
     _train(sweep, sweep.undecided_runs(), slots, "tuning", step_cost)
     sweep = register(sweep, leave_failed=LEAVE_FAILED.value)
     for name, choice in sweep.chosen.items() if sweep.tune else ():

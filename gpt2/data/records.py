@@ -114,9 +114,10 @@ class RecordStream:
         import grain
         import tensorflow_datasets as tfds
 
-        source = tfds.builder_from_directory(directory).as_data_source(split=split)
-        self._records = grain.MapDataset.source(source)
         self._num_tokens = num_tokens
+        if num_tokens:  # TFDS opens no split without files
+            source = tfds.builder_from_directory(directory).as_data_source(split=split)
+            self._records = grain.MapDataset.source(source)
         self._record = functools.lru_cache(CACHE_RECORDS)(lambda i: self._records[i]["tokens"])
 
     def __len__(self) -> int:

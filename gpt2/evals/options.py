@@ -37,7 +37,8 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "val_fraction",
         None,
-        "Share of --corpus to score, as data.val_fraction, 1 for all of it; if not given, that of the run, or "
+        "Share of --corpus to score, as data.val_fraction, 1 for all of it; if not given, that of "
+        "the run, or "
         f"{DataConfig.val_fraction} without one.",
         flag_values=values,
     )

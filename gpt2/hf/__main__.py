@@ -19,8 +19,9 @@ from pathlib import Path
 
 from absl import flags
 
-from gpt2.config import load_config
-from gpt2.errors import require_writable
+from gpt2.config import DataConfig, load_config
+from gpt2.data.shards import open_shards
+from gpt2.errors import UserError, require_writable
 from gpt2.hf.runs import export_run, import_run
 from gpt2.utils.terminal import wrap_command
 from gpt2.utils.text import counted
@@ -54,10 +55,19 @@ def _export(workdir: Path, directory: Path) -> None:
     if (workdir / "data.json").exists():  # weights that came from elsewhere have no text
         data = load_config(workdir).data
         command = ["python", "eval.py", f"--hf={directory}", f"--corpus={data.corpus}"]
-        if not data.corpus.startswith("tokens:"):  # which have files for validation
+        if not _has_validation_files(data):
             command.append(f"--val_fraction={data.val_fraction}")
-        print("to score it on the text that the run held out:")
+        without = ", without its document mask" if data.document_mask else ""
+        print(f"to score it on the text that the run held out{without}:")
         print(wrap_command(command, indent="  "))
+
+
+def _has_validation_files(data: DataConfig) -> bool:
+    """Whether names of shards, and no share, say what is held out."""
+    try:
+        return data.corpus.startswith("tokens:") and not open_shards(data).by_share
+    except UserError:  # they are not here
+        return False
 
 
 if __name__ == "__main__":

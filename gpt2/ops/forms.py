@@ -35,8 +35,8 @@ class Forms:
             else join the product before.
         bits: 16-bit floats are kept as integers.
         keep_activations: the backward pass keeps an activation's value beside its input.
-        gelu_in_product: a training step's GELU of what a product gave is written as XLA looks for
-            it, for cuBLAS to compute beside the product, from float32.
+        gelu_in_product: in a training step of 16 bits, GELU of what a product gave is written as
+            XLA looks for it, for cuBLAS to compute beside the product, from float32.
         head_by_width: the gradient of the head's table adds up as `[D, V]` and is transposed at the
             end, which is less to copy than the gradient of the logits. In float32 alone: XLA:CPU
             lacks that product of 16-bit operands.

@@ -74,7 +74,8 @@ def linear(
         into_sum: whether the caller adds the result to something. Where the platform wants that,
             the bias is added there too, and not by the product.
         follows_product: whether `x` is what a product gave, and no array that a policy of
-            rematerialisation saved. Where the platform can, that product computes the activation.
+            rematerialisation saved. On some platforms that product may compute the activation in a
+            training step of 16 bits.
 
     Returns:
         `[..., O1, .., Om]` in `dtype`.
@@ -84,6 +85,7 @@ def linear(
     into_sum = into_sum and forms().sums_apart
     x = x.astype(dtype)
     joins = follows_product and activation is gelu_tanh and forms().gelu_in_product
+    joins = joins and dtype.itemsize == 2  # of float32 products XLA joins some, and pads none
     return _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins)
 
 
