@@ -296,7 +296,7 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
         ("float32", "none", False),
     ],
 )
-def test_gelu_on_gpu_chips_is_part_of_a_product_or_in_float32(tmp_path, compute, remat, joins):
+def test_gelu_on_chips_that_are_not_here_joins_a_product(tmp_path, compute, remat, joins):
     text = tmp_path / "step.hlo"
     options = [*SHORT, f"--config.precision.compute={compute}", f"--config.memory.remat={remat}"]
     options += ["--config.model.embed_dim=256", "--config.data.batch_size=8"]
