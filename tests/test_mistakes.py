@@ -102,7 +102,7 @@ def pristine(tmp_path_factory, commands):
     assert done.code == 0, done.stderr
     done = commands.run("gpt2.hf", "export", "--workdir=run", "--to=hf", cwd=folder, seconds=120)
     assert done.code == 0, done.stderr
-    assert "python eval.py --hf=hf --corpus=synthetic --val_fraction=0.0" in done.stdout
+    assert "python eval.py --hf=hf --corpus=text:in.txt --val_fraction=0.02" in done.stdout
     (folder / "sweep").mkdir()
     register(sweep_in(folder / "sweep", "optim.beta1=0.5,0.6"))
     shutil.copytree(folder / "hf", folder / "merges")
