@@ -177,9 +177,9 @@ class Embedding(nn.Module):
         They are taken from `table`, which `padded` returned, if that is given.
         """
         dtype = self.config.compute_dtype
-        if table is None:
+        if table is None or len(table) == self.num_rows:
             table = self.embedding
-        elif len(table) > self.num_rows:  # what the stored table lacks, the padded one lacks too
+        else:  # what the stored table lacks, the padded one lacks too
             exists = (-self.num_rows <= indices) & (indices < self.num_rows)
             indices = jnp.where(exists, indices % self.num_rows, len(table))
         if self.pieces:
