@@ -37,6 +37,7 @@ LOGITS_BYTES = 2 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
 CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold, as long as each chunk has
 CPU_ROWS = 512  # positions: every chunk adds to the gradient of the whole table
+LARGE_TABLE_BYTES, LARGE_TABLE_ROWS = 2**25, 2048  # which takes longer where no cache holds it
 
 
 class KVCache(struct.PyTreeNode):
@@ -162,7 +163,7 @@ class GPT(nn.Module):
                 label_smoothing=label_smoothing,
                 dtype=cfg.compute_dtype,
                 logits_dtype=cfg.logits_dtype,
-                chunk=_positions_per_chunk(B, T, head.shape[0], is_scarce=pieces is not None),
+                chunk=_positions_per_chunk(B, T, *head.shape, is_scarce=pieces is not None),
                 pieces=pieces,
             )
 
@@ -334,10 +335,13 @@ def num_params(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def _positions_per_chunk(batch_size: int, length: int, vocab_size: int, is_scarce: bool) -> int:
+def _positions_per_chunk(
+    batch_size: int, length: int, vocab_size: int, width: int, is_scarce: bool
+) -> int:
     """Returns how many positions' logits are computed at a time; 0: all `length` of them."""
     if platform() == "cpu":
-        rows = max(CPU_ROWS, CPU_LOGITS_BYTES // (4 * vocab_size))
+        least = LARGE_TABLE_ROWS if 4 * vocab_size * width > LARGE_TABLE_BYTES else CPU_ROWS
+        rows = max(least, CPU_LOGITS_BYTES // (4 * vocab_size))
     else:
         rows = (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * vocab_size)
     fitting = max(1, rows // batch_size)
