@@ -9,6 +9,7 @@ code: biases everywhere, tanh GELU, LayerNorm before each branch and after the l
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import chex
@@ -153,6 +154,7 @@ class GPT(nn.Module):
         B, T = tokens.shape
         with jax.named_scope("head"):
             head = self._head(table)
+            chunk = _positions_per_chunk(B, T, head.shape, is_scarce=pieces is not None)
             return cross_entropy(
                 hidden,
                 head,
@@ -163,7 +165,7 @@ class GPT(nn.Module):
                 label_smoothing=label_smoothing,
                 dtype=cfg.compute_dtype,
                 logits_dtype=cfg.logits_dtype,
-                chunk=_positions_per_chunk(B, T, *head.shape, is_scarce=pieces is not None),
+                chunk=chunk,
                 pieces=pieces,
             )
 
@@ -336,11 +338,12 @@ def num_params(params: Any) -> int:
 
 
 def _positions_per_chunk(
-    batch_size: int, length: int, vocab_size: int, width: int, is_scarce: bool
+    batch_size: int, length: int, table: tuple[int, ...], is_scarce: bool
 ) -> int:
-    """Returns how many positions' logits are computed at a time; 0: all `length` of them."""
+    """Returns how many positions' logits, by a table `[V, D]`, are computed at a time; 0: all."""
+    vocab_size = table[0]
     if platform() == "cpu":
-        least = LARGE_TABLE_ROWS if 4 * vocab_size * width > LARGE_TABLE_BYTES else CPU_ROWS
+        least = LARGE_TABLE_ROWS if 4 * math.prod(table) > LARGE_TABLE_BYTES else CPU_ROWS
         rows = max(least, CPU_LOGITS_BYTES // (4 * vocab_size))
     else:
         rows = (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * vocab_size)
