@@ -30,13 +30,13 @@ class UserError(Exception):
         exit_code: the exit code of the command.
 
     Attributes:
-        what: as given, without its full stop, for those who know better how to mend it.
+        what, how: as given, `what` without its full stop, for those who know better how to mend it.
     """
 
     EXIT_CODE = 2
 
     def __init__(self, what: str, how: str, exit_code: int = EXIT_CODE):
-        self.exit_code, self.what = exit_code, what.rstrip(".")
+        self.exit_code, self.what, self.how = exit_code, what.rstrip("."), how
         told = f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] == "?" else ".")
         super().__init__("".join(map(_printable, told)))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from gpt2.model import GPT, GPTConfig, KVCache, num_params
+from gpt2.ops import positions_per_chunk
 from gpt2.parallel import rules
 from gpt2.utils.scan import stack_layers, unstack_layers
 
@@ -154,12 +156,22 @@ def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothi
         return str(jax.make_jaxpr(run)(params)), run(params)
 
     whole_jaxpr, whole = traced()
-    monkeypatch.setattr("gpt2.model.gpt.CPU_ROWS", 10)
-    monkeypatch.setattr("gpt2.model.gpt.CPU_LOGITS_BYTES", 0)
+    module = importlib.import_module("gpt2.ops.cross_entropy")  # not the function
+    monkeypatch.setattr(module, "CPU_ROWS", 10)
+    monkeypatch.setattr(module, "CPU_LOGITS_BYTES", 0)
     chunked_jaxpr, chunked = traced()
     assert "f32[2,16,300]" in whole_jaxpr and "f32[2,4,300]" not in whole_jaxpr
     assert "f32[2,4,300]" in chunked_jaxpr and "f32[2,16,300]" not in chunked_jaxpr
     chex.assert_trees_all_close(chunked, whole, atol=1e-6)
+
+
+def test_chunks_on_a_cpu_have_more_rows_where_no_cache_holds_the_table():
+    for table, batch_size, positions in (
+        ((4096, 128), 16, 32),  # 512 rows
+        ((50257, 768), 4, 512),  # 2,048 rows
+        ((50257, 768), 2, 0),  # all 2,048 rows there are
+    ):
+        assert positions_per_chunk(batch_size, 1024, table, is_scarce=False) == positions
 
 
 @pytest.mark.thorough

@@ -159,13 +159,13 @@ def _sweep(root: Path) -> int:
     def step_cost(config: Config) -> float:
         return step_flops(config.with_vocabulary(vocab_size(config)))
 
-    if first := len(sweep.undecided_runs()):
-        then = counted(len(sweep.arms) * sweep.num_seeds, "run")
+    if undecided := sweep.undecided_runs():
+        first, then = len(undecided), len(sweep.arms) * sweep.num_seeds
         print(
-            f"{counted(first, 'run')} to tune, then {then} to compare; "
+            f"{counted(first, 'run')} to tune, then {counted(then, 'run')} to compare; "
             "--dry_run says how long they take"
         )
-    _train(sweep, sweep.undecided_runs(), slots, "tuning", step_cost)
+    _train(sweep, undecided, slots, "tuning", step_cost)
     sweep = register(sweep, leave_failed=LEAVE_FAILED.value)
     for name, choice in sweep.chosen.items() if sweep.tune else ():
         print(f"{name} takes {describe(choice) if choice else 'part no more: no choice works'}")

@@ -220,9 +220,12 @@ def make_config(case: dict[str, Any]) -> Config:
     try:
         return _make_config(case)
     except UserError as error:  # names the config's options, of which this command has flags
-        how = str(error).removeprefix(f"{error.what}. ")
-        flag = lambda match: f"--{match[1]}" if match[1] in case else match[0]  # noqa: E731
-        raise UserError(error.what, re.sub(r"--config\.\w+\.(\w+)", flag, how)) from None
+
+        def flag(match: re.Match) -> str:
+            return f"--{match[1]}" if match[1] in case else match[0]
+
+        how = re.sub(r"--config\.\w+\.(\w+)", flag, error.how)
+        raise UserError(error.what, how) from None
 
 
 def _make_config(case: dict[str, Any]) -> Config:

@@ -9,7 +9,6 @@ code: biases everywhere, tanh GELU, LayerNorm before each branch and after the l
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import chex
@@ -23,22 +22,13 @@ from gpt2.config import GPTConfig
 from gpt2.model.attention import LayerInputs
 from gpt2.model.block import Block
 from gpt2.model.layers import Embedding, Norm
-from gpt2.ops import cross_entropy, rotation
+from gpt2.ops import cross_entropy, positions_per_chunk, rotation
 from gpt2.ops.scores import soft_cap
 from gpt2.parallel.rules import constrain
-from gpt2.utils.platform import platform
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import scan_layers, stack_layers
 
 __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
-
-# Bytes of float32 logits that the loss computes at a time: 10,000 tokens with GPT-2's vocabulary.
-# Matrix products of that size keep any device busy. The loss holds no more logits at once.
-LOGITS_BYTES = 2 * 2**30
-SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
-CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold, as long as each chunk has
-CPU_ROWS = 512  # positions: every chunk adds to the gradient of the whole table
-LARGE_TABLE_BYTES, LARGE_TABLE_ROWS = 2**25, 2048  # which takes longer where no cache holds it
 
 
 class KVCache(struct.PyTreeNode):
@@ -154,7 +144,7 @@ class GPT(nn.Module):
         B, T = tokens.shape
         with jax.named_scope("head"):
             head = self._head(table)
-            chunk = _positions_per_chunk(B, T, head.shape, is_scarce=pieces is not None)
+            chunk = positions_per_chunk(B, T, head.shape, is_scarce=pieces is not None)
             return cross_entropy(
                 hidden,
                 head,
@@ -335,18 +325,3 @@ def sinusoids(positions: jax.Array, width: int) -> jax.Array:
 def num_params(params: Any) -> int:
     """Returns the number of parameters in a tree of arrays or shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def _positions_per_chunk(
-    batch_size: int, length: int, table: tuple[int, ...], is_scarce: bool
-) -> int:
-    """Returns how many positions' logits, by a table `[V, D]`, are computed at a time; 0: all."""
-    vocab_size = table[0]
-    if platform() == "cpu":
-        least = LARGE_TABLE_ROWS if 4 * math.prod(table) > LARGE_TABLE_BYTES else CPU_ROWS
-        rows = max(least, CPU_LOGITS_BYTES // (4 * vocab_size))
-    else:
-        rows = (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * vocab_size)
-    fitting = max(1, rows // batch_size)
-    # A power of two fills the tiles of matrix units, and divides the usual lengths.
-    return 0 if length <= fitting else 1 << fitting.bit_length() - 1

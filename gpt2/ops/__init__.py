@@ -7,7 +7,7 @@ values and gradients of the two.
 
 from gpt2.ops.activation import ACTIVATIONS, GATES, gelu_tanh, gelu_tanh_reference
 from gpt2.ops.attention import attention, attention_cached, resolve
-from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference
+from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference, positions_per_chunk
 from gpt2.ops.linear import linear, linear_parts, linear_reference
 from gpt2.ops.norm import norm, norm_reference
 from gpt2.ops.padding import pad_rows
@@ -31,6 +31,7 @@ __all__ = [
     "norm",
     "norm_reference",
     "pad_rows",
+    "positions_per_chunk",
     "resolve",
     "rotate",
     "rotate_reference",

@@ -7,6 +7,7 @@ neither keeps the logits nor computes them again.
 """
 
 import dataclasses
+import math
 from functools import partial
 
 import chex
@@ -18,6 +19,15 @@ from gpt2.ops.dot import dot, result_type
 from gpt2.ops.forms import forms
 from gpt2.ops.linear import Pieces
 from gpt2.ops.scores import soft_cap
+from gpt2.utils.platform import platform
+
+# Bytes of float32 logits that the loss computes at a time: 10,000 tokens with GPT-2's vocabulary.
+# Matrix products of that size keep any device busy. The loss holds no more logits at once.
+LOGITS_BYTES = 2 * 2**30
+SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
+CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold, as long as each chunk has
+CPU_ROWS = 512  # positions: every chunk adds to the gradient of the whole table
+LARGE_TABLE_BYTES, LARGE_TABLE_ROWS = 2**25, 2048  # which takes longer where no cache holds it
 
 IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
 
@@ -63,6 +73,27 @@ def cross_entropy(
     count = (targets >= 0).sum(dtype=jnp.float32)
     form = _Form(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
     return _loss_sum(hidden.astype(dtype), embedding, targets, form, dtype, chunk, pieces), count
+
+
+def positions_per_chunk(
+    batch_size: int, length: int, table: tuple[int, ...], is_scarce: bool
+) -> int:
+    """Returns the `chunk` of `cross_entropy` that suits the platform.
+
+    Args:
+        batch_size, length: B and T.
+        table: the shape of the embedding, `[V, D]`.
+        is_scarce: whether memory counts, as where parameters are gathered by layer.
+    """
+    vocab_size = table[0]
+    if platform() == "cpu":
+        least = LARGE_TABLE_ROWS if 4 * math.prod(table) > LARGE_TABLE_BYTES else CPU_ROWS
+        rows = max(least, CPU_LOGITS_BYTES // (4 * vocab_size))
+    else:
+        rows = (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * vocab_size)
+    fitting = max(1, rows // batch_size)
+    # A power of two fills the tiles of matrix units, and divides the usual lengths.
+    return 0 if length <= fitting else 1 << fitting.bit_length() - 1
 
 
 def cross_entropy_reference(
