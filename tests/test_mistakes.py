@@ -358,7 +358,6 @@ COMMANDS = {
     "gpt2.generate": ["--workdir=run", "--prompt=1", "--max_new_tokens=2"],
     "gpt2.hf": ["export", "--workdir=run", "--to=out"],
     "gpt2.compare": ["run", "--output=out.png"],
-    "gpt2.profile": ["--text=points.csv"],
     "gpt2.data.prepare": [*SHORT],
     "gpt2.ablate": [*SHORT, "--vary=seed=0,1", "--workdir=sweep", "--dry_run"],
     "gpt2.benchmark": ["train", "--model=quickstart"],
@@ -447,7 +446,6 @@ READERS = [
         ["gpt2.compare", "run", "--reference=points.csv"],
         ["run/config.json", "run/metrics.jsonl", "points.csv"],
     ),
-    (["gpt2.profile", "--text=points.csv"], ["points.csv"]),
     (["train.py", *SHORT, "--config.data.corpus=parquet:docs.parquet"], ["docs.parquet"]),
     (
         ["gpt2.hf", "import", "--from=merges", "--workdir=new"],

@@ -150,11 +150,11 @@ class OurModel:
             self.step()
             jax.profiler.stop_trace()
             trace = read_trace(find_trace(Path(directory)))
-        operations = ProgramText(self._compiled.text()).operations
+        program = ProgramText(self._compiled.text())
         seconds: defaultdict[str, float] = defaultdict(float)
         for ran in trace.operations:
-            if ran.name in operations:
-                part = operations[ran.name].part
+            part = program.find(ran.name).part.partition(" ")[0]
+            if part != "unknown" and not program.is_container(ran.name):
                 seconds[part if part in SCOPES else "other"] += ran.end - ran.start
         if not seconds:  # the trace names operations in another way
             return {"unmatched operations": 1.0}

@@ -1,343 +1,168 @@
 """The page profile.md: the cause that costs most, then tables of where a step's time goes."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from gpt2.errors import UserError
-from gpt2.profile.account import SHORT, Account, Cost, account
-from gpt2.profile.causes import Cause, find_causes, find_loops
-from gpt2.profile.machine import Machine
-from gpt2.profile.program import Operation, ProgramText
+from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SHORT, SYNC, Breakdown, break_down
+from gpt2.profile.program import ProgramText
 from gpt2.profile.trace import find_trace, read_trace
-from gpt2.utils.files import write_text
-from gpt2.utils.text import counted
 
-PAGE, PROGRAM, MACHINE = "profile.md", "step.hlo.txt", "machine.json"
-_TOP = 20
+PAGE, PROGRAM = "profile.md", "step.hlo.txt"
+WORTH_NAMING = 0.02  # share of a step
+_TOP = 15
+# What devices wait for between steps -> what helps.
+_HELP = {
+    SYNC: "The devices wait for the host, which has waited for the step just begun: read results "
+    "a step later, as `gpt2/telemetry/reporter.py` does, or less often.",
+    LOADER: "The devices wait for the next batch: keep the prepared corpus on a faster disk, or do "
+    "less in what reads it.",
+    PYTHON: "The host needs longer between two steps than the devices for one: do it less often, "
+    "or in another thread.",
+    LAUNCH: "The next step was ready, and the runtime had not begun it: make steps longer, with "
+    "more sequences in a batch.",
+}
+
+
+class Cause(NamedTuple):
+    """What takes `seconds` of a step, `where` it is (FILE:LINE with source), and what helps."""
+
+    name: str
+    seconds: float
+    where: str
+    help: str
 
 
 def write_page(directory: Path) -> str:
-    """Writes profile.md into a profile folder, from the trace in it, and returns its first line.
-
-    Raises:
-        UserError: as for `explain`.
-    """
+    """Writes profile.md into a profile folder, from the trace in it, and returns its first line."""
     text = explain(directory)
-    write_text(directory / PAGE, text)
-    first = next(line for line in text.splitlines()[1:] if line)
-    return f"{first.replace('**', '')} See {directory / PAGE}"
+    (directory / PAGE).write_text(text)
+    return f"{text.splitlines()[2].replace('**', '')} See {directory / PAGE}"
 
 
 def explain(path: Path) -> str:
-    """Returns the page of a trace.
+    """Returns the page of a workdir, of its profile folder, or of a trace file.
 
-    The compiled step and the machine's rates are read from files beside it, if they are there.
-
-    Args:
-        path: a workdir, its profile folder, or a trace file.
-
-    Raises:
-        UserError: there is no trace, or a file is damaged.
+    The text of the compiled step lies near the trace.
     """
     file = find_trace(path)
-    program = machine = None
-    for folder in file.parents[:4]:  # the profiler puts a trace under plugins/profile/TIME
-        if program is None and (folder / PROGRAM).exists():
-            program = read_program(folder / PROGRAM)
-        if machine is None and (folder / MACHINE).exists():
-            machine = Machine.load(folder / MACHINE)
-    machine = machine or Machine()
+    # The profiler puts a trace under plugins/profile/TIME.
+    texts = [folder / PROGRAM for folder in file.parents[:4] if (folder / PROGRAM).exists()]
     try:
-        charged = account(read_trace(file), program)
+        program = ProgramText(texts[0].read_text() if texts else "")
+        return render(break_down(read_trace(file), program), program)
     except ValueError as error:
         raise UserError(f"{file}: {error}", "Trace more steps of a run of train.py") from None
-    return render(charged, program, machine)
 
 
-def read_program(file: Path) -> ProgramText:
-    """Reads a compiled program as text.
-
-    Raises:
-        UserError: there is no such file, or it holds something else.
-    """
-    try:
-        return ProgramText(file.read_text())
-    except (OSError, ValueError):
-        what = f"{file} is no HLO text" if file.exists() else f"{file} does not exist"
-        raise UserError(what, "Write one with train.py --plan --plan_text=FILE") from None
-
-
-def render(charged: Account, program: ProgramText | None, machine: Machine) -> str:
-    """Returns the page as markdown."""
-    known = dict(program.operations) if program else {}
-    for name in charged.operations:
-        known.setdefault(name, _unknown(name))
-    causes = find_causes(charged, program, machine)
-    rows = [(known[name], cost) for name, cost in charged.operations.items()]
-    sections = [
-        "# Where the time of a step goes",
-        _headline(charged, causes, rows, machine),
-        _about(charged, program, machine),
-        _causes(charged, causes),
-        _step(charged),
-        _groups("part", rows, charged, machine, lambda o: " ".join([o.part, o.phase]).strip()),
-        _groups("kind", rows, charged, machine, lambda o: o.kind),
-        _loops(charged, program),
-        _top(rows, charged, machine),
-        _notes(rows, charged),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def describe_program(program: ProgramText, machine: Machine) -> str:
-    """Returns a page about a program that has not run: FLOPs, bytes and limits by part."""
-    found: defaultdict[str, list[Operation]] = defaultdict(list)
-    for operation in program.operations.values():
-        found[" ".join([operation.part, operation.phase]).strip()].append(operation)
-    lines, whole = [], [0.0, 0.0, 0.0, 0.0]
-    for part, members in found.items():
-        flops = sum(o.times * o.flops for o in members)
-        size = sum(o.times * o.bytes for o in members)
-        least = [machine.limits(o.times * o.flops, o.dtype, o.times * o.bytes) for o in members]
-        products, memory = (sum(each) for each in zip(*least, strict=True))
-        whole = [a + b for a, b in zip(whole, (flops, size, products, memory), strict=True)]
-        lines.append((max(products, memory), part, flops, size, products, memory))
-    table = _table(
-        ("part", "GFLOP of products", "GB", "products alone", "memory alone", "limit"),
-        [
-            (
-                part,
-                _giga(flops),
-                f"{size / 1e9:,.3f}",
-                _ms(products),
-                _ms(memory),
-                "products" if products >= memory else "memory",
+def find_causes(found: Breakdown, program: ProgramText) -> list[Cause]:
+    """Returns the causes worth naming, the most expensive one first."""
+    causes = []
+    for (kind, where, text), seconds in found.gaps.items():
+        place = f"`{where}`" + (f": `{text}`" if text else "") if where else ""
+        help = _HELP.get(kind, "The devices wait for the host: do it less often.")
+        causes.append(Cause(kind, seconds, place, help))
+    loops: defaultdict[str, list[str]] = defaultdict(list)
+    outside = 0.0
+    for name, cost in found.operations.items():
+        operation = program.find(name)
+        if operation.loop or operation.kind == "loop":
+            loops[operation.loop or name].append(name)
+        elif cost.is_short:
+            outside += cost.seconds
+    for loop, names in loops.items():
+        # XLA adds operations of its own, such as the counter's, that belong to no part.
+        names.sort(key=lambda name: (program.find(name).part == "other", -_seconds(found, [name])))
+        short = [name for name in names if found.operations[name].is_short]
+        if _seconds(found, short) > 0.5 * _seconds(found, names) or loop in found.operations:
+            first = program.find(names[0])
+            where = f"`{program.find(loop).source or first.source or loop}`, {first.part}"
+            count = sum(found.operations[name].count for name in names)
+            help = (
+                f"It runs {count:,.0f} operations a step: do the work of many turns at once, as "
+                "one operation on a larger array."
             )
-            for _, part, flops, size, products, memory in sorted(lines, reverse=True)
-        ],
-    )
-    unknown = sum(turns is None for _, turns in program.loops.values())
-    count = sum(operation.times for operation in program.operations.values())
-    return (
-        "\n\n".join(
-            [
-                f"# What {program.module} needs",
-                f"**{counted(count, 'operation')}, {_giga(whole[0])} GFLOP of products, "
-                f"{_giga(whole[1])} GB: at least {_ms(max(whole[2:]))} on {_rates(machine)}.**",
-                table,
-                "Per call and device. Bytes are those of operands and results, as if no cache held "
-                "them."
-                + (
-                    f" {counted(unknown, 'loop')} of unknown length counted once."
-                    if unknown
-                    else ""
-                ),
-            ]
-        )
-        + "\n"
-    )
+            causes.append(Cause("loop of tiny operations", _seconds(found, names), where, help))
+    help = f"Each takes less than {1e6 * SHORT:.0f} µs: use a larger batch."
+    causes.append(Cause("small operations", outside, "", help))
+    ranked = sorted(causes, key=lambda cause: -cause.seconds)
+    return [cause for cause in ranked if cause.seconds >= WORTH_NAMING * found.seconds]
 
 
-def _headline(
-    charged: Account,
-    causes: Sequence[Cause],
-    rows: Sequence[tuple[Operation, Cost]],
-    machine: Machine,
-) -> str:
+def render(found: Breakdown, program: ProgramText) -> str:
+    """Returns the page as markdown."""
+
+    def share(seconds: float) -> tuple[str, str]:
+        return _ms(seconds), f"{seconds / found.seconds:.1%}"
+
+    cells: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    kinds: defaultdict[str, float] = defaultdict(float)
+    for name, cost in found.operations.items():
+        operation = program.find(name)
+        cells[operation.part][operation.kind] += cost.seconds
+        kinds[operation.kind] += cost.seconds
+    parts = sorted(cells, key=lambda part: -sum(cells[part].values()))
+    columns = sorted(kinds, key=lambda kind: -kinds[kind])
+    causes = find_causes(found, program)
     if causes:
         cause = causes[0]
-        share = cause.seconds / charged.seconds
+        what = f"{cause.name[0].upper()}{cause.name[1:]}: {_ms(cause.seconds)}"
         where = f" ({cause.where})" if cause.where else ""
-        return (
-            f"**{_capital(cause.name)}: {_ms(cause.seconds)} of each step's "
-            f"{_ms(charged.seconds)}, {share:.0%}**{where}. {_capital(cause.why)}."
+        percent = f"{cause.seconds / found.seconds:.0%}"
+        headline = f"**{what} of each step's {_ms(found.seconds)}, {percent}**{where}. {cause.help}"
+    else:
+        headline = (
+            f"**The devices compute {sum(kinds.values()) / found.seconds:.0%} of each step's "
+            f"{_ms(found.seconds)}.** The largest part is {parts[0]}."
         )
-    parts: defaultdict[str, float] = defaultdict(float)
-    for operation, cost in rows:
-        parts[" ".join([operation.part, operation.phase]).strip()] += cost.seconds
-    part, seconds = max(parts.items(), key=lambda item: item[1])
-    return (
-        f"**The devices compute {charged.computing / charged.seconds:.0%} of each step's "
-        f"{_ms(charged.seconds)}.** The largest part is {part}, with {_ms(seconds)}."
-    )
-
-
-def _about(charged: Account, program: ProgramText | None, machine: Machine) -> str:
-    steps = counted(charged.steps, "step")
-    if charged.numbers:
-        steps += f", {charged.numbers[0]} to {charged.numbers[-1]} counted from 0"
-    text = (
-        f"Mean of {steps}, on {_rates(machine)}. Shares of a limit pass 100% where a cache holds "
-        "operands, or where operations that run at once share their time."
-    )
-    if charged.recording > 0.01 * charged.seconds:
-        text += (
-            f" The trace made a step {_ms(charged.recording)} longer, by recording its operations; "
-            "that is taken off."
-        )
-    if charged.steps == 1:
-        text += " One step shows nothing between steps: trace several."
-    if program is None:
-        text += f" Parts, FLOPs and bytes are unknown, since there is no {PROGRAM}."
-    return text
-
-
-def _causes(charged: Account, causes: Sequence[Cause]) -> str:
-    if not causes:
-        return ""
-    rows = [
-        (c.name, _ms(c.seconds), f"{c.seconds / charged.seconds:.0%}", c.where, c.help)
-        for c in causes
-    ]
-    return "## Causes\n\n" + _table(("cause", "per step", "share", "where", "what helps"), rows)
-
-
-def _step(charged: Account) -> str:
-    gaps: defaultdict[str, float] = defaultdict(float)
-    for (kind, _, _), seconds in charged.gaps.items():
-        gaps[kind] += seconds
-    lines = [
-        ("operations", charged.computing),
-        ("between operations of a step", sum(charged.between.values())),
-        *((f"between steps: {kind}", seconds) for kind, seconds in gaps.items()),
-        *((f"other program: {name}", seconds) for name, seconds in charged.others.items()),
-    ]
-    return "## A step\n\n" + _table(
-        ("what", "per step", "share"),
-        [(name, _ms(s), f"{s / charged.seconds:.1%}") for name, s in lines if s],
-    )
-
-
-def _groups(
-    title: str,
-    rows: Iterable[tuple[Operation, Cost]],
-    charged: Account,
-    machine: Machine,
-    key: Callable[[Operation], str],
-) -> str:
-    groups: defaultdict[str, list[tuple[Operation, Cost]]] = defaultdict(list)
-    for operation, cost in rows:
-        groups[key(operation)].append((operation, cost))
-    lines = []
-    for name, members in groups.items():
-        seconds = sum(cost.seconds for _, cost in members)
-        flops = sum(o.flops * cost.count for o, cost in members)
-        size = sum(o.bytes * cost.count for o, cost in members)
-        count = sum(cost.count for _, cost in members)
-        least = sum(_least(o, cost, machine) for o, cost in members)
-        lines.append(
-            (
-                seconds,
-                name,
-                _ms(seconds),
-                f"{seconds / charged.seconds:.1%}",
-                f"{count:,.0f}",
-                _giga(flops),
-                f"{size / 1e9:,.3f}",
-                f"{least / seconds:.0%}" if least and seconds else "",
-            )
-        )
-    return f"## By {title}\n\n" + _table(
-        (title, "per step", "share", "operations", "GFLOP of products", "GB", "of its limit"),
-        [line[1:] for line in sorted(lines, reverse=True)],
-    )
-
-
-def _loops(charged: Account, program: ProgramText | None) -> str:
-    loops = find_loops(charged, program) if program else []
-    rows = [
+    numbers = f", {found.numbers[0]} to {found.numbers[-1]} counted from 0" if found.numbers else ""
+    tables = [
         (
-            f"`{loop.name}` {loop.source}",
-            loop.part,
-            f"{loop.turns:,.0f}",
-            f"{loop.operations:,.0f}",
-            _ms(loop.seconds),
-            _ms(loop.between),
-        )
-        for loop in loops
+            "Causes",
+            ("cause", "per step", "share", "where", "what helps"),
+            [(c.name, *share(c.seconds), c.where, c.help) for c in causes],
+        ),
+        (
+            "By part and kind",
+            ("part", "per step", "share", *columns),
+            [
+                (part, *share(sum(cells[part].values())), *(_ms(cells[part][k]) for k in columns))
+                for part in parts
+            ]
+            + [("idle inside of a step", *share(found.idle), *("" for _ in columns))],
+        ),
+        (
+            "Between steps",
+            ("the devices wait for", "per step", "share", "the host at", "source"),
+            [(kind, *share(gap), *at) for (kind, *at), gap in found.gaps.items()]
+            + [(f"program {name}", *share(s), "", "") for name, s in found.others.items()],
+        ),
+        (
+            "The longest operations",
+            ("operation", "kind", "part", "source", "runs", "per step", "share"),
+            [
+                (f"`{name}`", kind, part, source, f"{cost.count:,.0f}", *share(cost.seconds))
+                for name, cost in sorted(found.operations.items(), key=lambda x: -x[1].seconds)
+                for kind, part, source, _ in [program.find(name)]
+            ][:_TOP],
+        ),
     ]
-    head = ("loop", "part", "turns", "operations", "per step", "of it between operations")
-    return "## Loops\n\n" + _table(head, rows) if rows else ""
-
-
-def _top(rows: Iterable[tuple[Operation, Cost]], charged: Account, machine: Machine) -> str:
-    ranked = sorted(rows, key=lambda row: -row[1].seconds)[:_TOP]
-    lines = []
-    for operation, cost in ranked:
-        products, memory = machine.limits(operation.flops, operation.dtype, operation.bytes)
-        least = _least(operation, cost, machine)
-        limit = ("products" if products >= memory else "memory") if least else ""
-        lines.append(
-            (
-                f"`{operation.name}`",
-                operation.kind,
-                " ".join([operation.path or operation.part, operation.phase]).strip(),
-                operation.source,
-                f"{cost.count:,.0f}",
-                _ms(cost.seconds),
-                f"{cost.seconds / charged.seconds:.1%}",
-                limit,
-                f"{least / cost.seconds:.0%}" if least and cost.seconds else "",
-            )
-        )
-    head = (
-        "operation",
-        "kind",
-        "where",
-        "source",
-        "runs",
-        "per step",
-        "share",
-        "limit",
-        "of limit",
-    )
-    return f"## The {len(lines)} longest operations\n\n" + _table(head, lines)
-
-
-def _notes(rows: Sequence[tuple[Operation, Cost]], charged: Account) -> str:
-    short = sum(cost.short_seconds for _, cost in rows)
     return (
-        "## How to read this\n\n"
-        f"- Operations shorter than {1e6 * SHORT:.0f} µs take {short / charged.seconds:.1%} of a "
-        "step.\n"
-        "- Operations that run at once share their time, so that shares add up to the step.\n"
-        "- The limit of an operation is the larger of FLOPs of its products over the rate of "
-        "products, and bytes of its operands and results over that of memory.\n"
-        "- The loss computes its gradient beside itself: both count as `head forward`."
+        f"# Where the time of a step goes\n\n{headline}\n\nMean of {found.steps} steps{numbers}. "
+        "Operations that run at once share their time.\n"
+        + "".join(f"\n## {title}\n\n{_table(head, rows)}\n" for title, head, rows in tables if rows)
     )
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _least(operation: Operation, cost: Cost, machine: Machine) -> float:
-    """Returns the least seconds per step that an operation may take on a machine."""
-    return cost.count * max(machine.limits(operation.flops, operation.dtype, operation.bytes))
-
-
-def _unknown(name: str) -> Operation:
-    kind = name.partition(".")[0].replace("_", " ")
-    kinds: Mapping[str, str] = {"dot": "product", "copy": "copy", "fusion": "fusion"}
-    found = next((kinds[word] for word in reversed(kind.split()) if word in kinds), "other")
-    return Operation(name, found, "unknown", "", "", "", 0.0, "", 0, 1, "")
-
-
-def _rates(machine: Machine) -> str:
-    if not machine.flops:
-        return f"a {machine.device} whose rates are not known"
-    products = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {t}" for t, rate in machine.flops.items())
-    return f"{machine.device} ({products}, {machine.bandwidth / 1e9:,.0f} GB/s; {machine.source})"
-
-
-def _giga(number: float) -> str:
-    return f"{number / 1e9:,.{0 if number >= 1e12 else 2}f}"
+def _seconds(found: Breakdown, names: Iterable[str]) -> float:
+    return sum(found.operations[name].seconds for name in names)
 
 
 def _ms(seconds: float) -> str:
     digits = 0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2 if seconds >= 1e-4 else 3
-    return f"{1e3 * seconds:,.{digits}f} ms"
+    return f"{1e3 * seconds:,.{digits}f} ms" if seconds else ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,10 +1,9 @@
 """Reads a trace: what the devices ran, and what the host did meanwhile."""
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from jax.profiler import ProfileData
@@ -14,21 +13,17 @@ from gpt2.profile.sampler import LINE
 
 STEP = "train"  # the annotation of a step
 PHASES = ("data wait", "validation", "checkpoint")  # of `StepClock`, where devices may wait
-# What JAX's runtime and a line of Python are called that wait for a device.
+# What a function or a line of Python is called that waits for a device.
 _WAIT = re.compile(
-    r"block_until_ready|BlockHostUntil|asarray|np\.array|_value\b|__array__|__float__|__int__"
+    r"block_until_ready|asarray|np\.array|_value\b|__(array|float|int|bool)__"
     r"|device_get|\.item\(|\bfloat\(|\bint\("
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Something that took time, in seconds since the trace began.
+class Span(NamedTuple):
+    """What took time on the host, in seconds since the trace began.
 
-    Attributes:
-        name: what ran; of a sampled line, FILE:LINE.
-        text: the source of a sampled line.
-        waits: whether it waits for a device.
+    A sampled line is named FILE:LINE, has its source in `text`, and `waits` for a device or not.
     """
 
     name: str
@@ -38,50 +33,28 @@ class Span:
     waits: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Ran(Span):
-    """An operation that ran on a device.
+class Ran(NamedTuple):
+    """An operation that ran on a device; each call of its program `module` has its `run`."""
 
-    Attributes:
-        module: the program that it belongs to.
-        run: of the program; each call of it has another number.
-        device: number of the device.
-        lane: the thread or stream.
-    """
-
+    name: str
+    start: float
+    end: float
     module: str = ""
     run: int = 0
     device: int = 0
-    lane: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """What a trace holds, each list in the order of time.
+class Trace(NamedTuple):
+    """What a trace holds, each list in the order of time."""
 
-    Attributes:
-        operations: of all programs; of a machine with accelerators, those of one device.
-        steps: when the host began and ended each step, named by its number.
-        phases: of the host's loop, named as in `PHASES`.
-        waits: calls of the host's loop that wait for a device.
-        lines: of Python in which the host's loop was seen.
-        on_host: whether the host records operations, and so takes the time that it records.
-    """
-
-    operations: list[Ran]
-    steps: list[Span]
-    phases: list[Span]
-    waits: list[Span]
-    lines: list[Span]
-    on_host: bool = True
+    operations: list[Ran]  # of all programs; of several accelerators, those of one
+    steps: list[Span]  # of the host's loop, named by their numbers
+    phases: list[Span]  # of the host's loop, named as in `PHASES`
+    lines: list[Span]  # of Python in which the host's loop was seen
 
 
 def find_trace(path: Path) -> Path:
-    """Returns the newest trace file of a workdir, of its profile folder, or the file itself.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Returns the newest trace file of a workdir, of its profile folder, or the file itself."""
     if path.is_file():
         return path
     folder = path / "profile" if (path / "profile").is_dir() else path
@@ -91,21 +64,13 @@ def find_trace(path: Path) -> Path:
         if not file.relative_to(folder).parts[0].startswith("process_")  # another process's
     ]
     if not found:
-        what = f"{path} holds no trace" if path.is_dir() else f"{path} does not exist"
-        raise UserError(
-            what,
-            "Train in a new workdir with --config.logging.profile_start=10 "
-            "--config.logging.profile_steps=5 for one",
-        )
+        how = "--config.logging.profile_start=10 --config.logging.profile_steps=5"
+        raise UserError(f"{path} holds no trace", f"Train with {how}")
     return max(found, key=lambda file: file.stat().st_mtime)
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a file `*.xplane.pb`, as JAX's profiler writes it for CPUs and GPUs.
-
-    Raises:
-        UserError: the file is no trace, or damaged.
-    """
+    """Reads a file `*.xplane.pb`, as JAX's profiler writes it for CPUs and GPUs."""
     try:
         planes = list(ProfileData.from_file(str(path)).planes)
     except Exception as error:  # which type, the versions of JAX differ in
@@ -113,79 +78,38 @@ def read_trace(path: Path) -> Trace:
     host = next((plane for plane in planes if plane.name == "/host:CPU"), None)
     chips = sorted(p.name for p in planes if re.match(r"/device:(GPU|TPU)", p.name))
     device = next((p for p in planes if chips and p.name == chips[0]), host)
-    steps: list[Span] = []
-    main: list[Span] = []
-    lines: list[Span] = []
-    for line in host.lines if host else ():
-        events = list(line.events)
-        if any(event.name == STEP and "step_num" in dict(event.stats) for event in events):
-            for event in events:
-                span = _span(event)
-                if event.name == STEP:
-                    steps.append(dataclasses.replace(span, name=str(dict(event.stats)["step_num"])))
-                else:
-                    main.append(span)
-        elif any(event.name == LINE for event in events):
-            lines += [_line(event) for event in events if event.name == LINE]
-    operations = sorted(_operations(device), key=lambda o: o.start) if device else []
-    return Trace(
-        _numbered(operations),
-        _sorted(steps),
-        _sorted([span for span in main if span.name in PHASES]),
-        _sorted([span for span in main if _WAIT.search(span.name)]),
-        _sorted(lines),
-        on_host=not chips,
-    )
+    steps, phases, lines = list[Span](), list[Span](), list[Span]()
+    for thread in host.lines if host else ():
+        for event in thread.events:
+            stats = dict(event.stats) if event.name in (LINE, STEP) else {}
+            span = Span(event.name, 1e-9 * event.start_ns, 1e-9 * event.end_ns)
+            if event.name == LINE:
+                where, text = str(stats.get("where", "")), unquote(str(stats.get("text", "")))
+                waits = bool(_WAIT.search(f"{stats.get('inside', '')} {text}"))
+                lines.append(span._replace(name=where, text=text, waits=waits))
+            elif "step_num" in stats:
+                steps.append(span._replace(name=str(stats["step_num"])))
+            elif event.name in PHASES:
+                phases.append(span)
+    for spans in (steps, phases, lines):
+        spans.sort(key=lambda span: span.start)
+    operations = sorted(_operations(device), key=lambda ran: ran.start) if device else []
+    return Trace(operations, steps, phases, lines)
 
 
 def _operations(plane: Any) -> Iterator[Ran]:
-    lines = [(number, line) for number, line in enumerate(plane.lines)]
+    lines = list(plane.lines)
     # On accelerators, other lines repeat the operations by module and by step.
-    chosen = [pair for pair in lines if re.match(r"Stream|XLA Ops", pair[1].name or "")]
-    for lane, line in chosen or lines:
+    chosen = [line for line in lines if re.match(r"Stream|XLA Ops", line.name or "")]
+    for line in chosen or lines:
         for event in line.events:
             stats = dict(event.stats)
-            name = stats.get("hlo_op") or (event.name if chosen else "")
-            if name:
-                span = _span(event)
+            if name := stats.get("hlo_op") or (event.name if chosen else ""):
                 yield Ran(
                     str(name).partition(" = ")[0].lstrip("%"),
-                    span.start,
-                    span.end,
+                    1e-9 * event.start_ns,
+                    1e-9 * event.end_ns,
                     module=str(stats.get("hlo_module", "")),
                     run=int(stats.get("run_id", 0)),
                     device=int(stats.get("device_ordinal", 0)),
-                    lane=lane,
                 )
-
-
-def _numbered(operations: list[Ran]) -> list[Ran]:
-    """Returns operations with a number of their run, where a trace of a GPU gives none.
-
-    A run begins where the first operation of its program comes again.
-    """
-    if any(operation.run for operation in operations):
-        return operations
-    first: dict[str, str] = {}
-    runs: dict[str, int] = {}
-    numbered = []
-    for operation in operations:
-        if first.setdefault(operation.module, operation.name) == operation.name:
-            runs[operation.module] = runs.get(operation.module, 0) + 1
-        numbered.append(dataclasses.replace(operation, run=runs[operation.module]))
-    return numbered
-
-
-def _span(event: Any) -> Span:
-    return Span(event.name, 1e-9 * event.start_ns, 1e-9 * event.end_ns)
-
-
-def _line(event: Any) -> Span:
-    stats = {name: str(value) for name, value in event.stats}
-    span, text = _span(event), unquote(stats.get("text", ""))
-    waits = bool(_WAIT.search(f"{stats.get('inside', '')} {text}"))
-    return Span(stats.get("where", ""), span.start, span.end, text, waits)
-
-
-def _sorted(spans: list[Span]) -> list[Span]:
-    return sorted(spans, key=lambda span: span.start)

@@ -1,0 +1,137 @@
+"""Charges the time of the traced steps to operations, and to what the devices wait for."""
+
+import statistics
+from collections import defaultdict
+from typing import NamedTuple
+
+from gpt2.profile.program import ProgramText
+from gpt2.profile.trace import Ran, Span, Trace
+
+SHORT = 10e-6  # seconds; starting a shorter operation costs about as much as the operation
+# What devices wait for between two runs of the step, beside phases of the loop.
+SYNC, PYTHON, LAUNCH = "host synchronisation", "Python in the loop", "start of a program"
+LOADER = "slow loader"
+_SAMPLED_LATE = 3e-3  # seconds after which the sampler has seen that a line was left
+
+Gaps = dict[tuple[str, str, str], float]  # by what is waited for, FILE:LINE of the host, its source
+
+
+class Cost(NamedTuple):
+    """Seconds per step of an operation, with idle moments below `SHORT` before it; its runs."""
+
+    seconds: float
+    count: float
+    is_short: bool  # most runs take less than `SHORT`
+
+
+class Breakdown(NamedTuple):
+    """Where the time of a step goes, in seconds per step.
+
+    Attributes:
+        seconds: of a step, the sum of all below.
+        numbers: of the traced steps, if the trace tells.
+        operations: of the step, by name. Those that run at once share their time.
+        idle: longer moments inside a step in which no operation runs.
+        others: other programs, such as that of validation, by name.
+    """
+
+    seconds: float
+    steps: int
+    numbers: list[str]
+    operations: dict[str, Cost]
+    idle: float
+    gaps: Gaps
+    others: dict[str, float]
+
+
+def break_down(trace: Trace, program: ProgramText) -> Breakdown:
+    """Charges the time from the first operation of the first step to the last of the last one.
+
+    Without the text of the program, the step is what took most of the time.
+    """
+    by_module: defaultdict[str, float] = defaultdict(float)
+    for ran in trace.operations:
+        by_module[ran.module] += ran.end - ran.start
+    module = program.module or max(by_module, key=by_module.__getitem__, default="")
+    runs = _runs([ran for ran in trace.operations if ran.module == module])
+    if not runs:
+        raise ValueError("the trace holds no step")
+    steps, borders = len(runs), max(1, len(runs) - 1)
+    durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    starting: defaultdict[tuple[str, str], float] = defaultdict(float)
+    gaps: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    idle, busy, busy_until = 0.0, 0.0, runs[0][0]
+    ended = max(end for _, end in runs)
+    for ran in trace.operations:
+        if program.is_container(ran.name) or ran.end <= runs[0][0] or ran.start >= ended:
+            continue
+        durations[ran.module, ran.name].append(ran.end - ran.start)
+        if (seconds := ran.start - busy_until) > 0:
+            number = sum(start < ran.start for start, _ in runs)  # of the next run
+            idle_since = max(end for _, end in runs[:number])
+            if idle_since <= busy_until:  # between two runs
+                waits = _waiting_for(trace, busy_until, ran.start, number, idle_since)
+                for key, share in waits.items():
+                    gaps[key] += share / borders
+            elif seconds < SHORT:
+                starting[ran.module, ran.name] += seconds
+            else:
+                idle += seconds / steps
+        busy += max(0.0, ran.end - max(busy_until, ran.start))
+        busy_until = max(busy_until, ran.end)
+
+    shared = busy / sum(map(sum, durations.values()))
+    operations, others = dict[str, Cost](), defaultdict[str, float](float)
+    for (owner, name), each in durations.items():
+        seconds = shared * sum(each) + starting[owner, name]
+        if owner == module:
+            is_short = statistics.median(each) < SHORT
+            operations[name] = Cost(seconds / steps, len(each) / steps, is_short)
+        else:
+            others[owner] += seconds / borders
+    total = sum(cost.seconds for cost in operations.values()) + idle
+    total += sum(gaps.values()) + sum(others.values())
+    numbers = [step.name for step in trace.steps]
+    return Breakdown(total, steps, numbers, operations, idle, dict(gaps), dict(others))
+
+
+def _runs(own: list[Ran]) -> list[tuple[float, float]]:
+    """Returns start and end of each run of the step, on the first device.
+
+    Where a GPU's trace numbers no runs, one begins where the first operation comes again.
+    """
+    spans: dict[int, tuple[float, float]] = {}
+    again, device = 0, min((ran.device for ran in own), default=0)
+    for ran in own:
+        again += ran.name == own[0].name
+        if ran.device == device:
+            run = ran.run or again
+            start, end = spans.get(run, (ran.start, ran.end))
+            spans[run] = min(start, ran.start), max(end, ran.end)
+    return sorted(spans.values())
+
+
+def _waiting_for(trace: Trace, start: float, end: float, number: int, idle_since: float) -> Gaps:
+    """Shares an idle moment before a run between what the host did in it."""
+    if number < len(trace.steps) and trace.steps[number].start <= idle_since:
+        return {(LAUNCH, "", ""): end - start}  # the devices did not wait for the host
+
+    def overlap(span: Span) -> float:
+        return min(end, span.end) - max(start, span.start)
+
+    found: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    for phase in trace.phases:
+        if overlap(phase) > 0:
+            found[LOADER if phase.name == "data wait" else phase.name, "", ""] += overlap(phase)
+    rest = end - start - sum(found.values())
+    # The line that waited for the devices until they were idle.
+    released = [x for x in trace.lines if x.waits and x.start < idle_since <= x.end + _SAMPLED_LATE]
+    if released:
+        found[SYNC, released[-1].name, released[-1].text] += rest
+    elif found and rest < sum(found.values()):  # what starts the step is late for the same reason
+        found[max(found, key=found.__getitem__)] += rest
+    else:
+        line = max(trace.lines, key=overlap, default=Span("", start, start))
+        seen = line if overlap(line) > 0 else Span("", start, start)
+        found[PYTHON, seen.name, seen.text] += rest
+    return dict(found)
