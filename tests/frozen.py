@@ -50,7 +50,7 @@ def train(workdir: Path, devices: int, options: list[str]) -> subprocess.Popen:
     env = dict(os.environ, JAX_PLATFORMS="cpu")
     if devices > 1:
         env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {EIGHT}".strip()
-    log = open(workdir.with_suffix(".log"), "ab")
+    log = open(workdir.with_suffix(".log"), "ab")  # noqa: SIM115
     command = [sys.executable, "train.py", f"--workdir={workdir}", *RUN, *flags]
     return subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
