@@ -11,10 +11,15 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 from gpt2 import cli, interrupts
+from gpt2.plan import command as planning
 from gpt2.training import options
 
 if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
-    cli.parse(options.define_flags, options.check, default_config="quickstart")
+    cli.parse(
+        lambda: (options.define_flags(), planning.define_flags()),
+        options.check,
+        default_config="quickstart",
+    )
 
 import sys
 from functools import partial
@@ -30,9 +35,8 @@ from gpt2.errors import UserError, tell
 from gpt2.evals.validation import Validator
 from gpt2.generate import sample_texts
 from gpt2.parallel import distributed, gather_whole
-from gpt2.parallel.drawing import check_picture
 from gpt2.parallel.stop import StopSignal
-from gpt2.planning import command as planning
+from gpt2.plan.drawing import visualize
 from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.telemetry.metrics import MetricsWriter, check_wandb, seconds_taken
@@ -62,9 +66,8 @@ def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
     config, args = cli.parse_config(), flags.FLAGS
-    picture = check_picture(args.visualize_to)
-    if options.asks_for_plan():
-        return planning.plan(config, args.visualize, picture)
+    if planning.is_asked():
+        return planning.run(config)
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     workdir = Path(args.workdir or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
@@ -88,9 +91,7 @@ def main() -> int:
     program = Program.from_config(config, jax.devices())
     feed = Feed(config, dataset, program.backend)
     if args.visualize:
-        distributed.only_first(program.draw)(
-            args.visualize, picture or workdir / run_files.SHARDING
-        )
+        distributed.only_first(visualize)(program, args.visualize)
 
     # State: where the run stands.
     start = distributed.from_first(distributed.only_first(run_files.find_start)(workdir) or 0)

@@ -12,9 +12,8 @@ import pytest
 
 from gpt2.model import num_params
 from gpt2.ops import forms
-from gpt2.parallel import rules
-from gpt2.parallel.collectives import Collective, collectives
-from gpt2.parallel.inspect import bytes_per_device, unsharded_share
+from gpt2.parallel import bytes_per_device, rules, unsharded_share
+from gpt2.plan.collectives import Collective, collectives
 from tests.layouts import (
     MODEL,
     REFERENCE,

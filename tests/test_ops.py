@@ -36,9 +36,9 @@ from gpt2.ops import forms as ops_forms
 from gpt2.ops.attention import attention_cached, attention_reference, resolve
 from gpt2.ops.softmax import softmax
 from gpt2.ops.sums import sum_rows
-from gpt2.parallel.collectives import collectives
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import BATCH_AXES, Rules, spread_over
+from gpt2.plan.collectives import collectives
 
 cross_entropy_module = importlib.import_module("gpt2.ops.cross_entropy")  # not the function
 RULES = Rules.from_config(ParallelConfig())

@@ -19,7 +19,7 @@ from gpt2.ops import forms
 from gpt2.optim import averaged_params, check_layer_rates, make_optimizer, make_schedule
 from gpt2.optim.parameters import decay_mask
 from gpt2.optim.transforms import clip_by_global_norm, global_norm
-from gpt2.parallel.inspect import bytes_per_device
+from gpt2.parallel import bytes_per_device
 from gpt2.training.program import Program, check_program
 from gpt2.training.state import LossScale, TrainState
 from gpt2.training.steps import make_train_step

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 from gpt2.config import CHOICES, OptimConfig, ParallelConfig
-from gpt2.parallel import following, rules
-from gpt2.parallel.inspect import bytes_per_device
+from gpt2.parallel import bytes_per_device, rules
 from gpt2.parallel.mesh import make_mesh
+from gpt2.parallel.state import optimizer_specs
 from tests.layouts import (
     MODEL,
     TOLERANCE,
@@ -115,7 +115,7 @@ def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
     def spread(*sizes, parallel=SPREAD):
         state = optax.TraceState(trace={"h": {"kernel": shape(*sizes)}})
         return tuple(
-            following.specs(state, params, storage, make_mesh(parallel)).trace["h"]["kernel"]
+            optimizer_specs(state, params, storage, make_mesh(parallel)).trace["h"]["kernel"]
         )
 
     assert spread(2, 64, 3, 4, 16) == (None, "fsdp", None, "tensor", None)
@@ -131,7 +131,7 @@ def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
     assert spread(2, 190, 190) == (None, None, "tensor")
     assert spread(2, 192, 192, parallel=ParallelConfig()) == (None, None, None)
     other = optax.TraceState(trace={"kernel": shape(2, 64)})
-    assert tuple(following.specs(other, params, storage, make_mesh(SPREAD)).trace["kernel"]) == ()
+    assert tuple(optimizer_specs(other, params, storage, make_mesh(SPREAD)).trace["kernel"]) == ()
 
 
 def test_state_of_a_spread_layout_is_spread():

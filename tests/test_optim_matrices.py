@@ -20,9 +20,9 @@ from gpt2.optim.matrices import kernels, to_matrices
 from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.soap import scale_by_soap
 from gpt2.parallel import rules
-from gpt2.parallel.collectives import collectives
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.pjit import PjitBackend
+from gpt2.plan.collectives import collectives
 from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout
 from tests.peer import needs_peers

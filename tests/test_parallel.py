@@ -16,7 +16,6 @@ from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.parallel import abstract_state, gather_whole, make_backend, rules
-from gpt2.parallel.collectives import Traffic, collectives, summarize
 from gpt2.parallel.inspect import (
     bytes_per_device,
     check_sharded,
@@ -27,6 +26,7 @@ from gpt2.parallel.inspect import (
 from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
 from gpt2.parallel.pieces import Pieces, torus_sides
 from gpt2.parallel.rules import Rules
+from gpt2.plan.collectives import Traffic, collectives, summarize
 from gpt2.planning.plan import compute_seconds, make_plan
 from gpt2.telemetry.chips import BOARDS, find_chip
 from gpt2.training.program import Program, check_program, choose_gather

@@ -5,7 +5,8 @@ import pytest
 
 from gpt2.config import with_options
 from gpt2.errors import UserError
-from gpt2.planning.plan import make_program, state_bytes
+from gpt2.parallel import state_bytes
+from gpt2.plan.plan import make_program
 from gpt2.training import room
 from tests.test_workdir import make_config
 
@@ -21,7 +22,9 @@ def test_bytes_of_a_state_are_those_of_the_program(num_layers, name):
     }
     config = with_options(make_config(), options)
     program = make_program(config, jax.devices()[:1])
-    assert room.state_bytes(config) == pytest.approx(sum(state_bytes(program).values()), rel=1e-3)
+    assert room.state_bytes(config) == pytest.approx(
+        sum(state_bytes(program.backend, program.state_shapes).values()), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from gpt2.config import TrainConfig
 from gpt2.optim import make_schedule
-from gpt2.parallel.collectives import collectives
+from gpt2.plan.collectives import collectives
 from gpt2.training import summary
 from gpt2.training.due import due_after
 from tests.helpers import TINY, finish, metrics_of, run, start, train_with

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from gpt2.config import GPTConfig
 from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm, pad_rows
-from gpt2.parallel.pieces import gather_parameter, look_up
-from gpt2.parallel.rules import constrain, pieces_of, vocab_multiple
+from gpt2.parallel.fsdp import gather_parameter, look_up
+from gpt2.parallel.rules import constrain, param_shards, vocab_multiple
 from gpt2.utils.remat import is_saved, named
 
 
@@ -48,8 +48,8 @@ class Linear(nn.Module):
         dtype = self.config.param_dtype
         init = nn.with_logical_partitioning(nn.initializers.normal(self._stddev()), self.axes)
         cfg = self.config
-        pieces = pieces_of(self.axes, forget=cfg.remat == "none" and not cfg.loops_over_layers)
-        shape = pieces.piece_shape(self.shape) if pieces else self.shape
+        pieces = param_shards(self.axes, forget=cfg.remat == "none" and not cfg.loops_over_layers)
+        shape = pieces.shard_shape(self.shape) if pieces else self.shape
         kernel = self.param("kernel", init, shape, dtype, unbox=True)
         bias = None
         if self.config.bias:
@@ -166,8 +166,8 @@ class Embedding(nn.Module):
         """Creates the table, `[num_rows, D]`, of which `embedding` may be a piece."""
         init = nn.with_logical_partitioning(nn.initializers.normal(self.stddev), self.axes)
         shape: tuple[int, ...] = (self.num_rows, self.width or self.config.embed_dim)
-        self.pieces = pieces_of(self.axes)
-        shape = self.pieces.piece_shape(shape) if self.pieces else shape
+        self.pieces = param_shards(self.axes)
+        shape = self.pieces.shard_shape(shape) if self.pieces else shape
         dtype = self.config.param_dtype
         self.embedding: jax.Array = self.param("embedding", init, shape, dtype, unbox=True)
 

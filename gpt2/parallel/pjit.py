@@ -7,7 +7,7 @@ from the model's constraints. `parallel.fsdp_gather` says when parameters are ga
 step    all of them before the first micro-batch. Whole gradients add up on each device, and are
         scattered after the last one.
 layer   each kernel and table where the model uses it, in the compute type, forward and backward.
-        Its gradient is scattered at once and adds up in pieces (see pieces.py).
+        Its gradient is scattered at once and adds up in shards (see fsdp.py).
 
 Gradients cross the data axis once, after the last micro-batch.
 """
@@ -21,11 +21,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.parallel import following, rules
+from gpt2.parallel import rules
+from gpt2.parallel.fsdp import Shards
 from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
-from gpt2.parallel.pieces import Pieces
 from gpt2.parallel.rules import Rules
-from gpt2.parallel.state import State
+from gpt2.parallel.state import State, optimizer_specs
 
 
 class PjitBackend:
@@ -37,9 +37,6 @@ class PjitBackend:
         layout_rules: how everything is spread over the mesh.
         gather_by: when parameters are gathered over `fsdp`: at each `step`, or by `layer` where the
             rules cut some along an axis that layers gather.
-
-    Attributes:
-        is_split: whether `fsdp` splits anything.
 
     Raises:
         UserError: the rules do not suit the parameters.
@@ -64,10 +61,8 @@ class PjitBackend:
             self._compute,
             is_leaf=lambda node: isinstance(node, PartitionSpec),
         )
-        leaves = jax.tree.leaves(self._leaves)
-        if not any(leaf.by_layer for leaf in leaves):
+        if not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
             self.gather_by, self._by_layer = "step", False
-        self.is_split = any(leaf.dim is not None for leaf in leaves)
 
     def _make_leaf(self, names: Any, reduced: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
         found = rules.gathered_axis(tuple(names), self.mesh, self.rules)
@@ -91,7 +86,7 @@ class PjitBackend:
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
-        opt_state = following.specs(state.opt_state, state.params, self._optimizer, self.mesh)
+        opt_state = optimizer_specs(state.opt_state, state.params, self._optimizer, self.mesh)
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 
@@ -163,7 +158,7 @@ class PjitBackend:
             if mesh.shape["tensor"] > 1:
                 spread = jax.tree.map(partial(rules.on_trace, mesh), self._compute)
                 params = jax.lax.with_sharding_constraint(params, spread)
-            with rules.holding_pieces() if self._by_layer else contextlib.nullcontext():
+            with rules.holding_shards() if self._by_layer else contextlib.nullcontext():
                 sums, grads = function(params, rows, jax.lax.axis_index(rules.BATCH_AXES))
             if with_gradients:
                 grads = self._sum_gradients(grads)
@@ -218,7 +213,7 @@ class PjitBackend:
             return jax.lax.psum(grad, self._batch_axes)
         if not leaf.by_layer:
             dim = leaf.dim + (leaf.tensor > 0)
-            grad = Pieces(dim, rules.fsdp_stages(self.mesh)).scatter(grad)
+            grad = Shards(dim, rules.fsdp_stages(self.mesh)).scatter(grad)
         return jax.lax.psum(grad, "data") if "data" in self._batch_axes else grad
 
     def _on_mesh(self, specs: Any) -> Any:
@@ -233,7 +228,7 @@ class _Leaf:
         before: its PartitionSpec when the step begins to use it.
         dim: the axis that `fsdp` splits in the optimizer's state, and so in its gradient's sum, or
             None.
-        by_layer: whether devices are given pieces of it.
+        by_layer: whether devices are given shards of it.
         tensor: the number of parts into which `tensor` splits the axis `dim`, outside of `fsdp`; 0
             if it does not.
     """

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig, RulesConfig
 from gpt2.errors import UserError
-from gpt2.parallel.pieces import Pieces, torus_sides
+from gpt2.parallel.fsdp import Shards, torus_sides
 from gpt2.utils.platform import platform, traced_for
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
@@ -31,8 +31,8 @@ VOCAB_MULTIPLE = 128
 # Axes of parameters that nothing splits: too short, or one index for each kernel.
 _WHOLE = ("layers", "qkv", "head_size", "mix")
 
-# Axes that `fsdp` may gather by layer. Kernels and tables are cut along them so that a piece is
-# what a product or a lookup can take (gpt2/ops/linear.py, pieces.py).
+# Axes that `fsdp` may gather by layer. Kernels and tables are cut along them so that a shard is
+# what a product or a lookup can take (gpt2/ops/linear.py, fsdp.py).
 _GATHERED_BY_LAYER = ("embed", "table")
 
 Table = Mapping[str, tuple[str, ...]]
@@ -88,12 +88,12 @@ class _Trace:
     Attributes:
         mesh: splits activations.
         rules: how.
-        has_pieces: whether each device may hold pieces of parameters.
+        has_shards: whether each device may hold shards of parameters.
     """
 
     mesh: Mesh
     rules: Rules
-    has_pieces: bool = False
+    has_shards: bool = False
 
 
 _trace: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("trace", default=None)
@@ -115,8 +115,7 @@ def specs(logical_axes: Any, table: Table) -> Any:
     """Maps a tree of logical axes (tuples of names in a PartitionSpec) to mesh axes.
 
     Raises:
-        UserError: a parameter has an axis without a name, or with one that the table does not know,
-            or a mesh axis would split two of its axes.
+        UserError: a parameter has an axis without a name, or with one that the table does not know.
     """
 
     def to_mesh(path: Any, names: PartitionSpec) -> PartitionSpec:
@@ -133,26 +132,11 @@ def specs(logical_axes: Any, table: Table) -> Any:
                     "Give it one in configs/default.py and RulesConfig, or name it in _WHOLE of "
                     "gpt2/parallel/rules.py",
                 )
-        return spec(_split_once(parameter, tuple(names), table), table)
+        return spec(tuple(names), table)
 
     return jax.tree_util.tree_map_with_path(
         to_mesh, logical_axes, is_leaf=lambda node: isinstance(node, PartitionSpec)
     )
-
-
-def _split_once(parameter: str, names: tuple[str, ...], table: Table) -> tuple[str, ...]:
-    """Returns `names`, if no mesh axis splits two of these axes."""
-    for axis in MESH_AXES:
-        split = [name for name in names if axis in table[name]]
-        if len(split) > 1:
-            rules = " and ".join(f"parallel.rules.{name}" for name in split)
-            raise UserError(
-                f"{rules} both split parameter {parameter} over {axis}",
-                f"Take {axis} out of one of them. For example, use "
-                f"--config.parallel.rules.{split[0]}="
-                f"{','.join(a for a in table[split[0]] if a != axis) or 'none'}",
-            )
-    return names
 
 
 @contextlib.contextmanager
@@ -166,11 +150,11 @@ def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def holding_pieces() -> Iterator[None]:
-    """Says that what is traced inside holds pieces of parameters, for `pieces_of`."""
+def holding_shards() -> Iterator[None]:
+    """Says that what is traced inside holds shards of parameters, for `param_shards`."""
     trace = _trace.get()
     assert trace is not None
-    with _tracing(dataclasses.replace(trace, has_pieces=True)):
+    with _tracing(dataclasses.replace(trace, has_shards=True)):
         yield
 
 
@@ -190,25 +174,25 @@ def traced_mesh() -> Mesh | None:
 
 
 def gathered_for(params: Any, micro_batch: Any) -> Any:
-    """Returns parameters whose pieces are gathered for this micro-batch, and not once for all."""
+    """Returns parameters whose shards are gathered for this micro-batch, and not once for all."""
     trace = _trace.get()
-    if trace is None or not trace.has_pieces:
+    if trace is None or not trace.has_shards:
         return params
     return jax.lax.optimization_barrier((params, micro_batch))[0]
 
 
-def pieces_of(names: tuple[str, ...], *, forget: bool = False) -> Pieces | None:
-    """Returns how the traced program holds a parameter of which each device has a piece.
+def param_shards(names: tuple[str, ...], *, forget: bool = False) -> Shards | None:
+    """Returns how the traced program holds a parameter of which each device has a shard.
 
     Args:
         names: of the parameter's axes, as the model declares them.
-        forget: see `Pieces`.
+        forget: see `Shards`.
 
     Returns:
         None if the parameter is whole.
     """
     trace = _trace.get()
-    if trace is None or not trace.has_pieces:
+    if trace is None or not trace.has_shards:
         return None
     mesh, rules = trace.mesh, trace.rules
     axis = gathered_axis(names, mesh, rules)
@@ -216,11 +200,11 @@ def pieces_of(names: tuple[str, ...], *, forget: bool = False) -> Pieces | None:
         return None
     compute = spec(names, rules.compute)
     is_spread = mesh.shape["tensor"] > 1 and any(compute)
-    return Pieces(axis, fsdp_stages(mesh), forget, on_trace(mesh, compute) if is_spread else None)
+    return Shards(axis, fsdp_stages(mesh), forget, on_trace(mesh, compute) if is_spread else None)
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
-    """Returns the number of devices along `fsdp`, in factors: see `Pieces`."""
+    """Returns the number of devices along `fsdp`, in factors: see `Shards`."""
     return torus_sides(mesh.devices[0, :, 0])
 
 
@@ -228,7 +212,7 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
     """Returns which axis of a parameter is gathered over `fsdp` where a layer uses it, or None.
 
     It is that of every kernel and table, unless rules cut them along an axis for which no operation
-    takes pieces. Vectors are too small to be worth it. A table whose columns are split over
+    takes shards. Vectors are too small to be worth it. A table whose columns are split over
     `tensor` too is left whole, like them.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]

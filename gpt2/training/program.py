@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,9 +20,7 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
 from gpt2.ops import Scoring, resolve
 from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
-from gpt2.parallel import Backend, abstract_state, make_backend
-from gpt2.parallel.drawing import visualize
-from gpt2.parallel.inspect import check_sharded
+from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
@@ -143,11 +140,6 @@ class Program:
         dropout = self.config.model.dropout
         return f"{name} (reference in training, for its dropout)" if dropout else name
 
-    def draw(self, pattern: str, picture: Path | None = None) -> None:
-        """Draws how arrays whose names match are spread: see `gpt2.parallel.drawing.visualize`."""
-        logical_axes = self.model.logical_axes()
-        visualize(self.state_shapes, self.batch_shapes, logical_axes, pattern, picture)
-
     def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
@@ -233,10 +225,7 @@ def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
             rematerialisation cannot run there as asked, or the optimizer cannot work with its
             options.
     """
-    # Those of a plan are not here, or as many as it asks for.
-    here = devices[0] in jax.devices() and getattr(jax.config, "jax_num_cpu_devices", -1) < 0
-    present = platform_of(devices[0]) if here else ""
-    check_layout(config, config.model, len(devices), present=present)
+    check_layout(config, len(devices))
     resolve_attention(config, devices[0])
     if config.memory.remat == "offload" and platform_of(devices[0]) == "cpu":
         raise UserError(

@@ -8,7 +8,6 @@ import jax
 from gpt2.config import Config
 from gpt2.launch import describe_settings
 from gpt2.model import num_params
-from gpt2.parallel.inspect import describe_spread
 from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.telemetry.throughput import StepClock, peak_source
@@ -95,7 +94,7 @@ def describe_run(
         }
         | ({"trace": _describe_trace(config, start)} if config.logging.profile_steps else {})
         | {"workdir": str(workdir)},
-    } | describe_spread(params, text)
+    }
 
 
 def _describe_peak(peak_flops: float | None, compute: str, device: jax.Device) -> str:

@@ -43,12 +43,11 @@ from gpt2.utils.text import counted
 # end of the schedule moves, and a run that diverged may leave out steps.
 _MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps", "train.skip_outliers")
 
-SHARDING = "sharding.png"  # what --visualize draws, before the run begins
 _LOCK = ".lock"
 _DATA, _TOKENIZER = "data.json", "tokenizer.json"
 _FILES = (
     *("config.json", _DATA, _TOKENIZER, "environment.jsonl", "metrics.jsonl", _LOCK),
-    *("loss.png", "samples.txt", SHARDING),
+    *("loss.png", "samples.txt"),
 )
 _FOLDERS = ("checkpoints", "damaged", "tensorboard", "profile")
 
@@ -135,7 +134,7 @@ def _may_change(name: str, old: Any, new: Any, workdir: Path, config: Config) ->
 
 def _precedes_config(path: Path) -> bool:
     """Returns whether a run that ended before it wrote config.json may have left this file."""
-    return path.name in (_LOCK, SHARDING) or path.suffix == ".tmp"
+    return path.name == _LOCK or path.suffix == ".tmp"
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:

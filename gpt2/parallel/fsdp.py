@@ -1,4 +1,4 @@
-"""Arrays of which each device of an fsdp group holds a piece: made whole, and summed into pieces.
+"""FSDP by layer: an array of which each device holds a shard is gathered where it is used.
 
 These are for the trace of one device, within a `shard_map` over `fsdp` (Zhao et al. 2023, "PyTorch
 FSDP", section 3.2: a unit is gathered before it is used, and its gradients are scattered).
@@ -19,12 +19,12 @@ AXIS = "fsdp"
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class Shards:
     """How an array is split over the devices of an fsdp group.
 
     Attributes:
         axis: the axis that is split.
-        stages: how many pieces there are, as factors: the sides of the torus of chips that the
+        stages: how many shards there are, as factors: the sides of the torus of chips that the
             group fills, outermost first, or just the number.
         forget: whether XLA would otherwise keep the whole from the forward pass to the backward
             pass: neither a scan nor rematerialisation comes between them.
@@ -38,19 +38,19 @@ class Pieces:
 
     @property
     def number(self) -> int:
-        """How many pieces there are."""
+        """How many shards there are."""
         return math.prod(self.stages)
 
-    def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a piece of an array of this shape."""
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a shard of an array of this shape."""
         axis = self.axis
         return (*shape[:axis], shape[axis] // self.number, *shape[axis + 1 :])
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of an array whose pieces have this shape."""
+        """Returns the shape of an array whose shards have this shape."""
         return (*shape[: self.axis], shape[self.axis] * self.number, *shape[self.axis + 1 :])
 
-    def without_axis(self, axis: int) -> "Pieces":
+    def without_axis(self, axis: int) -> "Shards":
         """Returns how parts of the array along a later axis, which is not split, are split."""
         assert axis > self.axis, (axis, self.axis)
         if self.spread is None:
@@ -59,19 +59,19 @@ class Pieces:
         spread = NamedSharding(self.spread.mesh, PartitionSpec(*spec))
         return dataclasses.replace(self, spread=spread)
 
-    def gather(self, piece: jax.Array) -> jax.Array:
+    def gather(self, shard: jax.Array) -> jax.Array:
         """Returns the whole array."""
 
-        def on_piece(piece):
-            found = jnp.moveaxis(jax.lax.all_gather(piece, AXIS), 0, self.axis)
-            return found.reshape(self.whole_shape(piece.shape))
+        def on_shard(shard):
+            found = jnp.moveaxis(jax.lax.all_gather(shard, AXIS), 0, self.axis)
+            return found.reshape(self.whole_shape(shard.shape))
 
-        return self._map_spread(on_piece)(piece)
+        return self._map_spread(on_shard)(shard)
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
-        """Returns this device's piece of the sum of all devices' whole gradients."""
-        # Pieces lie one after another in memory: TPU compilers turn a reduce-scatter of the last
-        # axis into an all-reduce where its pieces do not fill the 128 lanes. They do the same over
+        """Returns this device's shard of the sum of all devices' whole gradients."""
+        # Shards lie one after another in memory: TPU compilers turn a reduce-scatter of the last
+        # axis into an all-reduce where its shards do not fill the 128 lanes. They do the same over
         # more than one axis of a torus, and not over one after another.
         return self._map_spread(self._scatter)(gradient)
 
@@ -79,16 +79,16 @@ class Pieces:
         shape = gradient.shape
         apart = gradient.reshape(*shape[: self.axis], self.number, -1, *shape[self.axis + 1 :])
         apart = jnp.moveaxis(apart, self.axis, 0)
-        piece, stride = apart.shape[1:], self.number
-        # Three axes leave a compiler no order in which the pieces are not the outermost.
-        apart = apart.reshape(*self.stages, -1, piece[-1])
+        shard, stride = apart.shape[1:], self.number
+        # Three axes leave a compiler no order in which the shards are not the outermost.
+        apart = apart.reshape(*self.stages, -1, shard[-1])
         for size in self.stages:
             stride //= size
             starts = (i + j for i in range(0, self.number, stride * size) for j in range(stride))
             groups = [[start + k * stride for k in range(size)] for start in starts]
             together = groups if len(self.stages) > 1 else None
             apart = jax.lax.psum_scatter(apart, AXIS, axis_index_groups=together)
-        return apart.reshape(piece)
+        return apart.reshape(shard)
 
     def _map_spread(self, function: Callable) -> Callable:
         """Returns `function`, for each device's part: XLA would not split its collectives."""
@@ -100,60 +100,51 @@ class Pieces:
             function, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
         )
 
-    def before_backward(self, piece: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def before_backward(self, shard: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns its arguments, of which the backward pass gathers and multiplies."""
-        return jax.lax.optimization_barrier((piece, gradient)) if self.forget else (piece, gradient)
+        return jax.lax.optimization_barrier((shard, gradient)) if self.forget else (shard, gradient)
 
 
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
-    """Returns the sides of the torus that a group of devices fills in order, outermost first.
+    """Returns the sides of the torus that devices `[N]` fill in their order, outermost first.
 
-    Args:
-        devices: `[devices]`, in the order of the group.
-
-    Returns:
-        One number where the devices have no coordinates, or are in another order.
+    It is one number where they have no coordinates, or are in another order.
     """
     coords = [tuple(getattr(device, "coords", ())) for device in devices]
     sides = tuple(len(set(places)) for places in zip(*coords, strict=True))
     in_order = len(set(coords)) == len(coords) == math.prod(sides) and coords == sorted(coords)
-    return (
-        tuple(side for side in sides if side > 1)
-        if in_order and len(coords) > 1
-        else (len(coords),)
-    )
+    if in_order and len(coords) > 1:
+        return tuple(side for side in sides if side > 1)
+    return (len(coords),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_parameter(piece: jax.Array, pieces: Pieces, dtype: DTypeLike) -> jax.Array:
+def gather_parameter(shard: jax.Array, shards: Shards, dtype: DTypeLike) -> jax.Array:
     """Returns a whole parameter in `dtype`; its gradient is summed in the parameter's own type."""
-    return pieces.gather(piece.astype(dtype))
+    return shards.gather(shard.astype(dtype))
 
 
-def _gather_fwd(piece, pieces, dtype):
-    return gather_parameter(piece, pieces, dtype), None
+def _gather_fwd(shard, shards, dtype):
+    return gather_parameter(shard, shards, dtype), None
 
 
-def _gather_bwd(pieces, dtype, _, gradient):
-    return (pieces.scatter(gradient.astype(jnp.float32)),)
+def _gather_bwd(shards, dtype, _, gradient):
+    return (shards.scatter(gradient.astype(jnp.float32)),)
 
 
 gather_parameter.defvjp(_gather_fwd, _gather_bwd)
 
 
 def look_up(columns: jax.Array, indices: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns rows of a table that is split by columns.
+    """Returns rows [B, T, D] of a table that is split by columns.
 
     Tokens and vectors cross the network in place of the table, which is larger. The gradient of a
     device's columns is complete without another sum.
 
     Args:
-        columns: `[V, D / devices]`, this device's piece.
-        indices: `[B, T]` int32, of this device's rows of the batch.
+        columns: [V, D / devices], this device's shard.
+        indices: [B, T] int32, of this device's rows of the batch.
         dtype: of the result.
-
-    Returns:
-        `[B, T, D]`.
     """
     everyone = jax.lax.all_gather(indices, AXIS)  # [devices, B, T]
     found = jnp.take(columns, everyone, axis=0).astype(dtype)

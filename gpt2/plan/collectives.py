@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
-from gpt2.utils.hlo import arrays_in, bytes_of, called_by, split_computations, turns_of
+from gpt2.plan.hlo import arrays_in, bytes_of, called_by, split_computations, turns_of
+from gpt2.utils.text import format_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -93,40 +93,24 @@ def collectives(text: str) -> list[Collective]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """What the collectives of one kind come to, per call of the program.
+def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
+    """Returns a row per kind of collective: how many, and how much is sent.
 
-    Attributes:
-        count: how many run.
-        bytes: of whole arrays.
-        sent: bytes that each device sends.
-        asynchronous: whether some of them have a start and an end.
-        overlapped: bytes of collectives during which a product runs.
+    Where some have a start and an end, the share is told of those during which a product runs.
     """
-
-    count: int
-    bytes: int
-    sent: float
-    asynchronous: bool
-    overlapped: float
-
-
-def summarize(found: Iterable[Collective]) -> dict[str, Traffic]:
-    """Returns the traffic of each kind that there is."""
-    by_kind: defaultdict[str, list[Collective]] = defaultdict(list)
-    for collective in sorted(found, key=lambda c: KINDS.index(c.kind)):
-        by_kind[collective.kind].append(collective)
-    return {
-        kind: Traffic(
-            count=sum(c.times for c in members),
-            bytes=sum(c.bytes * c.times for c in members),
-            sent=sum(c.bytes_sent for c in members),
-            asynchronous=any(c.asynchronous for c in members),
-            overlapped=sum(c.bytes_sent for c in members if c.overlapped),
+    rows = {}
+    for kind in [kind for kind in KINDS if any(c.kind == kind for c in found)]:
+        members = [c for c in found if c.kind == kind]
+        sent = sum(c.bytes_sent for c in members)
+        overlapped = sum(c.bytes_sent for c in members if c.overlapped)
+        rows[kind] = (
+            f"{sum(c.times for c in members)} of "
+            f"{format_bytes(sum(c.bytes * c.times for c in members))} in all, "
+            f"{format_bytes(sent)} sent by each device, {overlapped / sent:.0%} while products run"
         )
-        for kind, members in by_kind.items()
-    }
+    if any(c.loop_unknown for c in found):
+        rows["loops"] = "some have no known length: what they send is counted once"
+    return rows or {"collectives": "none"}
 
 
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")

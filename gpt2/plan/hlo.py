@@ -1,9 +1,9 @@
 """Compiled programs as text (HLO): computations, the calls between them, sizes of arrays."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -13,17 +13,8 @@ _CALLED = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One line of HLO text.
-
-    Attributes:
-        name: unique in its program.
-        shape: of the result, as text.
-        opcode: such as `fusion`.
-        operands: names.
-        line: the text.
-    """
+class Instruction(NamedTuple):
+    """One line of HLO text: `name = shape opcode(operands)`; names are unique in a program."""
 
     name: str
     shape: str

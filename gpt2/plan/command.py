@@ -1,0 +1,202 @@
+"""What `python train.py --plan` and its kin do."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from gpt2 import cli, interrupts
+from gpt2.config import Config, option, with_options
+from gpt2.errors import UserError, tell
+from gpt2.model import num_params
+from gpt2.plan.collectives import describe_collectives
+from gpt2.plan.drawing import visualize
+from gpt2.plan.plan import (
+    ATTAINABLE,
+    OutOfMemory,
+    Plan,
+    compile_plan,
+    make_program,
+    usable_memory,
+)
+from gpt2.plan.topologies import find_devices
+from gpt2.telemetry.chips import BOARDS, board_name
+from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.telemetry.progress import print_summary
+from gpt2.training.program import Program
+from gpt2.utils.text import format_bytes, format_count
+
+_USUAL_BOARD = "H100"  # for which a search of simulated devices forecasts
+
+
+def define_flags() -> None:
+    """Defines `--visualize` and the flags that ask for a plan."""
+    flags.DEFINE_string(
+        "visualize", None, "Draw how the arrays are split whose names match this REGEX; . for all."
+    )
+    flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
+    flags.DEFINE_integer(
+        "plan_devices", None, "As --plan, for this many simulated devices.", lower_bound=1
+    )
+    flags.DEFINE_string(
+        "plan_chips", None, "As --plan, for chips: v5e-8, h100-8, target.txtpb-8, ..."
+    )
+    flags.DEFINE_string("plan_text", None, "A file for the compiled step of a plan.")
+    flags.DEFINE_bool(
+        "plan_search",
+        False,
+        "As --plan, for a handful of layouts and kinds of remat, sorted by expected time. Options "
+        "of the config that are given as flags stay.",
+    )
+
+
+def is_asked() -> bool:
+    """Returns whether the flags ask for a plan in place of a run."""
+    args = flags.FLAGS
+    return bool(args.plan or args.plan_devices or args.plan_chips or args.plan_search)
+
+
+def run(config: Config) -> int:
+    """Does what the flags ask for, and returns the exit code: 1 if nothing fits."""
+    interrupts.end_at_once()  # there is nothing to save
+    args = flags.FLAGS
+    devices = _find_devices()
+    kind = "simulated" if args.plan_devices else devices[0].device_kind
+    if args.plan_search:
+        return _search(config, devices, kind)
+    program = make_program(config, devices)
+    if args.visualize:
+        visualize(program, args.visualize)
+    tell(f"compiling a step for {len(devices)} devices ({kind}); a TPU's compiler takes minutes")
+    try:
+        plan = compile_plan(program)
+    except OutOfMemory as error:
+        print_summary({"plan": {"devices": f"{len(devices)} ({kind})", "does not fit": str(error)}})
+        return 1
+    if args.plan_text:
+        Path(args.plan_text).write_text(plan.text)
+    print_summary(_describe(plan, kind))
+    return 0
+
+
+def _find_devices() -> list[jax.Device]:
+    args = flags.FLAGS
+    # Before anything asks JAX for a device.
+    if args.plan_devices or args.plan_chips:
+        jax.config.update("jax_platforms", "cpu")
+    if args.plan_chips:  # programs of absent devices cannot be read back
+        jax.config.update("jax_enable_compilation_cache", False)
+        return find_devices(args.plan_chips)
+    if args.plan_devices:
+        jax.config.update("jax_num_cpu_devices", args.plan_devices)
+    return jax.devices()
+
+
+def _describe(plan: Plan, kind: str) -> dict[str, dict[str, str]]:
+    """Returns the sections of a plan's screen."""
+    program, config = plan.program, plan.program.config
+    flops = config.tokens_per_step * model_flops_per_token(config.gpt())
+    board = board_name(kind)
+    return {
+        "plan": {
+            "devices": f"{program.backend.mesh.size} ({kind})",
+            "layout": program.backend.layout,
+            "parameters": f"{num_params(program.state_shapes.params):,}",
+            "tokens per step": f"{config.tokens_per_step:,}",
+            "FLOPs per step": format_count(flops),
+            "compiled in": f"{plan.compile_seconds:.1f} s",
+        },
+        "memory of a device": {
+            name: f"{format_bytes(size)} ({size:,} bytes)"
+            for name, size in (plan.memory | {"in all": plan.bytes_needed}).items()
+        },
+        "network, per step": describe_collectives(plan.collectives),
+        f"at {ATTAINABLE:.0%} of peak": {
+            name: _forecast(plan, name) for name in ([board] if board else BOARDS)
+        },
+    }
+
+
+def _forecast(plan: Plan, board: str) -> str:
+    """Returns the time of a step on an accelerator of `BOARDS`, and whether it fits."""
+    seconds, network = plan.step_seconds(board), plan.network_seconds(board)
+    share = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%} of memory"
+    fits = "" if plan.bytes_needed <= usable_memory(board) else ": does not fit"
+    tokens = plan.program.config.tokens_per_step / seconds
+    time = f"{1e3 * seconds:,.4g} ms, {1e3 * network:,.4g} of them sending, {tokens:,.0f} tokens/s"
+    if tokens == 0:
+        time = "network unknown beyond one pod"
+    return f"{time}, {share}{fits}"
+
+
+def _layouts(num_devices: int) -> Iterator[dict[str, Any]]:
+    """Yields the options of `parallel.` that a search tries."""
+    usual = dict(backend="pjit", strategy="auto", data=-1, fsdp=1, tensor=1, fsdp_gather="auto")
+    yield usual
+    if num_devices == 1:
+        return
+    yield usual | dict(strategy="zero1")
+    for gather in ("step", "layer"):
+        yield usual | dict(strategy="zero3", fsdp_gather=gather)
+        if num_devices > 8:  # within a machine, and replicas between machines
+            yield usual | dict(fsdp=8, fsdp_gather=gather)
+    for tensor in (2, 4, 8):
+        if num_devices % tensor == 0:
+            yield usual | dict(strategy="megatron", tensor=tensor)
+            if num_devices > tensor:
+                yield usual | dict(data=1, fsdp=-1, tensor=tensor)
+
+
+def _variants(config: Config, num_shards: int) -> Iterator[dict[str, Any]]:
+    """Yields what a search tries in one layout, from the fastest to what holds least."""
+    for remat in ("none", "dots", "full"):
+        yield {"memory.remat": remat}
+    rows = config.data.batch_size // num_shards
+    yield {"memory.remat": "full", "train.accumulate_steps": rows}
+
+
+def _search(config: Config, devices: list[jax.Device], kind: str) -> int:
+    """Compiles each layout until a variant of it fits, and prints the fastest first."""
+    board, given = board_name(kind) or _USUAL_BOARD, cli.overrides()
+    tell(f"compiling steps for {len(devices)} devices ({kind}), with memory and speed of {board}")
+    found: dict[str, tuple[bool, float, str]] = {}
+    for layout in _layouts(len(devices)):
+        own = {f"parallel.{name}": value for name, value in layout.items()}
+        own = {name: value for name, value in own.items() if name not in given}
+        try:
+            spread = with_options(config, own | {"memory.remat": "none"})
+            num_shards = make_program(spread, devices).backend.num_shards
+            for variant in _variants(config, num_shards):
+                chosen = own | {name: v for name, v in variant.items() if name not in given}
+                changed = {name: v for name, v in chosen.items() if option(config, name) != v}
+                flags_to_add = " ".join(f"--config.{name}={v}" for name, v in changed.items())
+                if flags_to_add not in found:
+                    program = make_program(with_options(config, chosen), devices)
+                    found[flags_to_add] = _try(program, board)
+                    tell(_row(found[flags_to_add], flags_to_add))
+                if not found[flags_to_add][0]:
+                    break
+        except UserError as error:
+            tell(f"{'does not work':<40} {error.what}")
+    rows = sorted((result, added) for added, result in found.items())
+    print("\n".join(_row(*row) for row in rows))
+    return 0 if rows and not rows[0][0][0] else 1
+
+
+def _try(program: Program, board: str) -> tuple[bool, float, str]:
+    """Returns whether a step is too large, its seconds, and a text of both."""
+    try:
+        plan = compile_plan(program)
+    except OutOfMemory as error:
+        return True, math.inf, f"does not fit: {error}"
+    seconds, needed = plan.step_seconds(board), format_bytes(plan.bytes_needed)
+    if plan.bytes_needed > usable_memory(board):
+        return True, seconds, f"does not fit: needs {needed}"
+    return False, seconds, f"{1e3 * seconds:,.4g} ms a step, {needed}"
+
+
+def _row(result: tuple[bool, float, str], flags_to_add: str) -> str:
+    return f"{result[2]:<40} {flags_to_add or '(no flags to add)'}"

@@ -1,0 +1,124 @@
+"""What a training step takes, read from the compiled step. Nothing runs.
+
+The train step is compiled from shapes alone: for simulated CPU devices, or by the compiler of a GPU
+or a TPU that is not here. Memory and collectives are those of a run in the same layout. A simulated
+plan has the state and gradients of a run on other chips, and other work space.
+"""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+
+from gpt2.config import Config
+from gpt2.data.tokenizer_names import tokens_by_name
+from gpt2.parallel import state_bytes
+from gpt2.plan.collectives import Collective, collectives
+from gpt2.telemetry.chips import BOARDS, find_chip
+from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.telemetry.throughput import recomputed_flops_per_token
+from gpt2.training.program import Program
+
+# The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
+ATTAINABLE = 0.4
+
+
+class OutOfMemory(Exception):
+    """The compiler's word that a step does not fit a device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one training step takes.
+
+    Attributes:
+        program: what was compiled.
+        memory: bytes per device by kind: parameters, optimizer, gradients and activations.
+            Activations include all else that the step holds, such as parameters gathered over
+            `fsdp`.
+        text: the compiled step, as HLO.
+        collectives: what it sends.
+        compile_seconds: what its compilation took.
+    """
+
+    program: Program
+    memory: dict[str, int]
+    text: str
+    collectives: list[Collective]
+    compile_seconds: float
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes per device, all kinds together."""
+        return sum(self.memory.values())
+
+    def network_seconds(self, board: str, *, overlapped: bool = False) -> float:
+        """Returns the seconds of collectives during which nothing is multiplied, or the others'.
+
+        They are infinite where `BOARDS` does not know the speed between two devices.
+        """
+        seconds = 0.0
+        for each in self.collectives:
+            if each.overlapped == overlapped:
+                bandwidth = BOARDS[board].bandwidth(each.group)
+                seconds += each.bytes_sent / bandwidth if bandwidth else math.inf
+        return seconds
+
+    def step_seconds(self, board: str) -> float:
+        """Returns the seconds of a step on an accelerator of `BOARDS`."""
+        compute = compute_seconds(self.program.config, self.program.backend.mesh.size, board)
+        hidden = self.network_seconds(board, overlapped=True)
+        return max(compute, hidden) + self.network_seconds(board)
+
+
+def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
+    """Returns the program of a config whose tokenizer need not be read."""
+    config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
+    return Program.from_config(config, devices)
+
+
+def compile_plan(program: Program) -> Plan:
+    """Compiles a program's train step without running anything.
+
+    Raises:
+        OutOfMemory: the compiler says that the step does not fit.
+    """
+    state = program.state_shapes
+    try:
+        compiled = program.compile_train(state, program.batch_shapes)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
+        short = f"needs {used[1]}iB of {used[2]}iB" if used else str(error).strip().split("\n")[0]
+        raise OutOfMemory(short) from None
+    memory = state_bytes(program.backend, state)
+    memory["activations"] = compiled.memory.peak - sum(memory.values())
+    text = compiled.text()
+    return Plan(program, memory, text, collectives(text), compiled.compile_seconds)
+
+
+def compute_seconds(config: Config, num_devices: int, board: str) -> float:
+    """Returns the seconds that a step computes, at `ATTAINABLE` of the data sheet's FLOP/s.
+
+    Products computed again count.
+    """
+    chip = find_chip(board)
+    assert chip is not None, board  # every board's chip is known
+    model = config.gpt()
+    per_token = model_flops_per_token(model) + recomputed_flops_per_token(model)
+    flops = config.tokens_per_step * per_token / num_devices
+    return flops / (ATTAINABLE * chip.peak_flops(config.precision.compute))
+
+
+def usable_memory(board: str) -> float:
+    """Returns the bytes of an accelerator of `BOARDS` that a step may take.
+
+    JAX takes three quarters of a GPU's memory, or the share that XLA_CLIENT_MEM_FRACTION names.
+    """
+    is_tpu = board.startswith("TPU")
+    share = 1.0 if is_tpu else float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)
+    return share * 1e9 * BOARDS[board].memory

@@ -1,0 +1,150 @@
+"""Devices that are not here, to compile for: slices of TPUs, and machines of NVIDIA GPUs.
+
+XLA compiles for them on any x86 machine with Linux, if libtpu or JAX's plugin for CUDA is
+installed. It runs nothing there.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.topologies import get_topology_desc
+
+from gpt2.errors import UserError
+
+# JAX devices of the smallest and the largest slice, and the dimensions of its torus.
+_TPUS = {
+    **{"v2": (8, 512, 2), "v3": (8, 512, 2), "v5e": (1, 256, 2), "v6e": (1, 256, 2)},
+    **{"v4": (4, 512, 3), "v5p": (4, 512, 3)},
+}
+_GPUS_OF_A_MACHINE = 8
+
+
+class _Gpu(NamedTuple):
+    """What XLA asks of a GPU, from NVIDIA's data sheets and the CUDA programming guide."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    clock_ghz: float
+    memory: int  # bytes
+    bandwidth: int  # bytes/s
+    cache: int  # bytes, level 2
+    shared_memory: int  # KiB, of a multiprocessor
+    threads: int = 2048  # of a multiprocessor
+
+
+_GB, _MIB, _GIB = 10**9, 2**20, 2**30
+_GPUS = {
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 80 * _GIB, 3352 * _GB, 50 * _MIB, 228),
+    "h200": _Gpu("NVIDIA H200", (9, 0), 132, 1.98, 141 * _GB, 4800 * _GB, 50 * _MIB, 228),
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 80 * _GIB, 2039 * _GB, 40 * _MIB, 164),
+    "a100-40gb": _Gpu(
+        "NVIDIA A100-SXM4-40GB", (8, 0), 108, 1.41, 40 * _GIB, 1555 * _GB, 40 * _MIB, 164
+    ),
+    "l4": _Gpu("NVIDIA L4", (8, 9), 58, 2.04, 24 * _GB, 300 * _GB, 48 * _MIB, 100, 1536),
+    "a10": _Gpu("NVIDIA A10G", (8, 6), 80, 1.71, 24 * _GB, 600 * _GB, 6 * _MIB, 100, 1536),
+    "4090": _Gpu(
+        "NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 24 * _GB, 1008 * _GB, 72 * _MIB, 100, 1536
+    ),
+}
+
+
+def find_devices(name: str) -> list[jax.Device]:
+    """Returns devices of a kind and number, such as `v5e-16` or `h100-8`, to compile for.
+
+    A kind that ends with .txtpb is a file: XLA's own description of a GPU, which the benchmark's
+    suite writes on one. The number counts JAX devices. Google's names for slices of v4 and v5p
+    count cores, two in each device.
+    """
+    kind, _, digits = name.rpartition("-")
+    number = int(digits) if digits.isdecimal() else 0
+    if kind in _TPUS:
+        least, most, dimensions = _TPUS[kind]
+        if number.bit_count() == 1 and least <= number <= most:
+            return _tpus(kind, number, dimensions)
+    elif number and (kind in _GPUS or kind.endswith(".txtpb")):
+        target = _target(_GPUS[kind]) if kind in _GPUS else Path(kind).read_text(encoding="utf-8")
+        machines = max(1, number // _GPUS_OF_A_MACHINE)
+        topology = f"1x{machines}x{number // machines}"
+        return _describe("cuda", "plan-gpu", topology=topology, target_config=target)
+    raise UserError(
+        f"--plan_chips={name} names no devices",
+        f"Use CHIP-N, such as v5e-8 or h100-8, with one of {', '.join([*_TPUS, *_GPUS])}",
+    )
+
+
+def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",  # there is no server that describes this machine
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs, so others may compile too
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+    chips = number // 2 if kind in ("v2", "v3") else number  # which have two devices each
+    # The sides are powers of two, as equal as they can be.
+    bits = chips.bit_length() - 1
+    sides = [2 ** ((bits + i) // dimensions) for i in range(dimensions)]
+    if sides == [1, 2, 2]:  # the chips of one host lie flat
+        sides = [2, 2, 1]
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    if chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    topology = f"{kind}:{'x'.join(map(str, sides))}"
+    return _describe("tpu", "plan-tpu", topology_name=topology, **options)
+
+
+def _describe(platform: str, extra: str, **options: Any) -> list[jax.Device]:
+    try:
+        return list(get_topology_desc(platform=platform, **options).devices)
+    except Exception as error:  # of several kinds, by what is missing
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"XLA's compiler for {platform} devices cannot be used here ({reason})",
+            f"Install it: pip install -e '.[{extra}]'",
+        ) from error
+
+
+def _target(gpu: _Gpu) -> str:
+    """Returns XLA's description of a GPU, as a text of its protocol buffer."""
+    major, minor = gpu.capability
+    feature = " feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+    shared = gpu.shared_memory << 10
+    return f"""
+gpu_device_info {{
+  name: "{gpu.name}"
+  device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
+  core_count: {gpu.multiprocessors}
+  fpus_per_core: 128
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory}
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.cache}
+  shared_memory_per_core: {shared}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared - 1024}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_core_limit: {gpu.threads}
+  threads_per_block_limit: 1024
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+  pcie_bandwidth: 34359738368
+  ecc_enabled: true
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.name}"
+"""
