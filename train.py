@@ -8,13 +8,13 @@ A run whose workdir holds a checkpoint continues from it.
 from gpt2 import launch
 
 if __name__ == "__main__":
-    launch.prepare_process()
+    launch.prepare_process()  # before JAX is imported
 
-from gpt2 import cli, interrupts
+from gpt2 import cli
 from gpt2.plan import command as planning
 from gpt2.training import options
 
-if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
+if __name__ == "__main__":
     cli.parse(
         lambda: (options.define_flags(), planning.define_flags()),
         options.check,
@@ -22,6 +22,7 @@ if __name__ == "__main__":  # what is wrong is told now: the imports below take 
     )
 
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,35 +30,36 @@ from typing import Any
 import jax
 from absl import flags
 
+from gpt2 import interrupts
 from gpt2.config import Config
 from gpt2.data.dataset import Dataset, prepare
-from gpt2.errors import UserError, tell
-from gpt2.evals.validation import Validator
+from gpt2.errors import DivergedError, UserError, tell
+from gpt2.evals.validation import validate
 from gpt2.generate import sample_texts
+from gpt2.model import GPT
+from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import distributed, gather_whole
+from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.stop import StopSignal
 from gpt2.plan.drawing import visualize
 from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.telemetry.metrics import MetricsWriter, check_wandb, seconds_taken
 from gpt2.telemetry.plots import plot_losses
-from gpt2.telemetry.progress import Progress, print_summary, told_if_slow
+from gpt2.telemetry.progress import Progress, told_if_slow
 from gpt2.telemetry.reporter import Reporter, Writer
 from gpt2.telemetry.throughput import StepClock, total_peak_flops
 from gpt2.telemetry.watchdog import Watchdog
 from gpt2.training import workdir as run_files
+from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.deadline import Deadline
 from gpt2.training.diagnosis import Diagnosis
-from gpt2.training.due import due_after
-from gpt2.training.feed import Feed
-from gpt2.training.program import Program, check_program
-from gpt2.training.room import check_room
+from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.training.summary import describe_results, describe_run
+from gpt2.training.steps import next_token_loss
 from gpt2.utils.files import write_text
-from gpt2.utils.terminal import wrap
 from gpt2.weights import check_source, load_initial_params
 
 
@@ -71,11 +73,9 @@ def main() -> int:
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     workdir = Path(args.workdir or Path("runs") / cli.config_name())
     run_files.check_options(workdir, config)
-    check_program(config, jax.devices())
-    check_room(config, jax.devices())
+    check_layout(config, jax.device_count())
     if config.logging.wandb:
         check_wandb()
-
     if config.train.init_from and latest_step(workdir) is None:
         check_source(config.train.init_from)
 
@@ -85,11 +85,18 @@ def main() -> int:
     interrupts.end_at_once()
     run_files.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
-    run_files.refuse_changes(workdir, config)  # again, since the vocabulary is known
+    run_files.refuse_changes(workdir, config)
 
-    # Program: model, optimizer and steps, and how they are spread over the devices.
-    program = Program.from_config(config, jax.devices())
-    feed = Feed(config, dataset, program.backend)
+    # Program: model, loss, optimizer and steps, spread over the devices by a backend.
+    program = Program.from_config(
+        config,
+        jax.devices(),
+        model=GPT,
+        loss=next_token_loss,
+        schedule=make_schedule,
+        optimizer=make_optimizer,
+    )
+    batches = Batches(config, dataset, program.backend)
     if args.visualize:
         distributed.only_first(visualize)(program, args.visualize)
 
@@ -101,7 +108,7 @@ def main() -> int:
     checkpointer, state = open_state(program, dataset, workdir, start)
 
     # Loop, then the files that a person looks at.
-    return train(program, feed, workdir, checkpointer, state, start)
+    return train(program, batches, workdir, checkpointer, state, start)
 
 
 def open_state(
@@ -109,11 +116,8 @@ def open_state(
 ) -> tuple[Checkpointer, TrainState]:
     """Returns what saves the run's states, and the state from which the run continues.
 
-    The state comes from the first of these that exists:
-
-    1. the run's newest checkpoint that is whole, that of step `start`;
-    2. the weights that `train.init_from` names;
-    3. weights drawn from the seed.
+    It comes from the run's newest whole checkpoint, that of step `start`, else from the weights
+    that `train.init_from` names, else from the seed.
     """
     config = program.config
     state = None if start else first_state(program, dataset)
@@ -127,7 +131,7 @@ def open_state(
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
-    """Returns the state before the first step: 2. or 3. of `open_state`."""
+    """Returns the state before the first step."""
     params, source = None, program.config.train.init_from
     if source:
         params = load_initial_params(source, program.model.config, dataset.tokenizer)
@@ -137,14 +141,14 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
 
 def train(
     program: Program,
-    feed: Feed,
+    batches: Batches,
     workdir: Path,
     checkpointer: Checkpointer,
     state: TrainState,
     start: int,
 ) -> int:
     """Runs the steps after `start`, writes the run's files and returns the exit code."""
-    config, num_steps = program.config, program.config.train.num_steps
+    config, num_steps, every = program.config, program.config.train.num_steps, program.config.train
     clock = StepClock(
         config.tokens_per_step,
         model_flops_per_token(program.model.config),
@@ -155,19 +159,24 @@ def train(
     # shape is an error later.
     with (
         clock.phase("compile"),
-        told_if_slow(
-            "compiling the steps of training and validation", silent=jax.process_index() > 0
-        ),
+        told_if_slow("compiling the steps", silent=jax.process_index() > 0),
     ):
-        batch, eval_batch = feed.examples()
+        batch, eval_batch = batches.examples()
         train_step = program.compile_train(state, batch)
         watch = program.compile_watch(state, batch)
         eval_step = program.compile_eval(state.params, eval_batch)
         jax.block_until_ready(state)
-    clock.peak_flops = total_peak_flops(config.precision.compute)  # on a CPU, measured when idle
-    summary = describe_run(program, feed, train_step, clock, workdir, start)
-    distributed.only_first(print_summary)(summary)
-    validate = Validator(eval_step, feed)
+    clock.peak_flops = total_peak_flops(config.precision.compute)
+    distributed.only_first(print)(program.describe(batches, train_step, start), flush=True)
+
+    def score(step: int, num_batches: int = 0) -> dict[str, float]:
+        """Returns the scores of the newest state; a diverged one is never saved."""
+        with clock.phase("validation"), batches.validation(num_batches) as held_out:
+            scores = validate(eval_step, state.eval_params, held_out, batches.targets_per_byte)
+        if not all(map(jax.numpy.isfinite, scores.values())):
+            raise DivergedError(step, "the validation loss is", before=False)
+        return scores
+
     writers = make_writers(config, workdir, start) or []  # in the first process alone
     reporter = Reporter(
         writers,
@@ -178,55 +187,56 @@ def train(
     )
     traced = config.logging.profile_start, config.logging.profile_steps
     profiler = Profiler(workdir / "profile", *traced, train_step.text)
-    watchdog = Watchdog(clock, config.train.hang_seconds)
-    batches = feed.train_batches(start, num_steps)
-
-    start_over = partial(first_state, program, feed.dataset)
-    diagnosis = Diagnosis(program, feed, workdir, checkpointer, train_step, start_over)
-    limit = flags.FLAGS.max_seconds
-    deadline = Deadline(limit, config.train, clock, checkpointer, lambda: validate.seconds)
+    start_over = partial(first_state, program, batches.dataset)
+    diagnosis = Diagnosis(program, batches, workdir, checkpointer, train_step, start_over)
+    deadline = Deadline(flags.FLAGS.max_seconds, config.train, clock, checkpointer, lambda: 0.0)
     deadline.check(start)
 
     # Metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
     stop = StopSignal(deadline.is_over)
-    with stop, checkpointer, reporter, profiler, batches, watchdog:
-        with diagnosis.ends_if_diverged(lambda: state), clock.phase("step"):
-            for step in range(start + 1, num_steps + 1):
-                with clock.phase("data wait"):
-                    batch = next(batches)
-                if profiler.waits_at(step - 1):  # for a step whose time is no profiling
-                    reporter.catch_up()
-                with clock.phase("profile"):
-                    profiler.step(step - 1, state)
-                statistics = watch(step, state, batch)
-                state, metrics = train_step(state, batch)
-                reporter.step(step, metrics, feed.epoch_end(step), statistics)
+    ahead = batches.train(start, num_steps)
+    with ExitStack() as stack:
+        for part in (
+            stop,
+            checkpointer,
+            reporter,
+            profiler,
+            ahead,
+            Watchdog(clock, config.train.hang_seconds),
+            diagnosis.ends_if_diverged(lambda: state),
+            clock.phase("step"),
+        ):
+            stack.enter_context(part)
+        for step in range(start + 1, num_steps + 1):
+            with clock.phase("data wait"):
+                batch = next(ahead)
+            with clock.phase("profile"):
+                profiler.step(step - 1, state)
+            statistics = watch(step, state, batch)
+            state, metrics = train_step(state, batch)
+            reporter.step(step, metrics, batches.epoch_end(step), statistics)
 
-                measuring = deadline.exists and step == start + 1
-                stopping = stop.reached(step)
-                due = due_after(step, config.train, stopping=stopping, measuring=measuring)
-                if due.validation or due.checkpoint:
-                    reporter.catch_up()
-                if due.validation:
-                    with clock.phase("validation"):
-                        scores = validate(step, state.eval_params)
-                    reporter.write(step, scores)
-                improves = due.validation and checkpointer.improves(scores["eval/loss"])
-                if due.checkpoint or improves:
-                    with clock.phase("checkpoint"):
-                        if not due.validation:  # a diverged state is never saved
-                            validate(step, state.eval_params, num_batches=1)
-                        reporter.flush(step)
-                        if stopping:
-                            reporter.say(stop.describe_save())
-                        checkpointer.save(state, step, scores if due.validation else None)
-                        if measuring and not due.end:  # how long it takes to stop
-                            checkpointer.wait()
-                            validate.measure(step, state.eval_params)
-                            deadline.check(step)
-                if due.end:
-                    break
+            ends = stop.reached(step)
+            last = step == num_steps
+            validates = last or (every.eval_every and step % every.eval_every == 0)
+            saves = last or ends or (every.checkpoint_every and step % every.checkpoint_every == 0)
+            if validates or saves:
+                reporter.catch_up()
+            if validates:
+                scores = score(step)
+                reporter.write(step, scores)
+                saves = checkpointer.improves(scores["eval/loss"]) or saves
+            if saves:
+                if not validates:
+                    score(step, num_batches=1)
+                reporter.flush(step)
+                if ends:
+                    reporter.say(stop.describe_save())
+                with clock.phase("checkpoint"):
+                    checkpointer.save(state, step, scores if validates else None)
+            if ends:
+                break
         with clock.phase("checkpoint"):
             checkpointer.wait()
 
@@ -238,11 +248,11 @@ def train(
         tell(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
         return 128 + stop.requested
     if not scores:  # the run was killed after its last checkpoint
-        with diagnosis.ends_if_diverged(lambda: state), clock.phase("validation"):
-            scores = validate(step, state.eval_params)
-    show_results(workdir, scores, feed, clock, start)
+        with diagnosis.ends_if_diverged(lambda: state):
+            scores = score(step)
+    show_results(workdir, scores, clock)
     params = gather_whole(state.eval_params, program.backend.mesh)
-    write_samples(workdir, config, feed.dataset, params)
+    write_samples(workdir, config, batches.dataset, params)
     return 0
 
 
@@ -260,12 +270,15 @@ def make_writers(config: Config, workdir: Path, start: int) -> list[Writer]:
 
 
 @distributed.only_first
-def show_results(
-    workdir: Path, scores: dict[str, float], feed: Feed, clock: StepClock, start: int
-) -> None:
+def show_results(workdir: Path, scores: dict[str, float], clock: StepClock) -> None:
     """Draws the loss curve, and prints where the time went and how good the model is."""
     plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
-    tell(wrap(describe_results(scores, feed, clock, start)), sys.stdout)
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in clock.shares().items())
+    tell(f"time: {clock.total_seconds:.0f} s; {shares}", sys.stdout)
+    line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:.2f}"
+    if "eval/bits_per_byte" in scores:
+        line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
+    tell(line, sys.stdout)
 
 
 @distributed.only_first
@@ -274,8 +287,7 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
     texts = sample_texts(params, config.gpt(), dataset.tokenizer, number=3, seed=config.seed)
     rule = "\n" + "-" * 80 + "\n"
     write_text(workdir / "samples.txt", rule.join(texts) + "\n")
-    drawn = "loss.png and " if (workdir / "loss.png").is_file() else ""  # it needs matplotlib
-    tell(wrap(f"see {drawn}samples.txt in {workdir}"), sys.stdout)
+    tell(f"see loss.png and samples.txt in {workdir}", sys.stdout)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def our_answers(directory: Path, name: str) -> dict:
     def loss(params):
         total, count = GPT(cfg).apply(
             {"params": params}, ids[:, :-1], jnp.asarray(ids[:, 1:], jnp.int32), method="loss"
-        )
+        )["loss"]
         return total / count
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)

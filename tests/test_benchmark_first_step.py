@@ -287,7 +287,9 @@ def test_gradients_read_from_moments_are_those_of_the_loss(ours):
     tokens, targets = map(jnp.asarray, first_step.draw_batch(CASE))
 
     def loss(params):
-        total, count = program.model.apply({"params": params}, tokens, targets, method="loss")
+        total, count = program.model.apply({"params": params}, tokens, targets, method="loss")[
+            "loss"
+        ]
         return total / count
 
     gradients = jax.grad(loss)(params)

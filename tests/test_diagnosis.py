@@ -76,10 +76,8 @@ def make_batch(step, poisoned=None, shards=1):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-class StubFeed:
-    """Batches as a run's feed gives them, of which one is poisoned."""
-
-    num_eval_batches = 3
+class StubBatches:
+    """A run's batches, of which one is poisoned."""
 
     def __init__(self, program, poison=(None, None)):
         self.program, self.poison = program, poison
@@ -92,11 +90,11 @@ class StubFeed:
         )
 
     @contextlib.contextmanager
-    def train_batches(self, start, stop):
+    def train(self, start, stop):
         yield map(self.batch, range(start, stop))
 
-    def eval_batches(self, number):
-        return self.train_batches(0, number)
+    def validation(self):
+        return self.train(0, 3)
 
 
 def plant(state, path, value=np.nan, index=-1, layer=None):
@@ -115,14 +113,14 @@ def plant(state, path, value=np.nan, index=-1, layer=None):
 
 def diagnose(tmp_path, program, planted, poison=(None, None)):
     """Trains until a step is not finite, and returns what a run would say."""
-    feed = StubFeed(program, poison)
+    batches = StubBatches(program, poison)
     step = compiled(program)
     first_state = lambda: planted(program.init_state())  # noqa: E731
-    diagnosis = Diagnosis(program, feed, tmp_path, StubCheckpointer(), step, first_state)
+    diagnosis = Diagnosis(program, batches, tmp_path, StubCheckpointer(), step, first_state)
     state = first_state()
     with pytest.raises(UserError) as told, diagnosis.ends_if_diverged(lambda: state):
         for number in itertools.count(1):
-            state, metrics = step(state, feed.batch(number - 1))
+            state, metrics = step(state, batches.batch(number - 1))
             values = [float(metrics[name]) for name in ("train/loss", "train/grad_norm")]
             in_a_row = metrics.get("bad_in_a_row", not np.isfinite(values).all())
             if in_a_row > program.config.train.skip_bad_steps:
@@ -207,10 +205,10 @@ def test_a_gradient_is_named_with_its_micro_batch(tmp_path, monkeypatch, scanned
 
 def test_nothing_is_named_where_the_same_step_is_finite_when_repeated(tmp_path):
     program = make_program()
-    feed = StubFeed(program)
+    batches = StubBatches(program)
     step = compiled(program)
     diagnosis = Diagnosis(
-        program, feed, tmp_path, StubCheckpointer(), step, lambda: program.init_state()
+        program, batches, tmp_path, StubCheckpointer(), step, lambda: program.init_state()
     )
     error = DivergedError(3, "the loss is", before=True)
     told = diagnosis.find_origin(error, program.init_state())
@@ -219,8 +217,8 @@ def test_nothing_is_named_where_the_same_step_is_finite_when_repeated(tmp_path):
 
 def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
     program = make_program()
-    feed = StubFeed(program, (1, 0))
-    diagnosis = Diagnosis(program, feed, tmp_path, None, None, None)
+    batches = StubBatches(program, (1, 0))
+    diagnosis = Diagnosis(program, batches, tmp_path, None, None, None)
     error = DivergedError(3, "the validation loss is", before=False)
     state = program.init_state()
     told = diagnosis.find_origin(error, plant(state, "ln_f/scale"))
@@ -247,7 +245,7 @@ def test_the_order_of_tensors_is_that_of_the_forward_pass_in_either_layout():
 
 def test_the_error_goes_on_if_the_origin_cannot_be_found(tmp_path, monkeypatch):
     program = make_program()
-    diagnosis = Diagnosis(program, StubFeed(program), tmp_path, StubCheckpointer(), None, None)
+    diagnosis = Diagnosis(program, StubBatches(program), tmp_path, StubCheckpointer(), None, None)
     monkeypatch.setattr(
         Diagnosis, "find_origin", lambda *_: (_ for _ in ()).throw(MemoryError("none\nleft"))
     )

@@ -53,7 +53,8 @@ def loss(config, params, tokens, key=None):
     """The mean loss of predicting each token from those before; with dropout if there is a key."""
     options = {} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
     targets = jnp.roll(tokens, -1, axis=1)
-    total, count = GPT(config).apply({"params": params}, tokens, targets, method="loss", **options)
+    sums = GPT(config).apply({"params": params}, tokens, targets, method="loss", **options)
+    total, count = sums["loss"]
     return total / count
 
 
@@ -138,7 +139,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_logits():
     params, tokens = init(SMALL), tokens_of(1)
     targets = jnp.roll(tokens, -1, axis=1).at[0, 3].set(-1)
     model = GPT(SMALL)
-    total, count = model.apply({"params": params}, tokens, targets, method="loss")
+    total, count = model.apply({"params": params}, tokens, targets, method="loss")["loss"]
     log_probs = jax.nn.log_softmax(logits_of(SMALL, params, tokens))
     picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     assert count == 31

@@ -20,9 +20,9 @@ from gpt2.optim import averaged_params, check_layer_rates, make_optimizer, make_
 from gpt2.optim.parameters import decay_mask
 from gpt2.optim.transforms import clip_by_global_norm, global_norm
 from gpt2.parallel import bytes_per_device
-from gpt2.training.program import Program, check_program
+from gpt2.training.program import Program
 from gpt2.training.state import LossScale, TrainState
-from gpt2.training.steps import make_train_step
+from gpt2.training.steps import make_train_step, next_token_loss
 from gpt2.utils.scan import in_layout
 from tests.peer import needs_peers
 
@@ -393,7 +393,7 @@ def test_float16_skips_a_step_that_overflows(name):
     state = TrainState.create(jax.tree.map(jnp.asarray, initial_params()), optimizer, "float16")
     state = state.replace(loss_scale=LossScale(jnp.float32(2.0**24), jnp.int32(0)))
     tokens = np.random.default_rng(0).integers(0, 61, (4, 8)).astype(np.int32)
-    step = jax.jit(make_train_step(model, optimizer, schedule, seed=0))
+    step = jax.jit(make_train_step(next_token_loss(model), optimizer, schedule, seed=0))
     skipped, metrics = step(state, {"tokens": tokens, "targets": tokens})
     assert not jnp.isfinite(metrics["train/grad_norm"])
     chex.assert_trees_all_equal(skipped.params, state.params)
@@ -560,7 +560,7 @@ def test_a_pattern_is_checked_before_a_run_begins():
     tree.optim.layer_rates = "h_48/=0.5"
     tree.data.batch_size = tree.train.accumulate_steps = 1
     with pytest.raises(UserError, match="layer_rates has 'h_48/', which matches no parameter"):
-        check_program(Config.from_dict(tree), jax.devices()[:1])
+        Program.from_config(Config.from_dict(tree), jax.devices()[:1])
 
 
 # Memory

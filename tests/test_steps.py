@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +13,14 @@ import pytest
 
 from gpt2.config import OptimConfig, ParallelConfig
 from gpt2.model import GPT, GPTConfig
+from gpt2.model.layers import MLP
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import make_backend
 from gpt2.training.state import LossScale, TrainState
-from gpt2.training.steps import make_eval_step, make_train_step
+from gpt2.training.steps import evaluation_loss, make_eval_step, make_train_step, next_token_loss
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key, init_key, sample_key
+from gpt2.utils.scan import report
 
 CONFIG = GPTConfig(vocab_size=100, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
 OPTIM = OptimConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
@@ -37,7 +40,8 @@ def setup(config=CONFIG, optim=OPTIM, **options):
     optimizer = make_optimizer(optim, schedule, num_steps=10)
     params = jax.jit(model.init)(init_key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     state = TrainState.create(params, optimizer, config.compute_dtype)
-    return state, jax.jit(make_train_step(model, optimizer, schedule, seed=0, **options))
+    loss = options.pop("loss", next_token_loss)(model)
+    return state, jax.jit(make_train_step(loss, optimizer, schedule, seed=0, **options))
 
 
 def test_accumulated_gradients_equal_full_batch():
@@ -75,7 +79,7 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     state, step = setup()
 
     def mean_loss(params):
-        total, count = GPT(CONFIG).apply({"params": params}, **batch, method="loss")
+        total, count = GPT(CONFIG).apply({"params": params}, **batch, method="loss")["loss"]
         return total / count
 
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(state.params)
@@ -140,7 +144,7 @@ def test_dropout_differs_by_device_and_not_by_backend():
     model = GPT(dataclasses.replace(CONFIG, dropout=0.5))
     schedule = make_schedule(OPTIM, 10)
     optimizer = make_optimizer(OPTIM, schedule, num_steps=10)
-    step = make_train_step(model, optimizer, schedule, seed=0)
+    step = make_train_step(next_token_loss(model), optimizer, schedule, seed=0)
 
     def first_state(key):
         params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
@@ -177,11 +181,11 @@ def test_every_key_is_used_once():
 def test_eval_step_sums_losses_and_counts_targets():
     state, step = setup()
     batch = make_batch(1, ignored=[(0, 4)])
-    sums = jax.jit(make_eval_step(GPT(CONFIG)))(state.params, batch)
-    assert sums["count"] == 8 * 8 - 4
-    np.testing.assert_allclose(
-        sums["loss_sum"] / sums["count"], step(state, batch)[1]["train/loss"], rtol=1e-6
-    )
+    total, count = jax.jit(make_eval_step(evaluation_loss(GPT(CONFIG))))(state.params, batch)[
+        "loss"
+    ]
+    assert count == 8 * 8 - 4
+    np.testing.assert_allclose(total / count, step(state, batch)[1]["train/loss"], rtol=1e-6)
 
 
 def test_float16_skips_an_overflowing_step_and_halves_its_scale():
@@ -238,9 +242,63 @@ def test_gradients_equal_an_unfused_reference():
     batch = make_batch(3, batch_size=2)
 
     def total_loss(params):
-        return GPT(CONFIG).apply({"params": params}, **batch, method="loss")[0]
+        return GPT(CONFIG).apply({"params": params}, **batch, method="loss")["loss"][0]
 
     with jax.disable_jit():
         unfused = jax.grad(total_loss)(state.params)
     fused = jax.jit(jax.grad(total_loss))(state.params)
     chex.assert_trees_all_close(fused, unfused, rtol=1e-4, atol=1e-5)
+
+
+def size_of_mlp(model):
+    """A loss with a name of its own, and one from within every layer's MLP."""
+
+    def report_size(next_method, args, kwargs, context):
+        y = next_method(*args, **kwargs)
+        if isinstance(context.module, MLP) and context.method_name == "__call__":
+            report(context.module, "size", jnp.sum(jnp.square(y.astype(jnp.float32))), y.size)
+        return y
+
+    def loss(params, batch, key=None):
+        with nn.intercept_methods(report_size):
+            sums = next_token_loss(model)(params, batch, key)
+        small = jnp.sum(jnp.square(params["wte"]["embedding"])), jnp.float32(1.0)
+        total, count = sums["loss"]
+        return sums | {"small": small, "loss": (total + 0.1 * count * small[0], count)}
+
+    return loss
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, remat):
+    config = dataclasses.replace(CONFIG, scan_layers=scan_layers, remat=remat)
+    batch = make_batch(0)
+    state, plain = setup(config)
+    plain = plain(state, batch)[1]
+    found = setup(config, loss=size_of_mlp)[1](state, batch)[1]
+    added = {"train/small", "train/h_0/mlp/size", "train/h_1/mlp/size"}
+    assert found.keys() - plain.keys() == added
+    assert found["train/h_0/mlp/size"] != found["train/h_1/mlp/size"]
+    small = float(jnp.sum(jnp.square(state.params["wte"]["embedding"])))
+    np.testing.assert_allclose(found["train/small"], small, rtol=1e-6)
+    np.testing.assert_allclose(found["train/loss"], plain["train/loss"] + 0.1 * small, rtol=1e-6)
+    assert abs(found["train/grad_norm"] - plain["train/grad_norm"]) > 1e-3
+    again = setup(config, loss=size_of_mlp, accumulate_steps=4)[1](state, batch)[1]
+    for name in found.keys() - {"train/learning_rate"}:
+        np.testing.assert_allclose(again[name], found[name], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("parallel", [{"backend": "pmap"}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_what_modules_add_is_summed_over_devices(parallel):
+    batch = make_batch(0)
+    state, step = setup(loss=size_of_mlp)
+    expected = step(state, batch)[1]
+    schedule = make_schedule(OPTIM, 10)
+    optimizer = make_optimizer(OPTIM, schedule, num_steps=10)
+    model = GPT(CONFIG)
+    backend = make_backend(ParallelConfig(**parallel), model.logical_axes())
+    step = make_train_step(size_of_mlp(model), optimizer, schedule, seed=0)
+    metrics = backend.compile_train(step)(state, backend.put_batch(batch))[1]
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)

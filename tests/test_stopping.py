@@ -505,10 +505,10 @@ def test_ctrl_c_at_any_moment_is_a_line_and_the_run_continues_to_the_same_bits(t
 
 SLOW_STEPS = """
 import time
-from gpt2.training.feed import Feed
+from gpt2.training.batches import Batches
 
-batch = Feed._train_batch
-Feed._train_batch = lambda self, step: time.sleep(0.5) or batch(self, step)
+batch = Batches._train_batch
+Batches._train_batch = lambda self, step: time.sleep(0.5) or batch(self, step)
 """
 
 

@@ -49,14 +49,14 @@ def test_slopes_of_alibi_are_the_papers(num_heads):
 
 
 def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
-    from gpt2.training.steps import make_eval_step
+    from gpt2.training.steps import evaluation_loss, make_eval_step
 
     tokens = tokens_of(6)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
     for name in ("z_loss", "label_smoothing"):
-        sums = make_eval_step(model_of(name))(params_of(name), batch)
+        sums = make_eval_step(evaluation_loss(model_of(name)))(params_of(name), batch)
         expected = mean_loss("default", model_of(name), params_of(name), tokens)
-        np.testing.assert_allclose(sums["loss_sum"] / sums["count"], expected, rtol=1e-6)
+        np.testing.assert_allclose(sums["loss"][0] / sums["loss"][1], expected, rtol=1e-6)
 
 
 def kernel_stddev(params, *path):
@@ -120,7 +120,7 @@ def test_one_head_of_keys_is_the_mean_of_equal_heads_and_grouping_follows_the_qu
 def test_bits_per_byte_are_nats_over_the_natural_log_of_two():
     from gpt2.evals.validation import validate
 
-    batch = {"loss_sum": jnp.float32(math.log(2) * 10), "count": jnp.float32(10)}
+    batch = {"loss": (jnp.float32(math.log(2) * 10), jnp.float32(10))}
     scores = validate(lambda params, batch: batch, None, [batch], targets_per_byte=0.5)
     assert scores["eval/loss"] == pytest.approx(math.log(2))
     assert scores["eval/bits_per_byte"] == pytest.approx(0.5)

@@ -162,7 +162,8 @@ def mean_loss(name, model, params, tokens):
     loss = config_of(name).loss
     options = dict(z_loss=loss.z_loss, label_smoothing=loss.label_smoothing)
     targets = jnp.roll(tokens, -1, axis=1)
-    total, count = model.apply({"params": params}, tokens, targets, method="loss", **options)
+    sums = model.apply({"params": params}, tokens, targets, method="loss", **options)
+    total, count = sums["loss"]
     return total / count
 
 

@@ -277,7 +277,7 @@ def main() -> None:
 
 
 def _mean_loss(sums: dict[str, jax.Array]) -> float:
-    return float(sums["loss_sum"] / sums["count"])
+    return float(sums["loss"][0] / sums["loss"][1])
 
 
 def _batch(case: dict[str, Any], step: int = 0) -> dict[str, np.ndarray]:

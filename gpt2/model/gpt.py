@@ -126,8 +126,11 @@ class GPT(nn.Module):
         deterministic: bool = True,
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the summed cross-entropy in nats, and the number of targets, float32 scalars.
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Returns sums and counts by name, float32 scalars: `loss` is cross-entropy in nats.
+
+        An auxiliary loss is one more name here, and its weighted sum is added to that of `loss`:
+        each name is summed over the global batch, divided by its count and logged.
 
         Args:
             tokens: [B, T] int32.
@@ -145,7 +148,7 @@ class GPT(nn.Module):
         with jax.named_scope("head"):
             head = self._head(table)
             chunk = positions_per_chunk(B, T, head.shape, is_scarce=pieces is not None)
-            return cross_entropy(
+            loss = cross_entropy(
                 hidden,
                 head,
                 targets,
@@ -158,6 +161,7 @@ class GPT(nn.Module):
                 chunk=chunk,
                 pieces=pieces,
             )
+        return {"loss": loss}
 
     def extend(
         self, tokens: jax.Array, num_new: jax.Array, cache: KVCache

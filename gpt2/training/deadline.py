@@ -11,7 +11,6 @@ from gpt2.errors import UserError
 from gpt2.parallel import distributed
 from gpt2.telemetry.throughput import StepClock
 from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.due import due_after
 
 MARGIN = 1.25  # times what was measured: another save, on a store that others use too
 END_SECONDS = 5.0  # in which files are closed and the process ends
@@ -86,10 +85,14 @@ class Deadline:
         iterations, unnoticed = (4, NOTICE_SECONDS) if agree else (2, 0.0)
         meanwhile = math.ceil(unnoticed / min(self._clock.newest_seconds, default=1.0))
         end = min(step + iterations + meanwhile, self._train.num_steps + 1)
-        ahead = [due_after(number, self._train) for number in range(step, end)]
-        validations = min(iterations, sum(due.validation for due in ahead))
+        validates = [self._recurs(number, self._train.eval_every) for number in range(step, end)]
+        checkpoints = [
+            self._recurs(number, self._train.checkpoint_every) for number in range(step, end)
+        ]
+        validations = min(iterations, sum(validates))
         # Any validation may be the best so far. The state is saved at the end in any case.
-        saves = 1 + min(iterations - 1, sum(due.validation or due.checkpoint for due in ahead[:-1]))
+        either = [v or c for v, c in zip(validates, checkpoints, strict=True)]
+        saves = 1 + min(iterations - 1, sum(either[:-1]))
         return END_SECONDS + MARGIN * (
             (iterations + saves) * self._slowest_step
             + max(validations, least_validations) * self._validation_seconds()
@@ -109,6 +112,9 @@ class Deadline:
             return False
         self.reason += f" ({left:.0f} s are left, and up to {needed:.0f} s are needed)"
         return True
+
+    def _recurs(self, step: int, every: int) -> bool:
+        return step == self._train.num_steps or (every > 0 and step % every == 0)
 
     @property
     def _slowest_step(self) -> float:

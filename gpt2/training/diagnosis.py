@@ -22,12 +22,12 @@ from gpt2.model import GPT
 from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
 from gpt2.parallel import distributed, gather_whole
 from gpt2.parallel.rules import gathered_for
+from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.training.feed import Feed
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.training.steps import Batch, MapSum, model_loss, on_one_device
+from gpt2.training.steps import Batch, MapSum, next_token_loss, on_one_device
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import PROBES
@@ -41,13 +41,13 @@ class Diagnosis:
     """Explains numbers that are not finite.
 
     Attributes:
-        program, feed, workdir, checkpointer: of the run.
+        program, batches, workdir, checkpointer: of the run.
         train_step: the program's, compiled.
         first_state: returns the state before the first step.
     """
 
     program: Program
-    feed: Feed
+    batches: Batches
     workdir: Path
     checkpointer: Checkpointer
     train_step: Callable
@@ -98,7 +98,7 @@ class Diagnosis:
         if state.guard is None:  # else it is as it was before the step
             jax.tree.map(lambda leaf: leaf.delete(), state)  # no device may have room for two
             state = self._repeat(error.step)
-        with self.feed.train_batches(error.step - 1, error.step) as batches:
+        with self.batches.train(error.step - 1, error.step) as batches:
             batch = next(batches)
         if name := self._bad_parameter(state.params):
             return f"parameter {name} was not finite before the step"
@@ -125,7 +125,7 @@ class Diagnosis:
         if start < step - 1:
             about = f"repeating {counted(step - 1 - start, 'step')} to find where it began"
             distributed.only_first(print)(about, flush=True)
-        with self.feed.train_batches(start, step - 1) as batches:
+        with self.batches.train(start, step - 1) as batches:
             for batch in batches:
                 state, _ = self.train_step(state, batch)
         return state
@@ -134,7 +134,7 @@ class Diagnosis:
         if name := self._bad_parameter(params):
             return f"parameter {name} is not finite after the step"
         look = self._compile_look()
-        with self.feed.eval_batches(self.feed.num_eval_batches) as batches:
+        with self.batches.validation() as batches:
             for index, batch in enumerate(batches):
                 if found := look(params, batch):
                     where = f"in batch {index + 1} of the validation split"
@@ -220,14 +220,11 @@ def make_probe_step(
             def look(micro_batch, index):
                 def loss_and_flags(params):
                     params = gathered_for(params, micro_batch)
-                    keys = {}
-                    if step is not None and model.config.dropout:
-                        keys = {"dropout": dropout_key(seed, step, index, device)}
+                    key = None if step is None else dropout_key(seed, step, index, device)
                     with nn.intercept_methods(_sow_flags):
-                        (total, _), found = model_loss(
-                            model, params, micro_batch, not keys, keys, loss, mutable=[PROBES]
-                        )
-                    return total, found[PROBES]
+                        look_at = next_token_loss(model, loss, mutable=[PROBES])
+                        sums, found = look_at(params, micro_batch, key)
+                    return sums["loss"][0], found[PROBES]
 
                 grads: Any = {}
                 if step is None:
@@ -273,7 +270,7 @@ def forward_order(model: GPT, params: Any) -> list[tuple[str, str]]:
 
     with nn.intercept_methods(note):
         jax.eval_shape(
-            partial(model_loss, model, deterministic=True, keys={}),
+            next_token_loss(model),
             params,
             {"tokens": row, "targets": row},
         )

@@ -1,6 +1,6 @@
 """A run's program, built once from its options and its devices.
 
-train.py, `--plan`, the benchmark and the tests of layouts all take model, optimizer, backend and
+train.py, plans, the benchmark and the tests of layouts all take model, optimizer, backend and
 steps from here. Building a `Program` computes and places nothing.
 """
 
@@ -16,7 +16,6 @@ import optax
 
 from gpt2 import launch
 from gpt2.config import Config
-from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
 from gpt2.ops import Scoring, resolve
 from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
@@ -24,13 +23,20 @@ from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
-from gpt2.training.due import recurs
+from gpt2.training.batches import Batches
 from gpt2.training.state import TrainState
 from gpt2.training.statistics import Statistics, make_watch_step
-from gpt2.training.steps import make_eval_step, make_train_step, make_update
+from gpt2.training.steps import (
+    evaluation_loss,
+    make_eval_step,
+    make_train_step,
+    make_update,
+    next_token_loss,
+)
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 from gpt2.utils.remat import compiler_options
+from gpt2.utils.text import format_bytes, format_count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,35 +64,54 @@ class Program:
     eval_step: Callable
 
     @classmethod
-    def from_config(cls, config: Config, devices: Sequence[jax.Device]) -> "Program":
+    def from_config(
+        cls,
+        config: Config,
+        devices: Sequence[jax.Device],
+        *,
+        model: type[GPT] = GPT,
+        loss: Callable = next_token_loss,
+        schedule: Callable = make_schedule,
+        optimizer: Callable = make_optimizer,
+    ) -> "Program":
         """Returns the program of a config whose vocabulary is resolved, over `devices`.
+
+        Args:
+            config, devices: of the run.
+            model, loss, schedule, optimizer: what makes each; train.py names them.
 
         Raises:
             UserError: model, batch and devices do not fit each other.
         """
-        check_program(config, devices)
-        model = GPT(config.gpt())
-        schedule, optimizer = _make_optimizer(config)
+        check_layout(config, len(devices))
+        gpt = model(config.gpt())
+        rates = schedule(config.optim, config.train.num_steps)
+        chain = optimizer(
+            config.optim,
+            rates,
+            num_steps=config.train.num_steps,
+            width_ratio=config.model.width_ratio,
+        )
+        shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
+        check_layer_rates(config.optim, shapes)
+        resolve_attention(config, devices[0])
         backend = make_backend(
             config.parallel,
-            model.logical_axes(),
+            gpt.logical_axes(),
             list(devices),
-            gather_by=choose_gather(config, devices),
+            gather_by=choose_gather(config, devices, num_params(shapes)),
         )
-        options: dict[str, Any] = dict(
-            seed=config.seed,
-            accumulate_steps=config.train.accumulate_steps,
-            loss=config.loss,
-        )
+        update = loss(gpt, config.loss), chain, rates
+        options = dict(seed=config.seed, accumulate_steps=config.train.accumulate_steps)
         program = cls(
             config,
-            model,
-            schedule,
-            optimizer,
+            gpt,
+            rates,
+            chain,
             backend,
-            train_step=make_train_step(model, optimizer, schedule, **options),
-            watch_step=make_watch_step(make_update(model, optimizer, schedule, **options)),
-            eval_step=make_eval_step(model),
+            train_step=make_train_step(*update, **options),
+            watch_step=make_watch_step(make_update(*update, **options)),
+            eval_step=make_eval_step(evaluation_loss(gpt)),
         )
         sizes = dict(backend.mesh.shape)
         if config.parallel.strategy == "zero1":  # parameters are whole along fsdp
@@ -140,6 +165,31 @@ class Program:
         dropout = self.config.model.dropout
         return f"{name} (reference in training, for its dropout)" if dropout else name
 
+    def describe(self, batches: Batches, train_step: CompiledStep, start: int) -> str:
+        """Returns the run's first screen: what will be trained, on what, and for how long."""
+        config, splits = self.config, batches.dataset.splits
+        model, train, memory = config.model, config.train, config.memory
+        layers = f"{model.num_layers} layers" + (" scanned" if memory.scan_layers else "")
+        remat = f", remat {memory.remat}" if memory.remat != "none" else ""
+        tokens, held_out = splits["train"].num_tokens, splits["validation"].num_tokens
+        epochs = train.num_steps * config.tokens_per_step / tokens
+        micro = f" in {train.accumulate_steps} micro-batches" * (train.accumulate_steps > 1)
+        device, used = self.backend.mesh.devices.flat[0], train_step.memory
+        rows = {
+            "model": f"{format_count(num_params(self.state_shapes.params))} parameters, {layers}, "
+            f"{model.num_heads} heads, {model.embed_dim} wide, context {model.context_length}",
+            "compute": f"{config.precision.compute}, attention {self.attention}{remat}",
+            "data": f"{config.data.corpus}, {config.data.tokenizer} ({model.vocab_size:,} tokens)",
+            "": f"{format_count(tokens)} tokens, seen {epochs:.2g} times; "
+            f"{format_count(held_out)} held out",
+            "devices": f"{jax.device_count()} x {device.device_kind}, {self.backend.layout}",
+            "step": f"{config.tokens_per_step:,} tokens{micro}, "
+            + (f"{format_bytes(used.peak)} a device, " if used else "")
+            + f"compiled in {train_step.compile_seconds:.1f} s",
+            "run": f"steps {start + 1} to {train.num_steps}",
+        }
+        return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
+
     def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
@@ -162,7 +212,7 @@ class Program:
             return lambda step, state, batch: None
         step = self.backend.compile_watch(self.watch_step)
         compiled = _compile(step, state, batch, options=self._compiler_options)
-        return lambda step, state, batch: compiled(state, batch) if recurs(step, every) else None
+        return lambda step, state, batch: None if step % every else compiled(state, batch)
 
     @property
     def _compiler_options(self) -> dict[str, str]:
@@ -172,7 +222,7 @@ class Program:
         )
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
-        """Compiles `(params, batch) -> metrics`; arguments as for `compile_train`."""
+        """Compiles `(params, batch) -> {name: (sum, count)}`; arguments as for `compile_train`."""
         return _compile(self.backend.compile_eval(self.eval_step), params, batch)
 
 
@@ -187,13 +237,12 @@ def draw_params(model: GPT, key: jax.Array) -> Any:
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
 
-def choose_gather(config: Config, devices: Sequence[jax.Device]) -> str:
+def choose_gather(config: Config, devices: Sequence[jax.Device], num_params: int) -> str:
     """Returns when parameters are gathered over `fsdp` on these devices: by `layer` or by `step`.
 
-    It is what `parallel.fsdp_gather` says. `auto` takes `layer` with one micro-batch and 16-bit
-    computation: it holds less and sends no more, since two gathers in 16 bits are one in 32. Else
-    `step` sends less. It needs room for all parameters and gradients, 8 bytes each. They may take
-    half of the device, since state and activations need the rest.
+    `auto` takes `layer` with one micro-batch and 16-bit computation: it holds less and sends no
+    more, since two gathers in 16 bits are one in 32. Else `step` sends less, if parameters and
+    gradients, 8 bytes each, take less than half of the device.
     """
     if config.parallel.fsdp_gather != "auto":
         return config.parallel.fsdp_gather
@@ -202,42 +251,9 @@ def choose_gather(config: Config, devices: Sequence[jax.Device]) -> str:
         return "step"
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
-    shapes = jax.eval_shape(partial(draw_params, GPT(config.gpt())), jax.random.key(0))
     name = board_name(devices[0].device_kind)
-    needed = 8 * num_params(shapes) / sizes["tensor"]
+    needed = 8 * num_params / sizes["tensor"]
     return "layer" if name and needed > 0.5 * 1e9 * BOARDS[name].memory else "step"
-
-
-def _make_optimizer(config: Config) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    num_steps = config.train.num_steps
-    schedule = make_schedule(config.optim, num_steps)
-    width_ratio = config.model.width_ratio
-    return schedule, make_optimizer(
-        config.optim, schedule, num_steps=num_steps, width_ratio=width_ratio
-    )
-
-
-def check_program(config: Config, devices: Sequence[jax.Device]) -> None:
-    """Refuses, before anything is spent, a config that makes no program on these devices.
-
-    Raises:
-        UserError: the model or the batch does not divide over the mesh, attention or
-            rematerialisation cannot run there as asked, or the optimizer cannot work with its
-            options.
-    """
-    check_layout(config, len(devices))
-    resolve_attention(config, devices[0])
-    if config.memory.remat == "offload" and platform_of(devices[0]) == "cpu":
-        raise UserError(
-            "memory.remat=offload is ignored by a CPU, whose memory is the host's",
-            "Use --config.memory.remat=dots",
-        )
-    _make_optimizer(config)
-    if config.optim.layer_rates:
-        model = GPT(config.with_vocabulary(1).gpt())  # names do not depend on its size
-        check_layer_rates(
-            config.optim, jax.eval_shape(partial(draw_params, model), jax.random.key(0))
-        )
 
 
 def resolve_attention(config: Config, device: jax.Device) -> str:

@@ -1,10 +1,12 @@
 """One step of training and one of evaluation, as pure functions.
 
 A step knows of no device, mesh or file. It sums over the rows that it is given, through `map_sum`,
-which a backend of `gpt2.parallel` provides. `map_sum(function)(params, batch)` calls
+which a backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
 `function(params, rows, device) -> (sums, grads)` for the rows of every device that splits the
-batch. It adds up the results once, across all devices. `sums` is a tree of scalars, and `grads` is
-a tree like `params`, or None.
+batch, and adds up the results once, across all devices. Both are trees of arrays.
+
+What is summed is what the loss returns: `{name: (sum, count)}`. `sums["loss"]` is differentiated,
+every name is divided once, at the end, and becomes the metric `train/NAME` or `eval/NAME`.
 """
 
 import dataclasses
@@ -25,15 +27,58 @@ from gpt2.parallel.rules import gathered_for
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
+from gpt2.utils.scan import METRICS, reported
 
 Batch = dict[str, jax.Array]
+Sums = dict[str, tuple[jax.Array, jax.Array]]
 Metrics = dict[str, jax.Array]
 MapSum = Callable[[Callable], Callable]
+LossFn = Callable[..., Sums]
+
+
+def next_token_loss(model: GPT, options: LossConfig = LossConfig(), **apply: Any) -> LossFn:
+    """Returns `loss(params, batch, key=None) -> {name: (sum, count)}`, float32 scalars.
+
+    `loss` is `GPT.loss`'s, and other names are its own and those that modules `report`. A training
+    step swaps it for any function of this signature.
+
+    Args:
+        model: its `loss` is applied.
+        options: what to add to cross-entropy.
+        **apply: for `GPT.apply`; a collection to record in as well, for example.
+    """
+
+    def loss(params: Any, batch: Batch, key: jax.Array | None = None) -> Any:
+        chex.assert_rank(batch["tokens"], 2)
+        chex.assert_equal_shape(list(batch.values()))
+        chex.assert_type(list(batch.values()), int)
+        drops = key is not None and model.config.dropout > 0
+        sums, variables = model.apply(
+            {"params": params},
+            batch["tokens"],
+            batch["targets"],
+            segments=batch.get("segments"),
+            deterministic=not drops,
+            z_loss=options.z_loss,
+            label_smoothing=options.label_smoothing,
+            rngs={"dropout": key} if drops else {},
+            method="loss",
+            **{"mutable": [METRICS]} | apply,
+        )
+        sums = sums | reported(variables.get(METRICS, {}))
+        return (sums, variables) if apply else sums
+
+    return loss
 
 
 def on_one_device(function: Callable) -> Callable:
     """Maps as `map_sum` does, for a single device: all rows in one call, nothing to add."""
     return lambda params, batch: function(params, batch, 0)
+
+
+def means(sums: Sums, prefix: str) -> Metrics:
+    """Returns `{prefix + name: sum / count}`; where nothing was counted, the sum."""
+    return {prefix + name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
 
 
 class Update(NamedTuple):
@@ -53,23 +98,19 @@ class Update(NamedTuple):
 
 
 def make_update(
-    model: GPT,
+    loss: LossFn,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
     seed: int,
     accumulate_steps: int = 1,
-    loss: LossConfig = LossConfig(),
 ) -> Callable[[TrainState, Batch, MapSum], Update]:
     """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
-    Losses and gradients are summed with their token counts and divided once, so the result is the
-    mean over the global batch, whatever the layout. A step that is left out changes only the step
-    count and what tells such steps: the loss scale of float16, or the guard. The schedule does not
-    advance.
+    A skipped step changes only the step count and what decides on skipping: the loss scale of
+    float16, or the guard. The schedule does not advance.
     """
-    dropout = model.config.dropout > 0
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Update:
@@ -78,22 +119,25 @@ def make_update(
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
 
         def sum_gradients(params, rows, device):
-            def loss_and_count(params, micro_batch, index):
+            def scaled_loss(params, micro_batch, index):
                 params = gathered_for(params, micro_batch)
-                keys = {"dropout": dropout_key(seed, state.step, index, device)} if dropout else {}
-                total, count = model_loss(model, params, micro_batch, not dropout, keys, loss)
-                return total * scale, count
+                sums = loss(params, micro_batch, dropout_key(seed, state.step, index, device))
+                return sums["loss"][0] * scale, sums
 
-            gradients = partial(jax.value_and_grad(loss_and_count, has_aux=True), params)
-            return accumulate(gradients, rows, accumulate_steps)
+            def sums_and_gradients(micro_batch, index):
+                gradients = jax.value_and_grad(scaled_loss, has_aux=True)
+                (_, sums), grads = gradients(params, micro_batch, index)
+                return sums, grads
 
-        (total, count), grads = map_sum(sum_gradients)(state.params, batch)
+            return accumulate(sums_and_gradients, rows, accumulate_steps)
+
+        sums, grads = map_sum(sum_gradients)(state.params, batch)
         with jax.named_scope("optimizer"):
-            divisor = scale * jnp.maximum(count, 1.0)
-            inverse = 1.0 / divisor  # a product is not stored: docs/performance.md, XLA:CPU note 1
+            # A product is not stored: docs/performance.md, XLA:CPU note 1.
+            inverse = 1.0 / (scale * jnp.maximum(sums["loss"][1], 1.0))
             grads = jax.tree.map(lambda g: g * inverse, grads)
-            mean_loss, grad_norm = total / divisor, global_norm(grads)
-            keep, judged, about_skips = _judge(state, mean_loss, grad_norm)
+            metrics, grad_norm = means(sums, "train/"), global_norm(grads)
+            keep, judged, about_skips = _judge(state, metrics["train/loss"], grad_norm)
 
             def take() -> tuple[Any, Any, Any]:
                 # Within a branch, XLA would not see that a clip takes the norm again.
@@ -102,39 +146,37 @@ def make_update(
                 )
                 return optax.apply_updates(state.params, updates), opt_state, updates
 
-            def leave_out() -> tuple[Any, Any, Any]:
+            def skip() -> tuple[Any, Any, Any]:
                 return state.params, state.opt_state, jax.tree.map(jnp.zeros_like, state.params)
 
-            params, opt_state, updates = take() if keep is None else either(keep, take, leave_out)
-        metrics = {
-            "train/loss": mean_loss,
+            params, opt_state, updates = take() if keep is None else either(keep, take, skip)
+        metrics |= about_skips | {
             "train/grad_norm": grad_norm,
             "train/learning_rate": jnp.float32(schedule(num_updates(state.opt_state))),
         }
         new_state = judged.replace(step=state.step + 1, params=params, opt_state=opt_state)
-        return Update(new_state, metrics | about_skips, grads, updates)
+        return Update(new_state, metrics, grads, updates)
 
     return update
 
 
 def make_train_step(
-    model: GPT,
+    loss: LossFn,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     **options: Any,
 ) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
     """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
-    Metrics, float32 scalars: `train/loss` (nats per token, with what `loss` adds),
-    `train/grad_norm` (before clipping) and `train/learning_rate` (of this step, left out or not).
-    Where steps may be left out, also `bad_in_a_row` (steps up to this one that were not finite,
-    with float16 only those for which the loss scale is not to blame). With a guard, also
-    `train/skipped_steps` (so far) and `skipped` (1 if this one is left out).
+    Metrics, float32 scalars: `train/loss` (nats per token, with what the options add) and
+    `train/NAME` for whatever else `loss` returns; `train/grad_norm` (before clipping) and
+    `train/learning_rate`. Where steps may be skipped, also `bad_in_a_row` (steps up to this one
+    with NaN or Inf) and, with a guard, `train/skipped_steps` (so far) and `skipped` (0 or 1).
 
     Args:
-        model, optimizer, schedule, **options: as for `make_update`, which tells what a step does.
+        loss, optimizer, schedule, **options: as for `make_update`, which tells what a step does.
     """
-    update = make_update(model, optimizer, schedule, **options)
+    update = make_update(loss, optimizer, schedule, **options)
 
     def train_step(
         state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
@@ -178,54 +220,18 @@ def _choose(condition: Any, tree: Any, other: Any) -> Any:
     return jax.tree.map(partial(jnp.where, condition), tree, other)
 
 
-def make_eval_step(model: GPT) -> Callable[[Any, Batch, MapSum], Metrics]:
-    """Returns `eval_step(params, batch, map_sum=on_one_device) -> metrics`.
+def make_eval_step(loss: LossFn) -> Callable[[Any, Batch, MapSum], Sums]:
+    """Returns `eval_step(params, batch, map_sum=on_one_device) -> {name: (sum, count)}`.
 
-    Metrics, float32 scalars: `loss_sum` in nats and `count` of targets, over the global batch.
+    Sums are over the global batch, float32 scalars.
     """
-    model = GPT(dataclasses.replace(model.config, logits_dtype="float32"))
 
-    def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Metrics:
-        def sum_loss(params, rows, device):
-            total, count = model_loss(model, params, rows, deterministic=True, keys={})
-            return {"loss_sum": total, "count": count}, None
-
-        return map_sum(sum_loss)(params, batch)[0]
+    def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
+        return map_sum(lambda params, rows, device: (loss(params, rows), None))(params, batch)[0]
 
     return eval_step
 
 
-def model_loss(
-    model: GPT,
-    params: Any,
-    batch: Batch,
-    deterministic: bool,
-    keys: dict[str, jax.Array],
-    loss: LossConfig = LossConfig(),
-    **options: Any,
-) -> Any:
-    """Returns the summed loss of a batch and its number of targets, as `GPT.loss` does.
-
-    Args:
-        model, params: of the run.
-        batch: as for `make_update`.
-        deterministic: without dropout.
-        keys: random keys by purpose.
-        loss: what to add to cross-entropy.
-        **options: for `GPT.apply`, which may return more.
-    """
-    chex.assert_rank(batch["tokens"], 2)
-    chex.assert_equal_shape(list(batch.values()))
-    chex.assert_type(list(batch.values()), int)
-    return model.apply(
-        {"params": params},
-        batch["tokens"],
-        batch["targets"],
-        segments=batch.get("segments"),
-        deterministic=deterministic,
-        z_loss=loss.z_loss,
-        label_smoothing=loss.label_smoothing,
-        rngs=keys,
-        method="loss",
-        **options,
-    )
+def evaluation_loss(model: GPT) -> LossFn:
+    """Returns the plain cross-entropy of validation: no dropout, logits in float32."""
+    return next_token_loss(GPT(dataclasses.replace(model.config, logits_dtype="float32")))

@@ -15,7 +15,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-PROBES = "probes"  # a collection of variables: what is noted of a layer beside its result
+# Collections of variables, for what a layer gives beside its result.
+PROBES = "probes"  # by the search for the first NaN or Inf
+METRICS = "metrics"  # by `report`
 
 _LAYER = re.compile(r"h_(\d+)")
 
@@ -36,12 +38,38 @@ def scan_layers(
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
         block,
-        variable_axes={"params": 0, PROBES: 0},
+        variable_axes={"params": 0, PROBES: 0, METRICS: 0},
         split_rngs={"params": True, "dropout": True},
         in_axes=tuple(0 if name in per_layer else nn.broadcast for name in others),
         length=num_layers,
         unroll=unroll,
     )
+
+
+def report(module: nn.Module, name: str, total: jax.Array, count: jax.Array | float = 1.0) -> None:
+    """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
+
+    PATH is the module's, such as `h_3/attn`. Over micro-batches, devices and batches of a
+    validation, `total` and `count` add up, float32 scalars, and their quotient is logged.
+    """
+    pair = jnp.float32(total), jnp.float32(count)
+    module.sow(METRICS, name, pair, init_fn=lambda: None, reduce_fn=lambda _, new: new)
+
+
+def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns `{PATH/name: (total, count)}` of what modules `report`, layer by layer."""
+    found = {}
+    is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
+    for path, pair in jax.tree_util.tree_leaves_with_path(collection, is_leaf=is_pair):
+        names = [entry.key for entry in path]
+        if "h" in names:  # stacked
+            at = names.index("h")
+            for i in range(len(pair[0])):
+                layer = "/".join([*names[:at], f"h_{i}", *names[at + 1 :]])
+                found[layer] = pair[0][i], pair[1][i]
+        else:
+            found["/".join(names)] = pair
+    return found
 
 
 def stack_layers(tree: Any, stack: Callable = lambda *leaves: jnp.stack(leaves)) -> Any:

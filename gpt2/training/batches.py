@@ -6,24 +6,18 @@ from gpt2.config import Config
 from gpt2.data.dataset import Dataset
 from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2.parallel import Backend
-from gpt2.utils.text import counted
 
 
-class Feed:
+class Batches:
     """Reads a run's batches and puts them on the devices ahead of their use.
 
     Each process reads the rows that its own devices hold.
 
-    Args:
-        config: of the run.
-        dataset: the prepared corpus.
-        backend: which places batches.
-
     Attributes:
-        dataset: as given.
+        dataset: the prepared corpus.
         num_eval_batches: batches in a validation.
-        eval_is_whole: whether a validation covers the whole split.
-        targets_per_byte: tokens to predict for each byte of the validation split.
+        targets_per_byte: tokens to predict for each byte of the validation split; None unless a
+            validation covers all of it.
 
     Raises:
         UserError: a split is smaller than a batch, or has no documents to mask.
@@ -33,9 +27,8 @@ class Feed:
         shape: dict[str, Any] = dict(
             context_length=config.model.context_length, document_mask=config.data.document_mask
         )
-        self._train = TrainLoader(
-            dataset, batch_size=config.data.batch_size, seed=config.seed, **shape
-        )
+        size = config.data.batch_size
+        self._train = TrainLoader(dataset, batch_size=size, seed=config.seed, **shape)
         self._eval = ValidationLoader(
             dataset,
             batch_size=config.micro_batch_size,
@@ -43,34 +36,28 @@ class Feed:
             **shape,
         )
         self.dataset = dataset
-        self._batch_size, self._log_every = config.data.batch_size, config.train.log_every
-        self._train_rows = backend.local_rows(config.data.batch_size)
+        self._train_rows = backend.local_rows(size)
         self._eval_rows = backend.local_rows(config.micro_batch_size)
         self._put = backend.put_batch
+        self._batch_size = size
         self.num_eval_batches = len(self._eval)
-        self.eval_is_whole = self._eval.is_whole
-        self.targets_per_byte = dataset.splits["validation"].targets_per_byte
+        whole = dataset.splits["validation"].targets_per_byte if self._eval.is_whole else None
+        self.targets_per_byte = whole
 
-    def train_batches(self, start: int, stop: int) -> Prefetcher:
+    def train(self, start: int, stop: int) -> Prefetcher:
         """Returns the batches of the steps from `start` to `stop` - 1, counted from 0."""
         return Prefetcher(self._train_batch, range(start, stop), self._put)
 
     def epoch_end(self, step: int) -> str:
-        """Returns what to say if the step, counted from 1, ends an epoch; else an empty text.
-
-        Of epochs with fewer steps than lie between two lines of metrics, it tells of the first,
-        the second, the fourth and so on: more lines would hide the metrics.
-        """
+        """Returns a line if the step, counted from 1, ends epoch 1, 2, 4, 8, ...; else nothing."""
         windows = self._train.num_windows
         epoch, before = (count * self._batch_size // windows for count in (step, step - 1))
-        is_short = windows < self._log_every * self._batch_size
-        if epoch == before or (is_short and epoch.bit_count() > 1):
-            return ""
-        return f"step {step} ends epoch {epoch}: all {counted(windows, 'window')} have been seen"
+        ends = epoch > before and epoch.bit_count() == 1
+        return f"epoch {epoch} ends: all {windows:,} windows have been seen" if ends else ""
 
-    def eval_batches(self, number: int) -> Prefetcher:
-        """Returns the first batches of the validation split."""
-        return Prefetcher(self._eval_batch, range(number), self._put)
+    def validation(self, number: int = 0) -> Prefetcher:
+        """Returns the first batches of the validation split; 0: all that a validation has."""
+        return Prefetcher(self._eval_batch, range(number or self.num_eval_batches), self._put)
 
     def examples(self) -> tuple[Any, Any]:
         """Returns a batch of training and one of validation, to compile for."""
