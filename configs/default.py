@@ -14,6 +14,7 @@ CHOICES = {
     "model.position": ("learned", "rope", "sinusoidal", "alibi", "none"),
     "model.init": ("normal", "xavier", "fan_in"),
     "model.attention": ("auto", "reference", "xla", "blocked", "cudnn", "splash"),
+    "precision.params": ("float32",),  # 16 bits lose an optimizer's small updates
     "precision.compute": ("float32", "bfloat16", "float16"),
     "precision.logits": ("float32", "bfloat16"),
     "optim.name": (
@@ -25,7 +26,64 @@ CHOICES = {
     "parallel.backend": ("pjit", "pmap"),
     "parallel.strategy": ("auto", "ddp", "zero1", "zero3", "megatron"),
     "parallel.fsdp_gather": ("auto", "layer", "step"),
+    **{
+        f"parallel.rules.{axis}": ("none", "fsdp", "tensor", "tensor,fsdp")
+        for axis in ("table", "embed", "norm", "heads", "mlp", "vocab", "position")
+    },
+    "parallel.rules.sequence": ("none", "tensor"),
     "memory.remat": ("none", "full", "attention", "mlp", "dots", "offload"),
+}
+
+# The numbers that an option takes, where these are not all from 0 on. Round brackets leave the end
+# itself out.
+RANGES = {
+    "seed": "[0, 4294967295]",  # keys hold 32 bits of a seed; larger ones would repeat
+    **dict.fromkeys(
+        (
+            *("model.context_length", "model.num_layers", "model.num_heads", "model.embed_dim"),
+            *("model.mlp_ratio", "data.batch_size", "optim.precondition_every"),
+            *("train.num_steps", "train.accumulate_steps", "train.log_every"),
+            *("train.keep_checkpoints", "memory.scan_unroll"),
+        ),
+        "[1, inf)",
+    ),
+    **dict.fromkeys(
+        (
+            *("model.dropout", "loss.label_smoothing", "optim.beta1", "optim.beta2"),
+            *("optim.beta3", "optim.momentum", "optim.ema"),
+        ),
+        "[0, 1)",
+    ),
+    **dict.fromkeys(("model.norm_eps", "model.rope_base", "optim.eps"), "(0, inf)"),
+    **dict.fromkeys(("optim.warmup_percent", "optim.decay_percent"), "[0, 100]"),
+    **dict.fromkeys(("parallel.data", "parallel.fsdp", "parallel.tensor"), "[-1, inf)"),
+    "data.val_fraction": "(0, 1]",
+}
+
+# What other codebases call our options.
+ALIASES = {
+    "lr": "optim.learning_rate",
+    "max_lr": "optim.learning_rate",
+    "min_lr": "optim.end_learning_rate",
+    "wd": "optim.weight_decay",
+    "grad_clip": "optim.clip_norm",
+    "warmup_iters": "optim.warmup_steps",
+    "optimizer": "optim.name",
+    "max_iters": "train.num_steps",
+    "max_steps": "train.num_steps",
+    "steps": "train.num_steps",
+    "gradient_accumulation_steps": "train.accumulate_steps",
+    "eval_interval": "train.eval_every",
+    "log_interval": "train.log_every",
+    "block_size": "model.context_length",
+    "seq_len": "model.context_length",
+    "n_layer": "model.num_layers",
+    "n_head": "model.num_heads",
+    "n_embd": "model.embed_dim",
+    "d_model": "model.embed_dim",
+    "dtype": "precision.compute",
+    "dataset": "data.corpus",
+    "bs": "data.batch_size",
 }
 
 

@@ -1,16 +1,14 @@
-"""The error for mistakes that a user can mend, the checks that raise it, and warnings."""
+"""The error for mistakes that a person can mend, checks that raise it, and lines on the screen."""
 
 import contextlib
 import difflib
 import errno
 import functools
-import math
 import os
-import select
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -26,28 +24,22 @@ class UserError(Exception):
 
     Args:
         what: what is wrong, naming the option or file.
-        how: how to mend it.
+        how: how to mend it, where that is one obvious thing.
         exit_code: the exit code of the command.
-
-    Attributes:
-        what, how: as given, `what` without its full stop, for those who know better how to mend it.
     """
 
     EXIT_CODE = 2
 
-    def __init__(self, what: str, how: str, exit_code: int = EXIT_CODE):
+    def __init__(self, what: str, how: str = "", exit_code: int = EXIT_CODE):
         self.exit_code, self.what, self.how = exit_code, what.rstrip("."), how
-        told = f"{self.what}. {how.rstrip('.')}" + ("" if how[-1] == "?" else ".")
-        super().__init__("".join(map(_printable, told)))
-
-
-def _printable(character: str) -> str:
-    """Returns what shows a character in a line: names of files and flags may hold any."""
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+        told = ". ".join(filter(None, [self.what, how.rstrip(".")]))
+        told += "" if told.endswith("?") else "."
+        # Names of files and flags may hold any character.
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in told))
 
 
 class DivergedError(ArithmeticError):
-    """A number that a run depends on is not finite.
+    """A number that a run depends on is NaN or Inf.
 
     Args:
         step: the optimizer step that gave it.
@@ -63,9 +55,7 @@ class DivergedError(ArithmeticError):
 def exit_on_user_error(main: Callable) -> Callable:
     """Wraps a command's main, so that a user's mistake prints one line and sets the exit code.
 
-    A `UserError` prints `error: ...` on stderr, and so does a full disk or a path that the system
-    refuses. Ctrl-C exits with 130, as in a shell, and a reader that wants no more, such as `head`,
-    with 141 and without a word.
+    So does Ctrl-C, with 130. A reader that wants no more, such as `head`, gives 141 and no word.
     """
 
     @functools.wraps(main)
@@ -73,10 +63,7 @@ def exit_on_user_error(main: Callable) -> Callable:
         try:
             return main(*args, **kwargs)
         except BrokenPipeError:
-            if not _has_lost_its_reader(sys.stdout):
-                raise  # another pipe
-            with contextlib.suppress(OSError):
-                _forget(sys.stdout)
+            _silence(sys.stdout)
             sys.exit(128 + signal.SIGPIPE)
         except (UserError, OSError, KeyboardInterrupt) as error:
             if not (end := describe_end(error)):
@@ -92,50 +79,25 @@ def exit_on_user_error(main: Callable) -> Callable:
     return wrapped
 
 
+# What the system refuses because of a disk, or of a path that a person chose.
+_REFUSED = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+)
+
+
 def describe_end(error: BaseException) -> tuple[str, int] | None:
     """Returns what a command prints that ends by an exception, and its exit code.
 
     None: the exception is a mistake of the program, and its traceback has to be seen.
     """
-    if isinstance(error, OSError):
-        error = _describe_os_error(error) or error
+    if isinstance(error, OSError) and error.errno in _REFUSED:
+        where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
+        error = UserError(f"{error.strerror}{where}")
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT", 128 + signal.SIGINT
-    return None
-
-
-@contextlib.contextmanager
-def paths_are_checked() -> Iterator[None]:
-    """Leaves the body the tracebacks of paths that the system refuses. No person chose them badly.
-
-    Raises:
-        RuntimeError: in place of an OSError that `exit_on_user_error` would ascribe to a person.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _OF_PATHS:
-            raise
-        raise RuntimeError(f"the system has refused what it allowed before: {error}") from error
-
-
-# What the system refuses because of a path that a person chose.
-_OF_PATHS = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG),
-    *(errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
-)
-
-
-def _describe_os_error(error: OSError) -> UserError | None:
-    """Returns the line for what the system refuses, None if no person can mend it."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" of {error.filename}" if error.filename else ""
-        return UserError(f"no room is left on the disk{where}", "Make room, and repeat the command")
-    if error.errno in _OF_PATHS and error.filename:
-        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
-        return UserError(f"{name}: {error.strerror}", "Give another path, or mend this one")
     return None
 
 
@@ -152,134 +114,42 @@ def tell(message: str, stream: TextIO | None = None) -> None:
 
 
 @contextlib.contextmanager
+def paths_are_checked() -> Iterator[None]:
+    """Leaves the body its tracebacks."""
+    yield
+
+
+@contextlib.contextmanager
 def unheard(stream: TextIO) -> Iterator[None]:
     """Lets the body print on `stream`. What cannot be printed is lost, and the program goes on.
 
     The pipe of a screen may have lost its reader, since Ctrl-C ends `tee` too. The disk of a log
-    may be full. What is printed later is tried again.
+    may be full.
     """
     try:
         yield
     except OSError:
-        with contextlib.suppress(OSError):
-            _forget(stream)
+        _silence(stream)
 
 
-def _has_lost_its_reader(stream: TextIO) -> bool:
-    poll = select.poll()
-    try:
-        poll.register(stream, 0)  # the loss of a reader is told in any case
-    except (OSError, ValueError, TypeError):  # it is no file
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+def _silence(stream: TextIO) -> None:
+    """Lets a stream print nowhere: Python would print its rest at the end, and exit with 120."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def _forget(stream: TextIO) -> None:
-    """Empties a stream's buffer. Python would print it at its end, and fail with exit code 120."""
-    number = stream.fileno()
-    kept = os.dup(number)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), number)
-        try:
-            stream.flush()
-        finally:
-            os.dup2(kept, number)
-            os.close(kept)
+def refuse(wrong: object, what: str, how: str = "") -> None:
+    """Raises a UserError if something is wrong."""
+    if wrong:
+        raise UserError(what, how)
 
 
-def unknown_option(name: str, spellings: Mapping[str, str], otherwise: str) -> UserError:
-    """Returns the error for an option that does not exist.
-
-    It suggests the most similar one, or the only one that begins so.
-
-    Args:
-        name: what the user gave.
-        spellings: existing options, by every spelling that a person may use, without dashes.
-        otherwise: how to find the option if no spelling is similar.
-    """
-    given = name.lstrip("-")
-    near = difflib.get_close_matches(given, spellings, n=1, cutoff=0.8)
-    begun = [spelling for spelling in spellings if spelling.startswith(given)]
-    near = near or (begun if len(begun) == 1 else [])
-    how = f"Did you mean {spellings[near[0]]}?" if near else otherwise
-    return UserError(f"there is no option {name}", how)
-
-
-def require_choice(
-    name: str, value: str, choices: tuple[str, ...], flag: bool = True, usual: str | None = None
-) -> None:
-    """Raises a UserError unless `value` is one of `choices`.
-
-    Args:
-        name: of the config option.
-        value: its value.
-        choices: what it may be.
-        flag: `name` is a config option.
-        usual: the choice to propose where none is similar to `value`; the first, if not given.
-    """
+def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = False) -> None:
+    """Raises a UserError unless `value` is one of `choices`; it proposes the nearest."""
     if value not in choices:
-        cutoff = 0.75 if choices[0] == "auto" else 0.54  # "flash" is not meant as "splash"
-
-        def likeness(choice: str) -> float:
-            return difflib.SequenceMatcher(None, choice, str(value).lower()).ratio()
-
-        nearest = max(choices, key=likeness)  # the first of those
-        near = nearest if likeness(nearest) >= cutoff else usual or choices[0]
-        option = f"--config.{name}={near}" if flag else near
-        raise UserError(
-            f"{name}={value} is not one of {', '.join(choices)}", f"For example, use {option}"
-        )
-
-
-def require_at_least(name: str, value: float, minimum: float, example: float | None = None) -> None:
-    """Raises a UserError unless the config option `name` is at least `minimum`.
-
-    Args:
-        name: the option.
-        value: its value.
-        minimum: the least that is allowed.
-        example: a value that works, where the least is no good advice.
-    """
-    if not value >= minimum:
-        how = f"Use --config.{name}={minimum}"
-        if example is not None:
-            how = f"For example, use --config.{name}={example}"
-        raise UserError(f"{name}={value} is below {minimum}", how)
-
-
-def require_finite(
-    name: str, value: float, minimum: float = -math.inf, example: float | None = None
-) -> None:
-    """Raises a UserError unless the config option `name` is finite and at least `minimum`."""
-    if not math.isfinite(value):
-        number = next(n for n in (example, minimum, 0) if n is not None and math.isfinite(n))
-        raise UserError(
-            f"{name}={value} is not a finite number",
-            f"For example, use --config.{name}={number}",
-        )
-    require_at_least(name, value, minimum, example)
-
-
-def require_positive(name: str, value: float, example: float, flag: bool = False) -> None:
-    """Raises a UserError unless `value` is finite and above 0, as `example` is.
-
-    Args:
-        name: of the config option, or of the `flag`.
-        value: its value.
-        example: one that works.
-        flag: `name` is not a config option.
-    """
-    if not 0.0 < value < math.inf:
-        dashes = "--" if flag else ""
-        how = f"For example, use {dashes or '--config.'}{name}={example}"
-        raise UserError(f"{dashes}{name}={value} is not above 0 and finite", how)
-
-
-def require_fraction(name: str, value: float, example: float = 0.0) -> None:
-    """Raises a UserError unless the config option `name` is in [0, 1), as `example` is."""
-    if not 0.0 <= value < 1.0:
-        how = f"For example, use --config.{name}={example}"
-        raise UserError(f"{name}={value} is not in [0, 1)", how)
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        how = f"Did you mean {near[0]}?" if near else ""
+        raise UserError(f"{name}={value} is not one of {', '.join(choices)}", how)
 
 
 def require_writable(flag: str, directory: Path) -> None:
@@ -301,13 +171,10 @@ def require_writable(flag: str, directory: Path) -> None:
 def require_writable_file(flag: str, path: Path) -> None:
     """Raises a UserError unless `path` is no directory, and lies where files can be written."""
     require_writable(flag, path.parent)
-    if path.is_dir():
-        raise UserError(f"--{flag}={path} is a directory", "Give a file")
+    refuse(path.is_dir(), f"--{flag}={path} is a directory", "Give a file")
 
 
 def require_source(workdir: str | Path | None, hf_directory: str | Path | None) -> None:
     """Raises a UserError unless exactly one source of weights is given."""
-    if workdir and hf_directory:
-        raise UserError("--workdir and --hf both name weights", "Leave out one")
-    if not (workdir or hf_directory):
-        raise UserError("there are no weights to load", "Give --workdir or --hf")
+    refuse(workdir and hf_directory, "--workdir and --hf both name weights", "Give one of them")
+    refuse(not (workdir or hf_directory), "no weights are named", "Give --workdir or --hf")

@@ -1,28 +1,41 @@
 """Options: a typed, validated view of the ConfigDict that configs/ and the command line give."""
 
-from gpt2.config.architecture import SIZES, GPTConfig, ModelConfig
-from gpt2.config.choices import CHOICES, DEFAULTS, flatten
-from gpt2.config.files import check_config_file, is_record, read_config_file
-from gpt2.config.groups import (
+from gpt2.config.model import SIZES, GPTConfig, ModelConfig
+from gpt2.config.optim import OptimConfig
+from gpt2.config.options import (
+    ALIASES,
+    CHOICES,
+    DEFAULTS,
+    MAX_INT,
+    MAX_SEED,
+    complete,
+    flatten,
+    no_option,
+    read_option,
+    require_option,
+)
+from gpt2.config.run import (
+    Config,
     DataConfig,
     LoggingConfig,
     LossConfig,
     MemoryConfig,
+    ParallelConfig,
     PrecisionConfig,
+    RulesConfig,
     TrainConfig,
-)
-from gpt2.config.optim import OptimConfig
-from gpt2.config.overrides import ALIASES, option, read_option, with_options
-from gpt2.config.parallel import ParallelConfig, RulesConfig
-from gpt2.config.record import complete_record, holds_run, read_record
-from gpt2.config.run import (
-    MAX_INT,
-    MAX_SEED,
-    Config,
+    complete_record,
     differences,
+    holds_run,
+    is_record,
     leaves_training,
     load_config,
+    option,
     propose_batch,
+    read_config_file,
+    read_options,
+    read_record,
+    with_options,
 )
 
 __all__ = [
@@ -44,7 +57,7 @@ __all__ = [
     "PrecisionConfig",
     "RulesConfig",
     "TrainConfig",
-    "check_config_file",
+    "complete",
     "complete_record",
     "differences",
     "flatten",
@@ -52,10 +65,13 @@ __all__ = [
     "is_record",
     "leaves_training",
     "load_config",
+    "no_option",
     "option",
     "propose_batch",
     "read_config_file",
     "read_option",
+    "read_options",
     "read_record",
+    "require_option",
     "with_options",
 ]

@@ -1,42 +1,25 @@
-"""All options of a run: a typed, validated view of the ConfigDict.
+"""All options of a run: a typed, validated view of the ConfigDict, and its record in config.json.
 
 The ConfigDict is what people write (`configs/`) and override (`--config.a.b=v`). `Config.from_dict`
-turns it into frozen dataclasses with the same names. It refuses options that cannot work and
-options that a run would ignore, so that no run starts with a mistake.
+turns it into frozen dataclasses with the same names.
 """
 
 import dataclasses
+import functools
+import json
 import math
 import operator
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
-from gpt2.config.architecture import GPTConfig, ModelConfig, nearest_divisor
-from gpt2.config.choices import DEFAULTS, flatten
-from gpt2.config.groups import (
-    DataConfig,
-    LoggingConfig,
-    LossConfig,
-    MemoryConfig,
-    PrecisionConfig,
-    TrainConfig,
-)
+from gpt2.config.model import GPTConfig, ModelConfig
 from gpt2.config.optim import OptimConfig
-from gpt2.config.parallel import ParallelConfig
-from gpt2.config.record import read_record
-from gpt2.errors import UserError, require_at_least, unknown_option
-
-MAX_SEED = 2**32 - 1  # keys hold 32 bits of a seed; larger seeds would repeat
-MAX_INT = 2**31 - 1  # of steps and of sizes
-_FLOAT32 = np.finfo(np.float32)
-
-# Rows of a vocabulary without a token, at most, or as many as there are tokens: enough to time
-# small tokenizers at the size of large ones.
-MAX_SPARE_TOKENS = 2**16
+from gpt2.config.options import DEFAULTS, Options, complete, flatten, require_option
+from gpt2.errors import UserError, refuse
 
 # Options that do not decide what the model learns, and may change when a run continues. A name that
 # ends in "." or "_" stands for all that begin with it.
@@ -54,57 +37,138 @@ _ASIDE = (
     "train.hang_seconds",
 )
 
+# The axis of the mesh that a strategy is about.
+_STRATEGY_AXIS = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+
+class PrecisionConfig(Options, group="precision"):
+    """The `precision.` options."""
+
+
+class DataConfig(Options, group="data"):
+    """The `data.` options."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that hold text: a model that is only scored may be given all of it."""
+        return ("train", "validation") if self.val_fraction < 1.0 else ("validation",)
+
+
+class LossConfig(Options, group="loss"):
+    """The `loss.` options."""
+
+
+class TrainConfig(Options, group="train"):
+    """The `train.` options."""
+
+
+class MemoryConfig(Options, group="memory"):
+    """The `memory.` options."""
+
+
+class LoggingConfig(Options, group="logging"):
+    """The `logging.` options."""
+
+
+class RulesConfig(Options, group="parallel.rules"):
+    """The `parallel.rules.` options: axis of a parameter -> mesh axes, separated by commas."""
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Returns the axes that have a rule."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes of a rule, outermost first."""
+        value = getattr(self, name)
+        return () if value == "none" else tuple(value.split(","))
+
+
+class ParallelConfig(Options, group="parallel"):
+    """The `parallel.` options: the sizes of the mesh's axes, and what they split."""
+
+    rules: RulesConfig = RulesConfig()
+
+    @property
+    def strategy_axis(self) -> str | None:
+        """The mesh axis that the strategy splits something over, or None."""
+        return _STRATEGY_AXIS.get(self.strategy)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The wanted size of every mesh axis; -1: the rest of the devices."""
+        sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
+        axis = self.strategy_axis
+        if axis and sizes[axis] == 1:
+            sizes[axis] = -1
+            sizes["data"] = 1 if self.data == -1 else self.data
+        return sizes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        data, fsdp, tensor = self.sizes.values()
+        refuse(0 in (data, fsdp, tensor), "parallel.data, fsdp and tensor are 1 or more, or -1")
+        refuse((data, fsdp, tensor).count(-1) > 1, "only one axis of parallel. can be -1, the rest")
+        is_split, whose = (fsdp, tensor) != (1, 1), "is data parallel only, without fsdp or tensor"
+        refuse(self.strategy == "ddp" and is_split, f"parallel.strategy=ddp {whose}")
+        refuse(self.backend == "pmap" and is_split, f"parallel.backend=pmap {whose}")
+
+
+class Config(Options, group=""):
     """Every option of a run, validated."""
 
-    seed: int
-    model: ModelConfig
-    precision: PrecisionConfig
-    data: DataConfig
-    loss: LossConfig
-    optim: OptimConfig
-    train: TrainConfig
-    parallel: ParallelConfig
-    memory: MemoryConfig
-    logging: LoggingConfig
+    model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    logging: LoggingConfig = LoggingConfig()
 
-    def __post_init__(self):
-        require_at_least("seed", self.seed, 0)
-        if self.logging.profile_steps and self.logging.profile_start >= self.train.num_steps:
-            raise UserError(
-                f"logging.profile_start={self.logging.profile_start} is after the last of "
-                f"train.num_steps={self.train.num_steps}, which are counted from 0",
-                f"Use at most --config.logging.profile_start={self.train.num_steps - 1}",
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model, data, train, memory = self.model, self.data, self.train, self.memory
+        refuse(data.val_fraction == 1, "data.val_fraction=1 leaves no training text")
+        refuse(
+            data.batch_size % train.accumulate_steps,
+            f"data.batch_size={data.batch_size} does not split into "
+            f"train.accumulate_steps={train.accumulate_steps} micro-batches",
+        )
+        refuse(
+            self.precision.logits not in ("float32", self.precision.compute),
+            f"precision.logits={self.precision.logits} is for the same precision.compute alone",
+        )
+        unsaved = train.keep_every and train.keep_every % (train.checkpoint_every or math.inf)
+        refuse(unsaved, "train.keep_every is no multiple of train.checkpoint_every")
+        prefix, _, place = train.init_from.partition(":")
+        drawn = ("init", "init_std", "zero_init_projections")
+        if train.init_from:
+            refuse(
+                prefix not in ("hf", "run") or not place,
+                f"train.init_from={train.init_from} names no weights",
+                "Use hf:DIR, run:DIR or run:DIR@STEP",
             )
-        if self.train.init_from:
-            for name in ("init", "init_std", "zero_init_projections"):
-                value, unset = getattr(self.model, name), DEFAULTS.model[name]
-                if value != unset:
-                    raise UserError(
-                        f"train.init_from={self.train.init_from} draws no weights, and would "
-                        f"ignore model.{name}={value}",
-                        f"Use --config.model.{name}={unset}",
-                    )
-        if "train" not in self.data.splits:
-            raise UserError(
-                f"data.val_fraction={self.data.val_fraction} leaves no training text",
-                "Use a share below 1, such as --config.data.val_fraction=0.005",
-            )
-        num_layers, unroll = self.model.num_layers, self.memory.scan_unroll
-        if num_layers % unroll:
-            raise UserError(
-                f"memory.scan_unroll={unroll} does not divide model.num_layers={num_layers}",
-                f"Use --config.memory.scan_unroll={nearest_divisor(num_layers, unroll)}",
-            )
-        batch_size, accumulate_steps = self.data.batch_size, self.train.accumulate_steps
-        if batch_size % accumulate_steps:
-            raise UserError(
-                f"data.batch_size={batch_size} does not split into "
-                f"train.accumulate_steps={accumulate_steps} micro-batches",
-                propose_batch(batch_size, accumulate_steps),
-            )
+            for name in drawn:
+                ignored = getattr(model, name) != DEFAULTS.model[name]
+                refuse(ignored, f"train.init_from draws no weights, and would ignore model.{name}")
+        refuse(
+            memory.scan_unroll > 1 and not memory.scan_layers,
+            "memory.scan_unroll is ignored without memory.scan_layers=True",
+        )
+        refuse(
+            model.num_layers % memory.scan_unroll,
+            "memory.scan_unroll does not divide model.num_layers",
+        )
+        # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
+        refuse(
+            memory.remat == "offload" and (not memory.scan_layers or memory.scan_unroll > 1),
+            "memory.remat=offload frees a device only with one layer in a turn of the loop",
+            "Use --config.memory.scan_layers=True with memory.scan_unroll=1",
+        )
+        traced = self.logging.profile_steps and self.logging.profile_start >= train.num_steps
+        refuse(traced, "logging.profile_start is after train.num_steps")
 
     @property
     def tokens_per_step(self) -> int:
@@ -118,14 +182,15 @@ class Config:
 
     @classmethod
     def from_dict(cls, tree: Mapping | ConfigDict) -> "Config":
-        """Builds the typed view of a ConfigDict or of a config.json.
+        """Builds the typed view of a ConfigDict or of a config.json; what lacks has its default.
 
         Raises:
-            UserError: an option is unknown, missing, of the wrong type, or cannot work.
+            UserError: an option is unknown, of the wrong type, or cannot work.
         """
-        if isinstance(tree, ConfigDict):
-            tree = tree.to_dict()
-        return _build(cls, tree, prefix="")
+        options = complete(tree)
+        options["parallel"] |= {"rules": RulesConfig(**options["parallel"]["rules"])}
+        groups = {name: type(getattr(cls, name)) for name in options if name != "seed"}
+        return cls(seed=options["seed"], **{name: groups[name](**options[name]) for name in groups})
 
     def to_dict(self) -> dict:
         """Returns nested plain dicts, as config.json holds them."""
@@ -136,29 +201,15 @@ class Config:
 
         Args:
             tokens: how many the tokenizer has; 0: not known yet.
-
-        Raises:
-            UserError: `model.vocab_size` is less than `tokens` or far more, or neither is known.
         """
-        wanted = self.model.vocab_size
-        if not (wanted or tokens):
-            raise UserError(
-                f"data.tokenizer={self.data.tokenizer} does not say how many tokens it has",
-                "Give their number, for example --config.model.vocab_size=50257",
-            )
-        if 0 < wanted < tokens:
-            raise UserError(
-                f"model.vocab_size={wanted} is less than the {tokens} tokens of "
-                f"data.tokenizer={self.data.tokenizer}",
-                "Use --config.model.vocab_size=0",
-            )
-        if tokens and wanted > tokens + max(tokens, MAX_SPARE_TOKENS):
-            raise UserError(
-                f"model.vocab_size={wanted} has {wanted - tokens} rows that none of the {tokens} "
-                f"tokens of data.tokenizer={self.data.tokenizer} uses",
-                "Use --config.model.vocab_size=0",
-            )
-        model = dataclasses.replace(self.model, vocab_size=wanted or tokens)
+        size, tokenizer = self.model.vocab_size or tokens, f"data.tokenizer={self.data.tokenizer}"
+        refuse(size == 0, f"{tokenizer} tells no size", "Set --config.model.vocab_size")
+        refuse(
+            size < tokens,
+            f"model.vocab_size={size} is less than the {tokens} tokens of {tokenizer}",
+            "Use --config.model.vocab_size=0",
+        )
+        model = dataclasses.replace(self.model, vocab_size=size)
         return dataclasses.replace(self, model=model)
 
     def gpt(self) -> GPTConfig:
@@ -174,41 +225,19 @@ class Config:
         )
 
 
-def propose_batch(batch_size: int, accumulate_steps: int, shards: int = 1) -> str:
-    """Returns how to make a batch split into micro-batches, and each of these over devices.
-
-    What it proposes first is no larger than what was asked for, where that is possible: a corpus
-    or a device may have no room for more.
-
-    Args:
-        batch_size: sequences of a batch, which do not split.
-        accumulate_steps: micro-batches.
-        shards: devices over which each micro-batch is split.
-    """
-    parts = accumulate_steps * shards
-    size = "--config.data.batch_size="
-    if batch_size >= parts:
-        return f"Use {size}{batch_size // parts * parts}"
-    fewer = max(1, batch_size // shards)
-    flags = [f"--config.train.accumulate_steps={fewer}"] * (fewer != accumulate_steps)
-    flags += [f"{size}{fewer * shards}"] * (fewer * shards != batch_size)
-    larger = f", or {size}{parts}" if accumulate_steps > 1 and parts <= MAX_INT else ""
-    return f"Use {' '.join(flags)}{larger}"
+def option(config: Config, name: str) -> Any:
+    """Returns the value of an option by its dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
 
 
-def load_config(workdir: Path) -> Config:
-    """Reads the options of a run from its config.json, as `read_record` does.
-
-    Raises:
-        UserError: there is no such file, it is damaged or not that of a run, or its options
-            cannot work.
-    """
-    path = Path(workdir) / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"{workdir} holds no run (no config.json)", "Name the workdir of a run of train.py"
-        )
-    return Config.from_dict(read_record(path))
+def with_options(config: Config, options: Mapping[str, Any]) -> Config:
+    """Returns the config with some options set, by dotted name."""
+    tree = config.to_dict()
+    for name, value in options.items():
+        require_option(name)
+        *groups, member = name.split(".")
+        functools.reduce(operator.getitem, groups, tree)[member] = value
+    return Config.from_dict(tree)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -222,45 +251,68 @@ def leaves_training(name: str) -> bool:
     return any(name.startswith(n) if n.endswith((".", "_")) else name == n for n in _ASIDE)
 
 
-def _build(cls, tree: Mapping, prefix: str):
-    fields: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
-    for name in tree:
-        if name not in fields:
-            spellings = {prefix + field: prefix + field for field in fields}
-            raise unknown_option(prefix + name, spellings, "See configs/default.py")
-    values = {}
-    for name, kind in fields.items():
-        if name not in tree:
-            raise UserError(f"the config lacks {prefix}{name}", "Start from configs/default.py")
-        value = tree[name]
-        if dataclasses.is_dataclass(kind):
-            if not isinstance(value, Mapping):
-                raise UserError(f"{prefix}{name} is a group of options", "Set one of its members")
-            values[name] = _build(kind, value, f"{prefix}{name}.")
-            continue
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise UserError(
-                f"{prefix}{name}={value!r} is not of type {kind.__name__}",
-                f"Give a {kind.__name__} as --config.{prefix}{name}",
-            )
-        _check_range(prefix + name, value)
-        values[name] = value
-    return cls(**values)
+def is_record(name: str) -> bool:
+    """Returns whether a file given as `--config` is the record of a run."""
+    return Path(name).suffix == ".json"
 
 
-def _check_range(name: str, value: Any) -> None:
-    """Raises a UserError for a number that would be another one where a program computes with it.
+def read_config_file(name: str) -> Config:
+    """Returns the options of a config file, or of a run's config.json, without overrides."""
+    return Config.from_dict(read_options(name))
 
-    Steps, sizes and rates have 32 bits there. Smaller numbers than the normal ones count as 0.
+
+def read_options(name: str) -> dict[str, Any]:
+    """Returns all options of a config file, or of a run's config.json, by group.
+
+    Raises:
+        UserError: there is no such file, or it fails, or holds other things than options.
     """
-    default = operator.attrgetter(name)(DEFAULTS)
-    how = f"For example, use --config.{name}={default}"
-    if type(value) is int and abs(value) > (MAX_SEED if name == "seed" else MAX_INT):
-        raise UserError(f"{name}={value} does not fit into 32 bits", how)
-    if type(value) is float and math.isfinite(value) and value:
-        if abs(value) > float(_FLOAT32.max):
-            raise UserError(f"{name}={value} is infinite in 32 bits", how)
-        if abs(value) < float(_FLOAT32.tiny):
-            raise UserError(f"{name}={value} is 0 in 32 bits", how)
+    if is_record(name):
+        return read_record(Path(name))
+    if Path(name).suffix != ".py" or not Path(name).is_file():
+        raise UserError(f"--config={name} is no config file", "See configs/ for those there are")
+    try:
+        return complete(runpy.run_path(name)["get_config"]())
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+    except Exception as error:  # it is code of any kind
+        raise UserError(f"--config={name} fails ({type(error).__name__}: {error})") from error
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Reads the options, by group, from a run's config.json, or a copy under another name."""
+    try:
+        tree = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error})") from None
+    if not isinstance(tree, dict) or "seed" not in tree:
+        raise UserError(f"{path} does not hold the options of a run")
+    try:
+        return complete(tree)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def holds_run(directory: Path) -> bool:
+    """Returns whether a directory is that of a run: other programs, too, write a config.json."""
+    files = ("data.json", "checkpoints")  # of runs that were trained, and imported
+    has_more = any((directory / name).exists() for name in files)
+    return has_more and (directory / "config.json").exists()
+
+
+def load_config(workdir: Path) -> Config:
+    """Reads the options of a run from its config.json."""
+    path = Path(workdir) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{workdir} holds no run (no config.json)", "Name a workdir of train.py")
+    return Config.from_dict(read_record(path))
+
+
+def complete_record(tree: Mapping, path: Path) -> dict:
+    """Returns all options of a record."""
+    return complete(tree)
+
+
+def propose_batch(batch_size: int, accumulate_steps: int, shards: int = 1) -> str:
+    """Returns what to change."""
+    return "Change data.batch_size or train.accumulate_steps"

@@ -5,7 +5,7 @@ import re
 from absl import flags
 
 from gpt2 import cli
-from gpt2.errors import UserError, require_positive
+from gpt2.errors import UserError
 
 _PROCESSES = ("coordinator", "num_processes", "process_index")
 
@@ -29,8 +29,8 @@ def check() -> None:
     """Refuses options and flags that cannot work on any machine, or would be ignored."""
     args = flags.FLAGS
     cli.parse_config()
-    if args.max_seconds is not None:
-        require_positive("max_seconds", args.max_seconds, 3600, flag=True)
+    if args.max_seconds is not None and not 0 < args.max_seconds < float("inf"):
+        raise UserError(f"--max_seconds={args.max_seconds} is not above 0 and finite")
     _check_run()
 
 

@@ -1,0 +1,153 @@
+"""Options by their dotted names, such as `optim.name`: their types, ranges and misspellings.
+
+configs/default.py states each option once. What is here reads it.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from configs import default
+from gpt2.errors import UserError, require_choice
+
+DEFAULTS = FrozenConfigDict(default.get_config())
+ALIASES, CHOICES = default.ALIASES, default.CHOICES
+MAX_SEED = 2**32 - 1
+MAX_INT = 2**31 - 1
+
+
+def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+    """Returns the options of nested groups by dotted name, in order."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+_TREE = DEFAULTS.to_dict()
+_FLAT = flatten(_TREE)
+
+
+def _group(name: str) -> dict[str, Any]:
+    """Returns the defaults of a group."""
+    return functools.reduce(operator.getitem, name.split(".") if name else [], _TREE)
+
+
+def no_option(name: str, prefix: str = "", others: Mapping[str, str] | None = None) -> UserError:
+    """Returns the error for a name that is no option, which proposes the nearest one.
+
+    Args:
+        name: as given, without dashes.
+        prefix: of the proposal, such as `--config.`.
+        others: what else may be meant, by its spelling.
+    """
+    if any(option.startswith(f"{name}.") for option in _FLAT):
+        return UserError(f"{name} is a group of options", "Set one of them")
+    spellings = {option.rpartition(".")[2]: prefix + option for option in reversed(_FLAT)}
+    spellings |= {option: prefix + option for option in _FLAT}
+    spellings |= {alias: prefix + option for alias, option in ALIASES.items()} | dict(others or {})
+    for spelling in (name, name.rpartition(".")[2]):
+        if near := difflib.get_close_matches(spelling, spellings, n=1, cutoff=0.8):
+            return UserError(f"there is no option {name}", f"Did you mean {spellings[near[0]]}?")
+    return UserError(f"there is no option {name}", "See --help and configs/default.py")
+
+
+def require_option(name: str, prefix: str = "") -> None:
+    """Raises a UserError unless there is an option of this name."""
+    if name not in _FLAT:
+        raise no_option(name, prefix)
+
+
+def complete(tree: Mapping | ConfigDict, group: str = "") -> dict[str, Any]:
+    """Returns all options by group, each of its type: those of `tree`, and defaults of the others.
+
+    Raises:
+        UserError: `tree` has something that is no option, or of another type.
+    """
+    defaults, prefix = _group(group), f"{group}." if group else ""
+    if not isinstance(tree, Mapping | ConfigDict):
+        raise UserError(f"{group or 'the config'}={tree!r} is no group of options")
+    for name in tree:
+        if name not in defaults:
+            raise no_option(f"{prefix}{name}")
+    options = {}
+    for name, usual in defaults.items():
+        value = tree.get(name, usual)
+        if isinstance(usual, Mapping):
+            options[name] = complete(value, prefix + name)
+            continue
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(usual, float) and type(value) is int:
+            value = float(value)
+        if type(value) is not type(usual):
+            kind = type(usual).__name__
+            raise UserError(f"{prefix}{name}={value!r} is not of type {kind}")
+        options[name] = value
+    return options
+
+
+def read_option(name: str, text: str) -> Any:
+    """Returns the value that `text` stands for, in the type of the option `name`."""
+    require_option(name)
+    kind = type(_FLAT[name])
+    try:
+        return flags.BooleanParser().parse(text) if kind is bool else kind(text)
+    except ValueError:
+        raise UserError(f"{name}={text} is not of type {kind.__name__}") from None
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raises a UserError unless an option has one of its choices, or lies in its range."""
+    if name in CHOICES:
+        choice = value.partition(":")[0] if name == "optim.schedule" else value
+        require_choice(name, choice, CHOICES[name])
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        interval = default.RANGES.get(name, "[0, inf)")
+        low, high = map(float, interval[1:-1].split(","))
+        above = low < value if interval[0] == "(" else low <= value
+        if not (above and (value < high if interval[-1] == ")" else value <= high)):
+            raise UserError(f"{name}={value} is not in {interval}")
+
+
+class Options:
+    """A frozen dataclass of one group's options, with names, types and defaults of configs/.
+
+    A field that is a group itself is stated by its class.
+    """
+
+    if TYPE_CHECKING:  # fields come from configs/default.py, which type checkers do not run
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+        def __init__(self, **options: Any): ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    _prefix: ClassVar[str]
+
+    def __init_subclass__(cls, group: str | None = None) -> None:
+        if group is None:  # the group of its parent, with further fields
+            return
+        cls._prefix = f"{group}." if group else ""
+        groups = inspect.get_annotations(cls)
+        options = {name: value for name, value in _group(group).items() if name not in groups}
+        for name, value in options.items():
+            setattr(cls, name, value)
+        cls.__annotations__ = {name: type(value) for name, value in options.items()} | groups
+        dataclasses.dataclass(frozen=True)(cls)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (name := self._prefix + field.name) in _FLAT:
+                check_value(name, getattr(self, field.name))
