@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpt2.plan.hlo import arrays_in, bytes_of, called_by, split_computations, turns_of
+from gpt2.plan.hlo import array_bytes, called_by, split_computations, turns_of
 from gpt2.utils.text import format_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -98,7 +98,7 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
 
     Where some have a start and an end, the share is told of those during which a product runs.
     """
-    rows = {}
+    rows, asynchronous = {}, any(c.asynchronous for c in found)
     for kind in [kind for kind in KINDS if any(c.kind == kind for c in found)]:
         members = [c for c in found if c.kind == kind]
         sent = sum(c.bytes_sent for c in members)
@@ -106,8 +106,8 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
         rows[kind] = (
             f"{sum(c.times for c in members)} of "
             f"{format_bytes(sum(c.bytes * c.times for c in members))} in all, "
-            f"{format_bytes(sent)} sent by each device, {overlapped / sent:.0%} while products run"
-        )
+            f"{format_bytes(sent)} sent by each device"
+        ) + (f", {overlapped / sent:.0%} while products run" if asynchronous else "")
     if any(c.loop_unknown for c in found):
         rows["loops"] = "some have no known length: what they send is counted once"
     return rows or {"collectives": "none"}
@@ -173,7 +173,7 @@ def _num_devices(text: str) -> int:
 
 
 def _parse(line: str, result: str, kind: str, start: str | None, *, num_devices: int) -> Collective:
-    sizes = [bytes_of(*array) for array in arrays_in(result)]
+    sizes = array_bytes(result)
     group = _first_group(line, kind, num_devices)
     total = sum(sizes)
     if kind == "reduce-scatter" and not start:

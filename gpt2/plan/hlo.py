@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -11,25 +10,6 @@ _CALLED = re.compile(
     r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
     r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-
-
-class Instruction(NamedTuple):
-    """One line of HLO text: `name = shape opcode(operands)`; names are unique in a program."""
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    line: str
-
-
-def parse_instruction(line: str) -> Instruction | None:
-    """Returns the instruction that a line of HLO text holds, or None."""
-    match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(([^)]*)", line)
-    if match is None:
-        return None
-    operands = re.findall(r"%([\w.\-]+)", match[4])
-    return Instruction(match[1], match[2], match[3], tuple(operands), line)
 
 
 def split_computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -68,15 +48,13 @@ def turns_of(line: str, computations: Mapping[str, Sequence[str]]) -> int | None
     return next((int(value[1]) for value in values if value), None)
 
 
-def arrays_in(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns dtype and dimensions of each array of a shape, which may be a tuple's."""
-    return [
-        (dtype, tuple(int(size) for size in sizes.split(",") if size))
-        for dtype, sizes in _ARRAY.findall(shape)
-    ]
+def array_bytes(shape: str) -> list[int]:
+    """Returns the bytes of each array of a shape: `f32[2,3]`, or a tuple's, `(pred[], bf16[8])`.
 
-
-def bytes_of(dtype: str, dims: Sequence[int]) -> int:
-    """Returns the bytes of an array of an HLO type: f32, bf16, u8, f8e4m3fn, s4, pred."""
-    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    return bits * math.prod(dims) // 8
+    The number in the name of a type is its bits: f32, bf16, u8, f8e4m3fn, s4.
+    """
+    sizes = []
+    for dtype, dims in _ARRAY.findall(shape):
+        bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+        sizes.append(bits * math.prod(int(size) for size in dims.split(",") if size) // 8)
+    return sizes

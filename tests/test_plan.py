@@ -1,0 +1,274 @@
+"""Plans: memory and collectives of a step, what compilers write, searches and drawings."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from configs import gpt2_124m, quickstart
+from gpt2.config import Config, with_options
+from gpt2.errors import UserError
+from gpt2.plan import command
+from gpt2.plan.collectives import collectives, describe_collectives
+from gpt2.plan.drawing import visualize
+from gpt2.plan.plan import OutOfMemory, compile_plan, compute_seconds, make_program, usable_memory
+from gpt2.plan.topologies import find_devices
+from gpt2.telemetry.chips import BOARDS, Board, find_chip
+from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
+
+SMALL = {
+    **{"model.num_layers": 2, "model.num_heads": 4, "model.embed_dim": 64},
+    **{"model.context_length": 32, "data.tokenizer": "byte", "data.batch_size": 16},
+}
+MIXED = {"parallel.data": 2, "parallel.fsdp": 2, "parallel.tensor": 2}
+
+
+def config(options) -> Config:
+    return with_options(Config.from_dict(quickstart.get_config()), SMALL | options)
+
+
+HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %rs = f32[4]{0} reduce-scatter(%x), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}
+}
+
+%cond (p: (s32[], f32[4])) -> pred[] {
+}
+
+%endless (p: f32[4]) -> f32[4] {
+  %aa = (f32[8]{0}, f32[8]{0}) all-to-all(%a, %b), replica_groups=[4,2]<=[2,4]T(1,0)
+}
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %ar = (f32[10]{0}, bf16[3,2]{1,0}) all-reduce-start(%a, %b), replica_groups={}, to_apply=%add
+  %ard = (f32[10]{0}, bf16[3,2]{1,0}) all-reduce-done(%ar)
+  %ag = (f32[2]{0}, f32[8]{0}) all-gather-start(%a), replica_groups=mesh['a'=2,'b'=4] {'b'}
+  %one = f32[2]{0} all-gather(%a), replica_groups=mesh['a'=8,'b'=1] {'b'}
+  %as = ((f32[8,4]), f32[8,4]) all-to-all-start(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+  %cp = (u8[5], u8[5], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
+  %w = f32[4] while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %v = f32[4] while(%t), body=%endless
+}
+"""
+
+
+def test_collectives_are_read_from_every_form_of_hlo():
+    found = {c.kind: c for c in collectives(HLO)}
+    assert found["all-reduce"].bytes == 10 * 4 + 6 * 2
+    assert found["all-reduce"].group == tuple(range(8))
+    assert found["all-reduce"].bytes_sent == 2 * 7 / 8 * 52
+    assert (found["all-gather"].bytes, found["all-gather"].group) == (32, (0, 1, 2, 3))
+    assert found["all-gather"].bytes_sent == 3 / 4 * 32
+    assert found["reduce-scatter"].group == (0, 2, 4, 6)
+    assert (found["reduce-scatter"].bytes, found["reduce-scatter"].times) == (64, 3)
+    assert found["reduce-scatter"].bytes_sent == 144
+    assert found["collective-permute"].bytes == 5
+    assert found["all-to-all"].group == (0, 4)
+    assert [c.bytes for c in collectives(HLO) if c.group == (0, 1) and c.kind == "all-to-all"] == [
+        8 * 4 * 4  # operands are part of what it returns
+    ]
+    assert [c.kind for c in found.values() if c.loop_unknown] == ["all-to-all"]
+
+
+# What compilers for TPUs and GPUs write: a reduce-scatter as a fusion, a gather that fusions with a
+# product continue, a loop whose condition tells its length; a reduce-scatter that has begun.
+CHIPS_HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%all-reduce-scatter.1 (p: f32[8,4]) -> f32[1,4] {
+  %ar = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %ds = f32[1,4]{1,0} dynamic-slice(%ar, %i)
+}
+
+%start (p: bf16[4]) -> (bf16[4], bf16[32]) {
+  %ag.1 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %c.1 = (bf16[4]{0}, bf16[32]{0}) custom-call(%p, %ag.1)
+}
+
+%async_collective_fusion.2 (p: bf16[4]) -> (bf16[8], bf16[32]) {
+  %ag.2 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="0"}
+  %conv = bf16[8]{0} convolution(%a, %b)
+  ROOT %t = (bf16[8]{0}, bf16[32]{0}) tuple(%conv, %ag.2)
+}
+
+%done (p: bf16[4]) -> bf16[32] {
+  %ag.3 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="0"}
+  ROOT %c.3 = bf16[32]{0} custom-call(%p, %ag.3)
+}
+
+%start.idle (p: bf16[4]) -> (bf16[4], bf16[32]) {
+  %ag.4 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="7"}
+  ROOT %c.4 = (bf16[4]{0}, bf16[32]{0}) custom-call(%p, %ag.4)
+}
+
+%done.idle (p: bf16[4]) -> bf16[32] {
+  %ag.5 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="7"}
+  ROOT %c.5 = bf16[32]{0} custom-call(%p, %ag.5)
+}
+
+%cond (p: (s32[], f32[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(48)
+  %turn = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%turn, %limit), direction=LT
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %i1 = (bf16[4], bf16[32]) fusion(%x), kind=kCustom, calls=%start.idle
+  %i2 = bf16[32] fusion(%i1), kind=kCustom, calls=%done.idle
+  %f1 = (bf16[4], bf16[32]) fusion(%x), kind=kCustom, calls=%start
+  %f2 = (bf16[8], bf16[32]) fusion(%f1), kind=kCustom, calls=%async_collective_fusion.2
+  %f3 = bf16[32] fusion(%f2), kind=kCustom, calls=%done
+  %f4 = f32[1,4] fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+}
+
+%gemm (p: f32[8]) -> f32[8] {
+  %d = f32[8] dot(%p, %p)
+}
+
+ENTRY %main (p: f32[16]) -> f32[16] {
+  %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body
+  %rs = ((f32[16]), f32[2]) reduce-scatter-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}
+  %g = f32[8] fusion(%p), kind=kCustom, calls=%gemm
+  %rsd = f32[2] reduce-scatter-done(%rs)
+  %ag = (f32[2], f32[16]) all-gather-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}
+  %agd = f32[16] all-gather-done(%ag)
+  %ar = f32[4] all-reduce-start(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %w2 = f32[8] while(%t), condition=%cond, body=%gemm
+  %ard = f32[4] all-reduce-done(%ar)
+}
+"""
+
+
+def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap():
+    found = [(c.kind, c.bytes, c.times, c.overlapped) for c in collectives(CHIPS_HLO)]
+    assert found == [
+        ("all-gather", 64, 48, False),
+        ("all-gather", 64, 48, True),
+        ("reduce-scatter", 128, 48, False),
+        ("reduce-scatter", 64, 1, True),
+        ("all-gather", 64, 1, False),
+        ("all-reduce", 16, 1, True),
+    ]
+    assert not any(c.loop_unknown for c in collectives(CHIPS_HLO))
+    assert "49% while products run" in describe_collectives(collectives(CHIPS_HLO))["all-gather"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("pmap x 8", accumulate=4), marks=pytest.mark.thorough),
+        Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True),
+    ],
+    ids=str,
+)
+def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
+    options = {"model.vocab_size": 300, "data.batch_size": BATCH_SIZE}
+    options |= {"memory.remat": case.remat, "memory.scan_layers": case.scanned}
+    options |= {"train.num_steps": NUM_STEPS, "train.accumulate_steps": case.accumulate}
+    planned = config(options)
+    planned = dataclasses.replace(planned, parallel=LAYOUTS[case.layout], optim=OPTIM)
+    plan = compile_plan(make_program(planned, jax.devices()))
+    run = setup(case)
+    state = run.program.init_state()
+    compiled = run.program.compile_train(state, run.batch(0))
+    assert plan.bytes_needed == pytest.approx(compiled.memory.peak, rel=0.01)
+    held = [shard.data for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    on_first = sum(x.nbytes for x in held if x.devices() == {jax.devices()[0]})
+    assert plan.memory["parameters"] + plan.memory["optimizer"] == pytest.approx(on_first, abs=64)
+    assert plan.collectives == collectives(compiled.text())
+
+
+def test_a_forecast_counts_the_products_that_remat_computes_again():
+    def seconds(remat):
+        planned = with_options(
+            Config.from_dict(gpt2_124m.get_config()), {"memory.remat": remat}
+        ).with_vocabulary(50257)
+        return compute_seconds(planned, 8, "H100")
+
+    # Of 124M: all but the MLP's second product, over 6 N + 12 L D T.
+    again = 12 * (16 * 768**2 + 4 * 768 * 1024) / (6 * 123_653_376 + 12 * 12 * 768 * 1024)
+    assert seconds("full") / seconds("none") == pytest.approx(1 + again)
+    assert seconds("full") > seconds("mlp") > seconds("attention") > seconds("dots")
+    assert seconds("dots") == seconds("none")
+
+
+def test_a_plan_needs_no_tokenizer_but_its_size():
+    with pytest.raises(UserError, match="how many tokens"):
+        make_program(config({"data.tokenizer": "char"}), jax.devices()[:1])
+
+
+def test_links_slow_down_where_a_ring_leaves_its_domain():
+    assert all(find_chip(name) for name in BOARDS)
+    h100 = BOARDS["H100"]
+    assert h100.bandwidth(tuple(range(8))) == 450e9
+    assert h100.bandwidth(tuple(range(16))) == 400e9  # 8 adapters of 50 GB/s
+    assert h100.bandwidth((0, 8)) == 50e9
+    assert BOARDS["TPU v5e"].bandwidth(tuple(range(512))) is None
+
+
+def test_jax_takes_three_quarters_of_a_gpu_unless_told_otherwise(monkeypatch):
+    monkeypatch.setitem(BOARDS, "H100", Board(memory=80, near=450, domain=8))
+    assert usable_memory("H100") == 60e9 and usable_memory("TPU v5e") == 16e9
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    assert usable_memory("H100") == pytest.approx(72e9)
+
+
+@pytest.mark.parametrize("name", ["tpu", "v7-8", "v5e-9", "h100-0", ""])
+def test_devices_that_nobody_makes_are_refused(name):
+    with pytest.raises(UserError, match="names no devices"):
+        find_devices(name)
+
+
+class _Planned:
+    """A plan of made-up memory and time, by the options that a search tries."""
+
+    def __init__(self, program):
+        parallel, config = program.config.parallel, program.config
+        kept = {"none": 8e9, "dots": 4e9, "full": 2e9}[config.memory.remat]
+        self.bytes_needed = (
+            3e9 if parallel.strategy in ("auto", "ddp") and parallel.fsdp == 1 else 1e9
+        ) + kept / config.train.accumulate_steps
+        self._seconds = 1.0 + (config.memory.remat == "full") + (parallel.tensor > 1)
+        if parallel.strategy == "megatron":
+            raise OutOfMemory("needs more")
+
+    def step_seconds(self, board):
+        return self._seconds
+
+
+def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(monkeypatch, capsys):
+    tried = []
+    monkeypatch.setattr(command, "compile_plan", lambda p: tried.append(p.config) or _Planned(p))
+    monkeypatch.setitem(BOARDS, "H100", Board(memory=6e9 / 0.75 / 1e9, near=450, domain=8))
+    monkeypatch.setattr(command.cli, "overrides", lambda: {"train.accumulate_steps": 1})
+    assert command._search(config({}), jax.devices()[:4], "simulated") == 0
+    rows = capsys.readouterr().out.splitlines()
+    fits = [not row.startswith("does not fit") for row in rows]
+    assert fits == sorted(fits, reverse=True)  # those that fit come first
+    times = [
+        float(row.split()[0].replace(",", "")) for row, fit in zip(rows, fits, strict=True) if fit
+    ]
+    assert times == sorted(times) and {1000.0, 2000.0} == set(times)
+    assert "strategy=zero1 --config.memory.remat=dots" in rows[0]
+    assert any("megatron" in row and "needs more" in row for row in rows)
+    assert {each.train.accumulate_steps for each in tried} == {1}  # as given
+    # What fits in a layout is not followed by what computes more.
+    zero1 = [each.memory.remat for each in tried if each.parallel.strategy == "zero1"]
+    assert zero1 == ["none", "dots"]
+
+
+def test_a_drawing_says_which_devices_hold_a_part(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    program = make_program(config(MIXED), jax.devices())
+    visualize(program, "h_0/mlp/c_fc/kernel|batch")
+    out = capsys.readouterr().out
+    assert "params/h_0/mlp/c_fc/kernel" in out and "/mu/h_0/mlp/c_fc/kernel" in out
+    boxes = [line for line in out.splitlines() if line.startswith("│")]
+    assert boxes[:2] == ["│CPU 0,4│CPU 1,5│", "│CPU 2,6│CPU 3,7│"]
+    assert boxes[2:] == ["│CPU 0,1│", "│CPU 2,3│", "│CPU 4,5│", "│CPU 6,7│"]
+    kernel = program.init_state().params["h_0"]["mlp"]["c_fc"]["kernel"]
+    shards = {shard.device.id: shard.index for shard in kernel.addressable_shards}
+    assert shards[0] == shards[4] == (slice(0, 32), slice(0, 128))
+    assert shards[3] == shards[7] == (slice(32, 64), slice(128, 256))
+    with pytest.raises(UserError, match="matches no array"):
+        visualize(program, "no_such")
