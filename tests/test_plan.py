@@ -1,6 +1,8 @@
 """Plans: memory and collectives of a step, what compilers write, searches and drawings."""
 
 import dataclasses
+import importlib.util
+import re
 
 import jax
 import pytest
@@ -14,6 +16,7 @@ from gpt2.plan.drawing import visualize
 from gpt2.plan.plan import OutOfMemory, compile_plan, compute_seconds, make_program, usable_memory
 from gpt2.plan.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS, Board, find_chip
+from tests.helpers import TINY, run
 from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
 
 SMALL = {
@@ -168,9 +171,9 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
     planned = config(options)
     planned = dataclasses.replace(planned, parallel=LAYOUTS[case.layout], optim=OPTIM)
     plan = compile_plan(make_program(planned, jax.devices()))
-    run = setup(case)
-    state = run.program.init_state()
-    compiled = run.program.compile_train(state, run.batch(0))
+    trained = setup(case)
+    state = trained.program.init_state()
+    compiled = trained.program.compile_train(state, trained.batch(0))
     assert plan.bytes_needed == pytest.approx(compiled.memory.peak, rel=0.01)
     held = [shard.data for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
     on_first = sum(x.nbytes for x in held if x.devices() == {jax.devices()[0]})
@@ -272,3 +275,37 @@ def test_a_drawing_says_which_devices_hold_a_part(monkeypatch, capsys):
     assert shards[3] == shards[7] == (slice(32, 64), slice(128, 256))
     with pytest.raises(UserError, match="matches no array"):
         visualize(program, "no_such")
+
+
+def test_a_plan_prints_what_a_step_takes_and_leaves_nothing(tmp_path):
+    options = [*TINY, "--config.data.corpus=none:", "--config.parallel.data=2"]
+    code, stdout, stderr = run(None, "--plan_devices=2", *options, cwd=tmp_path)
+    assert code == 0, stderr
+    assert re.search(r"devices +2 \(simulated\)", stdout)
+    assert re.search(r"all-reduce .*H100 .* tokens/s", stdout, re.DOTALL)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("chips", "package"), [("v5e-8", "libtpu"), ("h100-8", "jax_cuda12_plugin")]
+)
+def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
+    options = ["--config.parallel.data=1", "--config.parallel.fsdp=8", *TINY]
+    options += ["--config.data.batch_size=8", "--config.precision.compute=bfloat16"]
+    options += ["--config.memory.scan_layers=True", "--config.model.embed_dim=1024"]
+    options += ["--config.model.num_heads=16", "--config.model.num_layers=2"]
+    text = tmp_path / "step.hlo"
+    code, stdout, stderr = run(
+        None, f"--plan_chips={chips}", f"--plan_text={text}", *options, imports=True
+    )
+    if importlib.util.find_spec(package) is None:
+        assert code == 2 and "Install it: pip install" in stderr
+        pytest.skip(f"needs {package}")
+    assert code == 0, stderr
+    assert re.search(r"devices +8 \((TPU v5 lite|NVIDIA H100 80GB HBM3)\)", stdout)
+    assert "some have no known length" not in stdout
+    assert ("BIAS_GELU_AUX" in text.read_text()) == (chips == "h100-8")  # inside of cuBLAS
+    found = collectives(text.read_text())
+    # No sum of gradients is an all-reduce, but for what every device stores whole.
+    large = {c.kind for c in found if c.bytes > 1_000_000}
+    assert large <= {"all-gather", "reduce-scatter", "all-to-all"} and "reduce-scatter" in large

@@ -3,19 +3,15 @@
 import importlib.util
 import json
 import re
-import shlex
-import signal
-import time
 import types
 
 import pytest
 
 from gpt2.config import TrainConfig
 from gpt2.optim import make_schedule
-from gpt2.plan.collectives import collectives
 from gpt2.training import summary
 from gpt2.training.due import due_after
-from tests.helpers import TINY, finish, metrics_of, run, start, train_with
+from tests.helpers import TINY, metrics_of, run
 from tests.test_workdir import make_config
 
 STEPS = range(1, 9)
@@ -26,68 +22,11 @@ def test_a_run_draws_its_arrays_and_a_share_of_validation_gives_no_bits_per_byte
     drawn = "--visualize=wte|batch"
     code, stdout, stderr = run(tmp_path / "run", *SHORT, "--config.train.eval_batches=1", drawn)
     assert code == 0, stderr
-    assert "opt_state/mu/wte/embedding" in stdout and "batch/targets" in stdout
-    assert (tmp_path / "run" / "sharding.png").read_bytes().startswith(b"\x89PNG")
+    assert "params/wte/embedding" in stdout and "batch/targets" in stdout
     (scored,) = [line for line in metrics_of(tmp_path / "run") if "eval/loss" in line]
     assert "eval/perplexity" in scored and "eval/bits_per_byte" not in scored
     assert "validation loss" in stdout and "per byte" not in stdout
     assert len(re.findall(r"\bon the first of the split's batches$", stdout, re.MULTILINE)) == 2
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--workdir=run", "--workdir would be ignored"),
-        ("--workdir=", "--workdir would be ignored"),
-        ("--visualize=none_such", "--visualize=none_such matches no parameter, moment or batch"),
-        ("--visualize_to=a.png", "--visualize_to would be ignored: there is no --visualize"),
-        (
-            "--visualize=wte --visualize_to=a.txt",
-            "--visualize_to=a.txt names no picture. End it in .png, .pdf or .svg",
-        ),
-        (
-            "--config.parallel.fsdp=8",
-            "takes 8 devices; found: 1. Use --config.parallel.fsdp=1, or XLA_FLAGS=--xla_force_"
-            "host_platform_device_count=8 to simulate 8 devices; train.py --plan_devices=8 plans",
-        ),
-        (
-            "--plan_devices=2 --config.parallel.fsdp=4",
-            "fsdp=4 takes 4 devices; found: 2. Use --config.parallel.fsdp=2.\n",
-        ),
-        (
-            "--plan_chips=v7-8",
-            "there is no chip v7 to plan for. For example, use --plan_chips=v6e-8",
-        ),
-        ("--plan_text=/", "--plan_text=/ is a directory. Give a file."),
-        ("--plan_trials=2", "--plan_trials would be ignored: there is no --plan_search"),
-        ("--plan_board=h100", "--plan_board would be ignored: there is no --plan_search"),
-        ("--coordinator=localhost:1234", "--coordinator would be ignored"),
-        ("--num_processes=2", "--num_processes would be ignored"),
-        ("--process_index=0", "--process_index would be ignored"),
-        ("--plan_devices=-1", "--plan_devices=-1"),
-        ("--plan_devices=0", "--plan_devices=0: 0 is not a positive integer"),
-        ("--plan_chips=v5e-9", "--plan_chips=v5e-9 names no devices. Use v5e-N with N of 1, 4, 8"),
-        ("--plan_chips=tpu", "Use CHIP-N, such as v5e-8 or h100-8"),
-        ("--plan_chips=", "Use CHIP-N, such as v5e-8 or h100-8"),
-        ("--plan_chips=h100-0", "--plan_chips=h100-0 names no devices. Use h100-N with N of 1 to"),
-        ("--plan_chips=x.txtpb-8", "--plan_chips names x.txtpb, which is not a file"),
-        ("--config.precision.logits=bfloat16", "Use --config.precision.logits=float32"),
-    ],
-)
-def test_a_plan_refuses_what_it_would_ignore(tmp_path, flag, message):
-    code, _, stderr = run(None, "--plan", *flag.split(), *SHORT, cwd=tmp_path)
-    assert code == 2
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1
-    assert message in stderr
-
-
-def test_a_plan_is_named_by_the_flag_that_asks_for_it(tmp_path):
-    code, _, stderr = run(None, "--plan_devices=8", "--workdir=run", *SHORT, cwd=tmp_path)
-    assert (code, stderr) == (
-        2,
-        "error: --workdir would be ignored: --plan_devices only compiles, in one process. Leave "
-        "out --workdir.\n",
-    )
 
 
 @pytest.mark.parametrize(
@@ -181,107 +120,6 @@ def test_zlib_is_no_yardstick_for_a_text_shorter_than_its_window(num_bytes, yard
         "time: 1m 23s; step 100%\n"
         f"validation loss 8.1375, perplexity 3,420.51, 1.610 bits per byte{yardstick}"
     )
-
-
-def test_a_plan_says_what_a_step_takes_and_leaves_nothing(tmp_path):
-    options = ["--config.parallel.data=2", *SHORT]
-    code, stdout, stderr = run(None, "--plan_devices=2", *options, cwd=tmp_path)
-    assert code == 0, stderr
-    assert re.search(r"devices +2 \(simulated\)\n.*tokens per step +64\n", stdout, re.DOTALL)
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--plan_text=step.hlo"], "--plan_text would be ignored: --plan_search"),
-        (["--visualize=wte"], "--visualize would be ignored: --plan_search"),
-        (["--workdir=run"], "--workdir would be ignored"),
-        (["--plan_board=h1000"], "--plan_board=h1000 is not one of gb200, b200"),
-        (["--plan_trials=0"], "--plan_trials=0"),
-    ],
-)
-def test_a_search_refuses_what_it_would_ignore(tmp_path, flags, message):
-    code, _, stderr = run(None, "--plan_search", *flags, *SHORT, cwd=tmp_path)
-    assert code == 2
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1
-    assert message in stderr
-
-
-SLOW_COMPILER = """
-import hashlib
-from gpt2.planning import command
-# A minute without a line of Python.
-command.compile_plan = lambda program: hashlib.pbkdf2_hmac("sha512", b"", b"", 10**8)
-"""
-
-
-def test_ctrl_c_ends_a_plan_while_it_compiles(tmp_path):
-    script = tmp_path / "slow.py"
-    script.write_text(train_with(SLOW_COMPILER))
-    process = start(None, "--plan_devices=2", *SHORT, script=script)
-    told = process.stderr.readline()
-    assert told.startswith("compiling a step of quickstart.py for 2 devices (simulated)")
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    assert finish(process, timeout=20) == (130, "", "stopped by SIGINT\n")
-
-
-@pytest.mark.thorough
-def test_a_search_prints_commands_that_plan_as_it_says():
-    options = [*SHORT, "--config.parallel.tensor=2", "--config.model.embed_dim=64"]
-    options += ["--config.data.batch_size=16"]
-    code, stdout, stderr = run(
-        None, "--plan_search", "--plan_devices=4", "--plan_trials=2", *options
-    )
-    assert code == 0, stderr
-    assert re.search(r"compiled +2: 2 fit", stdout)
-    forecasts = re.findall(r"^  1  (.*)\n +python train\.py (.*)$", stdout, re.MULTILINE)
-    ((forecast, command),) = forecasts
-    assert "--config.parallel.tensor=2" in command  # what was given stays
-    code, again, stderr = run(None, "--plan_devices=4", *shlex.split(command))
-    assert code == 0, stderr
-    assert re.search(rf"\n  H100 +{re.escape(forecast)}\n", again)
-
-
-@pytest.mark.thorough
-def test_a_model_that_is_too_large_for_any_layout_is_said_to_be(tmp_path):
-    options = [*SHORT, "--config.model.embed_dim=8192", "--config.model.num_layers=64"]
-    options += ["--config.memory.scan_layers", "--config.data.batch_size=4"]
-    code, stdout, stderr = run(
-        None, "--plan_search", "--plan_devices=2", "--plan_board=v5e", *options, cwd=tmp_path
-    )
-    assert code == 1, stderr
-    # 16 bytes of 12 D^2 + 13 D parameters in each layer, and tables, over two devices.
-    gib = 16 * (64 * (12 * 8192**2 + 13 * 8192) + 273 * 8192) / 2 / 2**30
-    least = re.search(r"nothing fits +a step needs ([\d.]+) GiB or more, by arithmetic", stdout)
-    assert float(least[1]) == pytest.approx(gib, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("chips", "package"), [("v5e-8", "libtpu"), ("h100-8", "jax_cuda12_plugin")]
-)
-def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
-    options = ["--config.parallel.data=1", "--config.parallel.fsdp=8", *SHORT]
-    options += ["--config.data.batch_size=8", "--config.precision.compute=bfloat16"]
-    options += ["--config.memory.scan_layers=True", "--config.model.embed_dim=1024"]
-    options += ["--config.model.num_heads=16", "--config.model.num_layers=2"]
-    text = tmp_path / "step.hlo"
-    code, stdout, stderr = run(
-        None, f"--plan_chips={chips}", f"--plan_text={text}", *options, imports=True
-    )
-    if importlib.util.find_spec(package) is None:
-        extra = "plan-tpu" if chips == "v5e-8" else "plan-gpu"
-        assert code == 2 and f"Install it: pip install -e '.[{extra}]'" in stderr
-        pytest.skip(f"needs {package}")
-    assert code == 0, stderr
-    assert re.search(r"devices +8 \((TPU v5 lite|NVIDIA H100 80GB HBM3)\)\n", stdout)
-    assert "some have no known length" not in stdout
-    assert ("BIAS_GELU_AUX" in text.read_text()) == (chips == "h100-8")  # inside of cuBLAS
-    found = collectives(text.read_text())
-    # No sum of gradients is an all-reduce, but for what every device stores whole.
-    large = {c.kind for c in found if c.bytes > 1_000_000}
-    assert large <= {"all-gather", "reduce-scatter", "all-to-all"} and "reduce-scatter" in large
 
 
 @pytest.mark.skipif(

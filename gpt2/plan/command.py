@@ -1,11 +1,13 @@
 """What `python train.py --plan` and its kin do."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import rich
+import rich.table
 from absl import flags
 
 from gpt2 import cli, interrupts
@@ -25,7 +27,6 @@ from gpt2.plan.plan import (
 from gpt2.plan.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.flops import model_flops_per_token
-from gpt2.telemetry.progress import print_summary
 from gpt2.training.program import Program
 from gpt2.utils.text import format_bytes, format_count
 
@@ -56,7 +57,7 @@ def define_flags() -> None:
 def is_asked() -> bool:
     """Returns whether the flags ask for a plan in place of a run."""
     args = flags.FLAGS
-    return bool(args.plan or args.plan_devices or args.plan_chips or args.plan_search)
+    return any([args.plan, args.plan_devices, args.plan_chips, args.plan_text, args.plan_search])
 
 
 def run(config: Config) -> int:
@@ -74,11 +75,11 @@ def run(config: Config) -> int:
     try:
         plan = compile_plan(program)
     except OutOfMemory as error:
-        print_summary({"plan": {"devices": f"{len(devices)} ({kind})", "does not fit": str(error)}})
+        print(f"a step of {len(devices)} devices ({kind}) does not fit: {error}")
         return 1
     if args.plan_text:
         Path(args.plan_text).write_text(plan.text)
-    print_summary(_describe(plan, kind))
+    _print(_describe(plan, kind))
     return 0
 
 
@@ -118,6 +119,15 @@ def _describe(plan: Plan, kind: str) -> dict[str, dict[str, str]]:
             name: _forecast(plan, name) for name in ([board] if board else BOARDS)
         },
     }
+
+
+def _print(sections: Mapping[str, Mapping[str, str]]) -> None:
+    table = rich.table.Table.grid(padding=(0, 2))
+    for title, rows in sections.items():
+        table.add_row(f"[bold]{title}")
+        for name, value in rows.items():
+            table.add_row(f"  {name}", value)
+    rich.print(table)
 
 
 def _forecast(plan: Plan, board: str) -> str:

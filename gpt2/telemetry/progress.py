@@ -36,38 +36,6 @@ def format_metrics(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(
     return " | ".join(_SHOWN[name](metrics[name]) for name in names if name in metrics)
 
 
-def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
-    """Prints what will run: one titled block per section, names and values aligned in columns.
-
-    A screen that is gone ends no run.
-    """
-    with unheard(sys.stdout):
-        _print_summary(sections)
-
-
-def _print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
-    width = max((len(name) for rows in sections.values() for name in rows), default=0)
-    if not on_terminal():
-        for title, rows in sections.items():
-            print(title)
-            for name, value in rows.items():
-                print(f"  {name:<{width}}  {value}")
-        print(flush=True)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    for title, rows in sections.items():
-        for row, (name, value) in enumerate(rows.items()):
-            heading = Text(title if row == 0 else "", style="bold cyan")
-            table.add_row(heading, Text(name, style="dim"), Text(value))
-    console = Console()
-    console.print(table)
-    console.print()
-
-
 @contextlib.contextmanager
 def told_if_slow(text: str, seconds: float = 1.0, *, silent: bool = False) -> Iterator[None]:
     """Prints a line if the body takes longer, such as a compilation that no cache saves.
