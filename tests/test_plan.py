@@ -196,7 +196,7 @@ def test_a_forecast_counts_the_products_that_remat_computes_again():
 
 
 def test_a_plan_needs_no_tokenizer_but_its_size():
-    with pytest.raises(UserError, match="how many tokens"):
+    with pytest.raises(UserError, match="vocab_size"):
         make_program(config({"data.tokenizer": "char"}), jax.devices()[:1])
 
 

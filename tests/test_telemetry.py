@@ -315,12 +315,10 @@ def test_plain_progress_prints_a_line_per_update_with_metrics(capsys):
 def test_terminal_keeps_validations_above_the_bar(capsys, monkeypatch):
     monkeypatch.setattr(progress, "on_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "100")
-    progress.print_summary({"data": {"corpus": "text:[a-z]*"}})
     with progress.Progress(total=100) as shown:
         shown.write(50, {"train/loss": 3.5, "perf/mfu": 0.412})
         shown.write(100, {"eval/loss": 3.0})
     out = capsys.readouterr().out
-    assert "text:[a-z]*" in out
     assert "step 100/100 | val loss 3.0000\n" in out
     assert "100/100 loss 3.5000 | val loss 3.0000 | MFU 41.2% 0s left" in out
 
@@ -370,17 +368,6 @@ def test_no_time_left_is_told_before_a_step_tells_it(capsys):
     with progress.Progress(total=100) as shown:
         shown.write(0, {"eval/loss": 3.0})
     assert capsys.readouterr().out == "step   0/100 | val loss 3.0000\n"
-
-
-def test_plain_summary_is_aligned(capsys):
-    progress.print_summary({"model": {"parameters": "124.4M"}, "data": {"corpus": "pystdlib"}})
-    assert capsys.readouterr().out.splitlines() == [
-        "model",
-        "  parameters  124.4M",
-        "data",
-        "  corpus      pystdlib",
-        "",
-    ]
 
 
 # Curves and traces

@@ -38,7 +38,7 @@ class Shards:
 
     @property
     def number(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return math.prod(self.stages)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

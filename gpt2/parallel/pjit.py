@@ -37,9 +37,6 @@ class PjitBackend:
         layout_rules: how everything is spread over the mesh.
         gather_by: when parameters are gathered over `fsdp`: at each `step`, or by `layer` where the
             rules cut some along an axis that layers gather.
-
-    Raises:
-        UserError: the rules do not suit the parameters.
     """
 
     def __init__(self, mesh: Mesh, logical_axes: Any, layout_rules: Rules, gather_by: str = "step"):

@@ -100,11 +100,7 @@ _trace: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("trace", 
 
 
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
-    """Returns the mesh axes of an array whose axes are called `names`.
-
-    Raises:
-        KeyError: the table has no row for a name.
-    """
+    """Returns the mesh axes of an array whose axes are called `names`."""
     entries = [table[name] for name in names]
     return PartitionSpec(
         *(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries)
@@ -114,8 +110,7 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
 def specs(logical_axes: Any, table: Table) -> Any:
     """Maps a tree of logical axes (tuples of names in a PartitionSpec) to mesh axes.
 
-    Raises:
-        UserError: a parameter has an axis without a name, or with one that the table does not know.
+    Every parameter must match the table: a new one without a rule would be held whole everywhere.
     """
 
     def to_mesh(path: Any, names: PartitionSpec) -> PartitionSpec:
@@ -182,14 +177,9 @@ def gathered_for(params: Any, micro_batch: Any) -> Any:
 
 
 def param_shards(names: tuple[str, ...], *, forget: bool = False) -> Shards | None:
-    """Returns how the traced program holds a parameter of which each device has a shard.
+    """Returns how the traced program holds a parameter of which each device has a shard, or None.
 
-    Args:
-        names: of the parameter's axes, as the model declares them.
-        forget: see `Shards`.
-
-    Returns:
-        None if the parameter is whole.
+    `names` are those of the parameter's axes, as the model declares them. None: it is whole.
     """
     trace = _trace.get()
     if trace is None or not trace.has_shards:
@@ -260,8 +250,7 @@ def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
 def map_devices(function: Callable, names: tuple[str, ...], constant_names: Any) -> Callable:
     """Returns `function`, made to run on each device's part of its arguments.
 
-    It is for kernels that XLA cannot split. Where nothing is split, `function` is returned as it
-    is.
+    It is for kernels that XLA cannot split. Where nothing is split, it is returned as it is.
 
     Args:
         function: `function(arrays, constants) -> array`, where `arrays` is a tuple of activations

@@ -60,9 +60,7 @@ def bytes_per_device(tree: Any) -> int:
 def state_bytes(backend: Any, state: HasParams) -> dict[str, int]:
     """Returns bytes per device of parameters, optimizer state and the sum of gradients.
 
-    Args:
-        backend: that spreads the state.
-        state: of arrays or of shapes with shardings, as `abstract_state` returns.
+    `state` holds arrays, or shapes with shardings such as `abstract_state` returns.
     """
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
     parts = {"parameters": state.params, "optimizer": state.opt_state, "gradients": gradients}
@@ -83,9 +81,7 @@ def _bytes(leaf: Any) -> int:
 def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
     """Refuses parameters that are left whole on a mesh that has axes to split them.
 
-    Args:
-        params: placed arrays, or shapes with shardings.
-        mesh_shape: sizes of the axes that should split them.
+    `mesh_shape` has the sizes of the axes that should split them.
     """
     asked = [f"parallel.{axis}={n}" for axis, n in mesh_shape.items() if axis != "data" and n > 1]
     if asked and (share := unsharded_share(params)) > MAX_UNSHARDED:
@@ -98,13 +94,8 @@ def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
 def optimizer_specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> Any:
     """Returns a PartitionSpec for every leaf of an optimizer's state.
 
-    State is spread like the parameter whose path its own path ends with.
-
-    Args:
-        opt_state: arrays or shapes.
-        params: arrays or shapes, plain nested dictionaries.
-        storage: PartitionSpecs of state that has their shapes.
-        mesh: with the axes of `rules.MESH_AXES`.
+    State is spread like the parameter whose path its own path ends with. `storage` has the
+    PartitionSpecs of state that has the shapes of `params`.
     """
     by_path = {
         _names(path): (param.shape, spec)

@@ -49,13 +49,7 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Returns the collectives of a compiled program, without those of a device with itself.
-
-    A collective inside a loop counts once per turn (`times`).
-
-    Args:
-        text: optimised HLO, from `CompiledStep.text()`; synchronous or with `-start` and `-done`.
-    """
+    """Returns the collectives of a program as HLO, without those of a device with itself."""
     num_devices = _num_devices(text)
     computations, entry = split_computations(text)
     found = []
@@ -124,11 +118,7 @@ def _until_done(
 ) -> list[str]:
     """Returns the lines that run while a collective does; none if it is not asynchronous.
 
-    Args:
-        line: of the collective.
-        rest: what follows it in its computation.
-        after: what follows the call of that computation.
-        computations: all of them.
+    `rest` follows its line in its computation, and `after` the call of that computation.
     """
     if chain := re.search(rf'{_CHAIN}"\d+"', line):  # of a TPU: other fusions continue it
         return [

@@ -51,6 +51,18 @@ _GPUS = {
 }
 
 
+# Of compute capability 8.0 to 9.0, and of the libraries that JAX brings.
+_ANY_GPU = """
+  fpus_per_core: 128  device_address_bits: 64  pcie_bandwidth: 34359738368  ecc_enabled: true
+  threads_per_warp: 32  threads_per_block_limit: 1024  shared_memory_per_block: 49152
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  driver_version: "13.0.0"  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
+"""
+
+
 def find_devices(name: str) -> list[jax.Device]:
     """Returns devices of a kind and number, such as `v5e-16` or `h100-8`, to compile for.
 
@@ -117,32 +129,14 @@ gpu_device_info {{
   device_vendor: "NVIDIA Corporation"
   cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
   core_count: {gpu.multiprocessors}
-  fpus_per_core: 128
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory}
   memory_bandwidth: {gpu.bandwidth}
   l2_cache_size: {gpu.cache}
   shared_memory_per_core: {shared}
-  shared_memory_per_block: 49152
   shared_memory_per_block_optin: {shared - 1024}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  threads_per_warp: 32
   threads_per_core_limit: {gpu.threads}
-  threads_per_block_limit: 1024
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  device_address_bits: 64
-  pcie_bandwidth: 34359738368
-  ecc_enabled: true
-  driver_version: "13.0.0"
-  runtime_version: "12.8.0"
-  compile_time_toolkit_version: "12.8.0"
-  dnn_version: "9.10.0"
+{_ANY_GPU}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
