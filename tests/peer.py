@@ -8,20 +8,21 @@ the tests know them on machines without.
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from gpt2 import hf
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.generate import Sampling, generate
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
-from gpt2.hf.layout import tensors
-from gpt2.hf.tensor_files import read_safetensors, write_safetensors
+from gpt2.hf.layout import Tensor, tensors
 from gpt2.model import GPT
 from gpt2.utils.scan import find_leaf
 
@@ -137,41 +138,39 @@ def write_model(directory: Path, name: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config = dict(model_type="gpt2", bos_token_id=None, eos_token_id=None) | CONFIGS[name]
     (directory / "config.json").write_text(json.dumps(config))
-    expected = {tensor.name: tensor for tensor in tensors(read_config(directory))}
     rng = np.random.default_rng(0)
     stds = _STDS.get(name, {"": 0.05})
 
-    def draw(tensor: str) -> np.ndarray:
-        path = "/".join(expected[tensor].path)
+    def draw(tensor: Tensor) -> np.ndarray:
+        path = "/".join(tensor.path)
         mean = 1.0 if path.endswith("scale") else 0.0
         std = [value for end, value in stds.items() if path.endswith(end)][-1]
-        return (mean + std * rng.standard_normal(expected[tensor].shape)).astype(np.float32)
+        return (mean + std * rng.standard_normal(tensor.shape)).astype(np.float32)
 
-    shapes = {name: tensor.shape for name, tensor in expected.items()}
-    write_safetensors(directory / "model.safetensors", shapes, draw)
+    drawn = {tensor.name: draw(tensor) for tensor in tensors(read_config(directory))}
+    save_file(drawn, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def rewrite(directory, names, dtype=np.float32, shards=1):
-    """Writes a model's tensors anew: under other names, as another type, in shards."""
-    stored = read_safetensors(directory / "model.safetensors")
-    arrays = {names(k): v.read() for k, v in stored.items()}
+def rewrite(directory: Path, change: Callable[[dict], dict], shards: int = 1) -> None:
+    """Writes a model's tensors anew, changed, in one file or in shards."""
+    arrays = change(load_file(directory / "model.safetensors"))
+    if shards == 1:
+        return save_file(arrays, directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
-    files = {}
+    names: dict = {}
     for shard in range(shards):
-        part = dict(list(arrays.items())[shard::shards])
-        file = f"model-{shard}.safetensors" if shards > 1 else "model.safetensors"
-        shapes = {k: v.shape for k, v in part.items()}
-        write_safetensors(directory / file, shapes, part.__getitem__)
-        files |= dict.fromkeys(part, file)
-    if shards > 1:
-        index = directory / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": files}))
+        file = f"model-{shard}.safetensors"
+        part = {name: arrays[name] for name in list(arrays)[shard::shards]}
+        save_file(part, directory / file)
+        names |= dict.fromkeys(part, file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
 
 
-def characters(count: int) -> CharTokenizer:
+def characters(count: int, first: int = 100) -> CharTokenizer:
     """Returns a tokenizer of so many tokens."""
-    return CharTokenizer("".join(map(chr, range(100, 100 + count))), has_eot=False)
+    return CharTokenizer("".join(map(chr, range(first, first + count))), has_eot=False)
 
 
 def tokens(name: str, length: int = 48) -> np.ndarray:
@@ -241,10 +240,8 @@ def our_answers(directory: Path, name: str) -> dict:
 
 
 def write_golden() -> None:
-    """Writes the answers for the small models, and a state dict in PyTorch's two file formats."""
+    """Writes the answers for the small models."""
     import tempfile
-
-    import torch
 
     for name in SMALL:
         with tempfile.TemporaryDirectory() as scratch:
@@ -252,15 +249,6 @@ def write_golden() -> None:
         answers["logits"] = [np.round(row, 6).tolist() for row in answers["logits"][0, ::12]]
         answers["gradients"] = {k: probe(v) for k, v in answers["gradients"].items()}
         (GOLDEN / f"{name}.json").write_text(json.dumps(answers) + "\n")
-    state = {
-        "plain": torch.arange(6.0).reshape(2, 3),
-        "transposed": torch.arange(6.0).reshape(2, 3).t(),
-        "narrow": torch.arange(10.0)[4:8],
-        "bfloat16": torch.tensor([1.5, -2.0]).bfloat16(),
-        "mask": torch.tensor([True, False]),
-    }
-    torch.save(state, GOLDEN / "zip.bin")
-    torch.save(state, GOLDEN / "stream.bin", _use_new_zipfile_serialization=False)
 
 
 if __name__ == "__main__":

@@ -1,211 +1,369 @@
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+"""Every family of Hugging Face's models, into this project and out of it."""
+
+import dataclasses
+import importlib.util
+import json
 
 import chex
 import jax
-import ml_dtypes
 import numpy as np
 import peer
 import pytest
+from safetensors.numpy import load_file
 
 from gpt2 import hf
 from gpt2.config import GPTConfig
-from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
-from gpt2.hf import __main__ as hf_command
-from gpt2.hf.runs import import_run
-from gpt2.hf.tensor_files import read_safetensors, read_torch, write_safetensors
+from gpt2.hf.config import read_config
+from gpt2.hf.families import family_for
+from gpt2.hf.runs import export_run, import_run
 from gpt2.hf.tokenizer import save_tokenizer
 from gpt2.model import GPT
 from gpt2.utils.scan import stack_layers
 from gpt2.weights import load_initial_params, load_model
+from tests.helpers import run
+
+WEIGHTS = "model.safetensors"
+BIG = pytest.param("124m", marks=pytest.mark.slow)
+LLAMA = dict(norm="rmsnorm", position="rope", activation="swiglu", bias=False)
+NEOX = dict(position="rope", parallel_block=True, tie_embeddings=False)
+# What these show, the others show too.
+RARE = ("untied", "epsilon", "llama_multi_head", "qwen3")
 
 
-def test_import_command_makes_a_run_that_exports_the_same_bits(tmp_path):
-    source, run = peer.write_model(tmp_path / "source", "tied"), tmp_path / "run"
-    save_tokenizer(source, peer.characters(131), 96)
-    import_run(source, run)
-    cfg, params, loaded = load_model(run, None)
-    assert loaded.encode("efg").tolist() == [1, 2, 3]
-    chex.assert_trees_all_equal(params, hf.load(source)[1])
-    hf.save(tmp_path / "copy", cfg, params, loaded)
-    weights = "model.safetensors"
-    assert (tmp_path / "copy" / weights).read_bytes() == (source / weights).read_bytes()
+def rewrite_config(directory, **changes):
+    config = json.loads((directory / "config.json").read_text()) | changes
+    kept = {name: value for name, value in config.items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(kept))
 
 
-def test_import_prints_what_the_run_is_and_the_commands_that_take_it(tmp_path, capsys):
-    source, run = peer.write_model(tmp_path / "source", "tied"), tmp_path / "my run"
-    save_tokenizer(source, peer.characters(131), 96)
-    hf_command._import(source, run)
-    init = f"--config={run}/config.json", f"--config.train.init_from=run:{run}"
-    assert capsys.readouterr().out.splitlines() == [
-        f"{run}: 2 layers, 32 wide",
-        "to score:",
-        f"  python eval.py '--workdir={run}' --corpus=text:FILE",
-        "to sample:",
-        f"  python -m gpt2.generate '--workdir={run}' --prompt=TEXT",
-        "to train on:",
-        f"  python train.py '{init[0]}' '{init[1]}' --config.data.corpus=text:FILE --workdir=DIR",
-    ]
+def small_config(**options):
+    size = dict(vocab_size=67, context_length=32, num_layers=2, num_heads=4, embed_dim=32)
+    return GPTConfig(**(size | options))
 
 
-def test_shards_and_names_without_prefix_load_the_same(tmp_path):
-    directory = peer.write_model(tmp_path, "untied")
-    expected = hf.load(directory)
-    peer.rewrite(directory, lambda name: name.removeprefix("transformer."), shards=3)
-    chex.assert_trees_all_equal(hf.load(directory), expected)
+def random_params(cfg):
+    """Draws every parameter of a model: norms around 1, biases around 0."""
+    shapes = jax.eval_shape(GPT(cfg).init, jax.random.key(0), np.zeros((1, 8), np.int32))
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return (mean + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes["params"])
 
 
-def test_masks_and_a_copy_of_the_tied_head_are_passed_over(tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.thorough if n in RARE else ()) for n in peer.SMALL],
+)
+def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
+    ours = peer.our_answers(peer.write_model(tmp_path, name), name)
+    golden = json.loads((peer.GOLDEN / f"{name}.json").read_text())
+    assert abs(ours["loss"] - golden["loss"]) < 1e-5
+    np.testing.assert_allclose(ours["logits"][0, ::12], golden["logits"], atol=1e-4, rtol=0)
+    assert ours["gradients"].keys() == golden["gradients"].keys()
+    for tensor, (norm, projection) in golden["gradients"].items():
+        our_norm, our_projection = peer.probe(ours["gradients"][tensor])
+        assert abs(our_norm - norm) < 1e-4 * norm, tensor
+        assert abs(our_projection - projection) < 1e-4 * norm, tensor
+    assert ours["generated"] == golden["generated"]
+
+
+@peer.needs_peers
+@pytest.mark.parametrize("name", [*peer.SMALL, BIG])
+def test_imported_weights_give_pytorchs_logits_gradients_and_tokens(name, tmp_path):
+    directory = peer.write_model(tmp_path, name)
+    ours, theirs = peer.our_answers(directory, name), peer.torch_answers(directory, name)
+    np.testing.assert_allclose(ours["logits"], theirs["logits"], atol=1e-4, rtol=0)
+    assert ours["gradients"].keys() == theirs["gradients"].keys()
+    for tensor, gradient in theirs["gradients"].items():
+        difference = np.abs(ours["gradients"][tensor] - gradient).max()
+        assert difference < 1e-4 * np.abs(gradient).max(), tensor
+    assert ours["generated"] == theirs["generated"]
+
+
+@pytest.mark.parametrize("name", [*peer.SMALL, BIG])
+def test_import_then_export_gives_back_every_bit(name, tmp_path):
+    source = peer.write_model(tmp_path / "source", name)
+    hf.save(tmp_path / "copy", *hf.load(source))
+    assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
+    assert read_config(tmp_path / "copy") == read_config(source)
+
+
+@peer.needs_peers
+@pytest.mark.parametrize("name", peer.SMALL)
+def test_transformers_reads_an_export_and_what_it_saves_again_loads_the_same(name, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = peer.write_model(tmp_path / "source", name)
+    hf.save(tmp_path / "copy", *hf.load(source))
+    theirs, ours = (
+        AutoConfig.from_pretrained(tmp_path / place).to_dict() for place in ("source", "copy")
+    )
+    # GPT-2's own dropout is 0.1, and no width stands for four times the embedding's.
+    written = {"_name_or_path", "architectures", "dtype", "n_inner"}
+    written |= {"embd_pdrop", "attn_pdrop", "resid_pdrop"}
+    assert {k for k in ours if ours[k] != theirs.get(k)} <= written
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", output_loading_info=True)
+    assert not any(info.values())
+    model.save_pretrained(tmp_path / "again")
+    chex.assert_trees_all_equal(hf.load(tmp_path / "again"), hf.load(source))
+
+
+@peer.needs_peers
+def test_a_file_of_pytorch_loads_the_same(tmp_path):
+    import torch
+
     directory = peer.write_model(tmp_path, "tied")
     expected = hf.load(directory)
-    stored = read_safetensors(directory / "model.safetensors")
-    arrays = {name: tensor.read() for name, tensor in stored.items()}
-    arrays["transformer.h.0.attn.bias"] = np.ones((1, 1, 4, 4))
-    arrays["lm_head.weight"] = arrays["transformer.wte.weight"]
-    shapes = {name: array.shape for name, array in arrays.items()}
-    write_safetensors(directory / "model.safetensors", shapes, arrays.__getitem__)
-    chex.assert_trees_all_equal(hf.load(directory), expected)
-    arrays["lm_head.weight"] = arrays["lm_head.weight"] + 1
-    write_safetensors(directory / "model.safetensors", shapes, arrays.__getitem__)
-    with pytest.raises(UserError, match=r"lm_head.weight is not transformer.wte.weight"):
+    state = {k: torch.from_numpy(v) for k, v in load_file(directory / WEIGHTS).items()}
+    # Transposed in memory, and a mask that is no parameter.
+    name = "transformer.h.0.mlp.c_fc.weight"
+    state[name] = state[name].T.contiguous().T
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    (directory / WEIGHTS).unlink()
+    for stream in (True, False):
+        torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=stream)
+        chex.assert_trees_all_equal(hf.load(directory), expected)
+    torch.save({"a": print}, tmp_path / "pytorch_model.bin")  # code is not run
+    with pytest.raises(UserError, match="cannot be read"):
         hf.load(directory)
 
 
+@pytest.mark.skipif(bool(importlib.util.find_spec("torch")), reason="PyTorch is installed")
+def test_a_file_of_pytorch_needs_pytorch(tmp_path):
+    peer.write_model(tmp_path, "tied")
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="needs PyTorch"):
+        hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("gpt2", {}),
+        ("gpt2", dict(norm_eps=1e-6, mlp_dim=50, activation="relu_squared", num_kv_heads=4)),
+        ("llama", LLAMA),
+        ("llama", LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False)),
+        ("llama", LLAMA | dict(num_kv_heads=2, rope_base=5e5, norm_eps=1e-6, activation="geglu")),
+        ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2)),
+        ("qwen3", LLAMA | dict(qk_norm=True, mlp_dim=128)),
+        ("gpt_neox", NEOX | dict(activation="gelu")),
+        ("gpt_neox", NEOX | dict(tie_embeddings=True, rope_base=2e4)),
+    ],
+)
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_switches_choose_the_family_and_export_then_import_gives_the_same_model(
+    model_type, options, scan_layers, tmp_path
+):
+    cfg = small_config(**options)
+    params = random_params(cfg)
+    exported = dataclasses.replace(cfg, scan_layers=scan_layers)
+    hf.save(tmp_path / "out", exported, stack_layers(params) if scan_layers else params)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == model_type
+    loaded_cfg, loaded = hf.load(tmp_path / "out")
+    assert loaded_cfg == cfg.canonical()
+    chex.assert_trees_all_equal(loaded, params)
+
+
 @pytest.mark.parametrize("options", [{}, dict(position="rope", parallel_block=True)])
-def test_scanned_and_biasless_models_export_the_same_function(options, tmp_path):
-    size = dict(vocab_size=17, context_length=16, num_layers=2, num_heads=2, embed_dim=8)
-    cfg = GPTConfig(**size, **options, bias=False)
-    ids = np.arange(8)[None]
-    params = jax.jit(GPT(cfg).init)(jax.random.key(0), ids)["params"]
-    hf.save(tmp_path / "unrolled", cfg, params)
-    scanned = GPTConfig(**{**vars(cfg), "scan_layers": True})
-    hf.save(tmp_path / "scanned", scanned, stack_layers(params))
-    chex.assert_trees_all_equal(hf.load(tmp_path / "unrolled"), hf.load(tmp_path / "scanned"))
-    loaded_cfg, loaded = hf.load(tmp_path / "unrolled")
+def test_models_without_biases_export_the_same_function(options, tmp_path):
+    cfg = small_config(**options, bias=False)
+    params, ids = random_params(cfg), np.arange(8)[None]
+    hf.save(tmp_path / "out", cfg, params)
+    loaded_cfg, loaded = hf.load(tmp_path / "out")
+    assert loaded_cfg.bias
     chex.assert_trees_all_close(
         GPT(loaded_cfg).apply({"params": loaded}, ids),
         GPT(cfg).apply({"params": params}, ids),
-        atol=1e-6,
+        atol=1e-5,
     )
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("options", "family", "option"),
     [
-        ("norm", "rmsnorm"),
-        ("position", "rope"),
-        ("qk_norm", True),
-        ("logit_softcap", 30.0),
-        ("activation", "swiglu"),
+        (LLAMA | dict(bias=True), "Llama", "bias=True"),
+        (LLAMA | dict(window=8), "Llama", "window=8"),
+        (LLAMA | dict(qk_norm=True, value_residual=True), "Qwen 3", "value_residual=True"),
+        (LLAMA | dict(activation="silu"), "Llama", "activation=silu"),
+        (NEOX | dict(num_kv_heads=2), "GPT-NeoX", "num_kv_heads=2"),
+        (NEOX | dict(norm="rmsnorm"), "GPT-NeoX", "norm=rmsnorm"),
+        (dict(logit_softcap=30.0), "GPT-2", "logit_softcap=30.0"),
+        (dict(mup_base_width=16), "GPT-2", "mup_base_width=16"),
+        (dict(num_kv_heads=1), "GPT-2", "num_kv_heads=1"),
     ],
 )
-def test_export_names_the_option_that_gpt2_lacks(option, value, tmp_path):
-    cfg = GPTConfig(num_layers=1, **{option: value})
-    with pytest.raises(UserError, match=rf"no option for model\.{option}={value}"):
-        hf.save(tmp_path / "out", cfg, {})
+def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp_path):
+    with pytest.raises(UserError, match=rf"{family}, the nearest.*model\.{option}"):
+        hf.save(tmp_path / "out", small_config(**options), {})
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("file", ["zip.bin", "stream.bin"])
-def test_pytorch_files_are_read_without_pytorch(file):
-    stored = read_torch(peer.GOLDEN / file)
-    arrays = {name: tensor.read() for name, tensor in stored.items()}
-    grid = np.arange(6, dtype=np.float32).reshape(2, 3)
-    np.testing.assert_array_equal(arrays["plain"], grid)
-    np.testing.assert_array_equal(arrays["transposed"], grid.T)
-    np.testing.assert_array_equal(arrays["narrow"], [4, 5, 6, 7])
-    assert arrays["bfloat16"].dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(arrays["bfloat16"].astype(np.float32), [1.5, -2.0])
-    np.testing.assert_array_equal(arrays["mask"], [True, False])
+def test_how_a_model_starts_does_not_keep_it_from_export():
+    options = dict(dropout=0.1, init="xavier", zero_init_projections=True, attention="reference")
+    assert family_for(small_config(**LLAMA, **options)).model_type == "llama"
 
 
-def test_nothing_that_exists_is_overwritten(tmp_path):
-    cfg, params = hf.load(peer.write_model(tmp_path / "source", "tied"))
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("tied", dict(scale_attn_weights=False), "scale_attn_weights=False"),
+        ("llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_type=llama3"),
+        ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type=linear"),
+        ("qwen3", dict(rope_parameters=dict(rope_type="yarn", factor=8.0)), "rope_type=yarn"),
+        ("llama", dict(attention_bias=True), "attention_bias=True"),
+        ("llama", dict(mlp_bias=True), "mlp_bias=True"),
+        ("llama", dict(head_dim=16), "head_dim=16"),
+        ("llama", dict(hidden_act="relu"), "hidden_act=relu"),
+        ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
+        ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types="),
+        ("gpt_neox", dict(rotary_pct=0.25), "rotary_pct=0.25"),
+        ("gpt_neox", dict(rope_parameters={"partial_rotary_factor": 0.5}), "rotary_pct=0.5"),
+        ("gpt_neox", dict(use_parallel_residual=False), "use_parallel_residual=False"),
+        ("gpt_neox", dict(attention_bias=False), "attention_bias=False"),
+        # What is absent has transformers' default.
+        ("gpt_neox", dict(rotary_pct="absent"), "rotary_pct=0.25"),
+        ("qwen3", dict(head_dim="absent"), "head_dim=128"),
+        ("llama", dict(model_type="mistral"), "describes no GPT-2, Llama"),
+        ("llama", dict(hidden_size="absent"), "cannot be read: KeyError"),
+    ],
+)  # fmt: skip
+def test_what_a_family_computes_only_elsewhere_is_refused_by_name(name, changes, message, tmp_path):
+    rewrite_config(peer.write_model(tmp_path, name), **changes)
+    with pytest.raises(UserError, match=message):
+        hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "new_names", "buffer"),
+    [
+        ("untied", {}, "h.0.attn.bias"),
+        ("gpt_neox", {"embed_out.weight": "lm_head.weight"}, "layers.0.attention.bias"),
+        ("llama", {}, "layers.0.self_attn.rotary_emb.inv_freq"),
+    ],
+)
+def test_shards_names_of_other_versions_and_buffers_load_the_same(
+    name, new_names, buffer, tmp_path
+):
+    directory = peer.write_model(tmp_path, name)
+    expected = hf.load(directory)
+    prefix = family_for(expected[0]).prefix
+
+    def change(arrays):
+        arrays = {new_names.get(k, k).removeprefix(prefix): v for k, v in arrays.items()}
+        return arrays | {buffer: np.ones(3, np.float32)}
+
+    peer.rewrite(directory, change, shards=3)
+    assert not (directory / WEIGHTS).exists()
+    chex.assert_trees_all_equal(hf.load(directory), expected)
+
+
+def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
+    directory = peer.write_model(tmp_path, "tied")
+    expected, table = hf.load(directory), "transformer.wte.weight"
+    peer.rewrite(directory, lambda arrays: arrays | {"lm_head.weight": arrays[table]})
+    chex.assert_trees_all_equal(hf.load(directory), expected)
+    peer.rewrite(directory, lambda arrays: arrays | {"lm_head.weight": arrays[table] + 1})
+    with pytest.raises(UserError, match="ties the two"):
+        hf.load(directory)
+
+
+@pytest.mark.parametrize("name", ["tied", *peer.FAMILIES])
+def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
+    source, workdir = peer.write_model(tmp_path / "source", name), tmp_path / "run"
+    save_tokenizer(source, peer.characters(peer.CONFIGS[name]["vocab_size"]), 96)
+    import_run(source, workdir)
+    cfg, params, tokenizer = load_model(workdir, None)
+    chex.assert_trees_all_equal(params, hf.load(source)[1])
+    export_run(workdir, tmp_path / "copy")
+    assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
     with pytest.raises(UserError, match="exists already"):
-        hf.save(tmp_path / "source", cfg, params)
+        export_run(workdir, source)
+    # The same sizes, named in another way, and another way to start.
+    same = dataclasses.replace(
+        cfg, num_kv_heads=cfg.kv_heads, mlp_dim=cfg.hidden_dim, mlp_ratio=4, init="xavier"
+    )
+    for place in (f"hf:{source}", f"run:{workdir}", f"run:{workdir}@0"):
+        chex.assert_trees_all_equal(load_initial_params(place, same, tokenizer), params)
+    with pytest.raises(UserError, match=r"model\.norm_eps=.*"):
+        other = dataclasses.replace(cfg, norm_eps=123.0)
+        load_initial_params(f"hf:{source}", other, tokenizer)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_path):
     cfg, params = hf.load(peer.write_model(tmp_path, "tied"))
-    shorter = GPTConfig(**{**vars(cfg), "context_length": 40, "scan_layers": scan_layers})
-    ids = peer.tokens("tied")[:, :40]
-    tokenizer, other = (
-        CharTokenizer("".join(map(chr, range(start, start + 131))), False) for start in (100, 101)
-    )
+    shorter = dataclasses.replace(cfg, context_length=40, scan_layers=scan_layers)
+    ids, tokenizer = peer.tokens("tied")[:, :40], peer.characters(131)
     save_tokenizer(tmp_path, tokenizer, 96)
     initial = load_initial_params(f"hf:{tmp_path}", shorter, tokenizer)
-    expected = GPT(cfg).apply({"params": params}, ids)
     chex.assert_trees_all_close(
-        GPT(shorter).apply({"params": initial}, ids), expected, atol=1e-5, rtol=1e-5
+        GPT(shorter).apply({"params": initial}, ids),
+        GPT(cfg).apply({"params": params}, ids),
+        atol=1e-5,
+        rtol=1e-5,
     )
-    with pytest.raises(
-        UserError, match=rf"another tokenizer.*char, 131.*tokenizer={tmp_path}/tokenizer\.json"
-    ):
-        load_initial_params(f"hf:{tmp_path}", shorter, other)
+    with pytest.raises(UserError, match=f"another tokenizer.*{tmp_path}/tokenizer.json"):
+        load_initial_params(f"hf:{tmp_path}", shorter, peer.characters(131, first=101))
+    (tmp_path / WEIGHTS).unlink()  # what differs is told before weights are read
+    other = dataclasses.replace(cfg, num_layers=4, bias=False, context_length=128, dropout=0.1)
+    with pytest.raises(UserError) as raised:
+        load_initial_params(f"hf:{tmp_path}", other, tokenizer)
+    for option in ("num_layers=2", "bias=True", "context_length=96"):
+        assert f"model.{option}" in str(raised.value)
+    assert "dropout" not in str(raised.value)
 
 
-def test_weights_of_another_model_are_refused_unread_with_every_flag_that_differs(tmp_path):
-    cfg = hf.load(peer.write_model(tmp_path, "tied"))[0]
-    tokenizer = CharTokenizer("".join(map(chr, range(100, 231))), False)
-    save_tokenizer(tmp_path, tokenizer, 96)
-    (tmp_path / "model.safetensors").unlink()
-    wanted = dict(num_layers=4, embed_dim=64, bias=False, context_length=128, dropout=0.1)
-    with pytest.raises(
-        UserError,
-        match=r"model\.num_layers=2, not 4, model\.embed_dim=32, not 64, model\.bias=True, "
-        r"not False, model\.context_length=96, not 128\. Use --config\.model\.num_layers=2 "
-        r"--config\.model\.embed_dim=32 --config\.model\.bias=True "
-        r"--config\.model\.context_length=96\.$",
-    ):
-        load_initial_params(f"hf:{tmp_path}", GPTConfig(**{**vars(cfg), **wanted}), tokenizer)
+def truncate(source):
+    (source / WEIGHTS).write_bytes((source / WEIGHTS).read_bytes()[:-100])
 
 
-def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
-    """A fresh process, whose peak is its own: 45 million parameters, 180 MB."""
-    config = dict(n_layer=1, n_head=4, n_embd=1280, n_positions=64, vocab_size=20000)
-    peer.CONFIGS["wide"] = config
-    directory = peer.write_model(tmp_path / "wide", "wide")
-    program = (
-        "import re; from gpt2 import hf; import jax; jax.devices();"
-        "status = lambda: open('/proc/self/status').read();"
-        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s*(\\d+)', status())[1]);"
-        f"before = peak(); hf.load({str(directory)!r}); print(peak() - before)"
-    )
-    env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1]))
-    grown = int(subprocess.check_output([sys.executable, "-c", program], env=env, text=True))
-    size = (directory / "model.safetensors").stat().st_size
-    shutil.rmtree(directory)
-    assert 0.8 * size < grown < 1.3 * size
+def remove_shard(source):
+    peer.rewrite(source, dict, shards=3)
+    (source / "model-1.safetensors").unlink()
 
 
-def test_the_library_brings_no_command_line_and_the_command_has_a_usage():
-    root = Path(__file__).parents[1]
-    code = "import sys; from gpt2 import hf; print('gpt2.cli' in sys.modules)"
-    library = subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True)
-    assert library == "False\n"
-    command = [sys.executable, "-m", "gpt2.hf"]
-    usage = subprocess.run([*command, "--help"], cwd=root, capture_output=True, text=True)
-    assert "gpt2.hf import --from=DIR" in usage.stdout and not usage.stderr
-    unknown = subprocess.run([*command, "exprot"], cwd=root, capture_output=True, text=True)
-    assert unknown.returncode == 2 and "not a command" in unknown.stderr
+def write_nan(source):
+    (source / WEIGHTS).write_bytes((source / WEIGHTS).read_bytes()[:-4] + b"\xff" * 4)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("damage", "message"),
     [
-        ("export --workdir=run --to=README.md/out", "nothing can be written in"),
-        ("import --from=DIR --workdir=README.md/out", "nothing can be written in"),
-        ("export --workdir=run --to=out --from=DIR", "--from would be ignored"),
-        ("import --from=DIR --workdir=out --checkpoint=5", "--checkpoint would be ignored"),
+        (truncate, "cannot be read"),
+        (remove_shard, "model-1.safetensors cannot be read"),
+        (write_nan, "NaN"),
+        (lambda source: rewrite_config(source, n_embd=64), "wte.weight .*another shape"),
+        (lambda source: rewrite_config(source, n_layer=3), "h.2.ln_1.weight is missing"),
+        (lambda source: rewrite_config(source, n_layer=1), "no tensor transformer.h.1"),
+        (lambda source: (source / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda source: save_tokenizer(source, peer.characters(100), 96), "has 100 tokens"),
+        (lambda source: save_tokenizer(source, peer.characters(132), 96), "has 132 tokens"),
     ],
 )
-def test_the_command_refuses_flags_and_places_before_it_reads_weights(arguments, told):
-    command = [sys.executable, "-m", "gpt2.hf", *arguments.split()]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ") and told in done.stderr
+def test_a_damaged_directory_is_noticed_and_nothing_is_written(damage, message, tmp_path):
+    source = peer.write_model(tmp_path / "source", "tied")
+    save_tokenizer(source, peer.characters(131), 96)
+    hf.load(source)
+    damage(source)
+    with pytest.raises(UserError, match=message):
+        import_run(source, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_the_command_imports_and_exports(tmp_path):
+    source = peer.write_model(tmp_path / "source", "tied")
+    save_tokenizer(source, peer.characters(131), 96)
+    for arguments in (
+        ("import", "--from=source", "--workdir=my run"),
+        ("export", "--workdir=my run", "--to=copy"),
+    ):
+        code, told, mistake = run(None, *arguments, script="gpt2.hf", cwd=tmp_path)
+        assert code == 0, mistake
+    assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
+    assert "from_pretrained" in told

@@ -9,66 +9,58 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from gpt2 import cli
-from gpt2.hf import options
-
-if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
-    cli.parse(options.define_flags, options.check, commands=tuple(options.DIRECTORIES))
-
+import shlex
 from pathlib import Path
 
 from absl import flags
 
-from gpt2.config import DataConfig, load_config
-from gpt2.data.shards import open_shards
-from gpt2.errors import UserError, require_writable
+from gpt2 import cli
+from gpt2.config import load_config
+from gpt2.errors import UserError
 from gpt2.hf.runs import export_run, import_run
-from gpt2.utils.terminal import wrap_command
-from gpt2.utils.text import counted
+
+# The directory that each command reads and the one that it writes.
+_DIRECTORIES = {"import": ("from", "workdir"), "export": ("workdir", "to")}
+
+
+def define_flags() -> None:
+    """Defines the flags of both commands."""
+    flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
+    flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
+    flags.DEFINE_string("workdir", None, "The run to write (import) or read (export).")
+    flags.DEFINE_string("checkpoint", "best", "export: best, latest or a step.")
 
 
 def main(command: str) -> None:
-    """Runs `import` or `export`, as the flags say."""
-    reads, writes = options.DIRECTORIES[command]
-    source, target = (Path(getattr(flags.FLAGS, name)) for name in (reads, writes))
-    require_writable(writes, target.parent)
-    {"import": _import, "export": _export}[command](source, target)
+    """Runs `import` or `export`, and prints the commands that take what it wrote."""
+    for name in _DIRECTORIES[command]:
+        if not flags.FLAGS[name].value:
+            raise UserError(f"--{name} is missing", f"Give --{name}=DIR")
+    source, target = (Path(flags.FLAGS[name].value) for name in _DIRECTORIES[command])
+    if command == "import":
+        cfg = import_run(source, target)
+        print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")
+        given = f"--workdir={target}"
+        _print_command("score", "eval.py", given, "--corpus=text:FILE")
+        _print_command("sample", "-m", "gpt2.generate", given, "--prompt=TEXT")
+        weights = f"--config={target / 'config.json'}", f"--config.train.init_from=run:{target}"
+        corpus = "--config.data.corpus=text:FILE"
+        _print_command("train on", "train.py", *weights, corpus, "--workdir=DIR")
+        return
+    export_run(source, target, flags.FLAGS.checkpoint)
+    print(f"{target}: ready for transformers' from_pretrained")
+    if (source / "data.json").exists():  # weights that came from elsewhere have no text
+        data = load_config(source).data
+        corpus = f"--corpus={data.corpus}", f"--val_fraction={data.val_fraction}"
+        _print_command(
+            "score it on the text that the run held out", "eval.py", f"--hf={target}", *corpus
+        )
 
 
-def _import(source: Path, workdir: Path) -> None:
-    cfg = import_run(source, workdir)
-    print(f"{workdir}: {counted(cfg.num_layers, 'layer')}, {cfg.embed_dim} wide")
-    given = f"--workdir={workdir}"
-    weights = f"--config={workdir / 'config.json'}", f"--config.train.init_from=run:{workdir}"
-    for what, *command in (
-        ("score", "eval.py", given, "--corpus=text:FILE"),
-        ("sample", "-m", "gpt2.generate", given, "--prompt=TEXT"),
-        ("train on", "train.py", *weights, "--config.data.corpus=text:FILE", "--workdir=DIR"),
-    ):
-        print(f"to {what}:")
-        print(wrap_command(["python", *command], indent="  "))
-
-
-def _export(workdir: Path, directory: Path) -> None:
-    export_run(workdir, directory, flags.FLAGS.checkpoint)
-    print(f"{directory}: ready for transformers' from_pretrained")
-    if (workdir / "data.json").exists():  # weights that came from elsewhere have no text
-        data = load_config(workdir).data
-        command = ["python", "eval.py", f"--hf={directory}", f"--corpus={data.corpus}"]
-        if not _has_validation_files(data):
-            command.append(f"--val_fraction={data.val_fraction}")
-        without = ", without its document mask" if data.document_mask else ""
-        print(f"to score it on the text that the run held out{without}:")
-        print(wrap_command(command, indent="  "))
-
-
-def _has_validation_files(data: DataConfig) -> bool:
-    """Whether names of shards, and no share, say what is held out."""
-    try:
-        return data.corpus.startswith("tokens:") and not open_shards(data).by_share
-    except UserError:  # they are not here
-        return False
+def _print_command(what: str, *words: str) -> None:
+    print(f"to {what}:\n  {shlex.join(['python', *words])}")
 
 
 if __name__ == "__main__":
+    cli.parse(define_flags, commands=tuple(_DIRECTORIES))
     cli.run(main)

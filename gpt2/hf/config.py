@@ -6,48 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.config import GPTConfig
-from gpt2.errors import MALFORMED, UserError
+from gpt2.errors import UserError
 from gpt2.hf.families import FAMILIES, family_for, titles
 from gpt2.hf.family import Family
 
-_TYPES: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(GPTConfig)}
+_FLOATS = {field.name for field in dataclasses.fields(GPTConfig) if field.type is float}
 
 
 def read_config(directory: Path) -> GPTConfig:
     """Reads the architecture from a Hugging Face config.json.
 
     Dropout is 0: it is a choice of training, not a part of the weights.
-
-    Raises:
-        UserError: the file is missing or damaged, describes a model of another family, or has
-            options that the switches of `model.` cannot express.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{directory} holds no model (no config.json)",
-            "Give a directory that transformers' save_pretrained wrote",
+            f"{directory} holds no config.json", "Give a Hugging Face model's directory"
         )
-    kind = "Hugging Face"
+    families = {family.model_type: family for family in FAMILIES}
     try:
         config = json.loads(path.read_text("utf-8"))
-        if isinstance(config.get("model"), dict):
+        family = families.get(kind := config.get("model_type"))
+        if family is None:
             raise UserError(
-                f"{directory} is a run, not a Hugging Face model",
-                "Give it as --workdir to eval.py or gpt2.generate, or to gpt2.hf export, which "
-                "writes it for Hugging Face",
+                f"{path} describes no {titles()} (its model_type is {kind})",
+                "Give another model; a run goes by --workdir, or through gpt2.hf export",
             )
-        families = {family.model_type: family for family in FAMILIES}
-        if config["model_type"] not in families:
-            raise UserError(
-                f"{path} describes a {config['model_type']} model",
-                f"Give a directory of a {titles()}",
-            )
-        family = families[config["model_type"]]
-        kind = family.title
         return _read(path, family, dict(family.defaults) | _with_flat_rope(config, family))
-    except MALFORMED as error:
-        raise UserError(f"{path} is not a {kind} config: {error!r}", "Download it again") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read: {error!r}", "Download it again") from None
 
 
 def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -64,38 +51,21 @@ def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _read(path: Path, family: Family, config: dict[str, Any]) -> GPTConfig:
-    for name, value in _required(family, config).items():
-        if (found := config.get(name, value)) != value:
+    activations = family.activation_names()
+    activation = family.options["activation"]
+    allowed = {name: [value] for name, value in _required(family, config).items()}
+    for name, choices in (allowed | {activation: list(activations)}).items():
+        if (found := config.get(name, choices[0])) not in choices:
             raise UserError(
-                f"{path}: {name}={found} is not what {family.title} computes here ({value})",
-                f"Give weights that were trained with {name}={value}",
+                f"{path}: {name}={found} is not what {family.title} computes here",
+                f"Give weights of a model with {name}={' or '.join(map(str, choices))}",
             )
     values = {ours: config[theirs] for ours, theirs in family.options.items()}
+    values["activation"] = activations[values["activation"]]
     values["mlp_dim"] = values["mlp_dim"] or 4 * values["embed_dim"]
     values["num_kv_heads"] = values.get("num_kv_heads") or 0
-    names = family.activation_names()
-    if values["activation"] not in names:
-        raise UserError(
-            f"{path}: {family.options['activation']}={values['activation']} is unknown here",
-            f"Give a model with one of {', '.join(names)}",
-        )
-    values["activation"] = names[values["activation"]]
-    values = {ours: _typed(value, ours, family) for ours, value in values.items()}
-    try:
-        return GPTConfig(**values, **family.switches).canonical()
-    except UserError as error:  # whose advice is for the options of a run
-        raise UserError(f"{path} describes no model: {error.what}", "Download it again") from None
-
-
-def _typed(value: Any, ours: str, family: Family) -> Any:
-    """Returns the value of an option if it has the option's type. A whole number is a float too."""
-    kind = _TYPES[ours]
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        name = family.options.get(ours, ours)
-        raise TypeError(f"{name}={value!r} is not of type {kind.__name__}")
-    return value
+    values = {name: float(v) if name in _FLOATS else v for name, v in values.items()}
+    return GPTConfig(**values, **family.switches).canonical()
 
 
 def _required(family: Family, config: dict[str, Any]) -> dict[str, Any]:
@@ -115,9 +85,6 @@ def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:
     """Returns config.json for the architecture `cfg`: the reverse of `read_config`.
 
     The options of rope have the names that every version of transformers reads.
-
-    Raises:
-        UserError: `cfg` is of no family.
     """
     family = family_for(cfg)
     values = {

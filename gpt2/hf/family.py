@@ -9,7 +9,7 @@ from gpt2.config import DEFAULTS, GPTConfig, ModelConfig
 # Fields that say how a model starts or is computed, and not which function it is.
 _NOT_EXPORTED = ("dropout", "attention", "init", "init_std", "zero_init_projections")
 
-# The function that an activation of Hugging Face is. Forms that differ by rounding count as one.
+# The function that an activation of Hugging Face is. Those that differ by rounding count as one.
 _FUNCTIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -49,24 +49,20 @@ class Family:
 
     Attributes:
         title: for people.
-        model_type: in config.json.
-        architecture: transformers' class.
+        model_type, architecture: in config.json.
         switches: values of `model.` in every model of the family. Those that are named neither here
             nor in `options` have their defaults.
         options: fields of `GPTConfig`, and their names in config.json.
         activations: of `model.activation`, and their names in config.json.
-        defaults: what an option is where config.json leaves it out.
+        defaults: what an option is where config.json lacks it.
         fixed: options of config.json that change the computed function, with the only value that
             the switches can express.
+        prefix: of the names of all tensors but the head's.
+        layer: the name of a layer, after the prefix.
+        first, rows, last: tensors before the layers, of a layer, and after the layers.
         dropout: options that `model.dropout` becomes.
         rope_fraction: the option for the part of a head that rope turns.
-        prefix: of the names of all tensors but the head's.
-        head: the name of the output embedding.
-        head_aliases: the names of it in other versions of transformers.
-        layer: the name of a layer, after the prefix.
-        first: tensors before the layers.
-        rows: tensors of a layer.
-        last: tensors after the layers.
+        head, head_aliases: the name of the output embedding, and those in other versions.
         buffers: endings of names that hold no parameter.
     """
 
@@ -90,22 +86,15 @@ class Family:
     buffers: tuple[str, ...] = ()
 
     def full_name(self, name: str) -> str:
-        """Returns the name of a stored tensor as this table has it.
-
-        Files of a model without its head leave the prefix out, as OpenAI's do.
-        """
-        if name == self.head or name in self.head_aliases:
+        """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""
+        if name in (self.head, *self.head_aliases):
             return self.head
         return name if name.startswith(self.prefix) else self.prefix + name
 
     def activation_names(self) -> dict[str, str]:
         """Returns the names that config.json may give an activation, and those of `model.`."""
-        return {
-            name: ours
-            for name, function in _FUNCTIONS.items()
-            for ours, written in self.activations.items()
-            if _FUNCTIONS[written] == function
-        }
+        ours = {_FUNCTIONS[theirs]: ours for ours, theirs in self.activations.items()}
+        return {name: ours[kind] for name, kind in _FUNCTIONS.items() if kind in ours}
 
     def lacks(self, cfg: GPTConfig) -> list[str]:
         """Returns the fields of `cfg` for whose value the family has no option."""
@@ -113,11 +102,7 @@ class Family:
         held = {*self.options, *_NOT_EXPORTED, "mlp_ratio", "activation"}
         if self.switches.get("bias", True):
             held.add("bias")  # a missing one is written as zeros
-        lacking = [
-            field.name
-            for field in dataclasses.fields(ModelConfig)
-            if field.name not in held
-            and getattr(cfg, field.name)
-            != self.switches.get(field.name, DEFAULTS.model[field.name])
-        ]
+        expected = DEFAULTS.model.to_dict() | dict(self.switches)
+        names = {field.name for field in dataclasses.fields(ModelConfig)} - held
+        lacking = sorted(name for name in names if getattr(cfg, name) != expected[name])
         return lacking + ["activation"] * (cfg.activation not in self.activations)
