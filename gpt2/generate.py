@@ -12,13 +12,8 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from gpt2 import cli
-from gpt2 import generate_options as options
-
-if __name__ == "__main__":  # what is wrong is told now: the imports below take seconds
-    cli.parse(options.define_flags, options.check)
-
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -30,17 +25,15 @@ import numpy as np
 from absl import flags
 from flax import struct
 
-from gpt2.config import GPTConfig
+from gpt2 import cli
+from gpt2.config import MAX_SEED, GPTConfig
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
 from gpt2.utils.buckets import bucket
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
-from gpt2.utils.text import counted
 from gpt2.weights import load_model
-
-__all__ = ["Sampling", "generate", "sample_texts", "stream"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +52,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        options.check_sampling(self.temperature, self.top_k, self.top_p)
+        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise UserError(
+                f"{self} draws no token", "Use a temperature and a top_k of at least 0, top_p to 1"
+            )
 
     def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
         """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
@@ -98,49 +94,10 @@ class _State(struct.PyTreeNode):
     cache: KVCache
 
 
-def generate(
-    params: Any,
-    cfg: GPTConfig,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),
-    seed: int = 0,
-    eot: int | None = None,
-    vocab_size: int = 0,
-) -> list[list[int]]:
-    """Continues each prompt.
-
-    Sequence i of seed s is drawn with its own random numbers, whatever else is in the batch.
-
-    Args:
-        params: of the model.
-        cfg: of the model.
-        prompts: tokens, at least one each, of any lengths.
-        max_new_tokens: at most this many per prompt.
-        sampling: how to draw.
-        seed: of the random numbers, from 0 to 2**32 - 1.
-        eot: the token that ends a sequence; None: no token does.
-        vocab_size: only tokens below this are drawn, which is the tokenizer's number of tokens; 0:
-            all of the model's, which may be more.
-
-    Returns:
-        The new tokens of each prompt, without the one that ended it.
-
-    Raises:
-        UserError: a prompt is empty, or does not fit into the context with the new tokens.
-    """
+def generate(params: Any, cfg: GPTConfig, prompts: Sequence[Sequence[int]], **options: Any) -> list:
+    """Returns the new tokens of each prompt; the arguments are those of `stream`."""
     new: list[list[int]] = [[] for _ in prompts]
-    for chunk in stream(
-        params,
-        cfg,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        eot=eot,
-        vocab_size=vocab_size,
-    ):
+    for chunk in stream(params, cfg, prompts, **options):
         for tokens, more in zip(new, chunk, strict=True):
             tokens.extend(more)
     return new
@@ -158,10 +115,19 @@ def stream(
     vocab_size: int = 0,
     chunk: int = 0,
 ) -> Iterator[list[list[int]]]:
-    """Yields what `generate` returns piece by piece: the new tokens of each prompt.
+    """Continues each prompt, and yields the new tokens of each, `chunk` at a time.
 
-    Arguments and errors are those of `generate`, and `chunk`: the number of tokens in a piece, 0
-    for all of them.
+    Sequence i of seed s is drawn with its own random numbers, whatever else is in the batch.
+
+    Args:
+        params, cfg: of the model.
+        prompts: tokens, at least one each, of any lengths.
+        max_new_tokens: at most this many per prompt.
+        sampling: how tokens are drawn.
+        seed: of the random numbers.
+        eot: ends a sequence, and is not part of the result; None: nothing does.
+        vocab_size: tokens that may be drawn; 0: all. Padding of the vocabulary lies beyond.
+        chunk: tokens in a chunk; 0: all of them.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if lengths.min() == 0:
@@ -169,11 +135,8 @@ def stream(
     longest = int(lengths.max()) + max_new_tokens
     if longest > cfg.context_length:
         raise UserError(
-            f"the longest prompt has {counted(lengths.max(), 'token')}, which with "
-            f"{max_new_tokens} new ones exceed the model's context of {cfg.context_length}",
-            f"Use --max_new_tokens={room}, or a shorter prompt"
-            if (room := cfg.context_length - int(lengths.max())) > 0
-            else f"Give a prompt of at most {cfg.context_length - 1} tokens",
+            f"prompt and new tokens, {longest}, exceed the model's context of {cfg.context_length}",
+            "Give a smaller --max_new_tokens, or a shorter prompt",
         )
     if cfg.scan_layers:  # a scan would copy the whole cache at every token
         params = in_layout(params, scanned=False)
@@ -283,9 +246,24 @@ def _print_stream(tokenizer: Tokenizer, prompt: str, chunks: Iterator[list[list[
     print()
 
 
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    flags.DEFINE_string("prompt", "", "Text to continue.")
+    flags.DEFINE_integer(
+        "max_new_tokens", 0, "At most this many tokens; 0: 200, or what fits.", lower_bound=0
+    )
+    flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: always the likeliest token.")
+    flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
+    flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
+    flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=MAX_SEED)
+    cli.define_source()
+
+
 def main() -> None:
     """Continues `--prompt` in `--num_samples` ways."""
     args = flags.FLAGS
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     prompt = tokenizer.encode(args.prompt).tolist()
     if not prompt:
@@ -297,7 +275,7 @@ def main() -> None:
         cfg,
         [prompt] * args.num_samples,
         max_new_tokens=args.max_new_tokens or min(200, max(1, cfg.context_length - len(prompt))),
-        sampling=Sampling(args.temperature, args.top_k, args.top_p),
+        sampling=sampling,
         seed=args.seed,
         eot=tokenizer.eot,
         vocab_size=tokenizer.vocab_size,
@@ -311,4 +289,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    cli.parse(define_flags, cli.check_source)
     cli.run(main)

@@ -182,26 +182,16 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
     assert logits.max() < -31
 
 
-def test_cache_holds_what_the_config_says():
-    cache = sampling_module.KVCache.create(CFG, batch_size=3, max_length=16)
-    assert len(cache.layers) == CFG.num_layers
-    for key, value in cache.layers:
-        chex.assert_shape([key, value], (3, 4, 16, 8))
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: Sampling(temperature=-1.0),
-            "temperature=-1.0 is not a finite number",
-        ),
-        (lambda: Sampling(top_k=-1), "top_k=-1 is negative"),
-        (lambda: Sampling(top_p=0.0), r"top_p=0.0 is not in \(0, 1\]"),
-        (lambda: generate({}, CFG, [[]], max_new_tokens=1), "a prompt is empty"),
-        (lambda: generate({}, CFG, [[1] * 60], max_new_tokens=10), "--max_new_tokens=4"),
-    ],
+    "options",
+    [dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_k=-1), dict(top_p=0)],
 )
-def test_mistakes_are_told_in_a_line(call, message):
-    with pytest.raises(UserError, match=message):
-        call()
+def test_what_draws_no_token_is_refused(options):
+    with pytest.raises(UserError, match="draws no token"):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 60])
+def test_prompts_have_a_token_and_leave_space_for_new_ones(prompt):
+    with pytest.raises(UserError, match="prompt"):
+        generate({}, CFG, [prompt], max_new_tokens=10)

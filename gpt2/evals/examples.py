@@ -2,23 +2,25 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import MALFORMED, UserError
+from gpt2.errors import UserError
 from gpt2.evals.report import Figure, mean, perplexity
 from gpt2.evals.scoring import Request, Score, Scorer, continuation
+
+_FORMATS = "docs/evaluation.md says what the file holds"
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the end of each passage: its last token, and its last word."""
     T = scorer.context_length
     by_token, by_word = [], []
-    for example in read_jsonl(path, text=is_filled):
+    for example in read_jsonl(path, "text"):
         tokens = tokenizer.encode(example["text"]).tolist()
         by_token.append(continuation(tokens[:-1], tokens[-1:], T))
         passage, _, word = example["text"].rpartition(" ")
@@ -29,34 +31,18 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         (by_word, "last word", "all tokens of the last word, as lambada_openai does"),
     ):
         scores, n = scorer.score(requests, f"lambada, {name}"), len(requests)
-        right = [score.greedy for score in scores]
+        right, spread = mean([score.greedy for score in scores]), perplexity(scores, np.ones(n))
         figures += [
-            Figure("lambada", f"accuracy, {name}", *mean(right), n, f"greedy: {how}"),
-            Figure(
-                "lambada", f"perplexity, {name}", *perplexity(scores, np.ones(n)), n, f"of {how}"
-            ),
+            Figure("lambada", f"accuracy, {name}", *right, n, f"greedy: {how}"),
+            Figure("lambada", f"perplexity, {name}", *spread, n, f"of {how}"),
         ]
     return figures
 
 
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, in the two customary ways."""
-    fields: dict[str, Callable[[Any], bool]] = {
-        **dict.fromkeys(("ctx", "ctx_a", "activity_label"), is_filled),
-        "ctx_b": lambda value: isinstance(value, str),  # WikiHow's rows begin no second sentence
-        "endings": lambda value: isinstance(value, list) and all(map(is_filled, value)),
-        "label": lambda value: True,  # looked at below
-    }
-    examples = list(read_jsonl(path, **fields))
-    labels = []
-    for number, example in enumerate(examples, 1):
-        label, num_endings = str(example["label"]), len(example["endings"])
-        if label not in map(str, range(num_endings)):
-            raise UserError(
-                f"{path}, line {number}: label {label!r} is not from 0 to {num_endings - 1}",
-                "Give examples whose answers are known, as hellaswag_val.jsonl holds",
-            )
-        labels.append(int(label))
+    fields = ("ctx", "ctx_a", "ctx_b", "activity_label", "endings", "label")
+    examples = list(read_jsonl(path, *fields))
     plain = [(example["ctx"], example["endings"]) for example in examples]
     cleaned = [
         (
@@ -65,27 +51,33 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         )
         for e in examples
     ]
-    plain_scores = _score_choices(scorer, tokenizer, plain, "hellaswag (llm.c)")
-    cleaned_scores = _score_choices(scorer, tokenizer, cleaned, "hellaswag (harness)")
+    labels = [str(example["label"]) for example in examples]
+    if wrong := set(labels) - {str(i) for i in range(min(len(ends) for _, ends in plain))}:
+        raise UserError(
+            f"{path} has the label {wrong.pop()!r}, which is no ending's",
+            "Give examples whose answers are known, as hellaswag_val.jsonl holds",
+        )
+    by_plain = _score_choices(scorer, tokenizer, plain, "hellaswag (llm.c)")
+    by_cleaned = _score_choices(scorer, tokenizer, cleaned, "hellaswag (harness)")
+    per_token = [[score.log_prob / score.count for score in scores] for scores in by_plain]
+    per_character = [
+        [score.log_prob / len(ending) for score, ending in zip(scores, endings, strict=True)]
+        for scores, (_, endings) in zip(by_cleaned, cleaned, strict=True)
+    ]
+    as_it_is = "context as it is"
     harness = "activity label before the context, brackets removed, as lm-evaluation-harness does"
     ways = (
-        ("acc", "ending of the highest sum, context as it is", _sums(plain_scores)),
-        (
-            "acc_norm, llm.c",
-            "ending of the lowest loss per token, context as it is",
-            [[s.log_prob / s.count for s in scores] for scores in plain_scores],
-        ),
-        ("acc, harness", f"ending of the highest sum; {harness}", _sums(cleaned_scores)),
+        ("acc", f"ending of the highest sum, {as_it_is}", _sums(by_plain)),
+        ("acc_norm, llm.c", f"ending of the lowest loss per token, {as_it_is}", per_token),
+        ("acc, harness", f"ending of the highest sum; {harness}", _sums(by_cleaned)),
         (
             "acc_norm, harness",
             f"ending of the highest sum per character; {harness}",
-            [
-                [s.log_prob / len(ending) for s, ending in zip(scores, endings, strict=True)]
-                for scores, (_, endings) in zip(cleaned_scores, cleaned, strict=True)
-            ],
+            per_character,
         ),
     )
-    return [_accuracy("hellaswag", name, how, values, labels) for name, how, values in ways]
+    answers = [int(label) for label in labels]
+    return [_accuracy("hellaswag", name, how, values, answers) for name, how, values in ways]
 
 
 def cbt(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
@@ -116,54 +108,25 @@ def after(tokenizer: Tokenizer, context: str, text: str, context_length: int) ->
     return continuation(whole[:start], whole[start:], context_length)
 
 
-def read_jsonl(path: Path, **fields: Callable[[Any], bool]) -> Iterator[dict[str, Any]]:
-    """Reads one JSON object a line.
-
-    Args:
-        path: of the file.
-        fields: what each object holds, by name: whether a value will do.
-
-    Raises:
-        UserError: a line is not an object, or lacks one of `fields`.
-    """
+def read_jsonl(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
+    """Reads the fields of one JSON object a line."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 example = json.loads(line)
-                wrong = [name for name, will_do in fields.items() if not will_do(example[name])]
-            except KeyError as error:
-                raise UserError(
-                    f"{path}, line {number} has no field {error}", "See docs/evaluation.md"
-                ) from None
-            except MALFORMED as error:
-                raise UserError(
-                    f"{path}, line {number}: {error}", "See docs/evaluation.md"
-                ) from None
-            if wrong:
-                raise UserError(
-                    f"{path}, line {number}: {wrong[0]}={example[wrong[0]]!r} is no value for it",
-                    "See docs/evaluation.md",
-                )
-            yield example
-
-
-def is_filled(value: Any) -> bool:
-    """Returns whether a value is a text that is not empty."""
-    return isinstance(value, str) and value != ""
+                yield {name: example[name] for name in fields}
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(f"{path}, line {number}: {error!r}", _FORMATS) from None
 
 
 def read_cbt(path: Path) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Reads the Children's Book Test: context, question with XXXXX, answer, candidates.
-
-    Raises:
-        UserError: a block is not of 20 numbered sentences and a question.
-    """
+    """Reads the Children's Book Test: context, question with XXXXX, answer, candidates."""
     blocks = re.split(r"\n\s*\n", path.read_text(encoding="utf-8").strip())
     for number, block in enumerate(blocks, 1):
         *sentences, last = (line.partition(" ")[2] for line in block.splitlines() or [""])
         fields = [field for field in last.split("\t") if field]
         if len(fields) != 3 or fields[1] not in fields[2].split("|") or "XXXXX" not in fields[0]:
-            raise UserError(f"{path}: block {number} is not a question", "See docs/evaluation.md")
+            raise UserError(f"{path}: block {number} is not a question", _FORMATS)
         yield " ".join(sentences), fields[0], fields[1], fields[2].split("|")
 
 

@@ -1,41 +1,43 @@
-"""How well a model predicts text: WikiText, enwik8, text8 and a run's own validation split."""
+"""How well a model predicts text: WikiText, enwik8, text8 and a corpus' validation split."""
 
 import math
 import re
 from pathlib import Path
 
-from gpt2.data.dataset import Dataset
+from gpt2.config import DataConfig
+from gpt2.data.dataset import prepare
 from gpt2.data.loader import ValidationLoader
-from gpt2.data.tokenizer import Tokenizer
+from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
 from gpt2.evals.report import Figure, perplexity, ratio
 from gpt2.evals.scoring import Request, Scorer, windows
-from gpt2.utils.text import counted
 
 
-def validation(
-    scorer: Scorer, dataset: Dataset, corpus: str, document_mask: bool = False
-) -> list[Figure]:
-    """Scores the validation split of `corpus`, as prepared, just as training does."""
+def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
+    """Scores the validation split of a corpus, just as training does."""
+    dataset = prepare(data)
+    if fingerprint(dataset.tokenizer) != fingerprint(tokenizer):
+        raise UserError(
+            f"{data.corpus} holds tokens of {dataset.tokenizer.name}, and the model's tokenizer is "
+            f"{tokenizer.name}",
+            "Give a corpus of text",
+        )
     loader = ValidationLoader(
         dataset,
         batch_size=1,
         context_length=scorer.context_length,
-        document_mask=document_mask,
+        document_mask=data.document_mask,
     )
-    requests = []
-    for index in range(len(loader)):
-        batch = loader.batch(index)
-        requests.append(Request(**{name: rows[0] for name, rows in batch.items()}))
-    scores = scorer.score(requests, "validation")
+    batches = (loader.batch(index) for index in range(len(loader)))
+    requests = [Request(**{name: rows[0] for name, rows in batch.items()}) for batch in batches]
+    scores, n = scorer.score(requests, "validation"), len(requests)
     loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
     bits = dataset.splits["validation"].targets_per_byte / math.log(2.0)
     held, rest = (dataset.splits[name].num_tokens for name in ("validation", "train"))
     convention = (
-        f"validation split of {corpus}, {held / (held + rest):.2%} of its tokens; "
+        f"validation split of {data.corpus}, {held / (held + rest):.2%} of its tokens; "
         f"windows of {scorer.context_length} tokens, none overlapping"
     )
-    n = len(requests)
     return [
         Figure("validation", "loss (nats per token)", loss, stderr, n, convention),
         Figure("validation", "perplexity per token", *perplexity(scores), n, convention),
@@ -52,21 +54,12 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int) -> l
     words_per_token = len(text.split()) / sum(score.count for score in by_word)
     words = [score.count * words_per_token for score in by_word]
     context = f"windows of {scorer.context_length} tokens, stride {stride}"
+    token = f"text as it is; {context}"
+    word = f"detokenised text, per whitespace-separated word of the original; {context}"
+    tokens, scored = perplexity(by_token), perplexity(by_word, words)
     return [
-        Figure(
-            "wikitext",
-            "perplexity per token",
-            *perplexity(by_token),
-            len(by_token),
-            f"text as it is; {context}",
-        ),
-        Figure(
-            "wikitext",
-            "perplexity per word",
-            *perplexity(by_word, words),
-            len(by_word),
-            f"detokenised text, per whitespace-separated word of the original; {context}",
-        ),
+        Figure("wikitext", "perplexity per token", *tokens, len(by_token), token),
+        Figure("wikitext", "perplexity per word", *scored, len(by_word), word),
     ]
 
 
@@ -78,16 +71,9 @@ def compression(
     scores = scorer.score(_windows(scorer, tokenizer, text, stride), task)
     bytes_per_token = len(text.encode()) / sum(score.count for score in scores)
     nats, stderr = ratio([-s.log_prob for s in scores], [s.count * bytes_per_token for s in scores])
-    return [
-        Figure(
-            task,
-            "bits per byte",
-            nats / math.log(2.0),
-            stderr / math.log(2.0),
-            len(scores),
-            f"whole file; windows of {scorer.context_length} tokens, stride {stride}",
-        )
-    ]
+    bits, error = nats / math.log(2.0), stderr / math.log(2.0)
+    convention = f"whole file; windows of {scorer.context_length} tokens, stride {stride}"
+    return [Figure(task, "bits per byte", bits, error, len(scores), convention)]
 
 
 def _windows(scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int) -> list[Request]:
@@ -99,8 +85,7 @@ def _windows(scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int) -> li
     tokens = tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]
     if len(tokens) < 2:
         raise UserError(
-            f"a text of {counted(len(text), 'character')} holds no token to predict",
-            "Give a longer text",
+            f"a text of {len(text)} characters holds no token to predict", "Give a longer text"
         )
     return windows(tokens, scorer.context_length, stride)
 

@@ -1,6 +1,7 @@
 """The figures of an evaluation, each with its convention, as a table and as JSON."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,22 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt2.evals.scoring import Score
-from gpt2.utils import files
-from gpt2.utils.terminal import wrap
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One number.
-
-    Attributes:
-        task: the task that it belongs to.
-        metric: its name, with the unit where it has one.
-        value: the number.
-        stderr: its standard error over examples.
-        num_examples: how many examples.
-        convention: how it was scored, in words.
-    """
+    """A number, its standard error over examples, and how it was scored, in words."""
 
     task: str
     metric: str
@@ -61,9 +51,7 @@ def perplexity(
 ) -> tuple[float, float]:
     """Returns exp(loss per unit) and its standard error, by the slope of exp.
 
-    Args:
-        scores: one an example.
-        units: how many units an example counts; its scored tokens if not given.
+    `units` says how many units each example counts; its scored tokens if not given.
     """
     units = [score.count for score in scores] if units is None else units
     loss, stderr = ratio([-score.log_prob for score in scores], units)
@@ -74,23 +62,19 @@ def perplexity(
 def print_table(figures: Sequence[Figure]) -> None:
     """Prints the figures, and under them how each was scored."""
     table = Table("task", "metric", "value", "± stderr", "examples")
+    conventions: dict[tuple[str, str], list[str]] = {}
     for figure in figures:
         stderr = f"{figure.stderr:.2g}" if figure.num_examples > 1 else "unknown"
         numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
         table.add_row(figure.task, figure.metric, *numbers)
-    Console().print(table)
-    conventions: dict[tuple[str, str], list[str]] = {}
-    for figure in figures:
         conventions.setdefault((figure.task, figure.convention), []).append(figure.metric)
+    Console().print(table)
     for (task, convention), metrics in conventions.items():
-        print(wrap(f"{task}, {', '.join(metrics)}: {convention}"))
+        print(f"{task}, {', '.join(metrics)}: {convention}")
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:
-    """Writes the figures as a JSON list of objects, with null for a number that is not known."""
-    rows = [
-        {k: None if v != v else v for k, v in dataclasses.asdict(figure).items()}
-        for figure in figures
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(path, rows)
+    """Writes the figures as a JSON list of objects, with null for an error that is not known."""
+    rows = [dataclasses.asdict(figure) for figure in figures]
+    rows = [row | {"stderr": None if math.isnan(row["stderr"]) else row["stderr"]} for row in rows]
+    path.write_text(json.dumps(rows, indent=2) + "\n")

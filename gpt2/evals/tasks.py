@@ -1,36 +1,82 @@
-"""The tasks by name; docs/evaluation.md gives the formats of their files."""
+"""The tasks by name, and the text that `validation` scores; docs/evaluation.md has their files."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from gpt2.config import DataConfig, load_config
 from gpt2.data.corpus import reading
 from gpt2.data.tokenizer import Tokenizer
+from gpt2.errors import UserError
 from gpt2.evals.examples import cbt, hellaswag, lambada
-from gpt2.evals.options import SLIDING
 from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.report import Figure
 from gpt2.evals.scoring import Scorer
 
-# Called with scorer, tokenizer and path, each returns the figures of the file at the path. Those of
-# `SLIDING` take the stride in tokens, too.
-SCORES: dict[str, Callable[..., list[Figure]]] = {
-    "wikitext": wikitext,
-    "lambada": lambada,
-    "hellaswag": hellaswag,
-    "cbt": cbt,
-    "enwik8": partial(compression, "enwik8"),
-    "text8": partial(compression, "text8"),
+# The file of each task and its score, which is called with scorer, tokenizer and path. Those of
+# `TEXTS` slide a window, and take its stride in tokens too.
+TEXTS: dict[str, tuple[str, Callable[..., list[Figure]]]] = {
+    "wikitext": ("wikitext.txt", wikitext),
+    "enwik8": ("enwik8", partial(compression, "enwik8")),
+    "text8": ("text8", partial(compression, "text8")),
 }
+EXAMPLES: dict[str, tuple[str, Callable[..., list[Figure]]]] = {
+    "lambada": ("lambada.jsonl", lambada),
+    "hellaswag": ("hellaswag.jsonl", hellaswag),
+    "cbt": ("cbt.txt", cbt),
+}
+TASKS = TEXTS | EXAMPLES
+
+
+def task_file(name: str, directory: str) -> Path:
+    """Returns where a task's file lies; a UserError tells that there is no such task or file."""
+    if name not in TASKS:
+        raise UserError(f"there is no task {name}", f"Choose from validation, {', '.join(TASKS)}")
+    path = Path(directory) / TASKS[name][0]
+    if not path.is_file():
+        raise UserError(f"the task {name} reads {path}, which is no file", "Give its --task_dir")
+    return path
 
 
 def run_task(
     name: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
 ) -> list[Figure]:
-    """Scores one task; `stride` (tokens) is for those that slide a window over a text.
-
-    Raises:
-        UserError: the task's file cannot be read.
-    """
+    """Scores one task; `stride` (tokens) is for those that slide a window over a text."""
+    if not 0 < stride <= scorer.context_length:
+        raise UserError(
+            f"--stride={stride} skips tokens: the context is {scorer.context_length}", "Lower it"
+        )
     with reading(path):
-        return SCORES[name](scorer, tokenizer, path, *([stride] if name in SLIDING else []))
+        return TASKS[name][1](scorer, tokenizer, path, *([stride] if name in TEXTS else []))
+
+
+def validation_data(
+    workdir: str | None, hf: str | None, corpus: str, val_fraction: float | None
+) -> DataConfig:
+    """Returns the options of the corpus whose validation split is scored.
+
+    A corpus other than the run's is divided and prepared with the run's options.
+    """
+    data = load_config(Path(workdir)).data if workdir else DataConfig()
+    learnt_here = workdir is not None and (Path(workdir) / "data.json").exists()
+    if not corpus:
+        if not learnt_here:
+            raise UserError("these weights came without a corpus", "Add --corpus=text:FILE")
+        return data
+    # Ready tokens are GPT-2's, which any tokenizer of the same fingerprint reads.
+    tokenizer = Path(workdir or hf or "") / "tokenizer.json"
+    ready = corpus.startswith("tokens:") or not tokenizer.is_file()
+    share = data.val_fraction if val_fraction is None else val_fraction
+    # A smaller share is refused too, since the share decides which documents are chosen.
+    if learnt_here and corpus == data.corpus and share != data.val_fraction:
+        raise UserError(
+            f"--val_fraction={share} may hold text that the run learnt from",
+            f"The run held out {data.val_fraction}",
+        )
+    return dataclasses.replace(
+        data,
+        corpus=corpus,
+        tokenizer="gpt2" if ready else str(tokenizer),
+        val_fraction=share,
+    )
