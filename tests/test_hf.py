@@ -1,8 +1,8 @@
 """Every family of Hugging Face's models, into this project and out of it."""
 
 import dataclasses
-import importlib.util
 import json
+import sys
 
 import chex
 import jax
@@ -132,8 +132,8 @@ def test_a_file_of_pytorch_loads_the_same(tmp_path):
         hf.load(directory)
 
 
-@pytest.mark.skipif(bool(importlib.util.find_spec("torch")), reason="PyTorch is installed")
-def test_a_file_of_pytorch_needs_pytorch(tmp_path):
+def test_a_file_of_pytorch_needs_pytorch(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
     peer.write_model(tmp_path, "tied")
     (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="needs PyTorch"):
@@ -145,7 +145,7 @@ def test_a_file_of_pytorch_needs_pytorch(tmp_path):
     [
         ("gpt2", {}),
         ("gpt2", dict(norm_eps=1e-6, mlp_dim=50, activation="relu_squared", num_kv_heads=4)),
-        ("llama", LLAMA),
+        ("llama", LLAMA | dict(dropout=0.1, init="xavier", zero_init_projections=True)),
         ("llama", LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False)),
         ("llama", LLAMA | dict(num_kv_heads=2, rope_base=5e5, norm_eps=1e-6, activation="geglu")),
         ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2)),
@@ -165,7 +165,8 @@ def test_switches_choose_the_family_and_export_then_import_gives_the_same_model(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == model_type
     loaded_cfg, loaded = hf.load(tmp_path / "out")
-    assert loaded_cfg == cfg.canonical()
+    how_it_starts = dict(dropout=0.0, init="normal", zero_init_projections=False)
+    assert loaded_cfg == dataclasses.replace(cfg.canonical(), **how_it_starts)
     chex.assert_trees_all_equal(loaded, params)
 
 
@@ -187,7 +188,6 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
     ("options", "family", "option"),
     [
         (LLAMA | dict(bias=True), "Llama", "bias=True"),
-        (LLAMA | dict(window=8), "Llama", "window=8"),
         (LLAMA | dict(qk_norm=True, value_residual=True), "Qwen 3", "value_residual=True"),
         (LLAMA | dict(activation="silu"), "Llama", "activation=silu"),
         (NEOX | dict(num_kv_heads=2), "GPT-NeoX", "num_kv_heads=2"),
@@ -203,11 +203,6 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_how_a_model_starts_does_not_keep_it_from_export():
-    options = dict(dropout=0.1, init="xavier", zero_init_projections=True, attention="reference")
-    assert family_for(small_config(**LLAMA, **options)).model_type == "llama"
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -216,7 +211,6 @@ def test_how_a_model_starts_does_not_keep_it_from_export():
         ("llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_type=linear"),
         ("qwen3", dict(rope_parameters=dict(rope_type="yarn", factor=8.0)), "rope_type=yarn"),
         ("llama", dict(attention_bias=True), "attention_bias=True"),
-        ("llama", dict(mlp_bias=True), "mlp_bias=True"),
         ("llama", dict(head_dim=16), "head_dim=16"),
         ("llama", dict(hidden_act="relu"), "hidden_act=relu"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
@@ -225,7 +219,6 @@ def test_how_a_model_starts_does_not_keep_it_from_export():
         ("gpt_neox", dict(rotary_pct=0.25), "rotary_pct=0.25"),
         ("gpt_neox", dict(rope_parameters={"partial_rotary_factor": 0.5}), "rotary_pct=0.5"),
         ("gpt_neox", dict(use_parallel_residual=False), "use_parallel_residual=False"),
-        ("gpt_neox", dict(attention_bias=False), "attention_bias=False"),
         # What is absent has transformers' default.
         ("gpt_neox", dict(rotary_pct="absent"), "rotary_pct=0.25"),
         ("qwen3", dict(head_dim="absent"), "head_dim=128"),

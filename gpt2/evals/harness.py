@@ -2,7 +2,7 @@
 
     python -m gpt2.evals.harness --model gpt2_jax --model_args workdir=runs/first --tasks piqa
 
-is the harness' own command with one more model, `gpt2_jax`. It needs the package lm_eval.
+is the harness' own command with one more model, `gpt2_jax`. It needs pip install -e '.[peers]'.
 """
 
 from gpt2 import launch
@@ -10,29 +10,22 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import sys
 from collections import defaultdict
 from typing import Any
 
-try:
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import LM
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import normalize_gen_kwargs
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    print(
-        f"error: the harness cannot be used ({error}). Run pip install -e '.[peers]'.",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from gpt2 import interrupts
 from gpt2.errors import UserError, exit_on_user_error
 from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
+from gpt2.generate import Sampling, stream
+from gpt2.model import GPT
+from gpt2.weights import load_model
 
 PROMPTS_PER_BATCH = 8
 TOKENS_PER_CHUNK = 16  # generated between two checks for a stop sequence
@@ -61,10 +54,6 @@ class HarnessModel(LM):
         max_batch_size: Any = None,
         device: Any = None,
     ):
-        # Imported here, since only commands need these: the rest of gpt2.evals works without them.
-        from gpt2.model import GPT
-        from gpt2.weights import load_model
-
         super().__init__()
         self._cfg, self._params, self._tokenizer = load_model(workdir, hf, checkpoint)
         if self._tokenizer.eot is None:
@@ -131,22 +120,19 @@ class HarnessModel(LM):
         return texts
 
     def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        from gpt2.generate import Sampling, stream
-
         options = normalize_gen_kwargs(options)
         max_new_tokens, stops = options["max_gen_toks"], [s for s in options["until"] if s]
-        room = self._cfg.context_length - max_new_tokens
-        if room < 1:
+        longest = self._cfg.context_length - max_new_tokens  # prompt
+        if longest < 1:
             raise UserError(
-                f"the task generates {max_new_tokens} tokens, and the context has "
-                f"{self._cfg.context_length}",
-                "Give fewer. For example, use --gen_kwargs=max_gen_toks=32",
+                f"the task generates {max_new_tokens} tokens, as many as the context has or more",
+                "Give fewer by --gen_kwargs=max_gen_toks=NUMBER",
             )
         sampling = Sampling(
             options["temperature"], options.get("top_k") or 0, options.get("top_p") or 1.0
         )
         eot = self._tokenizer.eot
-        prompts = [self._tokenizer.encode(text).tolist()[-room:] or [eot] for text in contexts]
+        prompts = [self._tokenizer.encode(text).tolist()[-longest:] or [eot] for text in contexts]
         tokens: list[list[int]] = [[] for _ in prompts]
         for chunk in stream(
             self._params,
@@ -164,14 +150,9 @@ class HarnessModel(LM):
             texts = [self._tokenizer.decode(row) for row in tokens]
             if all(any(stop in text for stop in stops) for text in texts):
                 break
-        return [_cut(text, stops) for text in texts]
-
-
-def _cut(text: str, stops: list[str]) -> str:
-    """Returns the text before the first stop sequence."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text
+        for stop in stops:
+            texts = [text.partition(stop)[0] for text in texts]
+        return texts
 
 
 if __name__ == "__main__":
