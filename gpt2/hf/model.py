@@ -23,7 +23,6 @@ from gpt2.hf.families import family_for
 from gpt2.hf.layout import Tensor, tensors
 from gpt2.hf.tokenizer import count_tokens, save_tokenizer
 from gpt2.utils import files
-from gpt2.utils.scan import find_leaf
 
 
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
@@ -77,6 +76,8 @@ def save(
     The switches of `cfg` choose the family. Where that has biases and `cfg` none, zeros are
     written. Parameters may be scanned. Rows of the vocabulary beyond the tokenizer's are skipped.
     """
+    from gpt2.utils.scan import find_leaf  # brings JAX: `python -m gpt2.hf` prepares for it first
+
     directory = Path(directory)
     if tokenizer is not None:
         if tokenizer.vocab_size > cfg.vocab_size:
