@@ -81,8 +81,7 @@ def main() -> int:
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
-    interrupts.say_when_left(partial(run_files.describe_saved, workdir))
-    interrupts.end_at_once()
+    interrupts.end_at_once("the same command continues")
     run_files.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     run_files.refuse_changes(workdir, config)

@@ -60,10 +60,6 @@ def end_at_once(next_command: str = "") -> None:
         signal.signal(signal.SIGINT, _stop)
 
 
-def say_when_left(words: object) -> None:
-    """Does nothing."""
-
-
 def _watch(reader: int) -> None:
     """Ends the process at the first SIGINT or the second signal that `reader` gives."""
     first = None

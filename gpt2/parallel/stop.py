@@ -15,8 +15,7 @@ from gpt2.parallel import distributed
 class StopSignal:
     """Lets SIGTERM, SIGINT and the end of the run's time end the loop after its step.
 
-    Further ones of SIGTERM change nothing, so that a save that goes on is finished. A second SIGINT
-    ends the process at once: see `gpt2.interrupts.take`.
+    A second signal ends the process at once: see `gpt2.interrupts.take`.
 
     If there are several processes, a signal to any of them stops all, and so does the first one's
     clock. JAX's runtime listens for SIGTERM and lets them agree on a step that none has passed yet.
@@ -55,9 +54,8 @@ class StopSignal:
         """Returns what a person should know while the state of a run that stops is saved."""
         if self.is_late:
             return "saving, since --max_seconds has all but passed"
-        if self.requested == signal.SIGINT:
-            return "saving; a second Ctrl-C would end the run without that"
-        return "saving, since SIGTERM came"
+        assert self.requested
+        return f"saving, since {self.requested.name} came; a second one leaves without that"
 
     def __enter__(self) -> "StopSignal":
         signals = (signal.SIGINT,) if self._agrees else (signal.SIGTERM, signal.SIGINT)
