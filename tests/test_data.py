@@ -17,14 +17,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import tensorflow_datasets as tfds
-from tensorflow_datasets.core import sequential_writer
 
 from gpt2.config import DataConfig
 from gpt2.data import dataset as prepare
-from gpt2.data import records, splits
+from gpt2.data import splits, tokens
 from gpt2.data.corpus import open_corpus
-from gpt2.data.tokenizer_names import build
+from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "naïve", "測試"]
@@ -163,33 +161,21 @@ def test_file_formats_agree(tmp_path, make):
             np.testing.assert_array_equal(_stream(first, split), _stream(other, split))
 
 
-def test_prepared_corpus_is_a_tfds_dataset(make, many):
-    spec, _ = many
-    dataset = make(spec, "gpt2")
-    builder = tfds.builder_from_directory(dataset.directory)
-    source = builder.as_data_source(split="train")
-    assert source[0]["tokens"].dtype == np.uint16
-    joined = np.concatenate([record["tokens"] for record in source])
-    np.testing.assert_array_equal(joined, _stream(dataset, "train"))
-    assert list(dataset.directory.glob("*.array_record*"))
-
-
-def test_any_stretch_can_be_read_across_records_and_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "RECORD_TOKENS", 7)
-    monkeypatch.setattr(records, "SHARD_RECORDS", 5)
-    monkeypatch.setattr(records, "FLUSH_RECORDS", 2)
-    tokens = np.random.default_rng(0).integers(0, 70_000, 400)
-    writer = records.RecordWriter(tmp_path, vocab_size=70_000)
-    for part in np.split(tokens, [1, 3, 50, 50, 333]):
+def test_any_stretch_can_be_read_across_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "SHARD_TOKENS", 100)
+    ids = np.random.default_rng(0).integers(0, 70_000, 400)
+    writer = tokens.TokenWriter(tmp_path, vocab_size=70_000)
+    for part in np.split(ids, [1, 3, 50, 50, 333]):
         writer.append("train", part)
-    writer.append("validation", tokens[:9])
-    writer.close()
-    assert len(list(tmp_path.glob("*train*"))) > 3
-    stream = records.RecordStream(tmp_path, "train", len(tokens))
+    writer.append("validation", ids[:9])
+    assert writer.dtype == np.uint32 and len(writer.shards["train"]) > 1
+    stream = tokens.TokenStream(writer.shards["train"], "uint32", tmp_path)
+    assert len(stream) == 400
     for start in range(0, 400, 3):
         for length in (1, 7, 8, 40, 400):
-            np.testing.assert_array_equal(stream.read(start, length), tokens[start:][:length])
-    assert records.RecordStream(tmp_path, "validation", 9).read(0, 99).tolist() == list(tokens[:9])
+            np.testing.assert_array_equal(stream.read(start, length), ids[start:][:length])
+    validation = tokens.TokenStream(writer.shards["validation"], "uint32", tmp_path)
+    assert validation.read(0, 99).tolist() == list(ids[:9])
 
 
 def test_a_preparation_is_told_when_it_begins_and_a_prepared_corpus_is_not(tmp_path, capsys):
@@ -217,10 +203,10 @@ def test_long_documents_encode_as_if_whole(monkeypatch):
     text = "".join(_document(i, 9) + "\n\n  \n if x:\t\r\n" for i in range(60))
     whole = gpt2.encode(text)
     for size in (50, 97, 300):
-        monkeypatch.setattr(splits, "PIECE_CHARACTERS", size)
-        pieces = list(splits.read_pieces(text))
-        assert len(pieces) > 10
-        np.testing.assert_array_equal(np.concatenate([gpt2.encode(p) for p in pieces]), whole)
+        monkeypatch.setattr(splits, "PART_CHARACTERS", size)
+        parts = list(splits.read_parts(text))
+        assert len(parts) > 10
+        np.testing.assert_array_equal(np.concatenate([gpt2.encode(p) for p in parts]), whole)
 
 
 def test_standard_library_is_real_and_without_tests():
@@ -262,7 +248,7 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
     whole = make(f"text:{path}")
     wanted = whole.open("train").read(0, 10**6)
     files = [each for each in whole.directory.iterdir() if each.is_file()]
-    assert len(files) > 4
+    assert len(files) > 3
     for file in files:
         for damage in ("cut", "altered", "missing"):
             if damage == "missing" and file.name == "prepared.json":
@@ -282,14 +268,14 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
 
 def _prepare_slowly(data_dir, started):
     """In another process: stops for good in the middle of writing."""
-    append = records.RecordWriter.append
+    append = tokens.TokenWriter.append
 
     def append_and_stop(self, split, tokens):
         append(self, split, tokens)
         started.set()
         time.sleep(600)
 
-    records.RecordWriter.append = append_and_stop
+    tokens.TokenWriter.append = append_and_stop
     data = DataConfig(corpus="synthetic", tokenizer="byte", data_dir=data_dir, val_fraction=0.1)
     prepare.prepare(data, show_progress=False)
 
@@ -369,29 +355,19 @@ def test_directory_from_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        ("pystdlb", r"not a known corpus\. Did you mean pystdlib\? Choose"),
-        ("json:*.jsonl", r"not a known corpus\. Did you mean jsonl\? Choose"),
-        ("openwebtext", "not a known corpus.*pystdlib, text:GLOB"),
-        ("pystdlib:x", "Write pystdlib"),
-        ("text", "Write text:GLOB"),
-        ("text:", "Write text:GLOB"),
-        ("text:no/such/*.txt", r"no file matches 'no/such/\*\.txt' in /\S+\. Give"),
-        ("text:/no/such.txt", r"no file matches '/no/such\.txt'\. Give"),
-        ("text:/usr", r"no file matches '/usr'\. That is a folder: .* such as /usr/\*\*/\*\.txt"),
+        ("pystdlb", "names no corpus.*pystdlib, text:GLOB"),
+        ("pystdlib:x", "Write one of: pystdlib"),
+        ("text:", "Write one of: text:GLOB"),
+        ("text:no/such/*.txt", "no file matches 'no/such"),
         ("text:EMPTY", "holds no text"),
         ("text:LATIN", "LATIN cannot be read .*utf-8"),
         ("jsonl:CUT.gz", r"CUT\.gz cannot be read .*ended before"),
         ("jsonl:PLAIN.gz", r"PLAIN\.gz cannot be read .*gzip"),
         ("jsonl:DEEP", "DEEP:1 is not JSON"),
-        (
-            "text:TINY",
-            r"^data\.val_fraction=0\.1 leaves a split of data\.corpus='text:TINY' empty: the "
-            r"corpus holds 1 byte\. Choose a corpus with a longer text or more documents that "
-            r"differ\.$",
-        ),
-        ("jsonl:LINES#body", "LINES:1 has no text in the field 'body'"),
+        ("text:TINY", "leaves a split of data.corpus='text:TINY' empty"),
+        ("jsonl:LINES#body", "LINES:1 has no text in 'body'"),
         ("parquet:LATIN", "cannot be read"),
-        ("parquet:TABLE#body", "no column 'body'.*one of: text, number"),
+        ("parquet:TABLE#body", "no column 'body'.*text, number"),
         ("parquet:TABLE#number", "holds no text"),
         ("tokens:LATIN", "Add --config.data.tokenizer=gpt2"),
     ],
@@ -410,31 +386,23 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, co
         make(corpus)
 
 
-def test_equal_documents_alone_leave_a_split_empty(tmp_path, make):
-    for number, how in ((9, ""), (125, ", or another --config.data.val_fraction")):
-        (tmp_path / "d.jsonl").write_text('{"text": "the same"}\n' * number)
-        told = rf"empty: the corpus holds [\d,]+ bytes\. Choose .* documents that differ{how}\.$"
-        with pytest.raises(UserError, match=told):
-            make(f"jsonl:{tmp_path}/d.jsonl")
-
-
 def test_unwritable_directory_is_refused(tmp_path, make):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="GPT2_DATA_DIR"):
         make("synthetic", data_dir=tmp_path / "file" / "inside")
 
 
-def test_a_disk_that_fills_while_records_are_written_is_named(tmp_path, make, monkeypatch):
-    def fail(writer):
-        raise RuntimeError("write() failed: No space left on device; writing x; at byte 0")
+def test_a_disk_that_fills_while_tokens_are_written_is_named(tmp_path, make, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sequential_writer.SequentialWriter, "close_all", fail)
-    with pytest.raises(UserError, match=r"\(write\(\) failed: No space left on device\)\. Choose"):
+    monkeypatch.setattr(tokens.TokenWriter, "append", fail)
+    with pytest.raises(UserError, match="No space left on device"):
         make("synthetic")
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
 
 
 def test_too_little_room_is_refused_before_writing(make, monkeypatch):
     monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: type("", (), {"free": 10})())
-    with pytest.raises(UserError, match=r"6\.5 MiB are needed, and 10 B are free.*--config\.data"):
+    with pytest.raises(UserError, match="bytes are needed, and 10 are free"):
         make("synthetic")

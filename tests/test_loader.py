@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from gpt2.data import dataset as prepare
-from gpt2.data import records
 from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
+from gpt2.data.tokens import TokenWriter
 from gpt2.errors import UserError
 from gpt2.training.batches import Batches
 from tests.test_config import build
@@ -25,15 +25,16 @@ def make(tmp_path_factory):
 
     def make(train, validation=(1, 2, 3), eot=EOT, num_documents=9):
         directory = tmp_path_factory.mktemp("prepared")
-        writer = records.RecordWriter(directory, vocab_size=100_000)
+        writer = TokenWriter(directory, vocab_size=100_000)
         writer.append("train", np.asarray(train))
         writer.append("validation", np.asarray(validation))
-        writer.close()
         splits = {
             "train": prepare.Split(len(train), 0, num_documents),
             "validation": prepare.Split(len(validation), 0, num_documents),
         }
-        return prepare.Dataset(directory, SimpleNamespace(eot=eot), splits, 0.0, {})
+        return prepare.Dataset(
+            directory, SimpleNamespace(eot=eot), splits, 0.0, {}, writer.shards, writer.dtype.name
+        )
 
     return make
 

@@ -16,7 +16,7 @@ import pytest
 from configs import default
 from gpt2 import ops
 from gpt2.config import SIZES, Config, ParallelConfig
-from gpt2.data import dataset, records
+from gpt2.data import dataset, tokens
 from gpt2.data.loader import TrainLoader, ValidationLoader
 from gpt2.generate import Sampling, _decode, _prefill
 from gpt2.model import GPT, GPTConfig, KVCache, block, layers, num_params
@@ -137,7 +137,7 @@ def test_scanned_model_gives_hidden_states_and_logits(size):
 def test_loss_is_two_scalars_and_a_cache_keeps_its_shape_as_it_is_extended(size, scanned):
     (model, variables), (L, N, D), S = gpt(size, scanned), SIZES[size], 256
     loss = jax.eval_shape(method(model, "loss"), variables, ints(B, T), ints(B, T))
-    assert_same(loss, SCALARS)
+    assert_same(loss, {"loss": SCALARS})
     cache = jax.eval_shape(partial(KVCache.create, model.config, B, S))
     chex.assert_tree_shape_suffix(cache.layers, (B, N, S, D // N))
     assert_is(cache.layers, "bfloat16", *([L] if scanned else []), B, N, S, D // N)
@@ -376,13 +376,12 @@ def test_sampling_keeps_its_state_while_it_draws():
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_batches_are_int32_rows_of_known_tokens(tmp_path, document_mask):
-    writer = records.RecordWriter(tmp_path, vocab_size=100)
+    writer = tokens.TokenWriter(tmp_path, vocab_size=100)
     for split in ("train", "validation"):
         writer.append(split, np.arange(1000) % 100)
-    writer.close()
     split = dataset.Split(1000, 0, num_documents=10)
     splits, tokenizer = {"train": split, "validation": split}, SimpleNamespace(eot=99)
-    corpus = dataset.Dataset(tmp_path, tokenizer, splits, 0.0, {})
+    corpus = dataset.Dataset(tmp_path, tokenizer, splits, 0.0, {}, writer.shards, "uint16")
     options = dict(batch_size=4, context_length=16, document_mask=document_mask)
     validation = ValidationLoader(corpus, **options)
     assert len(validation) == -(-999 // (16 * 4))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpt2.data import tokenizer
-from gpt2.data.tokenizer_names import build
+from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.hf.tokenizer import save_tokenizer
 
@@ -193,25 +193,14 @@ def test_unseen_character_is_named():
         char.encode("azxz")
 
 
-@pytest.mark.parametrize(
-    "spec", ["bpe:x", "bpe:256", "bpe:", "bpe:9999999", "gpt3", "no/such.json"]
-)
+@pytest.mark.parametrize("spec", ["bpe:x", "bpe:256", "bpe:", "gpt3", "no/such.json"])
 def test_unknown_tokenizers_are_refused(spec):
     with pytest.raises(UserError, match=r"data\.tokenizer="):
         build(spec)
 
 
-CHARACTERS = ['""', "5", "[97]", '"ba"', '"aa"', '"\\ud800"']
-
-
 @pytest.mark.parametrize(
-    "content",
-    [
-        *("", "{}", "[1]", "\udcff", "[" * 10**5, '{"kind": []}'),
-        *(f'{{"kind": "char", "characters": {c}, "has_eot": true}}' for c in CHARACTERS),
-        *(f'{{"kind": "char", "characters": "ab", "has_eot": {eot}}}' for eot in ('"x"', "7")),
-    ],
-    ids=range(14),
+    "content", ["", "{}", "[1]", "\udcff", "[" * 10**5, '{"kind": []}'], ids=range(6)
 )
 def test_files_that_are_no_tokenizer_are_refused(tmp_path, content):
     path = tmp_path / "tokenizer.json"
@@ -251,6 +240,5 @@ def test_gpt2_from_hugging_faces_files_has_the_fingerprint_of_gpt2(gpt2, tmp_pat
 def test_a_file_that_the_library_refuses_is_a_line_that_names_it(model, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": {"vocab": {}} | model}))
-    with pytest.raises(UserError, match=rf"{path} is refused as a tokenizer") as error:
+    with pytest.raises(UserError, match=rf"{path} is no tokenizer"):
         tokenizer.load(path)
-    assert "\n" not in str(error.value)

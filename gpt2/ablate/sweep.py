@@ -14,7 +14,7 @@ from gpt2.ablate.equal import choose_score
 from gpt2.ablate.results import Result, read_result
 from gpt2.ablate.runs import Run, changes, check_unchanged, make_choosing_run, make_run
 from gpt2.config import MAX_SEED, Config, complete_record
-from gpt2.data.identity import differing_data, read_data
+from gpt2.data.dataset import differing_data, read_data
 from gpt2.errors import MALFORMED, UserError
 from gpt2.utils.files import locked, write_json
 

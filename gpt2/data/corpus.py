@@ -1,26 +1,24 @@
-"""Corpora, by prefix: where documents come from.
-
-`READERS` lists all of them. A new prefix is one more entry there.
-"""
+"""Corpora, by prefix: where documents come from. `READERS` lists all; a new prefix is one entry."""
 
 import contextlib
-import difflib
 import glob
 import gzip
 import hashlib
+import importlib
 import json
 import os
 import random
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gpt2.data import hub
 from gpt2.errors import UserError
 
-# Files of up to this size in all are hashed at every start.
+# Files of up to this size in all are hashed at every start; of more, size and time count.
 _HASHED_BYTES = 1 << 26
 
 # A document is its text, or the path of a UTF-8 file that holds it.
@@ -49,32 +47,17 @@ def open_corpus(spec: str) -> Corpus:
     Raises:
         UserError: the prefix is unknown, or no file matches.
     """
-    prefix, colon, argument = spec.partition(":")
-    if prefix not in READERS:
-        usages = [*(reader.usage for reader in READERS.values()), "tokens:GLOB"]
-        near = difflib.get_close_matches(prefix, [*READERS, "tokens"], n=1, cutoff=0.7)
-        meant = f"Did you mean {near[0]}? " if near else ""
-        meant = f"For the text of this file, write text:{spec}. " if Path(spec).is_file() else meant
-        raise UserError(
-            f"data.corpus={spec!r} is not a known corpus",
-            f"{meant}Choose one of: {', '.join(usages)}",
-        )
-    reader = READERS[prefix]
-    if (":" in reader.usage) != bool(argument) or (colon and not argument):
-        raise UserError(f"data.corpus={spec!r} does not name a corpus", f"Write {reader.usage}")
-    return reader.open(argument)
+    prefix, _, argument = spec.partition(":")
+    usage, open_ = READERS.get(prefix, ("", None))
+    if open_ is None or (":" in usage) != bool(argument):
+        usages = ", ".join([usage] if usage else [u for u, _ in READERS.values()] + ["tokens:GLOB"])
+        raise UserError(f"data.corpus={spec!r} names no corpus", f"Write one of: {usages}")
+    return open_(argument)
 
 
 def lies_in_files(spec: str) -> bool:
     """Returns whether `data.corpus` names files of this machine, which can move."""
-    prefix = spec.partition(":")[0]
-    return prefix == "tokens" or (prefix in READERS and "GLOB" in READERS[prefix].usage)
-
-
-def _split_argument(argument: str) -> tuple[str, str]:
-    """Returns the place and the field of `PLACE#FIELD`; the field is `text` if left out."""
-    place, _, field = argument.partition("#")
-    return place, field or "text"
+    return spec.partition(":")[0] in ("text", "jsonl", "parquet", "tokens")
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -86,25 +69,11 @@ def find_files(pattern: str) -> list[Path]:
     expanded = str(Path(pattern).expanduser())
     files = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if Path(p).is_file()]
     if not files:
-        where = "" if Path(expanded).is_absolute() else f" in {Path.cwd()}"
         raise UserError(
-            f"data.corpus: no file matches {pattern!r}{where}", _advise_on_glob(expanded)
+            f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
+            "Give a path, or a glob such as 'books/**/*.txt'",
         )
     return files
-
-
-def _advise_on_glob(pattern: str) -> str:
-    """Returns what to write in place of a glob that matches no file."""
-    path = Path(pattern)
-    if path.is_dir():
-        return (
-            f"That is a folder: for the files in it write a glob, such as {path / '**' / '*.txt'}"
-        )
-    if glob.has_magic(path.name) and "**" not in pattern:
-        below = glob.iglob(str(path.parent / "*" / path.name))  # no deeper, which may be endless
-        if any(map(os.path.isfile, below)):
-            return f"Folders in it hold such files: write {path.parent / '**' / path.name} there"
-    return "Give a path, or a glob of files that exist"
 
 
 @contextlib.contextmanager
@@ -119,11 +88,7 @@ def reading(file: Path | str) -> Iterator[None]:
 
 
 def file_fingerprint(files: list[Path], *more: str) -> str:
-    """Returns a hash of the paths of files, of what they hold, and of `more`.
-
-    Files of more than `_HASHED_BYTES` in all are not read: sizes and modification times stand for
-    what they hold.
-    """
+    """Returns a hash of the paths of files, of what they hold, and of `more`."""
     if _total_size(files) <= _HASHED_BYTES:
         parts: list[tuple] = [(str(f.absolute()), _hash_content(f)) for f in files]
     else:
@@ -140,11 +105,16 @@ def _total_size(files: list[Path]) -> int:
     return sum(f.stat().st_size for f in files)
 
 
+def _place_and_field(argument: str) -> tuple[str, str]:
+    """Splits `PLACE#FIELD`; the field is `text` if left out."""
+    place, _, field = argument.partition("#")
+    return place, field or "text"
+
+
 def _text(pattern: str) -> Corpus:
     """Each file is a document."""
     files = find_files(pattern)
-    fingerprint = file_fingerprint(files, "text")
-    return Corpus(fingerprint, lambda: iter(files), _total_size(files))
+    return Corpus(file_fingerprint(files, "text"), lambda: iter(files), _total_size(files))
 
 
 def _pystdlib(_: str) -> Corpus:
@@ -155,20 +125,12 @@ def _pystdlib(_: str) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = [f for f in sorted(root.rglob("*.py")) if not excluded & set(f.relative_to(root).parts)]
-    if not files:
-        raise UserError(
-            f"This Python has no standard library source in {root}",
-            "Choose another corpus. For example, use --config.data.corpus='text:books/*.txt'",
-        )
 
     def documents() -> Iterator[str]:
         for file in files:
-            with reading(file):
-                content = file.read_bytes()
-            try:
-                yield content.decode("utf-8")
-            except UnicodeDecodeError:  # a few modules are written in other encodings
-                continue
+            # A few modules are written in other encodings.
+            with reading(file), contextlib.suppress(UnicodeDecodeError):
+                yield file.read_bytes().decode("utf-8")
 
     return Corpus(file_fingerprint(files, "pystdlib"), documents, _total_size(files))
 
@@ -189,9 +151,28 @@ def _synthetic(_: str) -> Corpus:
     return Corpus(f"synthetic-{num_documents}-{num_lines}", documents, 3_400_000)
 
 
+def _python(argument: str) -> Corpus:
+    """A function of the user's own, `MODULE:FUNCTION`, that returns an iterable of documents.
+
+    Its text is prepared once for each content of the module's file.
+    """
+    module_name, _, name = argument.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"data.corpus=python:{argument} cannot be imported ({error})",
+            "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH",
+        ) from error
+    source = Path(sys.modules[module_name].__file__ or "")
+    return Corpus(file_fingerprint([source], "python", argument), lambda: iter(function()))
+
+
 def _jsonl(argument: str) -> Corpus:
     """Each line of *.jsonl or *.jsonl.gz is an object whose FIELD is a document."""
-    pattern, field = _split_argument(argument)
+    pattern, field = _place_and_field(argument)
     files = find_files(pattern)
 
     def documents() -> Iterator[str]:
@@ -212,58 +193,112 @@ def _json_field(line: bytes, field: str, where: str) -> str:
         raise UserError(f"{where} is not JSON ({error})", "Each line must be an object") from error
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise UserError(
-            f"{where} has no text in the field {field!r}", "Name the field: jsonl:GLOB#FIELD"
-        )
+        raise UserError(f"{where} has no text in {field!r}", "Name the field: jsonl:GLOB#FIELD")
     # JSON can spell half a surrogate pair, which UTF-8 cannot.
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _parquet(argument: str) -> Corpus:
     """Each row's COLUMN is a document."""
-    pattern, column = _split_argument(argument)
+    pattern, column = _place_and_field(argument)
     files = find_files(pattern)
 
     def documents() -> Iterator[str]:
         for file in files:
-            yield from hub.parquet_column(file, column)
+            yield from _parquet_column(file, column, str(file))
 
     return Corpus(file_fingerprint(files, "parquet", column), documents, _total_size(files))
 
 
+def _parquet_column(file: Any, column: str, name: str) -> Iterator[str]:
+    """Yields one string column of a Parquet file, given by path or open, batch by batch."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        if column not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            raise UserError(f"{name} has no column {column!r}", f"Write one behind #: {names}")
+        for batch in table.iter_batches(batch_size=1024, columns=[column]):
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str):
+                    raise UserError(f"column {column!r} of {name} holds no text", "Choose another")
+                yield text
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{name} cannot be read ({error})", "Give Parquet files") from error
+
+
 def _hugging_face(argument: str) -> Corpus:
-    """A data set of the Hugging Face hub."""
-    name, column = _split_argument(argument)
-    return Corpus(f"hf-{name}-{column}", lambda: hub.hugging_face(name, column))
+    """The training split of a data set, streamed from the hub's Parquet copy of it."""
+    name, column = _place_and_field(argument)
+
+    def documents() -> Iterator[str]:
+        from huggingface_hub import HfFileSystem
+
+        try:
+            hub = HfFileSystem()
+            root = f"datasets/{name}@refs/convert/parquet"
+            subsets = sorted(hub.ls(root, detail=False), key=lambda p: not p.endswith("/default"))
+            folders = hub.ls(next(p for p in subsets if "." not in Path(p).name), detail=False)
+            # Of a large data set the hub converts a first part, and calls it so.
+            (train,) = (p for p in folders if Path(p).name in ("train", "partial-train"))
+            for path in sorted(hub.ls(train, detail=False)):
+                with hub.open(path) as file:
+                    yield from _parquet_column(file, column, path)
+        except UserError:
+            raise
+        except Exception as error:  # of the hub's library: network, access, no such data set
+            raise UserError(
+                f"hf:{name} cannot be read ({type(error).__name__}: {error})",
+                "Check name and network; --config.data.corpus=pystdlib needs none",
+            ) from error
+
+    return Corpus(f"hf-{name}-{column}", documents)
 
 
 def _tfds(argument: str) -> Corpus:
     """The training split of a data set of the TensorFlow Datasets catalogue."""
-    name, feature = _split_argument(argument)
-    return Corpus(f"tfds-{name}-{feature}", lambda: hub.tensorflow_datasets(name, feature))
+    name, feature = _place_and_field(argument)
+
+    def documents() -> Iterator[str]:
+        import tensorflow_datasets as tfds
+
+        try:
+            builder = tfds.builder(name, file_format="array_record")
+            if not builder.is_prepared():
+                _require_server("storage.googleapis.com", f"tfds:{name}")
+                builder.download_and_prepare()
+            for record in builder.as_data_source(split="train"):
+                text = record[feature]
+                yield text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+        except (tfds.core.DatasetNotFoundError, KeyError) as error:
+            raise UserError(f"tfds:{argument} is not there ({error})", "Check the name") from error
+
+    return Corpus(f"tfds-{name}-{feature}", documents)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """What opens the corpora of a prefix.
+def _require_server(host: str, corpus: str) -> None:
+    """Raises a UserError within seconds where TFDS would try for minutes."""
+    import socket
 
-    Attributes:
-        usage: how to write `data.corpus`. One that reads files of this machine says GLOB: a run may
-            continue after they have moved.
-        open: returns the corpus, given what follows the colon.
-    """
+    try:
+        socket.create_connection((host, 443), timeout=5).close()
+    except OSError as error:
+        raise UserError(
+            f"{corpus} is neither prepared nor reachable ({error})",
+            "Check the network; --config.data.corpus=pystdlib needs none",
+        ) from error
 
-    usage: str
-    open: Callable[[str], Corpus]
 
-
-# By prefix. shards.py opens ready tokens: they are not documents.
-READERS = {
-    "pystdlib": Reader("pystdlib", _pystdlib),
-    "text": Reader("text:GLOB", _text),
-    "jsonl": Reader("jsonl:GLOB#FIELD", _jsonl),
-    "parquet": Reader("parquet:GLOB#COLUMN", _parquet),
-    "tfds": Reader("tfds:NAME#FEATURE", _tfds),
-    "hf": Reader("hf:OWNER/NAME#COLUMN", _hugging_face),
-    "synthetic": Reader("synthetic", _synthetic),
+# Prefix -> how to write it, and what opens it. tokens.py opens ready tokens: no documents.
+READERS: dict[str, tuple[str, Callable[[str], Corpus]]] = {
+    "pystdlib": ("pystdlib", _pystdlib),
+    "text": ("text:GLOB", _text),
+    "jsonl": ("jsonl:GLOB#FIELD", _jsonl),
+    "parquet": ("parquet:GLOB#COLUMN", _parquet),
+    "tfds": ("tfds:NAME#FEATURE", _tfds),
+    "hf": ("hf:OWNER/NAME#COLUMN", _hugging_face),
+    "python": ("python:MODULE:FUNCTION", _python),
+    "synthetic": ("synthetic", _synthetic),
 }

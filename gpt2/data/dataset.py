@@ -1,37 +1,34 @@
-"""A prepared corpus, and its preparation: documents -> tokens -> records, once.
+"""A prepared corpus, and its preparation: documents -> tokens -> shards, once.
 
 A prepared corpus is a directory under `data.data_dir`. A hash of all that the corpus depends on is
 part of its name. One process at a time writes it, under another name, and renames it when it is
 complete.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2.config import DataConfig
-from gpt2.data import records, shards
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.splits import SPLITS, write_splits
-from gpt2.data.tokenizer_names import check_spec
+from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_tokens
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import digests, files
-from gpt2.utils.text import format_bytes
 
-FORMAT = 3  # of a prepared directory; another number prepares everything anew
+FORMAT = 4  # of a prepared directory; another number prepares everything anew
 
-# Files of up to this size in all are read at every start, to notice damage. Of more, sizes alone
-# are looked at.
+# Files of up to this size in all are read at every start, to notice damage; of more, sizes count.
 _READ_BYTES = 1 << 28
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Split:
     """What a split holds.
 
@@ -51,7 +48,7 @@ class Split:
         return (self.num_tokens - 1) / self.num_bytes
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Dataset:
     """A prepared corpus.
 
@@ -62,7 +59,8 @@ class Dataset:
         zlib_bits_per_byte: bits that zlib at level 9 needs for a byte of the validation text,
             documents one after the other: a baseline for the model.
         token_crc32: of each split's tokens.
-        shard_files: ready token shards that are read in place, instead of records.
+        shards: of each split, in `directory` or elsewhere.
+        dtype: of stored tokens.
     """
 
     directory: Path
@@ -70,13 +68,32 @@ class Dataset:
     splits: dict[str, Split]
     zlib_bits_per_byte: float
     token_crc32: dict[str, int]
-    shard_files: dict[str, list] | None = None
+    shards: dict[str, list[Shard]]
+    dtype: str
 
-    def open(self, split: str) -> records.TokenStream:
+    def open(self, split: str) -> TokenStream:
         """Returns the token stream of `train` or `validation`."""
-        if self.shard_files is not None:
-            return shards.ShardStream(self.shard_files[split])
-        return records.RecordStream(self.directory, split, self.splits[split].num_tokens)
+        return TokenStream(self.shards[split], self.dtype, self.directory)
+
+    def describe(self) -> dict:
+        """Returns what the corpus holds, not where it lies, for a run's data.json."""
+        return {
+            "splits": {name: dataclasses.asdict(split) for name, split in self.splits.items()},
+            "zlib_bits_per_byte": self.zlib_bits_per_byte,
+            "token_crc32": self.token_crc32,
+            "tokenizer": self.tokenizer.name,
+            "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
+        }
+
+
+def read_data(path: Path) -> dict | None:
+    """Returns what a run's data.json tells of its text, None if it is missing or damaged."""
+    return digests.read_sealed(path)
+
+
+def differing_data(saved: dict, found: dict) -> set[str]:
+    """Returns in what two texts differ, as far as both descriptions tell."""
+    return {name for name in saved if saved[name] != found.get(name, saved[name])}
 
 
 def data_root(data_dir: str) -> Path:
@@ -88,17 +105,11 @@ def data_root(data_dir: str) -> Path:
 def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
     """Returns the prepared corpus of a config, and prepares it first if it is not prepared yet.
 
-    Args:
-        data: the `data.` options.
-        show_progress: says so if it prepares, and how far it is.
-
     Raises:
         UserError: the corpus, the tokenizer, the validation share or the directory cannot be used.
     """
     corpus = _open_source(data)
-    tokenizer_identity = check_spec(data.tokenizer)
-    layout = [FORMAT, records.RECORD_TOKENS]
-    parts = [*layout, corpus.fingerprint, tokenizer_identity, data.val_fraction]
+    parts = [FORMAT, corpus.fingerprint, tokenizers.check_spec(data.tokenizer), data.val_fraction]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
     directory = data_root(data.data_dir) / f"{label}-{key}"
@@ -114,16 +125,15 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
                     _write(directory, corpus, data, show_progress)
         except OSError as error:
             raise UserError(
-                f"Cannot write the prepared corpus in {directory.parent} ({error})",
+                f"the prepared corpus cannot be written in {directory.parent} ({error})",
                 "Choose a directory with room by --config.data.data_dir=DIR or $GPT2_DATA_DIR",
             ) from error
     return _load(directory)
 
 
-def _open_source(data: DataConfig) -> Corpus | shards.Shards:
-    """Finds the documents, or the ready tokens, that a config names."""
-    ready_tokens = data.corpus.startswith("tokens:")
-    return shards.open_shards(data) if ready_tokens else open_corpus(data.corpus)
+def _open_source(data: DataConfig) -> Corpus | ReadyTokens:
+    is_ready = data.corpus.startswith("tokens:")
+    return open_ready_tokens(data) if is_ready else open_corpus(data.corpus)
 
 
 def _find_damage(directory: Path) -> str | None:
@@ -140,18 +150,17 @@ def _find_damage(directory: Path) -> str | None:
 
 def _load(directory: Path) -> Dataset:
     tree = json.loads((directory / "prepared.json").read_text(encoding="utf-8"))
+    facts = {name: tree[name] for name in ("zlib_bits_per_byte", "token_crc32", "shards", "dtype")}
     return Dataset(
         directory=directory,
         tokenizer=tokenizers.load(directory / "tokenizer.json"),
         splits={name: Split(**tree["splits"][name]) for name in SPLITS},
-        zlib_bits_per_byte=tree["zlib_bits_per_byte"],
-        token_crc32=tree["token_crc32"],
-        shard_files=tree.get("shard_files"),
+        **facts,
     )
 
 
 def _write(
-    directory: Path, corpus: Corpus | shards.Shards, data: DataConfig, show_progress: bool
+    directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, show_progress: bool
 ) -> None:
     """Prepares into a directory of its own and renames it to its place."""
     partial = directory.with_name(f".{directory.name}.partial")
@@ -160,10 +169,12 @@ def _write(
         shutil.rmtree(broken, ignore_errors=True)
     partial.mkdir()
     try:
-        if isinstance(corpus, shards.Shards):
-            facts = shards.index(corpus, partial, data.splits)
+        if isinstance(corpus, ReadyTokens):
+            facts = index(corpus, partial, data.splits)
         else:
-            _check_room(partial, corpus)
+            # A token takes two bytes and stands for a byte of text or more.
+            if (free := shutil.disk_usage(partial).free) < 2 * corpus.num_bytes:
+                raise OSError(f"{2 * corpus.num_bytes:,} bytes are needed, and {free:,} are free")
             facts = write_splits(corpus, data, partial, show_progress)
         if _open_source(data).fingerprint != corpus.fingerprint:
             what = f"the text that data.corpus={data.corpus} names has changed while it was read"
@@ -182,15 +193,3 @@ def _write(
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check_room(directory: Path, corpus: Corpus) -> None:
-    """Raises an OSError unless the disk has room for the tokens.
-
-    A token takes two bytes and stands for a byte of text or more. All of them therefore take at
-    most twice the size of the text.
-    """
-    free = shutil.disk_usage(directory).free
-    if free < 2 * corpus.num_bytes:
-        needed = format_bytes(2 * corpus.num_bytes)
-        raise OSError(f"{needed} are needed, and {format_bytes(free)} are free")

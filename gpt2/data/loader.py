@@ -15,7 +15,6 @@ import numpy as np
 
 from gpt2.data.dataset import Dataset
 from gpt2.errors import UserError
-from gpt2.utils.text import counted
 
 IGNORED = -1
 ALL_ROWS = slice(None)
@@ -58,31 +57,17 @@ class TrainLoader:
         self.num_windows = max(len(self._stream) // context_length - 1, 0)
         if self.num_windows < batch_size:
             raise UserError(
-                f"The training split has {counted(len(self._stream), 'token')}: "
-                f"{counted(self.num_windows, 'window')} of "
-                f"model.context_length={context_length}, and a batch needs {batch_size}",
-                self._advise(),
+                f"the training split of {len(self._stream)} tokens has {self.num_windows} windows "
+                f"of model.context_length={context_length}, and a batch needs {batch_size}",
+                "Lower --config.data.batch_size or --config.model.context_length",
             )
-        import grain  # see records.py
+        import grain  # takes most of a second
 
         # Grain's own per-epoch seeds are seed + epoch: hashing keeps runs of nearby seeds apart.
         self._seed = seed
         order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._order = grain.MapDataset.range(self.num_windows).shuffle(seed=order_seed)
         self._offset = functools.lru_cache(8)(self._draw_offset)
-
-    def _advise(self) -> str:
-        """Returns what to change where the split is smaller than a batch."""
-        how, size = "or choose a larger corpus", "--config.data.batch_size"
-        if self.num_windows:
-            fewer = 1 << self.num_windows.bit_length() - 1
-            return (
-                f"For example, use {size}={fewer}, and --config.train.accumulate_steps=1 if it is "
-                f"more, {how}"
-            )
-        if length := len(self._stream) // (self._batch_size + 1):
-            return f"For example, use --config.model.context_length={length}, {how}"
-        return f"For example, use {size}=1, {how}"
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `rows` of the batch of a step, counted from 0."""

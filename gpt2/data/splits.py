@@ -16,26 +16,23 @@ from typing import TextIO
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
-from gpt2.data.records import RecordWriter
-from gpt2.data.tokenizer import Tokenizer
-from gpt2.data.tokenizer_names import build
+from gpt2.data.tokenizer import Tokenizer, build
+from gpt2.data.tokens import TokenWriter
 from gpt2.errors import UserError
-from gpt2.utils.text import counted
 
 SPLITS = ("train", "validation")
-PIECE_CHARACTERS = 2**18  # longer documents are encoded in pieces, shorter ones several at once
+PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
 WEIGHED_BYTES = 2**30  # corpora up to this size are read once more, for their documents' sizes
-_LEAST_BYTES = 1000  # of a text; no share of a shorter one helps to train
-# A piece ends where GPT-2's pattern must start anew, so that its tokens are the document's.
-PIECE_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
+# A part ends where GPT-2's pattern must start anew, so that its tokens are the document's.
+PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Piece:
+class Part:
     """A part of a document."""
 
     split: str
@@ -44,63 +41,56 @@ class Piece:
 
 
 def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progress: bool) -> dict:
-    """Writes the tokenizer and the records of both splits.
+    """Writes the tokenizer and the tokens of both splits; returns what `prepared.json` tells.
 
     If there are several documents, each gets an end-of-text token before it. A hash of its content
     decides its split, so that equal documents share one. A single text gets no such token, and its
     last `val_fraction` of characters is the validation split.
 
-    Returns:
-        What `prepared.json` tells of the splits.
-
     Raises:
         UserError: the corpus cannot be read, or a split would be empty.
     """
-    many_documents, pieces = split_documents(corpus, data)
+    many_documents, parts = split_documents(corpus, data)
     totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0) for s in SPLITS}
     compressor, num_compressed = zlib.compressobj(9), 0
     with _progress_bar(show_progress) as bar:
-        task = bar.add_task(f"Reading {data.corpus} for {data.tokenizer}", total=None)
+        task = bar.add_task(f"reading {data.corpus} for {data.tokenizer}", total=None)
         every_split = data.tokenizer == "char"
-        texts = (p.text for p in pieces() if every_split or p.split == "train")
+        texts = (p.text for p in parts() if every_split or p.split == "train")
         tokenizer = build(data.tokenizer, texts, many_documents=many_documents)
         tokenizer.save(directory / "tokenizer.json")
-        bar.update(task, description=f"Encoding {data.corpus}", total=corpus.num_bytes or None)
-        writer = RecordWriter(directory, tokenizer.vocab_size)
-        for piece, tokens in encode_in_parallel(tokenizer, pieces()):
-            text = piece.text.encode("utf-8")
-            if piece.starts_document and many_documents and tokenizer.eot is not None:
+        bar.update(task, description=f"encoding {data.corpus}", total=corpus.num_bytes or None)
+        writer = TokenWriter(directory, tokenizer.vocab_size)
+        for part, tokens in encode_in_parallel(tokenizer, parts()):
+            text = part.text.encode("utf-8")
+            if part.starts_document and many_documents and tokenizer.eot is not None:
                 tokens = np.concatenate([[tokenizer.eot], tokens])
-            writer.append(piece.split, tokens)
-            total = totals[piece.split]
+            writer.append(part.split, tokens)
+            total = totals[part.split]
             total["num_tokens"] += len(tokens)
             total["num_bytes"] += len(text)
-            total["num_documents"] += piece.starts_document
-            if piece.split == "validation":
+            total["num_documents"] += part.starts_document
+            if part.split == "validation":
                 num_compressed += len(compressor.compress(text))
             bar.advance(task, len(text))
         num_compressed += len(compressor.flush())
     if min(totals[split]["num_tokens"] for split in data.splits) < 2:
-        num_bytes = sum(total["num_bytes"] for total in totals.values())
-        how = "Choose a corpus with a longer text or more documents that differ"
-        if num_bytes >= _LEAST_BYTES:
-            how += ", or another --config.data.val_fraction"
         raise UserError(
             f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
-            f"empty: the corpus holds {counted(num_bytes, 'byte')}",
-            how,
+            f"empty: it holds {sum(total['num_bytes'] for total in totals.values())} bytes",
+            "Choose a longer text, more documents that differ, or another fraction",
         )
-    writer.close()
-    bits_per_byte = 8 * num_compressed / totals["validation"]["num_bytes"]
     return {
         "splits": totals,
-        "zlib_bits_per_byte": bits_per_byte,
+        "zlib_bits_per_byte": 8 * num_compressed / totals["validation"]["num_bytes"],
         "token_crc32": writer.crc32,
+        "shards": writer.shards,
+        "dtype": writer.dtype.name,
     }
 
 
-def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[], Iterator[Piece]]]:
-    """Returns whether there are several documents, and what starts an iteration over their pieces.
+def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[], Iterator[Part]]]:
+    """Returns whether there are several documents, and what starts an iteration over their parts.
 
     Raises:
         UserError: there is no document.
@@ -125,21 +115,21 @@ def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[]
 
 
 def encode_in_parallel(
-    tokenizer: Tokenizer, pieces: Iterable[Piece]
-) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yields each piece with its tokens, int32 [num_tokens], in order.
+    tokenizer: Tokenizer, parts: Iterable[Part]
+) -> Iterator[tuple[Part, np.ndarray]]:
+    """Yields each part with its tokens, int32 [num_tokens], in order.
 
     Threads suffice, since tiktoken and tokenizers release the interpreter lock while they work.
     Processes would each import JAX.
     """
     num_threads = os.cpu_count() or 1
 
-    def encode(group: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
-        return [(piece, tokenizer.encode(piece.text)) for piece in group]
+    def encode(group: list[Part]) -> list[tuple[Part, np.ndarray]]:
+        return [(part, tokenizer.encode(part.text)) for part in group]
 
-    waiting: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
+    waiting: deque[Future[list[tuple[Part, np.ndarray]]]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
-        for group in _groups(pieces):
+        for group in _groups(parts):
             waiting.append(pool.submit(encode, group))
             if len(waiting) > 2 * num_threads:
                 yield from waiting.popleft().result()
@@ -147,8 +137,8 @@ def encode_in_parallel(
             yield from waiting.popleft().result()
 
 
-def read_pieces(document: Document) -> Iterator[str]:
-    """Yields a document's text in pieces whose tokens, joined, are the document's.
+def read_parts(document: Document) -> Iterator[str]:
+    """Yields a document's text in parts whose tokens, joined, are the document's.
 
     Raises:
         UserError: the file cannot be read or is not UTF-8.
@@ -162,10 +152,10 @@ def read_pieces(document: Document) -> Iterator[str]:
 
 def _cut(stream: TextIO) -> Iterator[str]:
     left = ""
-    while chunk := stream.read(PIECE_CHARACTERS):
+    while chunk := stream.read(PART_CHARACTERS):
         left += chunk
-        if len(left) >= PIECE_CHARACTERS:
-            found = PIECE_END.match(left)
+        if len(left) >= PART_CHARACTERS:
+            found = PART_END.match(left)
             end = found.end() if found else len(left)
             yield left[:end]
             left = left[end:]
@@ -173,12 +163,12 @@ def _cut(stream: TextIO) -> Iterator[str]:
         yield left
 
 
-def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
     group, size = [], 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= PIECE_CHARACTERS:
+    for part in parts:
+        group.append(part)
+        size += len(part.text)
+        if size >= PART_CHARACTERS:
             yield group
             group, size = [], 0
     if group:
@@ -205,50 +195,52 @@ def _position(document: Document) -> float:
 def _weigh(documents: Iterable[Document], val_fraction: float) -> set[float]:
     """Returns the positions of documents that make up `val_fraction` of all bytes.
 
-    It takes documents in order of position, as far as they fit. (A share of the documents would do
-    for many documents, but can be any share of the bytes for few.) It takes the smallest document
-    if none fits.
+    It takes documents in order of position, as far as they fit, the smallest if none fits. (A share
+    of the documents would do for many documents, but can be any share of the bytes for few.)
     """
     sizes: dict[float, int] = {}
     for document in documents:
         position = _position(document)
         sizes[position] = sizes.get(position, 0) + _size(document)
-    room, chosen = val_fraction * sum(sizes.values()), set()
+    left, chosen = val_fraction * sum(sizes.values()), set()
     for position in sorted(sizes):
-        if sizes[position] <= room:
+        if sizes[position] <= left:
             chosen.add(position)
-            room -= sizes[position]
+            left -= sizes[position]
     return chosen or {min(sizes, key=sizes.__getitem__)}
 
 
 def _assign_documents(
     documents: Iterable[Document], is_validation: Callable[[float], bool]
-) -> Iterator[Piece]:
+) -> Iterator[Part]:
     for document in documents:
         split = "validation" if is_validation(_position(document)) else "train"
-        for number, text in enumerate(read_pieces(document)):
-            yield Piece(split, text, starts_document=number == 0)
+        for number, text in enumerate(read_parts(document)):
+            yield Part(split, text, starts_document=number == 0)
 
 
-def _split_text(document: Document, val_fraction: float) -> Iterator[Piece]:
+def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:
     """Splits as nanoGPT does: the first characters for training, the last ones for validation."""
-    num_train = int(sum(map(len, read_pieces(document))) * (1 - val_fraction))
+    num_train = int(sum(map(len, read_parts(document))) * (1 - val_fraction))
     position = 0
-    for text in read_pieces(document):
+    for text in read_parts(document):
         cut = max(num_train - position, 0)
         if text[:cut]:
-            yield Piece("train", text[:cut], starts_document=position == 0)
+            yield Part("train", text[:cut], starts_document=position == 0)
         if text[cut:]:
-            yield Piece("validation", text[cut:], starts_document=position <= num_train)
+            yield Part("validation", text[cut:], starts_document=position <= num_train)
         position += len(text)
 
 
 @contextlib.contextmanager
 def _progress_bar(show: bool) -> Iterator[Progress]:
     """Draws progress on standard error, if that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    times = TimeElapsedColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
     with Progress(
-        *columns, console=console, transient=True, disable=not (show and console.is_terminal)
+        *(TextColumn("{task.description}"), BarColumn(), *times),
+        console=console,
+        transient=True,
+        disable=not (show and console.is_terminal),
     ) as bar:
         yield bar

@@ -6,6 +6,7 @@ end-of-text token enters a token stream only where documents are joined.
 
 import hashlib
 import importlib.util
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ GPT2_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 GPT2_END_OF_TEXT = 50256
+NAMES = ("gpt2", "byte", "char")
 
 
 class Tokenizer(Protocol):
@@ -220,14 +222,6 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
 
 
-def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
-    for text in texts:
-        if limit <= 0:
-            return
-        yield text[:limit]
-        limit -= len(text)
-
-
 def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     """Trains a byte-level BPE vocabulary (Radford et al. 2019, section 2.2), deterministically.
 
@@ -246,13 +240,72 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(_first_characters(texts, TRAINING_SAMPLE), trainer)
+    seen = 0
+
+    def sample() -> Iterator[str]:
+        nonlocal seen
+        for text in texts:
+            yield text[: TRAINING_SAMPLE - seen]
+            seen += len(text)
+            if seen >= TRAINING_SAMPLE:
+                return
+
+    backend.train_from_iterator(sample(), trainer)
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
     like = gpt2_like_ranks(tree)
     assert like is not None  # it is trained with GPT-2's pattern
     ranks, eot = like
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+
+
+def is_path(spec: str) -> bool:
+    """Returns whether `data.tokenizer` gives the path of a tokenizer, not a name."""
+    return spec not in NAMES and not spec.startswith("bpe:")
+
+
+def check_spec(spec: str) -> str:
+    """Returns a string that changes whenever the tokenizer that `spec` names does.
+
+    Raises:
+        UserError: there is no such tokenizer.
+    """
+    if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
+        return spec
+    if not Path(spec).is_file():
+        raise UserError(
+            f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
+            "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json",
+        )
+    return hashlib.sha256(Path(spec).read_bytes()).hexdigest()
+
+
+def tokens_by_name(spec: str) -> int:
+    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
+    name, _, size = spec.partition(":")
+    return {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdecimal() else 0}.get(name, 0)
+
+
+def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) -> Tokenizer:
+    """Makes the tokenizer that an option names.
+
+    Args:
+        spec: `gpt2`, `byte`, `char`, `bpe:SIZE`, or a path to a tokenizer.json.
+        texts: for `char`, the whole corpus, whose characters it takes; for `bpe:SIZE`, the training
+            split, on which it is trained.
+        many_documents: whether `char` needs an end-of-text token between documents.
+    """
+    check_spec(spec)
+    if spec == "gpt2":
+        return gpt2_tokenizer()
+    if spec == "byte":
+        return ByteTokenizer()
+    if spec == "char":
+        characters = set(itertools.chain.from_iterable(texts))
+        return CharTokenizer("".join(sorted(characters)), has_eot=many_documents)
+    if spec.startswith("bpe:"):
+        return train_bpe(tokens_by_name(spec), texts)
+    return load(Path(spec))
 
 
 def load(path: Path) -> Tokenizer:
@@ -265,29 +318,23 @@ def load(path: Path) -> Tokenizer:
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"The tokenizer {path} cannot be read ({error})", how) from error
-    match tree:
-        case {"kind": "gpt2"}:
-            return gpt2_tokenizer()
-        case {"kind": "byte"}:
-            return ByteTokenizer()
-        case {"kind": "char", "characters": str(characters), "has_eot": bool(has_eot)} if (
-            characters == "".join(sorted(set(characters))) != "" and _is_unicode(characters)
-        ):
-            return CharTokenizer(characters, has_eot)
-        case {"model": {"vocab": _}}:
-            try:
-                return _from_hugging_face(tree, path.name)
-            except Exception as error:  # what the library raises has no narrower class
-                about = f"{type(error).__name__}: {error}".replace("\n", " ")
-                raise UserError(f"{path} is refused as a tokenizer ({about})", how) from error
-    raise UserError(f"{path} is not a tokenizer", how)
-
-
-def _is_unicode(text: str) -> bool:
-    """Returns whether UTF-8 can write a text: JSON can spell half a surrogate pair."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+        match tree:
+            case {"kind": "gpt2"}:
+                return gpt2_tokenizer()
+            case {"kind": "byte"}:
+                return ByteTokenizer()
+            case {"kind": "char", "characters": str(characters), "has_eot": bool(has_eot)}:
+                return CharTokenizer(characters, has_eot)
+            case {"model": {"vocab": _}}:
+                if like := gpt2_like_ranks(tree):
+                    ranks, eot = like
+                    return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+                return HuggingFaceTokenizer(tree, path.name)
+    except UserError:
+        raise
+    except Exception as error:  # what the library raises has no narrower class
+        raise UserError(f"{path} is no tokenizer ({type(error).__name__}: {error})", how) from error
+    raise UserError(f"{path} is no tokenizer", how)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -301,10 +348,3 @@ def fingerprint(tokenizer: Tokenizer) -> str:
         token = tokenizer.decode_bytes([i])
         digest.update(len(token).to_bytes(4) + token)
     return digest.hexdigest()
-
-
-def _from_hugging_face(tree: dict[str, Any], name: str) -> Tokenizer:
-    if like := gpt2_like_ranks(tree):
-        ranks, eot = like
-        return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
-    return HuggingFaceTokenizer(tree, name)

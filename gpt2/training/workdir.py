@@ -14,11 +14,9 @@ import jax
 
 from gpt2.config import Config, differences, leaves_training, load_config
 from gpt2.data.corpus import lies_in_files
-from gpt2.data.dataset import Dataset, data_root
-from gpt2.data.identity import describe_data, differing_data, read_data
-from gpt2.data.tokenizer import fingerprint
+from gpt2.data.dataset import Dataset, data_root, differing_data, read_data
+from gpt2.data.tokenizer import fingerprint, is_path
 from gpt2.data.tokenizer import load as load_tokenizer
-from gpt2.data.tokenizer_names import is_path
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.parallel import distributed
 from gpt2.parallel.mesh import batch_shards
@@ -143,7 +141,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
     Raises:
         UserError: the corpus or the tokenizer is not what the run began with.
     """
-    saved, found = read_data(workdir / _DATA), describe_data(dataset)
+    saved, found = read_data(workdir / _DATA), dataset.describe()
     if saved is None:
         if (workdir / _DATA).exists():
             warn(f"{workdir / _DATA} is damaged; whether the text is the same is not known")
@@ -159,7 +157,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 
 
 def _tokenizer_of(path: Path) -> dict:
-    """Returns what tokenizer.json tells of `describe_data`, nothing if it is missing or damaged."""
+    """Returns what tokenizer.json tells of the data, nothing if it is missing or damaged."""
     try:
         return {"tokenizer_sha256": fingerprint(load_tokenizer(path))}
     except UserError:
@@ -290,7 +288,7 @@ def write(workdir: Path, config: Config, dataset: Dataset) -> None:
     if latest_step(workdir) is None:
         (workdir / "metrics.jsonl").unlink(missing_ok=True)
     files.write_json(workdir / "config.json", config.to_dict())
-    about, saved = describe_data(dataset), read_data(workdir / _DATA)
+    about, saved = dataset.describe(), read_data(workdir / _DATA)
     if saved is None:
         _keep_damaged(workdir / _DATA)
     if saved != about:

@@ -1,0 +1,204 @@
+"""Tokens on disk: flat files of uint16 or uint32, read at any position through memory maps.
+
+Prepared text and ready shards (nanoGPT's bare uint16 .bin, llm.c's with a header) are read alike.
+"""
+
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gpt2.config import DataConfig
+from gpt2.data.corpus import file_fingerprint, find_files, reading
+from gpt2.data.tokenizer import build
+from gpt2.errors import UserError
+
+SHARD_TOKENS = 2**26  # in a file
+HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
+MAGIC, VERSION = 20240520, 1
+VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
+CHUNK = 2**20  # tokens read at a time
+
+Shard = tuple[str, int, int]  # file, tokens to skip in it, tokens
+
+
+class TokenWriter:
+    """Appends token ids to the splits of a prepared corpus.
+
+    Attributes:
+        dtype: of a stored token, uint16 where the vocabulary fits.
+        crc32: of each split's tokens so far, as they are stored.
+        shards: of each split so far.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int):
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self._directory = directory
+        self.crc32 = {"train": 0, "validation": 0}
+        self.shards: dict[str, list[Shard]] = {"train": [], "validation": []}
+
+    def append(self, split: str, tokens: np.ndarray) -> None:
+        """Appends token ids [num_tokens] to a split."""
+        stored, shards = tokens.astype(self.dtype), self.shards[split]
+        if not len(stored):
+            return
+        self.crc32[split] = zlib.crc32(stored.tobytes(), self.crc32[split])
+        if not shards or shards[-1][2] >= SHARD_TOKENS:
+            shards.append((f"{split}-{len(shards):05}.bin", 0, 0))
+        name, _, count = shards[-1]
+        with open(self._directory / name, "ab") as file:
+            file.write(stored.tobytes())
+        shards[-1] = name, 0, count + len(stored)
+
+
+class TokenStream:
+    """One split's shards as a single stream of `len(stream)` tokens."""
+
+    def __init__(self, shards: Iterable[Shard], dtype: str, directory: Path = Path()):
+        dtype = np.dtype(dtype)
+        self._shards = []
+        for name, skip, count in shards:
+            path = directory / name
+            with reading(path):
+                offset = dtype.itemsize * skip
+                self._shards.append(np.memmap(path, dtype, "r", offset, shape=(count,)))
+        self._ends = np.cumsum([len(shard) for shard in self._shards])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._shards else 0
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Returns tokens [start, start + length), int32; fewer where the stream ends."""
+        stop = min(start + length, len(self))
+        parts: list[np.ndarray] = [np.empty(0, np.int32)]
+        while start < stop:
+            number = int(np.searchsorted(self._ends, start, side="right"))
+            shard, end = self._shards[number], int(self._ends[number])
+            first = len(shard) - (end - start)
+            parts.append(shard[first : first + stop - start])
+            start = end
+        return np.concatenate(parts, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class ReadyTokens:
+    """Shards that somebody else has made.
+
+    Attributes:
+        fingerprint: differs whenever the tokens may differ.
+        shards: of each split.
+        by_share: whether `val_fraction` divides them; if not, their names do.
+    """
+
+    fingerprint: str
+    shards: dict[str, list[Shard]]
+    by_share: bool
+
+
+def open_ready_tokens(data: DataConfig) -> ReadyTokens:
+    """Finds the shards of a `tokens:GLOB` corpus, of GPT-2 tokens.
+
+    Files with the word `val` or `validation` in their name are the validation split. If there are
+    no such files, or no others, it is the last `val_fraction` of all tokens.
+
+    Raises:
+        UserError: no file matches, a file is broken, or the tokenizer is not GPT-2's.
+    """
+    if data.tokenizer != "gpt2":
+        raise UserError(
+            f"data.corpus={data.corpus!r} holds GPT-2 tokens and data.tokenizer={data.tokenizer!r}",
+            "Add --config.data.tokenizer=gpt2",
+        )
+    files = [p.absolute() for p in find_files(data.corpus.removeprefix("tokens:"))]
+    shards = {p: _tokens_in(p) for p in files}
+    validation = [shards[p] for p in files if VALIDATION.search(p.name)]
+    train = [shards[p] for p in files if not VALIDATION.search(p.name)]
+    by_share = not (train and validation)
+    if by_share:
+        everything = list(shards.values())
+        num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
+        train, validation = _cut(everything, num_train)
+    splits = dict(train=train, validation=validation)
+    return ReadyTokens(file_fingerprint(files, "tokens"), splits, by_share)
+
+
+def index(ready: ReadyTokens, directory: Path, required: Iterable[str]) -> dict:
+    """Writes the tokenizer and returns what `prepared.json` tells of ready tokens.
+
+    It reads every token once, to count documents and bytes.
+
+    Raises:
+        UserError: a token is not one of GPT-2's, or a required split has no token to predict.
+    """
+    tokenizer = build("gpt2")
+    tokenizer.save(directory / "tokenizer.json")
+    token_bytes = np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+    token_bytes[tokenizer.eot] = 0
+    compressor, num_compressed = zlib.compressobj(9), 0
+    splits, crc32 = {}, dict.fromkeys(ready.shards, 0)
+    for name, shards in ready.shards.items():
+        stream = TokenStream(shards, "uint16")
+        if name in required and len(stream) < 2:
+            raise UserError(
+                f"the {name} split of data.corpus has no token to predict",
+                "Choose another --config.data.val_fraction",
+            )
+        num_bytes = num_documents = 0
+        for start in range(0, len(stream), CHUNK):
+            tokens = stream.read(start, CHUNK)
+            if tokens.max() >= tokenizer.vocab_size:
+                raise UserError(
+                    f"the {name} shards hold the token {tokens.max()}, which GPT-2 lacks",
+                    "Give shards of GPT-2 tokens, uint16, with llm.c's header or none",
+                )
+            crc32[name] = zlib.crc32(tokens.astype(np.uint16).tobytes(), crc32[name])
+            num_bytes += int(token_bytes[tokens].sum())
+            num_documents += int((tokens == tokenizer.eot).sum())
+            if name == "validation":
+                text = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])
+                num_compressed += len(compressor.compress(text))
+        splits[name] = dict(
+            num_tokens=len(stream), num_bytes=num_bytes, num_documents=max(num_documents, 1)
+        )
+    num_compressed += len(compressor.flush())
+    return {
+        "splits": splits,
+        "zlib_bits_per_byte": 8 * num_compressed / max(splits["validation"]["num_bytes"], 1),
+        "token_crc32": crc32,
+        "shards": ready.shards,
+        "dtype": "uint16",
+    }
+
+
+def _tokens_in(file: Path) -> Shard:
+    with reading(file):
+        size = file.stat().st_size
+        header = np.fromfile(file, np.int32, HEADER)
+    skip, count = 0, size // 2
+    if len(header) == HEADER and header[0] == MAGIC:
+        skip, count = HEADER * 2, int(header[2])
+        if header[1] != VERSION or not 0 <= count <= size // 2 - skip:
+            raise UserError(
+                f"{file} has {size // 2 - skip} tokens, and its header says version {header[1]} "
+                f"and {count} tokens",
+                "Download it again, or leave it out of tokens:GLOB",
+            )
+    if count == 0 or size % 2:
+        raise UserError(f"{file} is not a shard of uint16 tokens", "Leave it out of tokens:GLOB")
+    return str(file), skip, count
+
+
+def _cut(shards: list[Shard], num_first: int) -> tuple[list[Shard], list[Shard]]:
+    """Divides shards after `num_first` tokens."""
+    first, second = [], []
+    for path, skip, count in shards:
+        head = min(max(num_first, 0), count)
+        num_first -= count
+        if head:
+            first.append((path, skip, head))
+        if count > head:
+            second.append((path, skip + head, count - head))
+    return first, second
