@@ -27,13 +27,8 @@ from gpt2.model import GPT
 from gpt2.parallel import Backend
 from gpt2.profile.program import SCOPES, ProgramText
 from gpt2.profile.trace import find_trace, read_trace
+from gpt2.telemetry.chips import find_chip
 from gpt2.telemetry.flops import model_flops_per_token
-from gpt2.telemetry.throughput import (
-    forget_measured_peak,
-    peak_flops,
-    peak_source,
-    total_peak_flops,
-)
 from gpt2.training.program import Program, resolve_attention
 from gpt2.utils.platform import platform_of
 
@@ -211,13 +206,12 @@ def peak(case: dict[str, Any]) -> dict[str, Any]:
     used, subject = devices_of(case), case["subject"]
     compute, platform = make_config(case).precision.compute, platform_of(used[0])
     default = products_of(compute, "default", platform)
-    flops, source = None, peak_source(used[0])
+    chip = find_chip(used[0].device_kind)
+    flops, source = None, chip.source if chip else "unknown"
     if products_of(compute, case["matmul_precision"], platform) != default:
         source = "unknown"
-    elif subject == "train" or (subject != "data" and used[0].platform == "cpu"):
-        flops = total_peak_flops(compute)  # simulated devices share the whole CPU
-    elif subject != "data":
-        flops = peak_flops(used[0], compute)
+    elif chip and subject != "data":
+        flops = len(used) * chip.peak_flops(compute)
     return {"compute": compute, "peak_flops": flops, "peak_source": source}
 
 
@@ -259,12 +253,8 @@ def main() -> None:
     def info() -> dict[str, Any]:
         statistics = used[0].memory_stats() or {}  # None on a CPU
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        # A CPU's peak is the better of what it reached before and after the turns.
-        forget_measured_peak()
-        before, after = found["peak_flops"], peak(case)["peak_flops"]
         return {
             **found,
-            "peak_flops": before and max(before, after),
             "compile_seconds": work.compile_seconds,
             "flops_per_token": flops if case["subject"] == "train" else flops / 3,
             "peak_bytes": statistics.get("peak_bytes_in_use", on_host),

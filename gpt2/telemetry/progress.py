@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from gpt2.errors import tell, unheard
-from gpt2.telemetry.event_file import Histogram
+from gpt2.telemetry.event_file import Writer
 from gpt2.utils.terminal import on_terminal
 from gpt2.utils.text import format_bytes, format_duration, format_rate
 
@@ -27,24 +28,43 @@ _SHOWN = {
     "perf/mfu": lambda value: f"MFU {value:.1%}",
     "perf/peak_memory_bytes": lambda value: f"peak {format_bytes(value)}",
 }
-_SHORTEST_BAR, _LONGEST_BAR = 4, 16  # characters
+# What stands beside the bar, as far as there is space.
 _ON_BAR = ("train/loss", "eval/loss", "perf/tokens_per_second", "perf/mfu")
+_BAR = 12  # characters that stay for it
 
 
 def format_metrics(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_SHOWN)) -> str:
-    """Writes the metrics that a line has room for, such as `loss 3.2145 | lr 6.00e-04`."""
+    """Writes the metrics that a line shows, such as `loss 3.2145 | lr 6.00e-04`."""
     return " | ".join(_SHOWN[name](metrics[name]) for name in names if name in metrics)
+
+
+def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
+    """Prints what will run: one titled block per section, names and values aligned in columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for title, rows in sections.items():
+        for row, (name, value) in enumerate(rows.items()):
+            table.add_row("" if row else title, name, value)
+    with unheard(sys.stdout):
+        Console(width=None if on_terminal() else 1000, markup=False).print(table, highlight=False)
 
 
 @contextlib.contextmanager
 def told_if_slow(text: str, seconds: float = 1.0, *, silent: bool = False) -> Iterator[None]:
-    """Prints a line if the body takes longer, such as a compilation that no cache saves.
+    """Shows on a terminal what goes on and for how long; elsewhere a line if it takes `seconds`.
 
-    Args:
-        text: the line.
-        seconds: how long it may take in silence.
-        silent: whether to print nothing, as in all processes but the first.
+    All processes but the first are `silent`.
     """
+    if on_terminal() and not silent:
+        from rich.progress import Progress as Shown
+        from rich.progress import TextColumn, TimeElapsedColumn
+
+        with Shown(TextColumn(text), TimeElapsedColumn(), transient=True) as shown:
+            shown.add_task(text, total=None)
+            yield
+        return
     timer = threading.Timer(seconds, tell, (text, sys.stdout))
     timer.daemon = True
     if not silent:
@@ -55,25 +75,44 @@ def told_if_slow(text: str, seconds: float = 1.0, *, silent: bool = False) -> It
         timer.cancel()
 
 
-class Progress:
+class Progress(Writer):
     """Shows how far a run is; a context manager.
 
-    On a terminal a bar stays at the bottom, with the newest loss, validation loss, tokens/s, MFU
-    and time left. Each validation prints a line above it, which leaves the time left to the bar.
-    Elsewhere each write that carries metrics prints one line. A screen that is gone ends no run:
-    what it cannot show is lost.
-
-    Args:
-        total: the step at which the run ends.
-        start: the step from which it continues.
+    On a terminal a bar stays at the bottom, with the newest figures and the time left, and each
+    validation prints a line above it. Elsewhere each write that carries metrics prints one line. A
+    screen that is gone ends no run: what it cannot show is lost.
     """
 
     def __init__(self, total: int, start: int = 0):
-        self._total, self._start = total, start
+        self._total, self._start, self._step = total, start, start
         self._newest: dict[str, float] = {}
         self._ends = -math.inf  # as the newest line of steps estimates, by `time.perf_counter`
-        self._bar = _Bar(total, start) if on_terminal() else None
-        self._live = _make_live(self._bar) if self._bar else None
+        self._live = self._make_bar() if on_terminal() else None
+
+    def _make_bar(self) -> Any:
+        from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn
+        from rich.progress import Progress as Shown
+        from rich.text import Text
+
+        class Figures(ProgressColumn):
+            def render(_, task: Any) -> Text:
+                return Text(self._figures(bar.console.width - 2 * len(str(self._total)) - 3))
+
+        bar = Shown(MofNCompleteColumn(), BarColumn(None), Figures(), expand=True)
+        bar.add_task("", total=self._total, completed=self._start)
+        return bar
+
+    def _figures(self, width: int) -> str:
+        """Returns the newest metrics and the time left, beside which a bar has space."""
+        names = [name for name in _ON_BAR if name in self._newest]
+        seconds = self._ends - time.perf_counter()
+        left = f"{format_duration(max(0.0, seconds))} left" if math.isfinite(seconds) else ""
+        while True:
+            figures = filter(None, [format_metrics(self._newest, tuple(names)), left])
+            text = " | ".join(figures)
+            if len(text) + _BAR <= width or not names:
+                return text
+            names.pop()
 
     def __enter__(self) -> "Progress":
         self._began = time.perf_counter()
@@ -82,89 +121,37 @@ class Progress:
                 self._live.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Leaves the bar as it is."""
         if self._live:
             with unheard(sys.stdout):
                 self._live.stop()
 
+    def step(self, step: int) -> None:
+        """Moves the bar, which another thread draws ten times a second."""
+        if self._live:
+            self._live.update(self._live.task_ids[0], completed=step)
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Moves to `step` and shows its metrics, which are named as in metrics.jsonl."""
         self._newest.update(metrics)
-        seconds = self._seconds_left(step, "eval/loss" in metrics)
-        left = f"{format_duration(seconds)} left" if math.isfinite(seconds) else ""
-        if self._bar:
-            self._bar.show(step, dict(self._newest), left)
-            left = ""  # which the bar shows
+        now = time.perf_counter()
+        # A validation would count as if each step brought one.
+        if step > self._start and ("eval/loss" not in metrics or self._ends < now):
+            each = (now - self._began) / (step - self._start)
+            self._ends = now + each * (self._total - step)
         line = format_metrics(metrics)
-        if line and (not self._bar or "eval/loss" in metrics):
+        if line and (not self._live or "eval/loss" in metrics):
             count = f"step {step:>{len(str(self._total))}}/{self._total}"
-            self._print(" | ".join(filter(None, (count, line, left))))
-
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Does nothing: a line has no room for them."""
+            seconds = max(0.0, self._ends - now) if step < self._total else 0.0
+            has_left = math.isfinite(self._ends) and not self._live
+            left = [f"{format_duration(seconds)} left"] if has_left else []
+            self.say(" | ".join([count, line, *left]))
 
     def say(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
-        self._print(text)
-
-    def flush(self, step: int) -> None:
-        """Does nothing: what is written is on the screen."""
-
-    def _print(self, text: str) -> None:
         if self._live:
             with unheard(sys.stdout):
                 self._live.console.print(text, markup=False, highlight=False)
         else:
             tell(text, sys.stdout)
-
-    def _seconds_left(self, step: int, is_validation: bool) -> float:
-        """Estimates by the steps so far. A validation would count as if each step brought one."""
-        if step >= self._total:
-            return 0.0
-        if step <= self._start:
-            return math.inf
-        now = time.perf_counter()
-        if not is_validation or self._ends < now:
-            self._ends = now + (now - self._began) / (step - self._start) * (self._total - step)
-        return self._ends - now
-
-
-class _Bar:
-    """The line at the bottom: a bar, the steps, the newest metrics and the time left.
-
-    Where the terminal is narrow the bar shrinks first and then goes. Next go metrics, the last one
-    first. The steps and the time left always stay.
-    """
-
-    def __init__(self, total: int, start: int):
-        self._total = total
-        self.show(start, {}, "")
-
-    def show(self, step: int, metrics: Mapping[str, float], left: str) -> None:
-        """Takes what the next refresh shows, which comes in another thread."""
-        self._shown = step, metrics, left
-
-    def __rich_console__(self, console, options):
-        from rich.progress_bar import ProgressBar
-        from rich.text import Text
-
-        step, metrics, left = self._shown
-        count = f"{step:>{len(str(self._total))}}/{self._total}"
-        names = [name for name in _ON_BAR if name in metrics]
-        while True:
-            parts = [count, format_metrics(metrics, tuple(names)), left]
-            room = options.max_width - len(" ".join(filter(None, parts)))
-            if room >= 0 or not names:
-                break
-            names.pop()
-        if (width := min(_LONGEST_BAR, room - 1)) >= _SHORTEST_BAR:
-            yield ProgressBar(total=self._total, completed=step, width=width)
-            yield Text(" ", end="")
-        styled = zip(parts, ("green", "", "cyan"), strict=True)
-        yield Text(" ").join(Text(part, style) for part, style in styled if part)
-
-
-def _make_live(bar: _Bar):
-    from rich.live import Live
-
-    return Live(bar, refresh_per_second=4)

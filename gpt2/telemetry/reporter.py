@@ -3,50 +3,24 @@
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 
 from gpt2.errors import DivergedError
-from gpt2.telemetry.event_file import Histogram
-from gpt2.telemetry.memory import peak_memory
+from gpt2.telemetry.chips import peak_memory
+from gpt2.telemetry.event_file import Writer
 from gpt2.telemetry.throughput import StepClock
 
-
-class Writer(Protocol):
-    """Takes the metrics of a step, such as `gpt2.telemetry.metrics.MetricsWriter`.
-
-    A context manager, which ends with what is left written.
-    """
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of a step, by name."""
-
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Adds histograms of a step, by name."""
-
-    def say(self, text: str) -> None:
-        """Tells a person something, in a line."""
-
-    def flush(self, step: int) -> None:
-        """Puts all metrics up to `step` on disk."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exception: Any) -> Any: ...
+__all__ = ["Reporter", "Writer"]
 
 
 class Reporter:
     """Fetches the metrics of each step while the next one runs, so that no device waits for them.
 
-    It is a context manager, which enters and leaves its writers.
-
-    Args:
-        writers: where metrics go; none in a process that reports nothing.
-        clock: of the run.
-        log_every: steps from one line to the next.
-        num_steps: of the run; the last one gets a line too.
-        skip_bad_steps: steps in a row that may be left out for not being finite.
+    It is a context manager, which enters and leaves its writers: none in a process that reports
+    nothing. Whatever scalar a step's metrics hold is logged under its name, every `log_every` steps
+    and at the last one. `skip_bad_steps` in a row may have NaN or Inf.
     """
 
     def __init__(
@@ -61,59 +35,49 @@ class Reporter:
         self._writers, self._clock = writers, clock
         self._log_every, self._num_steps = log_every, num_steps
         self._skip_bad_steps = skip_bad_steps
-        self._late: _Late | None = None
+        self._late: tuple[int, dict[str, jax.Array], str, Any] | None = None
         self._losses: list[float] = []  # since the last line
 
     def step(
         self, step: int, metrics: dict[str, jax.Array], note: str = "", statistics: Any = None
     ) -> None:
-        """Takes the metrics of a step that was just dispatched, and reports those of the last one.
+        """Takes what a step just dispatched will give, and reports the step before: `catch_up`.
 
-        Args:
-            step: optimizer steps done.
-            metrics: scalars on the devices.
-            note: what to tell a person about the step.
-            statistics: of every tensor, on the devices: `norms` and `histograms` by name.
-
-        Raises:
-            DivergedError: loss or gradients of the step before are not finite.
+        `note` is for a person; `statistics` of tensors are `norms` and `histograms` by name.
         """
         self.catch_up()
-        self._late = _Late(step, metrics, note, statistics)
+        self._late = step, metrics, note, statistics
 
     def catch_up(self) -> None:
         """Waits for the newest step and reports its metrics.
 
         Raises:
-            DivergedError: its loss or its gradients are not finite.
+            DivergedError: its loss or its gradients are NaN or Inf.
         """
         if self._late is None:
             return
-        late, self._late = self._late, None
-        step = late.step
-        values = {name: float(value) for name, value in jax.device_get(late.metrics).items()}
-        self._write_statistics(late)  # those of a step that diverges too
+        (step, metrics, note, statistics), self._late = self._late, None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if statistics is not None:  # of a step that diverges too
+            found = jax.device_get(statistics)
+            self.write(step, {name: float(value) for name, value in found["norms"].items()})
+            for writer in self._writers:
+                writer.write_histograms(step, found["histograms"])
         self._check(step, values)
         self._clock.count_step()
-        if late.note:
-            self.say(late.note)
+        if note:
+            self.say(note)
+        for writer in self._writers:
+            writer.step(step)
         if step % self._log_every == 0 or step == self._num_steps:
-            number = len(self._losses)  # 0 if all steps since the last line are left out
+            number = len(self._losses)  # 0 if all steps since the last line are skipped
             values["train/loss"] = math.fsum(self._losses) / number if number else math.nan
             self._losses = []
             tokens = {"tokens": step * self._clock.tokens_per_step}
             self.write(step, tokens | values | self._clock.read() | peak_memory())
 
-    def _write_statistics(self, late: "_Late") -> None:
-        if late.statistics is None:
-            return
-        found = jax.device_get(late.statistics)
-        self.write(late.step, {name: float(value) for name, value in found["norms"].items()})
-        for writer in self._writers:
-            writer.write_histograms(late.step, found["histograms"])
-
     def _check(self, step: int, values: dict[str, float]) -> None:
-        """Raises if a step ends the run, tells of one that is left out, and keeps its loss.
+        """Raises if a step ends the run, tells of one that is skipped, and keeps its loss.
 
         It takes out of `values` what no line shows.
         """
@@ -125,9 +89,9 @@ class Reporter:
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
         if is_skipped:
-            what = "stand out" if is_finite else "are not finite"
+            why = "stand out" if is_finite else "are NaN or Inf"
             about = f"loss {loss:.4g} and gradient norm {grad_norm:.4g}"
-            self.say(f"step {step} is left out: its {about} {what}")
+            self.say(f"step {step} is skipped: its {about} {why}")
         else:
             self._losses.append(loss)
 
@@ -155,12 +119,3 @@ class Reporter:
 
     def __exit__(self, *exception: Any) -> None:
         self._open.__exit__(*exception)
-
-
-class _Late(NamedTuple):
-    """What `Reporter.step` was given, still on the devices."""
-
-    step: int
-    metrics: dict[str, jax.Array]
-    note: str
-    statistics: Any
