@@ -43,12 +43,12 @@ from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.stop import StopSignal
 from gpt2.plan.drawing import visualize
 from gpt2.profile.profiler import Profiler
-from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
 from gpt2.telemetry.metrics import MetricsWriter, check_wandb, seconds_taken
 from gpt2.telemetry.plots import plot_losses
 from gpt2.telemetry.progress import Progress, told_if_slow
 from gpt2.telemetry.reporter import Reporter, Writer
-from gpt2.telemetry.throughput import StepClock, total_peak_flops
+from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.watchdog import Watchdog
 from gpt2.training import workdir as run_files
 from gpt2.training.batches import Batches

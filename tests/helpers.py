@@ -40,9 +40,14 @@ from gpt2 import launch
 launch.prepare_process()
 import train
 from gpt2 import cli
+from gpt2.plan import command as planning
 from gpt2.training import options
 {lines}
-cli.parse(options.define_flags, options.check, default_config="quickstart")
+cli.parse(
+    lambda: (options.define_flags(), planning.define_flags()),
+    options.check,
+    default_config="quickstart",
+)
 cli.run(train.main)
 """
 

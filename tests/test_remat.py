@@ -12,7 +12,7 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from gpt2.model import GPT, GPTConfig
-from gpt2.telemetry.throughput import recomputed_flops_per_token
+from gpt2.telemetry.flops import recomputed_flops_per_token
 from gpt2.utils.remat import KEPT, compiler_options
 
 pytestmark = pytest.mark.usefixtures("compiles_fully")

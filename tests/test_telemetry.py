@@ -1,191 +1,126 @@
-"""What a run writes and shows: metrics that survive kills, progress, curves, traces."""
+"""What a run writes and shows: metrics that survive kills, progress, hangs, speed, compilation."""
 
 import errno
 import json
 import math
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import types
 
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.errors import UserError
-from gpt2.telemetry import metrics, plots, progress
-from gpt2.utils import text
+from gpt2.config import GPTConfig
+from gpt2.errors import DivergedError, UserError
+from gpt2.model import GPT, num_params
+from gpt2.telemetry import chips, compile_watch, flops, metrics, plots, progress, watchdog
+from gpt2.telemetry.event_file import NUM_BUCKETS, Histogram, Writer
+from gpt2.telemetry.reporter import Reporter
+from gpt2.telemetry.throughput import StepClock
+from gpt2.utils import terminal, text
 
 
-def lines(workdir) -> list[dict]:
+def open_writer(workdir, resume_step=0, **options):
+    options = {"tensorboard": False, "resume_step": resume_step} | options
+    return metrics.MetricsWriter(workdir, {}, **options)
+
+
+def lines(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def open_writer(workdir, resume_step=0, **options) -> metrics.MetricsWriter:
-    return metrics.MetricsWriter(
-        workdir, {}, **({"tensorboard": False, "resume_step": resume_step} | options)
-    )
-
-
-def events(workdir) -> list[tuple[int, str, float]]:
-    """The scalars of all event files, read by the format's definition, in the order of names."""
+def events(workdir):
+    """The events of all files, read by the format's definition, in the order of names."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found = []
     for path in sorted((workdir / "tensorboard").iterdir()):
         data = path.read_bytes()
         while data:  # length u64, its crc u32, payload, its crc u32
             size = int.from_bytes(data[:8], "little")
-            event = Event.FromString(data[12 : 12 + size])
-            if event.HasField("session_log"):
-                found.append((event.step, "START", 0.0))
-            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            yield Event.FromString(data[12 : 12 + size])
             data = data[16 + size :]
-    return found
 
 
 # metrics.jsonl
 
 
-def test_values_of_one_step_share_a_line(tmp_path):
-    with open_writer(tmp_path) as writer:
-        writer.write(10, {"tokens": 640, "train/loss": 3.5})
-        writer.write(10, {"eval/loss": 3.25})
-        writer.write(20, {"tokens": 1280, "train/loss": 3.0})
-    assert lines(tmp_path) == [
-        {"step": 10, "tokens": 640, "train/loss": 3.5, "eval/loss": 3.25},
-        {"step": 20, "tokens": 1280, "train/loss": 3.0},
-    ]
-
-
-def test_flushed_step_is_on_disk_and_still_takes_values(tmp_path):
+def test_values_of_one_step_share_a_line_also_after_it_was_flushed(tmp_path):
     writer = open_writer(tmp_path)
-    writer.write(1, {"train/loss": 3.0})
-    writer.write(2, {"train/loss": 2.0})
-    assert [line["step"] for line in lines(tmp_path)] == [1]
+    writer.write(1, {"train/loss": 3.5, "tokens": 64})
+    writer.write(2, {"train/loss": 2.0, "train/grad_norm": math.inf})
+    assert lines(tmp_path) == [{"step": 1, "train/loss": 3.5, "tokens": 64}]
     writer.flush(2)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    writer.write(2, {"eval/loss": 2.5})
-    writer.close()
-    assert lines(tmp_path)[1] == {"step": 2, "train/loss": 2.0, "eval/loss": 2.5}
     assert len(lines(tmp_path)) == 2
-
-
-def test_older_step_is_refused(tmp_path):
-    writer = open_writer(tmp_path)
-    writer.write(2, {"train/loss": 2.0})
-    with pytest.raises(ValueError, match="step 1 after those of step 2"):
+    writer.write(2, {"eval/loss": 2.5})
+    with pytest.raises(ValueError, match="step 1 after"):
         writer.write(1, {"train/loss": 3.0})
-
-
-def test_not_finite_is_null_in_json(tmp_path):
-    with open_writer(tmp_path) as writer:
-        writer.write(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "tokens": 8})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == {
-        "step": 1,
-        "train/loss": None,
-        "train/grad_norm": None,
-        "tokens": 8,
-    }
+    writer.close()
+    last = {"step": 2, "train/loss": 2.0, "train/grad_norm": None, "eval/loss": 2.5}
+    assert lines(tmp_path)[1:] == [last] == metrics.read_metrics(tmp_path / "metrics.jsonl")[1:]
 
 
 def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
     with open_writer(tmp_path) as writer:
         for step in range(1, 6):
-            writer.write(step, {"train/loss": 10.0 - step})
+            writer.write(step, {"train/loss": 10.0 - step, "perf/total_seconds": 2.0 * step})
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "train/lo')
+        file.write('{"step": 3, "train/lo')
+    assert metrics.seconds_taken(tmp_path / "metrics.jsonl", 4) == 8.0
+    assert metrics.seconds_taken(tmp_path / "none", 4) == 0.0
     with open_writer(tmp_path, resume_step=3) as writer:
         assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
         writer.write(3, {"eval/loss": 7.5})
-        for step in (4, 5, 6):
-            writer.write(step, {"train/loss": 10.0 - step})
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert lines(tmp_path)[2] == {"step": 3, "train/loss": 7.0, "eval/loss": 7.5}
+        writer.write(4, {"train/loss": 6.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert lines(tmp_path)[2]["train/loss"] == 7.0 and lines(tmp_path)[2]["eval/loss"] == 7.5
+    open_writer(tmp_path).close()
+    assert lines(tmp_path) == []
 
 
-def test_damaged_lines_are_left_out_told_and_kept_in_a_copy(tmp_path, capsys):
+def test_bad_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with metrics.MetricsWriter(tmp_path, {}, tensorboard=False) as writer:
-        for step in range(1, 7):
-            writer.write(step, {"train/loss": float(step)})
-    lines = path.read_bytes().splitlines(keepends=True)
-    bad = [b"garbage\n", b"\n", b"{}\n", b"[1]\n", b"\0" * 20 + b"\n", b'{"step": "x"}\n']
-    mixed = [line for pair in zip(lines, bad, strict=True) for line in pair]
-    path.write_bytes(b"".join([*mixed, lines[0]]))  # a step again is left out too
-    metrics.MetricsWriter(tmp_path, {}, tensorboard=False, resume_step=6).close()
-    assert [record["step"] for record in metrics.read_metrics(path)] == [1, 2, 3, 4, 5, 6]
-    assert capsys.readouterr().err == (
-        f"warning: 7 lines of {path} cannot be read and are left out; see {path}.damaged\n"
+    bad = ["garbage", "", "{}", "[1]", "\0" * 20, '{"step": "x"}']
+    path.write_text("".join(f'{{"step": {n}}}\n{line}\n' for n, line in enumerate(bad)))
+    assert [record["step"] for record in metrics.read_metrics(path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_start_reads_the_end_of_a_long_file_alone(tmp_path, monkeypatch):
+    line = json.dumps({"step": 1, "train/loss": 1.0, "more": "x" * 900}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(
+        line * 20_000 + '{"step": 2, "perf/total_seconds": 5.0}\n{"step": 3}\n{"step": 4}\n'
     )
-    assert b"garbage" in (tmp_path / "metrics.jsonl.damaged").read_bytes()
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda data: parsed.append(data) or loads(data))
+    open_writer(tmp_path, resume_step=2).close()
+    assert metrics.seconds_taken(tmp_path / "metrics.jsonl", 2) == 5.0
+    assert len(parsed) < 6
 
 
-def test_a_full_disk_keeps_lines_until_there_is_room(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_keeps_lines_until_there_is_space(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with metrics.MetricsWriter(tmp_path, {}, tensorboard=False) as writer:
+    with open_writer(tmp_path) as writer:
         writer.write(1, {"train/loss": 1.0})
         writer.flush(1)
         with monkeypatch.context() as patched:
-            patched.setattr(metrics.MetricsWriter, "_append", full)
-            patched.setattr(metrics.MetricsWriter, "_replace", full)
+            patched.setattr(os, "pwrite", full)
             writer.write(1, {"eval/loss": 1.5})  # into a line that is on disk
             for step in range(2, 5):
                 writer.write(step, {"train/loss": float(step)})
         writer.write(5, {"train/loss": 5.0})
-    lines = metrics.read_metrics(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert lines[0] == {"step": 1, "train/loss": 1.0, "eval/loss": 1.5}
-    assert capsys.readouterr().err.count("cannot be written now (No space left") == 1
-
-
-def test_a_damaged_step_costs_its_own_line_alone(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    with metrics.MetricsWriter(tmp_path, {}, tensorboard=False) as writer:
-        for step in range(1, 31):
-            writer.write(step, {"train/loss": 1.0})
-    whole = path.read_text()
-    for bad in (19, 1, 25, 3000):
-        path.write_text(whole.replace('"step": 11,', f'"step": {bad},'))
-        metrics.MetricsWriter(tmp_path, {}, tensorboard=False, resume_step=30).close()
-        steps = [line["step"] for line in metrics.read_metrics(path)]
-        assert steps == [step for step in range(1, 31) if step != 11]
-        assert "1 line of" in capsys.readouterr().err
-    assert len(list(tmp_path.glob("*.damaged*"))) == 4
-
-
-def test_waiting_lines_are_written_at_the_end(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with metrics.MetricsWriter(tmp_path, {}, tensorboard=False) as writer:
-        monkeypatch.setattr(metrics.MetricsWriter, "_append", full)
-        for step in range(1, 5):
-            writer.write(step, {"train/loss": 1.0})
-        writer.flush(4)
-        monkeypatch.undo()
-    assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 4
-
-
-def test_a_gap_before_the_checkpoint_is_told(tmp_path, capsys):
-    config = {"train": {"log_every": 10}}
-    with metrics.MetricsWriter(tmp_path, config, tensorboard=False) as writer:
-        for step in range(10, 50, 10):
-            writer.write(step, {"train/loss": 1.0})
-    metrics.MetricsWriter(tmp_path, config, tensorboard=False, resume_step=45).close()
-    assert capsys.readouterr().err == ""
-    metrics.MetricsWriter(tmp_path, config, tensorboard=False, resume_step=50).close()
-    assert "lacks what was logged between step 40 and step 50" in capsys.readouterr().err
-
-
-def test_torn_line_is_dropped_though_its_step_is_kept(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8}\n{"step": 2, "tokens": 1')
-    with open_writer(tmp_path, resume_step=5) as writer:
-        writer.write(2, {"tokens": 16})
-    assert lines(tmp_path) == [{"step": 1, "tokens": 8}, {"step": 2, "tokens": 16}]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
+    assert lines(tmp_path)[0] == {"step": 1, "train/loss": 1.0, "eval/loss": 1.5}
+    assert capsys.readouterr().err.count("No space left") == 1
 
 
 KILLED_RUN = """
@@ -212,8 +147,7 @@ def test_sigkill_at_any_moment_leaves_each_step_once(tmp_path):
             run.stdout.readline()  # it has saved a checkpoint, and writes on
             time.sleep(delay)
             run.send_signal(signal.SIGKILL)
-        saved = (tmp_path / "checkpoint").read_text()
-        checkpoint = int(saved or checkpoint)
+        checkpoint = int((tmp_path / "checkpoint").read_text() or checkpoint)
         open_writer(tmp_path, resume_step=checkpoint).close()
         assert lines(tmp_path) == [
             {"step": s, "train/loss": 1 / s} | ({"eval/loss": 2 / s} if s % 7 == 0 else {})
@@ -224,48 +158,45 @@ def test_sigkill_at_any_moment_leaves_each_step_once(tmp_path):
 # TensorBoard and W&B
 
 
-def test_event_file_holds_what_was_flushed(tmp_path):
-    writer = open_writer(tmp_path, tensorboard=True)
-    writer.write(1, {"train/loss": 3.5, "tokens": 64})
-    writer.flush(1)
-    assert events(tmp_path) == [(1, "START", 0.0), (1, "train/loss", 3.5), (1, "tokens", 64.0)]
-    writer.close()
+def test_event_files_hold_scalars_and_histograms_and_purge_what_a_resume_repeats(tmp_path):
+    counts = np.arange(NUM_BUCKETS, dtype=np.int32)
+    found = Histogram(np.float32(-1.0), np.float32(3.0), counts)
+    for resume_step in (0, 3):
+        with open_writer(tmp_path, resume_step, tensorboard=True) as writer:
+            writer.write(resume_step + 1, {"train/loss": 3.5})
+            writer.write_histograms(resume_step + 1, {"param/wte": found})
+            writer.flush(resume_step + 1)
+    purges = [event.step for event in events(tmp_path) if event.HasField("session_log")]
+    assert purges == [1, 4]
+    values = [(event.step, value) for event in events(tmp_path) for value in event.summary.value]
+    names = [(step, value.tag) for step, value in values]
+    assert names == [(step, name) for step in (1, 4) for name in ("train/loss", "param/wte")]
+    assert values[0][1].simple_value == 3.5
+    histo = values[1][1].histo
+    assert (histo.min, histo.max, histo.num) == (-1.0, 3.0, counts.sum())
+    assert list(histo.bucket) == list(counts)
+    np.testing.assert_allclose(histo.bucket_limit, np.linspace(-1, 3, counts.size + 1)[1:])
 
 
-def test_resumed_event_file_purges_from_the_next_step_on(tmp_path):
-    for resume_step, step in ((0, 5), (3, 4)):
-        with open_writer(tmp_path, resume_step=resume_step, tensorboard=True) as writer:
-            writer.write(step, {"train/loss": 1.5})
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    first, second = [(1, "START", 0.0), (5, "train/loss", 1.5)], [(4, "START", 0.0)]
-    assert events(tmp_path) == [*first, *second, (4, "train/loss", 1.5)]
-
-
-def test_missing_wandb_names_the_package_and_writes_nothing(tmp_path, monkeypatch):
+def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         open_writer(tmp_path / "run", wandb=True)
     assert not (tmp_path / "run").exists()
-
-
-def test_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     starts, logged = [], []
     run = types.SimpleNamespace(
         log=lambda values, step: logged.append((step, values)), finish=lambda: None
     )
-    fake = types.SimpleNamespace(
-        init=lambda **options: starts.append(options) or run, Error=OSError
-    )
+    fake = types.SimpleNamespace(init=lambda **given: starts.append(given) or run, Error=OSError)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for resume_step in (0, 1):
-        with open_writer(tmp_path, resume_step=resume_step, wandb=True) as writer:
+        with open_writer(tmp_path, resume_step, wandb=True) as writer:
             writer.write(2, {"train/loss": 2.0})
-    assert starts[0]["id"] == starts[1]["id"]
-    assert starts[0]["name"] == tmp_path.name
+    assert starts[0]["id"] == starts[1]["id"] and starts[0]["name"] == tmp_path.name
     assert logged == [(2, {"train/loss": 2.0})] * 2
 
 
-def test_telemetry_loads_nothing_heavy():
+def test_metrics_load_nothing_heavy():
     code = (
         "import sys, gpt2.telemetry.metrics, gpt2.telemetry.progress, gpt2.telemetry.plots\n"
         "heavy = {'matplotlib', 'tensorboardX', 'wandb', 'rich', 'jax'} & set(sys.modules)\n"
@@ -274,140 +205,361 @@ def test_telemetry_loads_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Progress
+# Reporter and watchdog
+
+
+class Kept(Writer):
+    """A writer that keeps what it is given."""
+
+    def __init__(self):
+        self.lines, self.said, self.steps = {}, [], []
+
+    def step(self, step):
+        self.steps.append(step)
+
+    def write(self, step, metrics):
+        self.lines.setdefault(step, {}).update(metrics)
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def report(steps, **options):
+    """Reports steps, each its metrics, and returns the writer and the error if there was one."""
+    kept = Kept()
+    options = {"log_every": 3, "num_steps": len(steps)} | options
+    reporter = Reporter([kept], StepClock(10, flops_per_token=1.0), **options)
+    try:
+        for step, each in enumerate(steps, start=1):
+            reporter.step(step, each, note=f"note {step}" if step == 1 else "")
+            assert kept.steps == list(range(1, step))  # a step late
+        reporter.catch_up()
+    except DivergedError as error:
+        return kept, error
+    return kept, None
+
+
+def losses(*values, **more):
+    return [{"train/loss": value, "train/grad_norm": 1.0} | more for value in values]
+
+
+def test_a_line_has_the_mean_loss_since_the_last_line_and_all_that_a_step_gives():
+    kept, _ = report(losses(1.0, 2.0, 6.0, 5.0, 7.0, 12.0, 4.0, **{"train/entropy": 2.5}))
+    told = {step: line["train/loss"] for step, line in kept.lines.items()}
+    assert told == {3: 3.0, 6: 8.0, 7: 4.0} and kept.said == ["note 1"]
+    assert kept.lines[3]["train/entropy"] == 2.5 and kept.lines[3]["tokens"] == 30
+
+
+def test_skipped_steps_are_told_and_no_part_of_the_mean():
+    on = {"skipped": 0.0, "bad_in_a_row": 0.0, "train/skipped_steps": 1.0}
+    steps = losses(1.0, math.nan, 3.0, 500.0, **on)
+    steps[1] |= {"skipped": 1.0, "bad_in_a_row": 1.0}
+    steps[3] |= {"skipped": 1.0}
+    kept, error = report(steps, skip_bad_steps=1)
+    assert error is None
+    assert kept.lines[3]["train/loss"] == 2.0 and kept.lines[3]["train/skipped_steps"] == 1.0
+    assert not {"skipped", "bad_in_a_row"} & kept.lines[3].keys()
+    assert [re.match(r"step \d is skipped", said) is not None for said in kept.said[1:]] == [
+        True
+    ] * 2
+    steps = losses(1.0, math.nan, **on | {"bad_in_a_row": 2.0})
+    assert report(steps, skip_bad_steps=1)[1].step == 1
+
+
+@pytest.mark.parametrize("change", [{"train/loss": math.inf}, {"train/grad_norm": math.nan}])
+def test_the_first_step_with_nan_or_inf_ends_a_run(change):
+    steps = losses(1.0, 2.0, 3.0)
+    steps[1] |= change
+    kept, error = report(steps, log_every=1)
+    assert (error.step, error.before) == (2, True) and list(kept.lines) == [1]
+    steps[1] |= {"bad_in_a_row": 0.0}  # float16's scale is to blame
+    assert report(steps)[1] is None
+
+
+def barks_within(seconds, newest_seconds=(), least=0.2, current="step", moving=False):
+    """Returns the exit codes of a watchdog over some time."""
+    codes = []
+    clock = types.SimpleNamespace(num_steps=0, current=current, newest_seconds=newest_seconds)
+    with watchdog.Watchdog(clock, least, end=codes.append):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            clock.num_steps += moving
+            time.sleep(0.01)
+    return codes
+
+
+def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
+    assert barks_within(1.0, [0.01] * 9) == [4]
+    assert "in barks_within" in capfd.readouterr().err  # the stack of another thread
+    assert barks_within(0.8, [0.01], moving=True) == []
+    assert barks_within(0.8, [0.01], current="validation") == []
+    assert barks_within(0.8, [0.3]) == []  # ten steps are 3 seconds
+    assert barks_within(0.8) == []  # the first step
+    assert barks_within(0.8, [0.01], least=0.0) == []
+
+
+# The screen
+
+
+def test_through_a_pipe_progress_is_a_line_per_update(capsys, monkeypatch):
+    clock = iter([0.0, 10.0, 15.0, 25.0, 50.0])  # the validation after 10 steps takes 5 s
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    with progress.Progress(total=100) as shown:
+        shown.write(10, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
+        shown.write(10, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
+        shown.write(20, {"train/loss": 3.0})
+        shown.write(40, {"eval/loss": 3.0})
+    assert capsys.readouterr().out.splitlines() == [
+        "step  10/100 | loss 3.2146 | 12.3k tokens/s | 1m 30s left",
+        "step  10/100 | val loss 3.0000 | perplexity 20.09 | 1m 25s left",
+        "step  20/100 | loss 3.0000 | 1m 40s left",
+        "step  40/100 | val loss 3.0000 | 1m 15s left",
+    ]
+
+
+SCREEN = """
+import time
+from gpt2.telemetry.progress import Progress, told_if_slow
+with told_if_slow("compiling"):
+    time.sleep(1.3)
+with Progress(total=1000) as shown:
+    shown.write(10, {"train/loss": 4.5886, "perf/tokens_per_second": 2116.0, "perf/mfu": 0.435})
+    shown.write(10, {"eval/loss": 4.8165, "eval/perplexity": 20.0})
+    shown.step(13)
+    time.sleep(1.1)
+"""
+
+
+def test_on_a_terminal_a_bar_stays_beside_its_figures_and_moves_with_each_step(tmp_path):
+    (tmp_path / "screen.py").write_text(SCREEN)
+    command = f"stty cols 80 rows 24; {sys.executable} {tmp_path / 'screen.py'}"
+    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        ["script", "-qec", command, "/dev/null"], capture_output=True, text=True, env=environment
+    )
+    shown = re.split(r"[\r\n]+", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout))
+    assert any(re.match(r"compiling 0:00:01", line) for line in shown)
+    assert any(line.startswith("step   10/1000 | val loss 4.8165") for line in shown)
+    last = [line for line in shown if "13/1000" in line][-1]
+    assert len(last) <= 80 and last.count("━") + last.count("╸") + last.count("╺") >= 8
+    assert "loss 4.5886 | val loss 4.8165" in last and last.rstrip().endswith("left")
+
+
+def test_lines_and_tables_break_between_words_on_a_terminal_alone(monkeypatch):
+    long = (
+        "time: 4m 53s; step 76%, validation 9%, start and end 7%, compile 6%, checkpoint 1%, wait"
+    )
+    rows = [["arm", "mean", "verdict"], ["optim.name=muon,optim.learning_rate=0.02", "1", long]]
+    assert terminal.wrap(long) == long and len(terminal.align(rows).splitlines()) == 2
+    monkeypatch.setattr(terminal, "columns", lambda: 80)
+    for shown in (terminal.wrap(f"{long}\nshort"), terminal.align(rows)):
+        assert max(map(len, shown.splitlines())) <= 80
+    assert terminal.wrap(f"{long}\nshort").split() == [*long.split(), "short"]
+    path = f"see {'long/' * 30}"  # which a person copies
+    assert terminal.wrap(path).split() == path.split()
 
 
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (text.format_count(950), "950"),
         (text.format_count(9_500), "9,500"),
-        (text.format_count(12_345), "12.3k"),
         (text.format_count(124_439_808), "124.4M"),
         (text.format_count(9e9), "9B"),
-        (text.format_count(1.07789e16), "10.8P"),
-        (text.format_rate(9_500.4), "9,500"),
         (text.format_rate(31_000), "31.0k"),
-        (text.format_bytes(512), "512 B"),
         (text.format_bytes(3.4 * 2**30), "3.4 GiB"),
         (text.format_duration(42.4), "42s"),
-        (text.format_duration(83), "1m 23s"),
         (text.format_duration(7_530), "2h 05m"),
         (text.format_duration(3 * 86_400 + 4 * 3_600), "3d 04h"),
-        (text.format_duration(math.inf), "?"),
     ],
 )
 def test_figures_read_well(written, expected):
     assert written == expected
 
 
-def test_plain_progress_prints_a_line_per_update_with_metrics(capsys):
-    with progress.Progress(total=100, start=50) as shown:
-        shown.write(60, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
-        shown.write(61, {})
-        shown.write(100, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
-    assert capsys.readouterr().out.splitlines() == [
-        "step  60/100 | loss 3.2146 | 12.3k tokens/s | 0s left",
-        "step 100/100 | val loss 3.0000 | perplexity 20.09 | 0s left",
-    ]
-
-
-def test_terminal_keeps_validations_above_the_bar(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "on_terminal", lambda: True)
-    monkeypatch.setenv("COLUMNS", "100")
-    with progress.Progress(total=100) as shown:
-        shown.write(50, {"train/loss": 3.5, "perf/mfu": 0.412})
-        shown.write(100, {"eval/loss": 3.0})
-    out = capsys.readouterr().out
-    assert "step 100/100 | val loss 3.0000\n" in out
-    assert "100/100 loss 3.5000 | val loss 3.0000 | MFU 41.2% 0s left" in out
-
-
-@pytest.mark.parametrize(
-    ("width", "total", "bar", "has_mfu"),
-    [(100, 200, 16, True), (86, 200, 7, True), (80, 200, 0, True), (80, 10**6, 5, False)],
-)
-def test_a_narrow_terminal_takes_the_bar_then_metrics_and_never_the_steps(
-    width, total, bar, has_mfu
-):
-    from rich.console import Console
-
-    metrics = {"train/loss": 4.5886, "eval/loss": 4.8165, "perf/tokens_per_second": 2116.0}
-    shown = progress._Bar(total, 0)
-    shown.show(total, metrics | {"perf/mfu": 0.435}, "1m 48s left")
-    console = Console(width=width, force_terminal=True, color_system=None)
-    with console.capture() as capture:
-        console.print(shown)
-    (line,) = capture.get().splitlines()
-    assert len(line) <= width and line.count("━") == bar
-    assert f"{total}/{total} loss 4.5886 | val loss 4.8165 | 2,116 tokens/s" in line
-    assert ("MFU" in line) == has_mfu and line.endswith(" 1m 48s left")
-
-
-def test_what_takes_long_is_told_once_it_does(capsys):
-    with progress.told_if_slow("compiling", seconds=60.0):
-        pass
-    with progress.told_if_slow("compiling", seconds=0.0):
-        time.sleep(0.2)
-        assert capsys.readouterr().out == "compiling\n"
-
-
-def test_a_validation_lengthens_no_estimate(capsys, monkeypatch):
-    clock = iter([0.0, 10.0, 15.0, 25.0, 50.0])  # the validation after 10 steps takes 5 s
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
-    with progress.Progress(total=100) as shown:
-        shown.write(10, {"train/loss": 3.0})
-        shown.write(10, {"eval/loss": 3.0})
-        shown.write(20, {"train/loss": 3.0})
-        shown.write(40, {"eval/loss": 3.0})
-    left = [line.split(" | ")[-1] for line in capsys.readouterr().out.splitlines()]
-    assert left == ["1m 30s left", "1m 25s left", "1m 40s left", "1m 15s left"]
-
-
-def test_no_time_left_is_told_before_a_step_tells_it(capsys):
-    with progress.Progress(total=100) as shown:
-        shown.write(0, {"eval/loss": 3.0})
-    assert capsys.readouterr().out == "step   0/100 | val loss 3.0000\n"
-
-
-# Curves and traces
-
-
-def write_run(workdir, steps: int):
-    with open_writer(workdir) as writer:
+@pytest.mark.parametrize("steps", [0, 1, 100])
+def test_curves_are_drawn_for_short_and_long_runs(tmp_path, steps):
+    with open_writer(tmp_path) as writer:
         for step in range(1, steps + 1):
             writer.write(step, {"tokens": 64 * step, "train/loss": 2 + 8 / step})
             if step % 10 == 0:
                 writer.write(step, {"eval/loss": 2.5 + 8 / step})
         writer.write(steps + 1, {"tokens": 64 * (steps + 1), "train/loss": math.nan})
-    return workdir / "metrics.jsonl"
+    plots.plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="a run")
+    assert (tmp_path / "loss.png").exists() == (steps > 0)
+    line = 3.0 * np.arange(50)
+    np.testing.assert_allclose(plots._smooth(line, window=9), line)
+    assert np.std(plots._smooth(np.array([0.0, 1.0] * 25), window=9)[5:-5]) < 0.1
 
 
-@pytest.mark.parametrize("steps", [1, 100])
-def test_curves_are_drawn_for_short_and_long_runs(tmp_path, steps):
-    png = tmp_path / "loss.png"
-    plots.plot_losses(write_run(tmp_path, steps), png, title="a run")
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert png.stat().st_size > 10_000
+# Speed
 
 
-def test_run_without_losses_draws_nothing(tmp_path):
-    with open_writer(tmp_path) as writer:
-        writer.write(1, {"tokens": 64})
-    plots.plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert not (tmp_path / "loss.png").exists()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie_embeddings": False},
+        {"activation": "swiglu", "qk_norm": True},
+        {"norm": "rmsnorm", "position": "rope"},
+    ],
+)
+def test_compute_parameters_are_those_of_the_model(options, bias):
+    size = dict(vocab_size=97, context_length=16, num_layers=3, num_heads=4, embed_dim=32)
+    cfg = GPTConfig(**size, bias=bias, **options)
+    tokens = jnp.zeros((1, 16), jnp.int32)
+    params = jax.eval_shape(GPT(cfg).init, jax.random.key(0), tokens)["params"]
+    looked_up = {"wpe"} if cfg.tie_embeddings else {"wpe", "wte"}
+    computing = {name: tree for name, tree in params.items() if name not in looked_up}
+    assert flops.count_compute_parameters(cfg) == num_params(computing)
 
 
-def test_the_frame_holds_the_first_losses_unless_they_take_over_half_of_it():
-    short = [8.1, 7.0, *np.linspace(6.2, 4.5, 18)]
-    low, high = plots._limits(short, [5.2, 4.8])
-    assert low < 4.5 and high > 8.1
-    long = [*np.geomspace(11, 4, 50), *np.linspace(4, 3, 950)]
-    low, high = plots._limits(long, [])
-    assert low < 3 and 4 <= high < 4.1
+def test_flops_per_token_follow_the_published_formula():
+    cfg = GPTConfig.from_name("gpt2-124m")
+    expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert flops.model_flops_per_token(cfg) == expected
+    # 45 % of an H100 is 521,000 tokens/s.
+    peak = chips.find_chip("NVIDIA H100 80GB HBM3").peak_flops("bfloat16")
+    assert 0.45 * peak / expected == pytest.approx(521_000, rel=2e-3)
 
 
-def test_smoothing_keeps_a_straight_line_straight():
-    line = [3.0 * i for i in range(50)]
-    assert plots._smooth(line, window=9)[:-4] == pytest.approx(line[:-4])
-    assert np.std(plots._smooth([0.0, 1.0] * 25, window=9)[5:-5]) < 0.1
+@pytest.mark.parametrize(
+    ("kind", "bfloat16", "float32", "board"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5, 494.5, "H100"),
+        ("NVIDIA H100 PCIe", 756.5, 378.0, None),
+        ("NVIDIA GH200 480GB", 989.5, 494.5, None),
+        ("NVIDIA B200", 2250.0, 1125.0, "B200"),
+        ("NVIDIA A100-SXM4-40GB", 312.0, 156.0, "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", 312.0, 156.0, "A100"),
+        ("NVIDIA L40S", 362.0, 183.0, None),
+        ("Tesla T4", 8.1, 8.1, "T4"),
+        ("TPU v4", 275.0, 275.0, "TPU v4"),
+        ("TPU v5 lite", 197.0, 197.0, "TPU v5e"),
+        ("TPU v5", 459.0, 459.0, "TPU v5p"),
+        ("TPU v6 lite", 918.0, 918.0, "TPU v6e"),
+        ("TPU7x", 1153.5, 1153.5, "TPU7"),
+    ],
+)
+def test_peak_follows_the_device_kind(kind, bfloat16, float32, board):
+    chip = chips.find_chip(kind)
+    assert chip.peak_flops("bfloat16") == 1e12 * bfloat16
+    assert chip.peak_flops("float32") == 1e12 * float32
+    assert chips.board_name(kind) == board
+
+
+@pytest.mark.parametrize(
+    "kind", ["cpu", "NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 MIG 1g"]
+)
+def test_what_no_data_sheet_knows_has_no_peak(kind):
+    assert chips.find_chip(kind) is None and flops.total_peak_flops("float32") is None
+    assert all(chips.board_name(name) == name for name in chips.BOARDS)
+
+
+def test_peak_memory_is_that_of_the_fullest_device_if_they_tell():
+    stats = [{"peak_bytes_in_use": 5, "bytes_in_use": 9}, {"peak_bytes_in_use": 7}, None, {}]
+    devices = [types.SimpleNamespace(memory_stats=lambda each=each: each) for each in stats]
+    assert chips.peak_memory(devices) == {"perf/peak_memory_bytes": 7.0}
+    assert chips.peak_memory(devices[2:]) == chips.peak_memory() == {}
+
+
+def test_step_clock_charges_each_second_once_and_validation_to_no_step():
+    now = [100.0]
+    clock = StepClock(
+        1000, flops_per_token=6.0, seconds_before=70.0, start_seconds=30.0, now=lambda: now[0]
+    )
+    assert "perf/mfu" not in clock.read()
+    clock.peak_flops = 24_000.0
+    with clock.phase("compile"):
+        now[0] += 3
+    with clock.phase("step"):
+        for _ in range(2):
+            with clock.phase("data wait"):
+                now[0] += 0.5
+            now[0] += 1.5
+            clock.count_step()
+        with clock.phase("validation"):
+            now[0] += 10
+            with clock.phase("checkpoint"):
+                now[0] += 2
+        assert clock.read() == pytest.approx(
+            {
+                "perf/step_seconds": 2.0,
+                "perf/tokens_per_second": 500.0,
+                "perf/data_wait_seconds": 0.5,
+                "perf/total_seconds": 119.0,
+                "perf/mfu": 500.0 * 6 / 24_000,
+            }
+        )
+        assert clock.read() == {}
+    seconds = {"start and end": 30, "validation": 10, "compile": 3, "step": 3, "checkpoint": 2}
+    seconds["data wait"] = 1
+    assert clock.total_seconds == pytest.approx(70.0 + sum(seconds.values()))
+    total = sum(seconds.values())
+    assert clock.shares() == pytest.approx({n: each / total for n, each in seconds.items()})
+
+
+# Compilation
+
+
+def train_step(state, batch):
+    kernel = state["params"]["kernel"]
+    return {"params": {"kernel": kernel + 1}}, (batch["tokens"].astype(jnp.float32) @ kernel).sum()
+
+
+def state_and_batch():
+    return {"params": {"kernel": jnp.ones((4, 16))}}, {"tokens": jnp.ones((8, 4), jnp.int32)}
+
+
+def test_compiled_step_gives_what_jit_gives_and_tells_its_memory():
+    step = compile_watch.compile_once(jax.jit(train_step), *jax.eval_shape(state_and_batch))
+    chex.assert_trees_all_close(step(*state_and_batch()), train_step(*state_and_batch()), rtol=1e-6)
+    assert step.name == "train_step" and "HloModule" in step.text()
+    assert step.memory.arguments == 4 * (4 * 16 + 8 * 4)
+    assert step.memory.peak >= step.memory.arguments + step.memory.outputs
+    x = jnp.ones(1024)
+    kept = compile_watch.compile_once(jax.jit(jnp.sin), x)
+    donated = compile_watch.compile_once(jax.jit(jnp.sin, donate_argnums=0), x)
+    assert kept.memory.peak - donated.memory.peak == donated.memory.aliased == 4096
+
+
+def split_over_two_devices(x):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda state, batch: (state, {"tokens": batch["tokens"][:4]}), r"tokens.*int32\[4,4\]"),
+        (
+            lambda state, batch: (jax.tree.map(lambda x: x.astype(jnp.bfloat16), state), batch),
+            r"params.*kernel.*bfloat16\[4,16\]",
+        ),
+        (lambda state, batch: (state, batch | {"segments": batch["tokens"]}), "segments"),
+        (lambda state, batch: (state, {}), "tokens"),
+        (
+            lambda state, batch: (state, jax.tree.map(split_over_two_devices, batch)),
+            r"(?s)tokens.*sharding",
+        ),
+    ],
+)
+def test_recompilation_names_the_leaf_that_changed(change, named):
+    state, batch = jax.device_put(state_and_batch(), jax.devices()[0])
+    step = compile_watch.compile_once(jax.jit(train_step, donate_argnums=0), state, batch)
+    with pytest.raises(compile_watch.RecompileError, match=named) as caught:
+        step(*change(state, batch))
+    assert str(caught.value).startswith("train_step would be compiled again")
+    step(state, batch)  # the refused call took no donation
+
+
+def test_pmap_steps_are_guarded_too():
+    def pmapped_step(state, tokens):
+        return state + jax.lax.psum(tokens.sum(), "data")
+
+    mapped = jax.pmap(pmapped_step, "data", in_axes=(None, 0), out_axes=None)
+    tokens = jnp.ones((jax.device_count(), 4))
+    step = compile_watch.compile_once(mapped, jnp.zeros(()), tokens)
+    assert step(jnp.zeros(()), tokens) == 4 * jax.device_count()
+    with pytest.raises(compile_watch.RecompileError, match="float32"):
+        step(jnp.zeros(()), tokens[:, :2])

@@ -18,8 +18,7 @@ from gpt2.data.tokenizer import tokens_by_name
 from gpt2.parallel import state_bytes
 from gpt2.plan.collectives import Collective, collectives
 from gpt2.telemetry.chips import BOARDS, find_chip
-from gpt2.telemetry.flops import model_flops_per_token
-from gpt2.telemetry.throughput import recomputed_flops_per_token
+from gpt2.telemetry.flops import model_flops_per_token, recomputed_flops_per_token
 from gpt2.training.program import Program
 
 # The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).

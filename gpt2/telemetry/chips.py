@@ -1,10 +1,7 @@
 """Accelerators by name: what they compute, hold and send, from their makers' pages."""
 
-import contextlib
-import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -82,9 +79,8 @@ CHIPS = (
     Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1", 8, 124, 512),
 )
 
-# Those whose memory and links are known; the same by what people type: h100, v5e, 4090.
+# Those whose memory and links are known.
 BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}
-BOARD_NAMES = {re.sub("^(tpu|rtx) ", "", name.lower()).replace(" ", "-"): name for name in BOARDS}
 
 
 def find_chip(kind: str) -> Chip | None:
@@ -111,16 +107,3 @@ def peak_memory(devices: Iterable[Any] | None = None) -> dict[str, float]:
     stats = [device.memory_stats() or {} for device in devices or jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"perf/peak_memory_bytes": float(max(peaks))} if peaks else {}
-
-
-def device_memory(device: Any) -> int | None:
-    """Returns the bytes that programs on a device may take, None if it does not tell.
-
-    The devices of a CPU share the memory of their host, or what its container allows.
-    """
-    if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return memory // jax.local_device_count()

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a screen before the loop, a bar or lines within it.
+"""What the person at the terminal sees within the loop: a bar, or lines.
 
 On a terminal rich draws them. Elsewhere (a file, a pipe, a CI log) they are plain lines.
 """
@@ -36,19 +36,6 @@ _BAR = 12  # characters that stay for it
 def format_metrics(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_SHOWN)) -> str:
     """Writes the metrics that a line shows, such as `loss 3.2145 | lr 6.00e-04`."""
     return " | ".join(_SHOWN[name](metrics[name]) for name in names if name in metrics)
-
-
-def print_summary(sections: Mapping[str, Mapping[str, str]]) -> None:
-    """Prints what will run: one titled block per section, names and values aligned in columns."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    for title, rows in sections.items():
-        for row, (name, value) in enumerate(rows.items()):
-            table.add_row("" if row else title, name, value)
-    with unheard(sys.stdout):
-        Console(width=None if on_terminal() else 1000, markup=False).print(table, highlight=False)
 
 
 @contextlib.contextmanager
@@ -92,13 +79,16 @@ class Progress(Writer):
     def _make_bar(self) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn
         from rich.progress import Progress as Shown
+        from rich.table import Column
         from rich.text import Text
 
         class Figures(ProgressColumn):
             def render(_, task: Any) -> Text:
                 return Text(self._figures(bar.console.width - 2 * len(str(self._total)) - 3))
 
-        bar = Shown(MofNCompleteColumn(), BarColumn(None), Figures(), expand=True)
+        count, figures = (Column(no_wrap=True) for _ in range(2))  # the bar gives way
+        columns = MofNCompleteColumn(table_column=count), BarColumn(None), Figures(figures)
+        bar = Shown(*columns, expand=True)
         bar.add_task("", total=self._total, completed=self._start)
         return bar
 
