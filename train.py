@@ -40,7 +40,7 @@ from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import distributed, gather_whole
 from gpt2.parallel.mesh import check_layout
-from gpt2.parallel.stop import StopSignal
+from gpt2.parallel.stop import Deadline, StopSignal
 from gpt2.plan.drawing import visualize
 from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
@@ -54,7 +54,6 @@ from gpt2.training import workdir as run_files
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.training.deadline import Deadline
 from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
@@ -123,7 +122,7 @@ def open_state(
     # The weights are checked. From here on, the run writes to its workdir.
     run_files.begin(workdir, config, dataset, start)
     kept = config.train.keep_checkpoints, config.train.keep_every
-    checkpointer = Checkpointer(workdir, *kept, goes_on=True)
+    checkpointer = Checkpointer(workdir, *kept)
     if state is None:
         state = checkpointer.restore(start, program.state_shapes)
     return checkpointer, state
@@ -188,8 +187,7 @@ def train(
     profiler = Profiler(workdir / "profile", *traced, train_step.text)
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, train_step, start_over)
-    deadline = Deadline(flags.FLAGS.max_seconds, config.train, clock, checkpointer, lambda: 0.0)
-    deadline.check(start)
+    deadline = Deadline(flags.FLAGS.max_seconds, lambda: checkpointer.longest_seconds)
 
     # Metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
@@ -243,7 +241,7 @@ def train(
         how = f"Mend that, and repeat the command to train from step {latest_step(workdir) or 0} on"
         raise UserError(checkpointer.failure, how, exit_code=5)
     if stop.requested and stop.is_agreed:
-        by = deadline.reason if stop.is_late else stop.requested.name
+        by = "--max_seconds" if stop.is_late else stop.requested.name
         tell(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
         return 128 + stop.requested
     if not scores:  # the run was killed after its last checkpoint

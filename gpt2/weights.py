@@ -12,7 +12,7 @@ from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError, require_source
 from gpt2.hf.config import read_config
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
-from gpt2.training.checkpoint_weights import load_params
+from gpt2.training.checkpoint import load_params
 from gpt2.utils.scan import in_layout
 
 # Options in which two models may differ and still use the same parameters.

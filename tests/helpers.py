@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from scipy.stats import binom
 
-from gpt2.training.checkpoint_weights import load_params
+from gpt2.training.checkpoint import load_params
 from tests.forks import LATE, ROOT, Commands, environment
 
 SECONDS = 240  # after which a run counts as hanging

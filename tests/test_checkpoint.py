@@ -1,13 +1,14 @@
-"""What a checkpoint gives to those who come later."""
+"""Checkpoints: what they give later, that they are whole or not there, and what damage does."""
 
-import contextlib
 import dataclasses
-import json
+import errno
 import re
-import sys
+import shutil
+import subprocess
 import threading
 import time
-from functools import partial
+import types
+from pathlib import Path
 
 import chex
 import jax
@@ -21,105 +22,43 @@ from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, Parallel
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT
-from gpt2.training import checkpoint_handlers
-from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.checkpoint_disk import check_disk
-from gpt2.training.checkpoint_weights import load_params
+from gpt2.training import checkpoint
+from gpt2.training import workdir as run_files
+from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.checkpoint_files import find_damage, move_aside, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
+from gpt2.utils import digests
 from gpt2.weights import load_initial_params, load_model
-
-
-def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(tmp_path):
-    model = ModelConfig(vocab_size=50, context_length=128, num_layers=1, num_heads=2, embed_dim=16)
-    config = dataclasses.replace(
-        Config.from_dict(quickstart.get_config()),
-        model=dataclasses.replace(model, attention="splash"),
-        parallel=ParallelConfig(data=16, fsdp=4),
-        memory=MemoryConfig(remat="full", scan_layers=True),
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    init = jax.jit(GPT(config.gpt()).init)
-    params = init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(TrainState.create(params, optax.sgd(1.0), "float32"), step=1)
-
-    loaded, loaded_params = load_params(tmp_path)
-    chex.assert_trees_all_equal(loaded_params, params)
-    assert loaded.model == model
-    assert loaded.parallel == ParallelConfig()
-    assert loaded.memory == MemoryConfig(scan_layers=True)
-    apply, tokens = jax.jit(GPT(loaded.gpt()).apply), jnp.zeros((1, 8), jnp.int32)
-    chex.assert_tree_all_finite(apply({"params": loaded_params}, tokens))
-
+from tests.helpers import TINY, metrics_of, params_of, run
+from tests.test_workdir import TINY_MODEL, make_config, write_run
 
 # What a run saved, by step: its validation loss there, None where it was not validated.
 LOSSES = {10: 4.0, 20: 2.0, 30: 3.0, 40: None, 50: 2.5, 60: None}
+
+
+def state_at(step, params=None, optimizer=None):
+    params = {"x": jnp.ones(4)} if params is None else params
+    state = TrainState.create(params, optimizer or optax.sgd(1.0), "float32")
+    return state.replace(step=jnp.int32(step))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A run that kept its two newest checkpoints; every parameter is the step it was saved at."""
     workdir = tmp_path_factory.mktemp("run")
-    model = ModelConfig(vocab_size=257, context_length=8, num_layers=1, num_heads=2, embed_dim=16)
-    config = dataclasses.replace(Config.from_dict(quickstart.get_config()), model=model)
-    (workdir / "config.json").write_text(json.dumps(config.to_dict()))
+    config = make_config(model=dict(TINY_MODEL, vocab_size=257))
+    write_run(workdir, config)
     ByteTokenizer().save(workdir / "tokenizer.json")
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(GPT(config.gpt()).init, jax.random.key(0), tokens)["params"]
-    with Checkpointer(workdir, num_latest=2) as checkpointer:
+    with Checkpointer(workdir, keep=2) as checkpointer:
         for step, loss in LOSSES.items():
-            ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
-            params = jax.tree.map(partial(jnp.multiply, step), ones)
-            checkpointer.save(
-                TrainState.create(params, optax.sgd(1.0), "float32"),
-                step,
-                loss and {"eval/loss": loss},
-            )
+            full = lambda leaf, step=step: jnp.full(leaf.shape, step, leaf.dtype)  # noqa: E731
+            state = state_at(step, jax.tree.map(full, shapes))
+            checkpointer.save(state, step, loss and {"eval/loss": loss})
         checkpointer.wait()
         return workdir, config.gpt(), checkpointer.all_steps(), checkpointer.best()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(
-    tmp_path, monkeypatch, synchronous
-):
-    """With 100 MB for a store that takes 4 s, which a synchronous save waits for."""
-    digest = checkpoint_handlers.digest_folder
-    slow = lambda folder: time.sleep(4) or digest(folder)  # noqa: E731
-    monkeypatch.setattr(checkpoint_handlers, "digest_folder", slow)
-    params = {str(i): jnp.full((512, 1024), i, jnp.float32) for i in range(16)}
-    state = TrainState.create(params, optax.adamw(1.0), "float32")
-    with Checkpointer(tmp_path, parameters_in_flight=2**40 if synchronous else None) as saver:
-        began = time.perf_counter()
-        saver.save(state, 1)
-        blocked = time.perf_counter() - began
-        assert (blocked < 0.05 * 60) != synchronous
-        saver.wait()
-        assert time.perf_counter() - began > 4
-        assert saver.longest_seconds > 4
-
-
-def test_what_orbax_removes_as_it_opens_is_never_the_look_at_the_disk(tmp_path):
-    """Its thread removes the remains of killed saves while the first save may have begun."""
-    done = threading.Event()
-
-    def remove_remains():
-        while not done.is_set():
-            for remains in tmp_path.glob("*.orbax-checkpoint-tmp*"):
-                with contextlib.suppress(FileNotFoundError):  # the other thread was first
-                    remains.rmdir()
-
-    remover = threading.Thread(target=remove_remains)
-    remover.start()
-    try:
-        for _ in range(2000):
-            check_disk(tmp_path, 1)
-    finally:
-        done.set()
-        remover.join()
-    assert list(tmp_path.iterdir()) == []
 
 
 def steps_in(params):
@@ -128,59 +67,27 @@ def steps_in(params):
 
 def test_the_newest_checkpoints_and_the_best_survive(saved):
     workdir, _, steps, best = saved
-    assert steps == [20, 50, 60]
+    assert steps == saved_steps(workdir) == [20, 50, 60]
     assert best == (20, 2.0)
-    on_disk = {int(path.name) for path in (workdir / "checkpoints").iterdir()}
-    assert on_disk == {20, 50, 60}
     with Checkpointer(workdir, read_only=True) as reopened:
         assert (reopened.all_steps(), reopened.best()) == (steps, best)
 
 
 @pytest.mark.parametrize(
-    ("num_latest", "keep_every", "kept"),
+    ("keep", "keep_every", "kept"),
     [(1, 0, [20, 60]), (1, 20, [20, 40, 60]), (2, 30, [20, 30, 50, 60])],
 )
-def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path, num_latest, keep_every, kept):
-    state = TrainState.create({"x": jnp.ones(4)}, optax.sgd(1.0), "float32")
+def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path, keep, keep_every, kept):
     for half in (list(LOSSES.items())[:3], list(LOSSES.items())[3:]):  # over a restart
-        with Checkpointer(tmp_path, num_latest, keep_every) as checkpointer:
+        with Checkpointer(tmp_path, keep, keep_every) as checkpointer:
             for step, loss in half:
-                checkpointer.save(state, step, loss and {"eval/loss": loss})
-    with Checkpointer(tmp_path, read_only=True) as checkpointer:
-        assert checkpointer.all_steps() == kept
-
-
-@pytest.mark.parametrize(
-    ("params", "optimizer", "message"),
-    [
-        ({"a": (2, 3)}, optax.adam, "a is float32[2, 2], not float32[2, 3]"),
-        ({}, optax.adam, "it has opt_state/0/mu/a, opt_state/0/nu/a, params/a beside"),
-        ({"a": (2, 2), "c": (1,)}, optax.adam, "it lacks opt_state/0/mu/c, opt_state/0/nu/c, pa"),
-        ({"a": (2, 2)}, optax.lion, "it has opt_state/0/nu/a beside"),
-        ({"a": (2, 2)}, optax.adagrad, "it lacks opt_state/0/sum_of_squares/a"),
-    ],
-)
-def test_restoring_another_shape_or_optimizer_names_the_arrays_that_differ(
-    tmp_path, params, optimizer, message
-):
-    def state(shapes, optimizer):
-        arrays = {name: jnp.ones(shape) for name, shape in shapes.items()}
-        return TrainState.create(arrays, optimizer(1.0), "float32")
-
-    with Checkpointer(tmp_path) as checkpointer:
-        saved = state({"a": (2, 2)}, optax.adam)
-        checkpointer.save(saved, 1)
-        checkpointer.wait()
-        chex.assert_trees_all_equal(checkpointer.restore(1, saved), saved)
-        with pytest.raises(UserError, match=re.escape(message)) as error:
-            checkpointer.restore(1, state(params, optimizer))
-        assert "\n" not in str(error.value)
+                checkpointer.save(state_at(step), step, loss and {"eval/loss": loss})
+    assert saved_steps(tmp_path) == kept
 
 
 @pytest.mark.parametrize(("which", "step"), [("best", 20), ("latest", 60), ("50", 50), (50, 50)])
 def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
-    workdir = saved[0]
-    assert steps_in(load_model(workdir, None, which)[1]) == {step}
+    assert steps_in(load_model(saved[0], None, which)[1]) == {step}
 
 
 @pytest.mark.parametrize(("suffix", "step"), [("", 20), ("@50", 50)])
@@ -191,29 +98,62 @@ def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved, suffi
 
 
 def test_a_step_that_was_not_kept_is_told_with_those_that_were(saved):
-    with pytest.raises(UserError, match=r"has no checkpoint 30. Use best, latest or 20, 50, 60"):
+    with pytest.raises(UserError, match=r"has no checkpoint 30.*20, 50, 60"):
         load_params(saved[0], "30")
 
 
 def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path):
     workdir = saved[0]
     for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((workdir / name).read_bytes())
+        shutil.copy(workdir / name, tmp_path / name)
     _, params = load_params(workdir, 50)
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(TrainState.create(params, optax.sgd(1.0), "float32"), step=5)
+        checkpointer.save(state_at(5, params), step=5)
         assert checkpointer.best() is None
     assert steps_in(load_model(tmp_path, None, "best")[1]) == {50}
 
 
-def averaging(workdir, **optim):
-    """The program of a small run whose optimizer keeps an average."""
-    model = ModelConfig(vocab_size=257, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
+def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(tmp_path):
+    model = ModelConfig(vocab_size=50, context_length=128, num_layers=1, num_heads=2, embed_dim=16)
     config = dataclasses.replace(
-        Config.from_dict(quickstart.get_config()), model=model, optim=OptimConfig(**optim)
+        Config.from_dict(quickstart.get_config()),
+        model=dataclasses.replace(model, attention="splash"),
+        parallel=ParallelConfig(data=16, fsdp=4),
+        memory=MemoryConfig(remat="full", scan_layers=True),
     )
-    (workdir / "config.json").write_text(json.dumps(config.to_dict()))
-    return Program.from_config(config, jax.devices()[:1])
+    write_run(tmp_path, config)
+    init = jax.jit(GPT(config.gpt()).init)
+    params = init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state_at(1, params), step=1)
+    loaded, loaded_params = load_params(tmp_path)
+    chex.assert_trees_all_equal(loaded_params, params)
+    assert loaded.model == model
+    assert loaded.parallel == ParallelConfig() and loaded.memory == MemoryConfig(scan_layers=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "optimizer"),
+    [
+        ({"a": (2, 3)}, optax.adam),
+        ({"a": (1, 2)}, optax.adam),
+        ({}, optax.adam),
+        ({"a": (2, 2), "c": (1,)}, optax.adam),
+        ({"a": (2, 2)}, optax.lion),
+        ({"a": (2, 2)}, optax.adagrad),
+    ],
+)
+def test_another_shape_or_optimizer_is_not_restored(tmp_path, params, optimizer):
+    def state(shapes, optimizer):
+        return state_at(1, {name: jnp.ones(shapes[name]) for name in shapes}, optimizer(1.0))
+
+    with Checkpointer(tmp_path) as checkpointer:
+        saved = state({"a": (2, 2)}, optax.adam)
+        checkpointer.save(saved, 1)
+        checkpointer.wait()
+        chex.assert_trees_all_equal(checkpointer.restore(1, saved), saved)
+        with pytest.raises(UserError, match="cannot be read"):
+            checkpointer.restore(1, state(params, optimizer))
 
 
 CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=0)
@@ -229,7 +169,10 @@ CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2,
     ],
 )
 def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(tmp_path, optim):
-    program = averaging(tmp_path, **optim)
+    model = dict(TINY_MODEL, vocab_size=257, num_layers=2)
+    config = dataclasses.replace(make_config(model=model), optim=OptimConfig(**optim))
+    write_run(tmp_path, config)
+    program = Program.from_config(config, jax.devices()[:1])
     state = program.init_state()
     batch = {name: np.ones((8, 8), np.int32) for name in ("tokens", "targets")}
     step = jax.jit(program.train_step)
@@ -246,22 +189,256 @@ def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(tm
     assert jnp.abs(table - trained).max() > 1e-6
 
 
-def test_an_average_begins_with_the_weights_that_a_run_starts_from(tmp_path):
-    program = averaging(tmp_path, ema=0.9)
-    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 7.0, np.float32), program.init_params())
-    state = program.init_state(params)
-    assert steps_in(state.params) == steps_in(state.eval_params) == {7.0}
+@pytest.mark.thorough
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(
+    tmp_path, monkeypatch, synchronous
+):
+    """With 100 MB for a store that takes 4 s, which a synchronous save waits for."""
+    digest = checkpoint.digest_folder
+    slow = lambda folder: time.sleep(4) or digest(folder)  # noqa: E731
+    monkeypatch.setattr(checkpoint, "digest_folder", slow)
+    params = {str(i): jnp.full((512, 1024), i, jnp.float32) for i in range(16)}
+    with Checkpointer(tmp_path, parameters_in_flight=2**40 if synchronous else None) as saver:
+        began = time.perf_counter()
+        saver.save(state_at(1, params, optax.adamw(1.0)), 1)
+        blocked = time.perf_counter() - began
+        assert (blocked < 0.05 * 60) != synchronous
+        saver.wait()
+        assert time.perf_counter() - began > 4
+        assert synchronous or saver.longest_seconds > 4
 
 
-def test_a_checkpointer_leaves_python_as_it_was(tmp_path, monkeypatch):
-    hook = sys.unraisablehook
-    writer = Checkpointer(tmp_path)
-    assert sys.unraisablehook is hook
-    writer.close()
-    with Checkpointer(tmp_path, read_only=True):  # what it reads may be damaged
-        assert sys.unraisablehook is not hook
-    assert sys.unraisablehook is hook
-    with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as checkpointer:
-        assert sys.unraisablehook is not hook
-        monkeypatch.setattr(checkpointer, "close", lambda: 1 / 0)
-    assert sys.unraisablehook is hook
+def save_checkpoints(workdir, *steps, **groups):
+    """A run whose checkpoints are of a tiny model."""
+    config = make_config(**groups)
+    write_run(workdir, config)
+    init = jax.jit(GPT(config.gpt()).init)
+    params = init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    with Checkpointer(workdir, keep=len(steps)) as checkpointer:
+        for step in steps:
+            state = state_at(step, params, optax.adam(1.0))
+            checkpointer.save(state, step, {"eval/loss": 10.0 - step})
+
+
+@pytest.mark.parametrize(("old", "new"), [("2", "12"), ("4", "3")])
+def test_a_renamed_checkpoint_is_passed_over(tmp_path, capsys, old, new):
+    save_checkpoints(tmp_path, 2, 4)
+    (tmp_path / "checkpoints" / old).rename(tmp_path / "checkpoints" / new)
+    whole = 4 if old == "2" else 2
+    assert run_files.find_start(tmp_path) == whole
+    assert f"{new} holds step {old}; the run continues from step {whole}" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"holds step {old}"):
+        load_params(tmp_path, new)
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
+    for seed in (0, 1):
+        save_checkpoints(tmp_path / str(seed), 2, 4 + seed, seed=seed)
+    longer = dict(train=dict(num_steps=123, log_every=7))  # what may change does not matter
+    save_checkpoints(tmp_path / "longer", 6, **longer)
+    ours = tmp_path / "0" / "checkpoints"
+    shutil.copytree(tmp_path / "1" / "checkpoints" / "5", ours / "5")
+    assert run_files.find_start(tmp_path / "0") == 4
+    assert "another run's, with seed=1, not 0" in capsys.readouterr().err
+    shutil.copytree(tmp_path / "longer" / "checkpoints" / "6", ours / "6")
+    assert run_files.find_start(tmp_path / "0") == 6
+    with Checkpointer(tmp_path / "0", keep=9) as checkpointer:  # its score does not count either
+        assert checkpointer.best()[0] == 6 and checkpointer.all_steps() == [2, 4, 6]
+
+
+def test_a_state_of_another_step_is_not_restored(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state_at(3), 4)
+        checkpointer.wait()
+        with pytest.raises(UserError, match="holds step 3"):
+            checkpointer.restore(4, state_at(3))
+
+
+@pytest.mark.parametrize("name", ["012", "²", "-1", "x", "1_000"])
+def test_only_plain_decimal_names_are_checkpoints(tmp_path, name):
+    save_checkpoints(tmp_path, 2)
+    shutil.copytree(tmp_path / "checkpoints" / "2", tmp_path / "checkpoints" / name)
+    assert run_files.find_start(tmp_path) == 2
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.all_steps() == [2]
+    load_params(tmp_path, "latest")
+
+
+def remove(path):
+    path.unlink()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def files_of(checkpoint):
+    """The files of a checkpoint, without Orbax's notes on the whole and on its digests."""
+    return [
+        path
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file()
+        and path.parent != checkpoint
+        and path.relative_to(checkpoint) != Path("digests/commit_success.txt")
+    ]
+
+
+def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp_path, capsys):
+    save_checkpoints(tmp_path, 2, 4)
+    newest, copy = tmp_path / "checkpoints" / "4", tmp_path / "copy"
+    assert find_damage(tmp_path, 4) == "" and run_files.find_start(tmp_path) == 4
+    shutil.copytree(newest, copy)
+    files = files_of(newest)
+    assert {path.relative_to(newest).parts[0] for path in files} == {
+        *("params", "rest", "layout", "metrics", "digests")
+    }
+    for path in files:
+        for damage in (remove, cut, flip_a_bit):
+            damage(path)
+            assert run_files.find_start(tmp_path) == 2, (path, damage)
+            told = capsys.readouterr().err
+            assert told.count("\n") == 1 and f"{newest} is damaged" in told and "step 2" in told
+            shutil.copy(copy / path.relative_to(newest), path)
+    assert run_files.find_start(tmp_path) == 4
+    flip_a_bit(next(path for path in files if "params" in path.parts))
+    with pytest.raises(UserError, match=r"4 is damaged \(params/"):
+        load_params(tmp_path, "latest")
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    with pytest.raises(UserError, match=r"4 is damaged \(params/.*no whole one"):
+        run_files.find_start(tmp_path)
+
+
+def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):
+    save_checkpoints(tmp_path, 2)
+    (tmp_path / "checkpoints" / "99").mkdir()
+    run_files.check_options(tmp_path, make_config())  # of fewer steps
+    assert run_files.find_start(tmp_path) == 2
+    with pytest.raises(UserError, match=r"a run of 2 steps, more than train\.num_steps=1"):
+        run_files.check_options(tmp_path, make_config(train=dict(num_steps=1)))
+
+
+def test_a_damaged_checkpoint_moves_aside_so_that_its_step_is_saved_again(tmp_path):
+    for number in (1, 2):
+        save_checkpoints(tmp_path, 2, 4)
+        move_aside(tmp_path, 4)
+        assert saved_steps(tmp_path) == [2]
+        assert len(list((tmp_path / "damaged").iterdir())) == number
+
+
+def test_damaged_scores_of_an_older_checkpoint_neither_end_the_run_nor_count(tmp_path, capsys):
+    save_checkpoints(tmp_path, 2, 4)
+    scores = tmp_path / "checkpoints/2/metrics/metrics"
+    scores.write_text(scores.read_text().replace("8.0", "0.0"))
+    with pytest.raises(UserError, match=r"2 is damaged \(metrics/metrics"):
+        Checkpointer(tmp_path, read_only=True)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.best() == (4, 6.0)
+    assert f"it is now {tmp_path}/damaged/2" in capsys.readouterr().err
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    save_checkpoints(tmp_path, 2)
+    monkeypatch.setattr(digests, "_crc32", fail)
+    assert "cannot be read: Input/output error" in find_damage(tmp_path, 2)
+
+
+@pytest.mark.thorough
+def test_a_run_continues_from_before_the_damage_to_the_same_weights(tmp_path):
+    options = [*TINY, "--config.train.keep_checkpoints=9", "--config.train.eval_batches=1"]
+    code, _, told = run(tmp_path / "whole", *options)
+    assert code == 0, told
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    flip_a_bit(max((tmp_path / "run/checkpoints/8/rest").rglob("d/*")))
+    cut(max((tmp_path / "run/checkpoints/6/params").rglob("d/*")))
+    code, _, told = run(tmp_path / "run", *options)
+    assert code == 0, told
+    assert re.search(r"/8 is damaged .*\n.*/6 is damaged .* continues from step 4\n", told), told
+    assert {path.name[0] for path in (tmp_path / "run/damaged").iterdir()} == {"6", "8"}
+    wanted = params_of(tmp_path / "whole")
+    for name, value in params_of(tmp_path / "run").items():
+        np.testing.assert_array_equal(value, wanted[name])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1200 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=1200k", "tmpfs"]
+    try:
+        mounted = subprocess.run(["mount", *options, disk], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a small disk takes root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(tmp_path, small_disk, capsys):
+    with Checkpointer(small_disk) as checkpointer:
+        checkpointer.save(state_at(1), 1)
+        checkpointer.wait()
+        before = set(threading.enumerate())
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        checkpointer.save(state_at(2), 2)
+        checkpointer.wait()
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+        assert "step 2 is not saved" in checkpointer.failure
+        assert "Read-only file system" in capsys.readouterr().err
+        assert set(threading.enumerate()) <= before
+        checkpointer.save(state_at(3), 3)
+        checkpointer.wait()
+        assert checkpointer.failure == "" and checkpointer.all_steps() == [3]
+
+
+@pytest.mark.thorough
+def test_a_full_disk_is_told_at_each_save_and_the_run_goes_on(tmp_path, small_disk):
+    options = [*TINY, "--config.train.keep_checkpoints=9", "--config.train.eval_batches=1"]
+    options += ["--config.logging.tensorboard=False"]
+    code, _, told = run(small_disk / "run", *options)
+    assert code == 5
+    warnings = [line for line in told.splitlines() if line.startswith("warning: the state of st")]
+    assert len(warnings) >= 2 and all("is not saved in" in line for line in warnings)
+    assert re.match(r"error: the state of step 8 is not saved", told.splitlines()[-1])
+    subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
+    code, _, told = run(small_disk / "run", *options)
+    assert (code, told) == (0, "")
+    assert run(tmp_path / "whole", *options)[0] == 0
+    wanted = params_of(tmp_path / "whole")
+    for name, value in params_of(small_disk / "run").items():
+        np.testing.assert_array_equal(value, wanted[name])
+    assert [line["step"] for line in metrics_of(small_disk / "run")] == list(range(1, 9))
+
+
+def test_a_save_without_room_or_that_fails_is_told_and_the_next_is_tried(
+    tmp_path, monkeypatch, capsys
+):
+    with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
+        checkpointer.save(state_at(1), 1)
+        checkpointer.wait()
+        patched.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10))
+        checkpointer.save(state_at(2), 2)
+        assert "the state of step 2 is not saved" in checkpointer.failure
+        assert "no room is left" in capsys.readouterr().err
+        patched.undo()
+        # In the saving thread.
+        patched.setattr(checkpoint, "digest_folder", lambda folder: 1 / 0)
+        checkpointer.save(state_at(3), 3, {"eval/loss": 2.0})
+        assert checkpointer.improves(2.5)  # the better one was not saved
+        assert "step 3 is not saved" in checkpointer.failure
+        assert "the run goes on" in capsys.readouterr().err
+        patched.undo()
+        checkpointer.save(state_at(4), 4)
+        checkpointer.wait()
+        assert checkpointer.failure == "" and checkpointer.all_steps() == [4]

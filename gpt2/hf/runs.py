@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from gpt2.config import DEFAULTS, Config, DataConfig, GPTConfig, ModelConfig, load_config
 from gpt2.data import tokenizer as tokenizers
+from gpt2.errors import UserError
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.model import load, require_new, save
 from gpt2.hf.tokenizer import load_tokenizer
-from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.checkpoint_weights import load_params
+from gpt2.training.checkpoint import Checkpointer, load_params
 from gpt2.training.state import TrainState
 from gpt2.utils import files
 
@@ -34,6 +34,8 @@ def import_run(source: Path, workdir: Path) -> GPTConfig:
         state = TrainState(step=jnp.int32(0), params=params, opt_state=(), loss_scale=None)
         with Checkpointer(partial) as checkpointer:
             checkpointer.save(state, step=0)
+        if checkpointer.failure:
+            raise UserError(checkpointer.failure, "Make room, and repeat the command")
     return cfg
 
 

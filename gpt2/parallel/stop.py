@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -9,7 +10,37 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from gpt2 import launch
 from gpt2.parallel import distributed
+
+MARGIN_SECONDS = 10.0  # in which files are closed and the process ends
+MARGIN = 1.25  # times what was measured: another save, on a store that others use too
+
+
+class Deadline:
+    """Tells when a run has to stop, from the longest step, validation and save so far.
+
+    Time counts from the start of the process, imports, data and compilation included. The first
+    process decides for all.
+
+    Args:
+        max_seconds: of `--max_seconds`; None: there is no limit.
+        save_seconds: returns how long a save takes.
+    """
+
+    def __init__(self, max_seconds: float | None, save_seconds: Callable[[], float]):
+        self._max_seconds, self._save_seconds = max_seconds, save_seconds
+        self._asked, self._longest = time.monotonic(), 0.0
+
+    def is_over(self, step: int) -> bool:
+        """Returns whether the run has to stop after `step`. Call it once for every step."""
+        now = time.monotonic()
+        # From one step to the next lies a validation too, where one is due.
+        self._longest, self._asked = max(self._longest, now - self._asked), now
+        if self._max_seconds is None or jax.process_index():
+            return False
+        needed = MARGIN * (2 * self._longest + self._save_seconds()) + MARGIN_SECONDS
+        return launch.seconds_since_start() + needed > self._max_seconds
 
 
 class StopSignal:

@@ -1,24 +1,31 @@
-"""The folders of a run's checkpoints: which there are, and which are whole."""
+"""The folders of a run's checkpoints: which there are, which are whole, and which run made them."""
 
-import contextlib
 import json
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from gpt2.errors import MALFORMED
-from gpt2.utils import digests, files
+from gpt2.config import Config, flatten, leaves_training, load_config
+from gpt2.data.dataset import read_data
+from gpt2.utils import digests
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
 ITEMS = ("params", "rest", "layout", "metrics")
 WEIGHTS = ("params", "layout")  # what other programs than training read
-_UNSAVED = ".none-saved"
-METRIC = "eval/loss"  # by which the best checkpoint is known
-_NOTES = "_CHECKPOINT_METADATA"  # Orbax writes it last, so it has no digest; Orbax minds no loss
-# The file, the key and the type of what each item in JSON holds.
-_JSON = {
-    "layout": ("layout/metadata", "scan_layers", bool),
-    "metrics": ("metrics/metrics", METRIC, float),
-}
+
+# Options that decide what the model learns, and may change when a run continues all the same: the
+# end of the schedule moves, and a run that diverged may skip steps.
+_MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps", "train.skip_outliers")
+_MAY_MOVE = ("data.corpus", "data.tokenizer")  # data.json tells what they held
+_STEP = re.compile("0|[1-9][0-9]*")
+
+
+def saved_steps(workdir: Path | str) -> list[int]:
+    """Returns the steps of which a run has checkpoints, whole or not, ascending."""
+    names = (path.name for path in (Path(workdir) / "checkpoints").glob("*"))
+    return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 
 def latest_step(workdir: Path | str) -> int | None:
@@ -27,127 +34,70 @@ def latest_step(workdir: Path | str) -> int | None:
 
 
 def newest_whole_step(workdir: Path | str, after: int = -1, *, read: bool = True) -> int | None:
-    """Returns the newest step beyond `after` whose checkpoint is whole, or None.
-
-    `read` is as for `find_damage`.
-    """
+    """Returns the newest step beyond `after` whose checkpoint is whole, or None."""
     steps = sorted((step for step in saved_steps(workdir) if step > after), reverse=True)
     return next((step for step in steps if not find_damage(workdir, step, read=read)), None)
-
-
-def set_aside(workdir: Path, after: int) -> list[Path]:
-    """Moves checkpoints beyond step `after` to `workdir/damaged`, and returns where they are."""
-    return [move_aside(workdir, step) for step in saved_steps(workdir) if step > after]
 
 
 def move_aside(workdir: Path, step: int) -> Path:
     """Moves a checkpoint to `workdir/damaged`, and returns where it is."""
     (workdir / "damaged").mkdir(exist_ok=True)
-    target = files.unused(workdir / "damaged" / str(step))
+    target = workdir / "damaged" / f"{step}-{time.time_ns()}"
     return (workdir / "checkpoints" / str(step)).rename(target)
-
-
-def mark_unsaved(workdir: Path) -> None:
-    """Marks a run that has saved no checkpoint yet, and takes the mark away when it has.
-
-    The mark tells it from a run whose checkpoints were removed.
-    """
-    mark = workdir / "checkpoints" / _UNSAVED
-    with contextlib.suppress(OSError):  # a full disk is told at each save
-        if saved_steps(workdir):
-            mark.unlink(missing_ok=True)
-        else:
-            mark.touch()
-
-
-def is_marked_unsaved(workdir: Path) -> bool:
-    """Returns whether `mark_unsaved` has marked a run."""
-    return (workdir / "checkpoints" / _UNSAVED).exists()
-
-
-def saved_steps(workdir: Path | str) -> list[int]:
-    """Returns the steps of which a run has checkpoints, whole or not, ascending."""
-    directory = Path(workdir) / "checkpoints"
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
-
-
-def describe_damage(workdir: Path | str, step: int, damage: str) -> str:
-    """Returns what `find_damage` has found, for people."""
-    return f"checkpoint {Path(workdir) / 'checkpoints' / str(step)} is damaged ({damage})"
-
-
-def name_others(workdir: Path | str, step: int) -> str:
-    """Returns what to use in place of a checkpoint that cannot be read."""
-    others = [other for other in saved_steps(workdir) if other != step]
-    whole = [other for other in others if not find_damage(workdir, other, read=False)]
-    if not whole:
-        return "There is no other: restore it from a copy"
-    return f"Restore it from a copy, or use {' or '.join(map(str, whole))}"
 
 
 def find_damage(
     workdir: Path | str, step: int, items: Sequence[str] = ITEMS, *, read: bool = True
 ) -> str:
-    """Reads all files of a checkpoint and compares them with the digests that were saved.
+    """Returns why a checkpoint cannot be used, as a clause, or an empty text.
 
     Args:
         workdir: of the run.
         step: of the checkpoint.
-        items: which parts of it.
-        read: compare what the files hold too, not their sizes alone.
-
-    Returns:
-        What is wrong with it, or an empty text. Of checkpoints of a version that wrote no digests,
-        the arrays are not looked at.
+        items: which parts of it have to be whole.
+        read: compare what the files hold with their digests, not their sizes alone.
     """
     folder = Path(workdir) / "checkpoints" / str(step)
-    if _ends_readers(folder / _NOTES):
-        return f"{_NOTES} was altered"
-    if not (folder / "digests").exists() and _is_older(folder):
-        return _find_malformed(folder, items)
     saved = digests.read_sealed(folder / "digests" / "digests")
     if saved is None:
-        return "digests/digests is missing or was altered"
-    return digests.find_damage(folder, of_items(saved["files"], items), read=read)
-
-
-def _find_malformed(folder: Path, items: Sequence[str]) -> str:
-    """Returns which JSON of a checkpoint holds something else than it should, or an empty text."""
-    for file, key, kind in (_JSON[item] for item in items if item in _JSON):
-        if (folder / file).exists():  # scores are of validated states alone
-            try:
-                whole = type(json.loads((folder / file).read_text("utf-8"))[key]) is kind
-            except MALFORMED:
-                whole = False
-            if not whole:
-                return f"{file} holds no {key}"
+        return f"checkpoint {folder} is damaged (digests/digests is missing or was altered)"
+    parts = {*items, "layout"}
+    found = {name: saved["files"][name] for name in saved["files"] if name.split("/")[0] in parts}
+    if damage := digests.find_damage(folder, found, read=read):
+        return f"checkpoint {folder} is damaged ({damage})"
+    layout = json.loads((folder / "layout" / "metadata").read_text("utf-8"))
+    if layout.get("step", step) != step:
+        return f"checkpoint {folder} holds step {layout['step']}"
+    theirs, own = layout.get("run", {}), identity(workdir)
+    if changed := changes({name: theirs[name] for name in theirs if name in own}, own):
+        return f"checkpoint {folder} is another run's, with {changed}"
     return ""
 
 
-def _ends_readers(notes: Path) -> bool:
-    """Returns whether Orbax's notes would end the program.
-
-    They do so where they are nested too deep, or hold a number of too many digits. Orbax minds no
-    text that is no JSON.
-    """
-    try:
-        json.loads(notes.read_text())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
-        return False
-    except (ValueError, RecursionError):
-        return True
-    return False
+def identity(workdir: Path | str) -> dict[str, Any]:
+    """Returns what all checkpoints of a run have in common, in values of JSON; empty for no run."""
+    if not (Path(workdir) / "config.json").exists():
+        return {}
+    data = read_data(Path(workdir) / "data.json") or {}
+    text = {name: data[name] for name in ("token_crc32", "tokenizer_sha256") if name in data}
+    options = deciding_options(load_config(Path(workdir)))
+    options = {name: options[name] for name in options if name not in _MAY_MOVE}
+    return json.loads(json.dumps(options | text))
 
 
-def _is_older(checkpoint: Path) -> bool:
-    """Returns whether a checkpoint without digests was saved without them, and not cut short."""
-    try:
-        notes = (checkpoint / _NOTES).read_text()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return '"digests"' not in notes and (checkpoint / "params").exists()
+def deciding_options(config: Config) -> dict[str, Any]:
+    """Returns the options that a run keeps when it continues, by dotted name."""
+
+    def decides(name: str) -> bool:
+        if name == "train.accumulate_steps":  # dropout draws its masks by micro-batch
+            return config.model.dropout > 0
+        return not leaves_training(name) and name not in _MAY_CHANGE
+
+    return {name: value for name, value in flatten(config.to_dict()).items() if decides(name)}
 
 
-def of_items(found: dict[str, list[int]], items: Sequence[str]) -> dict[str, list[int]]:
-    """Returns the digests of those files that belong to some parts of a checkpoint."""
-    return {name: digest for name, digest in found.items() if name.split("/")[0] in items}
+def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Returns in words which values of `old` are others in `new`, empty if none is."""
+    return "; ".join(
+        f"{name}={old[name]}, not {new[name]}" for name in old if old[name] != new[name]
+    )

@@ -1,25 +1,24 @@
-"""Why a run diverged: the micro-batch and the tensor that first were not finite.
+"""Why a run diverged: the first tensor that held NaN or Inf, and the micro-batch that it came from.
 
-The steps that train carry nothing for this. After one that was not finite, its state is computed
-again, and the step is repeated by a program that looks at every tensor.
+The steps that train carry nothing for this. The step is run once more, from the newest checkpoint
+on, by a program that looks at the output of every module and at every gradient. Its layers are
+unrolled, so that a scanned model with dropout draws other masks there.
 """
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from gpt2.config import LossConfig
-from gpt2.errors import DivergedError, UserError, paths_are_checked
+from gpt2.errors import DivergedError, UserError
 from gpt2.model import GPT
-from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
 from gpt2.parallel import distributed, gather_whole
 from gpt2.parallel.rules import gathered_for
 from gpt2.training.batches import Batches
@@ -30,21 +29,12 @@ from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, MapSum, next_token_loss, on_one_device
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
-from gpt2.utils.scan import PROBES
-from gpt2.utils.text import counted
-
-_METHODS = ("__call__", "first")  # of modules, in whose arguments and results activations are
+from gpt2.utils.scan import in_layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Explains numbers that are not finite.
-
-    Attributes:
-        program, batches, workdir, checkpointer: of the run.
-        train_step: the program's, compiled.
-        first_state: returns the state before the first step.
-    """
+    """Explains NaN and Inf. `train_step` is compiled, `first_state` gives that before step 1."""
 
     program: Program
     batches: Batches
@@ -55,283 +45,110 @@ class Diagnosis:
 
     @contextlib.contextmanager
     def ends_if_diverged(self, state: Callable[[], TrainState]) -> Iterator[None]:
-        """Ends all processes if the body fails in this one. Explains a run that diverged.
-
-        Args:
-            state: returns the run's newest state.
-        """
-        with distributed.ends_together(), paths_are_checked():
+        """Ends all processes if the body fails in this one. Explains a run that diverged."""
+        with distributed.ends_together():
             try:
                 yield
             except DivergedError as error:
-                self.checkpointer.wait()
-                try:
-                    origin = self.find_origin(error, state())
-                except Exception as failure:  # of many kinds, such as too little memory
-                    about = str(failure).strip().partition("\n")[0]
-                    origin = f"where it began is not known ({type(failure).__name__}: {about})"
-                raise UserError(f"{error}: {origin}", self._advise(), exit_code=3) from None
+                raise self.explain(error, state()) from None
 
-    def _advise(self) -> str:
-        """Returns how to go on. The newest checkpoint may be finite and spoilt all the same."""
-        best, newest = self.checkpointer.best(), latest_step(self.workdir)
-        if best:
-            good, about = best[0], f"the best checkpoint by validation (loss {best[1]:.4g})"
-        elif newest:
-            good, about = newest, "the newest checkpoint, which was not validated"
-        else:
-            return "Lower --config.optim.learning_rate; there is no checkpoint yet"
-        return (
-            "Start a new run with a lower --config.optim.learning_rate and "
-            f"--config.train.init_from=run:{self.workdir}@{good}, {about}"
+    def explain(self, error: DivergedError, state: TrainState) -> UserError:
+        """Returns what ends the run, with the first tensor that held NaN or Inf."""
+        self.checkpointer.wait()
+        try:
+            origin = self._find_origin(error, state)
+        except Exception as failure:  # of many kinds, such as too little memory
+            about = str(failure).strip().partition("\n")[0]
+            origin = f"where it began is not known ({type(failure).__name__}: {about})"
+        best = self.checkpointer.best()  # the newest may be finite and spoilt all the same
+        good = best[0] if best else latest_step(self.workdir)
+        how = f" and start from --config.train.init_from=run:{self.workdir}@{good}" if good else ""
+        how = f"Lower --config.optim.learning_rate{how}"
+        return UserError(f"{error}: {origin}", how, exit_code=3)
+
+    def _find_origin(self, error: DivergedError, state: TrainState) -> str:
+        if error.before and state.guard is None:  # else it is as it was before the step
+            state = self._repeat(error.step, state)
+        params, mesh = (
+            state.params if error.before else state.eval_params,
+            self.program.backend.mesh,
         )
+        look = jax.jit(lambda params: jax.tree.map(_is_bad, in_layout(params, scanned=False)))
+        flags = flatten_dict(jax.device_get(gather_whole(look(params), mesh)), sep="/")
+        if bad := [name for name in flags if flags[name]]:
+            return f"parameter {bad[0]} was NaN or Inf {'before' if error.before else 'after'} it"
+        step, names = error.step - 1 if error.before else None, list[str]()
+        probe = self.program.backend.compile_eval(_make_probe(self.program, step, names))
+        examined = self.batches.validation() if step is None else self.batches.train(step, step + 1)
+        with examined as batches:
+            for count, batch in enumerate(batches, 1):
+                found = jax.device_get(gather_whole(probe(params, batch), mesh))
+                for index, row in enumerate(found, 1):
+                    if row.any():
+                        where = f"batch {count}" if step is None else f"micro-batch {index}"
+                        return f"in its {where} {names[(row > 0).argmax()]} was the first"
+        return "run again, all is finite, which points to the hardware or to a sum"
 
-    def find_origin(self, error: DivergedError, state: TrainState) -> str:
-        """Returns the first tensor that was not finite, in words.
-
-        Args:
-            error: tells the step.
-            state: the run's. It is used up.
-        """
-        if not error.before:
-            return self._find_in_validation(state.eval_params)
-        if state.guard is None:  # else it is as it was before the step
-            jax.tree.map(lambda leaf: leaf.delete(), state)  # no device may have room for two
-            state = self._repeat(error.step)
-        with self.batches.train(error.step - 1, error.step) as batches:
-            batch = next(batches)
-        if name := self._bad_parameter(state.params):
-            return f"parameter {name} was not finite before the step"
-        number = self.program.config.train.accumulate_steps
-        if found := self._compile_look(error.step - 1, number)(state.params, batch):
-            index, tensor = found
-            where = f"in micro-batch {index + 1} of {number}, " if number > 1 else ""
-            return f"{where}the first tensor that is not finite is {tensor}"
-        if state.guard is not None:  # whose count of steps went on
-            state = state.replace(step=jnp.full_like(state.step, error.step - 1))
-        _, metrics = self.train_step(state, batch)
-        if all(map(math.isfinite, jax.device_get(metrics).values())):
-            return "the same step, repeated, is finite, which points to the hardware"
-        return "every tensor of each micro-batch is finite, and their sum is not"
-
-    def _repeat(self, step: int) -> TrainState:
+    def _repeat(self, step: int, state: TrainState) -> TrainState:
         """Returns the state before a step, counted from 1, by the steps since a checkpoint."""
-        start = latest_step(self.workdir) or 0
-        state = (
-            self.checkpointer.restore(start, self.program.state_shapes)
-            if start
-            else self.first_state()
-        )
-        if start < step - 1:
-            about = f"repeating {counted(step - 1 - start, 'step')} to find where it began"
-            distributed.only_first(print)(about, flush=True)
+        jax.tree.map(lambda leaf: leaf.delete(), state)  # no device may have memory for two
+        start, shapes = latest_step(self.workdir) or 0, self.program.state_shapes
+        state = self.checkpointer.restore(start, shapes) if start else self.first_state()
         with self.batches.train(start, step - 1) as batches:
             for batch in batches:
                 state, _ = self.train_step(state, batch)
         return state
 
-    def _find_in_validation(self, params: Any) -> str:
-        if name := self._bad_parameter(params):
-            return f"parameter {name} is not finite after the step"
-        look = self._compile_look()
-        with self.batches.validation() as batches:
-            for index, batch in enumerate(batches):
-                if found := look(params, batch):
-                    where = f"in batch {index + 1} of the validation split"
-                    return f"{where}, the first tensor that is not finite is {found[1]}"
-        return "every tensor is finite, and their sum is not"
 
-    def _bad_parameter(self, params: Any) -> str:
-        """Returns the name of the first parameter that is not finite, in the order of use."""
-        flags = jax.jit(partial(map_parameters, _bad_by_layer))(params)
-        flags = gather_whole(flags, self.program.backend.mesh)
-        bad = _bad_names(flags)
-        return min(bad, key=self._rank, default="")
+def _make_probe(program: Program, step: int | None, names: list[str]) -> Callable:
+    """Returns `probe(params, batch, map_sum) -> flags`, int32, above 0 for NaN or Inf.
 
-    def _compile_look(
-        self, step: int | None = None, number: int = 1
-    ) -> Callable[[Any, Any], tuple[int, str] | None]:
-        """Returns `(params, batch) -> (index, name)` of what is not finite, or None.
-
-        It is the first micro-batch that is not, counted from 0, and its first tensor that is not.
-
-        Args:
-            step: of training, counted from 0; None: no gradients.
-            number: of micro-batches.
-        """
-        program = self.program
-        probe = program.backend.compile_eval(
-            make_probe_step(
-                program.model,
-                seed=program.config.seed,
-                step=step,
-                accumulate_steps=number,
-                loss=LossConfig() if step is None else program.config.loss,
-            )
-        )
-
-        def look(params: Any, batch: Any) -> tuple[int, str] | None:
-            flags = jax.device_get(gather_whole(probe(params, batch), program.backend.mesh))
-            for index in range(number):
-                if name := self._first_name(jax.tree.map(lambda leaf, i=index: leaf[i], flags)):
-                    return index, name
-            return None
-
-        return look
-
-    def _first_name(self, flags: dict[str, Any]) -> str:
-        """Returns the first tensor of one micro-batch that is not finite, or an empty text."""
-        forward = set(_bad_names(flags["forward"]))
-        for module, end in self._order:
-            if f"{module}/{end}" in forward:
-                return f"the {end} of {module}"
-        if flags["loss"]:
-            return "the loss"
-        bad = _bad_names(flags["gradients"])
-        name = max(bad, key=self._rank, default="")  # the backward pass goes from last to first
-        return f"the gradient of {name}" if name else ""
-
-    def _rank(self, parameter: str) -> int:
-        """Returns where in the order of use a parameter's module stands."""
-        key = (parameter.rpartition("/")[0], "output")
-        return self._order.index(key) if key in self._order else len(self._order)
-
-    @property
-    def _order(self) -> list[tuple[str, str]]:
-        return forward_order(self.program.model, self.program.state_shapes.params)
-
-
-def make_probe_step(
-    model: GPT, *, seed: int, step: int | None, accumulate_steps: int, loss: LossConfig
-) -> Callable[[Any, Batch, MapSum], dict[str, Any]]:
-    """Returns `probe_step(params, batch, map_sum=on_one_device) -> flags`.
-
-    Flags are int32 [accumulate_steps], or [accumulate_steps, L] for stacked layers: above 0 where
-    something is not finite. `forward` holds those of the modules' inputs and outputs, by module;
-    `loss` that of the loss; `gradients` those of the parameters' gradients.
-
-    Args:
-        model, seed, accumulate_steps, loss: as for `gpt2.training.steps.make_update`.
-        step: of training, counted from 0; None: no dropout and no gradients.
+    Flags are [micro-batches, tensors], of tensors in the order in which they are computed, whose
+    `names` are known once it is traced. `step` is counted from 0; None: of validation.
     """
+    config = program.config
+    number, options = config.train.accumulate_steps, config.loss
+    if step is None:
+        number, options = 1, LossConfig()
+    model = GPT(dataclasses.replace(program.model.config, scan_layers=False))
+    loss, order = next_token_loss(model, options, mutable=["intermediates"]), dict[str, None]()
 
-    def probe_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> dict[str, Any]:
-        def count_bad(params, rows, device):
-            def look(micro_batch, index):
-                def loss_and_flags(params):
-                    params = gathered_for(params, micro_batch)
-                    key = None if step is None else dropout_key(seed, step, index, device)
-                    with nn.intercept_methods(_sow_flags):
-                        look_at = next_token_loss(model, loss, mutable=[PROBES])
-                        sums, found = look_at(params, micro_batch, key)
-                    return sums["loss"][0], found[PROBES]
+    def note(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        output, module = next_method(*args, **kwargs), context.module
+        if module.path and context.method_name in ("__call__", "first"):
+            order["/".join(module.path)] = None
+            module.sow("intermediates", "output", _is_bad(output))
+        return output
 
-                grads: Any = {}
-                if step is None:
-                    total, forward = loss_and_flags(params)
-                else:
-                    look_back = jax.value_and_grad(loss_and_flags, has_aux=True)
-                    (total, forward), grads = look_back(params)
-                flags = {
-                    "forward": forward,
-                    "loss": _is_bad(total),
-                    "gradients": map_parameters(_bad_by_layer, grads),
-                }
-                here = jnp.arange(accumulate_steps) == index
-                return jax.tree.map(
-                    lambda flag: here.reshape(-1, *[1] * flag.ndim) * flag.astype(jnp.int32), flags
-                )
+    def look(params: Any, rows: Batch, device: Any) -> tuple[jax.Array, None]:
+        def flags_of(micro_batch: Batch, index: jax.Array) -> jax.Array:
+            key = None if step is None else dropout_key(config.seed, step, index, device)
 
-            return accumulate(look, rows, accumulate_steps), None
+            def forward(params: Any) -> tuple[jax.Array, Any]:
+                with nn.intercept_methods(note):
+                    sums, found = loss(gathered_for(params, micro_batch), micro_batch, key)
+                return sums["loss"][0], found["intermediates"]
 
-        return map_sum(count_bad)(params, batch)[0]
+            run = jax.value_and_grad(forward, has_aux=True)
+            (total, outputs), grads = run(in_layout(params, scanned=False))
+            outputs, grads = flatten_dict(outputs, sep="/"), flatten_dict(grads, sep="/")
+            ranks = {module: rank for rank, module in enumerate(order)}  # none: it is the head
+            # The backward pass goes from last to first.
+            last = sorted(grads, key=lambda name: -ranks.get(name.rpartition("/")[0], len(ranks)))
+            names[:] = [f"the output of {module}" for module in order]
+            names.extend(["the loss", *(f"the gradient of {name}" for name in last)])
+            flags = [outputs[f"{module}/output"][0] for module in order]
+            flags += [_is_bad(total), *(_is_bad(grads[name]) for name in last)]
+            return jnp.outer(jnp.arange(number) == index, jnp.stack(flags)).astype(jnp.int32)
 
-    return probe_step
+        return accumulate(flags_of, rows, number), None
 
+    def probe(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> jax.Array:
+        return map_sum(look)(params, batch)[0]
 
-def forward_order(model: GPT, params: Any) -> list[tuple[str, str]]:
-    """Returns modules with `input` or `output`, in the order in which the model computes them.
-
-    Args:
-        model: of the run.
-        params: arrays or shapes.
-    """
-    paths: dict[tuple[str, ...], None] = {}
-    row = jnp.zeros((1, 1), jnp.int32)
-
-    def note(next_method, args, kwargs, context):
-        is_probed = _is_probed(context)
-        if is_probed:
-            paths[(*context.module.path, "input")] = None
-        result = next_method(*args, **kwargs)
-        if is_probed:
-            paths[(*context.module.path, "output")] = None
-        return result
-
-    with nn.intercept_methods(note):
-        jax.eval_shape(
-            next_token_loss(model),
-            params,
-            {"tokens": row, "targets": row},
-        )
-    ordered = list(paths)
-    if stacked := [path for path in ordered if is_stacked(path)]:
-        start = ordered.index(stacked[0])
-        layers = [
-            (f"h_{layer}", *path[1:])
-            for layer in range(model.config.num_layers)
-            for path in stacked
-        ]
-        rest = [path for path in ordered if not is_stacked(path)]
-        ordered = [*rest[:start], *layers, *rest[start:]]
-    return [("/".join(path[:-1]), path[-1]) for path in ordered]
-
-
-def _sow_flags(next_method, args, kwargs, context):
-    """Notes, beside what a module computes, whether its input and its output are finite."""
-    result = next_method(*args, **kwargs)
-    if _is_probed(context):
-        for end, tree in (("input", (args, kwargs)), ("output", result)):
-            flag = _is_bad(tree)
-            context.module.sow(
-                PROBES, end, flag, init_fn=lambda: None, reduce_fn=lambda _, new: new
-            )
-    return result
-
-
-def _is_probed(context: Any) -> bool:
-    """Returns whether a call is one whose arguments and result are looked at.
-
-    Each module that is makes one such call in a forward pass, so its path names the tensor. That
-    does not hold for dropout, which changes none that is finite.
-    """
-    module = context.module
-    is_inner = bool(module.path) and not isinstance(module, nn.Dropout)
-    return is_inner and context.method_name in _METHODS
+    return probe
 
 
 def _is_bad(tree: Any) -> jax.Array:
-    """Returns whether any number of a tree is not finite, a boolean scalar."""
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    flags = [
-        ~jnp.isfinite(leaf).all() for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    return jnp.stack(flags).any() if flags else jnp.bool_(False)
-
-
-def _bad_by_layer(path: tuple[str, ...], leaf: jax.Array) -> jax.Array:
-    """Returns whether a parameter is not finite, for each layer [L] of stacked ones."""
-    return ~jnp.isfinite(leaf).all(axis=tuple(range(int(is_stacked(path)), leaf.ndim)))
-
-
-def _bad_names(flags: Any) -> list[str]:
-    """Returns the names, as of unrolled layers, where a tree of flags says so."""
-    names: list[str] = []
-
-    def add(path: tuple[str, ...], leaf: Any) -> None:
-        each = leaf if is_stacked(path) else [leaf]
-        pairs = zip(unrolled_names(path, leaf), each, strict=True)
-        names.extend(name for name, flag in pairs if flag)
-
-    map_parameters(add, flags)
-    return names
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return ~jnp.stack([jnp.isfinite(leaf).all() for leaf in arrays]).all()

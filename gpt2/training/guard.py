@@ -1,4 +1,4 @@
-"""Leaves out steps that would spoil a run: those that are not finite, and outliers.
+"""Skips steps that would spoil a run: those with NaN or Inf, and outliers.
 
 All is decided on the devices, so that the host need not wait for a loss.
 """
@@ -14,14 +14,11 @@ LEAST = WINDOW // 2  # steps before the first outlier
 
 
 class Guard(struct.PyTreeNode):
-    """What a run remembers to tell steps that it leaves out.
-
-    A step that is left out changes neither parameters nor the optimizer's state. The next step has
-    the next batch.
+    """What a run remembers to tell steps that it skips: they change no parameter and no moment.
 
     Attributes:
-        skipped: int32 scalar, steps left out so far.
-        bad_in_a_row: int32 scalar, steps up to now whose loss or gradients were not finite. Once
+        skipped: int32 scalar, steps skipped so far.
+        bad_in_a_row: int32 scalar, steps up to now whose loss or gradients held NaN or Inf. Once
             it is above `max_bad`, no step changes the state, which is then looked at.
         recent: float32 [2, WINDOW], losses and gradient norms of the last finite steps.
         num_finite: int32 scalar, finite steps so far.
@@ -38,32 +35,21 @@ class Guard(struct.PyTreeNode):
 
     @classmethod
     def create(cls, train: TrainConfig) -> "Guard | None":
-        """Returns the guard at the start of a run, or None if its options leave out no step."""
+        """Returns the guard at the start of a run, or None if its options skip no step."""
         if not (train.skip_bad_steps or train.skip_outliers):
             return None
-        return cls(
-            skipped=jnp.int32(0),
-            bad_in_a_row=jnp.int32(0),
-            recent=jnp.zeros((2, WINDOW), jnp.float32),
-            num_finite=jnp.int32(0),
-            max_bad=train.skip_bad_steps,
-            max_z=train.skip_outliers,
+        recent, limits = (
+            jnp.zeros((2, WINDOW), jnp.float32),
+            (train.skip_bad_steps, train.skip_outliers),
         )
+        return cls(jnp.int32(0), jnp.int32(0), recent, jnp.int32(0), *limits)
 
     def capped(self) -> "Guard":
-        """Returns the guard with no more bad steps in a row than its options allow.
-
-        A run that goes on with a lower `train.skip_bad_steps` than it has left out would otherwise
-        change nothing for ever.
-        """
+        """Returns a restored guard with no more bad steps in a row than `max_bad`, now lower."""
         return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
 
     def judge(self, loss: jax.Array, grad_norm: jax.Array) -> tuple[jax.Array, "Guard"]:
-        """Returns whether a step may change the state, a boolean scalar, and the next guard.
-
-        Args:
-            loss, grad_norm: float32 scalars of the step.
-        """
+        """Returns whether a step may change the state, a boolean scalar, and the next guard."""
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         goes_on = finite & (self.bad_in_a_row <= self.max_bad)
         step = jnp.stack([loss, grad_norm]).astype(jnp.float32)
@@ -79,9 +65,8 @@ class Guard(struct.PyTreeNode):
     def _is_outlier(self, step: jax.Array) -> jax.Array:
         """Returns whether loss or gradient norm [2] stands out above the recent ones.
 
-        This is the rule of OLMo's SkipStepOptimizer (OLMo-core, optim/skip_step_optimizer.py) for
-        values that are too large. Outliers enter the window too, so that a run cannot leave out
-        steps for ever.
+        This is the rule of OLMo's SkipStepOptimizer (OLMo-core, optim/skip_step_optimizer.py).
+        Outliers enter the window too, so that a run cannot skip steps for ever.
         """
         count = jnp.minimum(self.num_finite, WINDOW)
         known = jnp.arange(WINDOW) < count

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gpt2.optim.parameters import map_parameters, unrolled_names
+from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
 from gpt2.telemetry.event_file import NUM_BUCKETS, Histogram
 from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, MapSum, Update, on_one_device
@@ -23,22 +23,22 @@ def make_watch_step(
 ) -> Callable[[TrainState, Batch, MapSum], Statistics]:
     """Returns `watch_step(state, batch, map_sum=on_one_device) -> statistics`.
 
-    Statistics have two members. `norms` holds float32 scalars, the root of the sum of squares:
-    `param_norm/NAME` before the step, `grad_norm/NAME` before clipping, and `update_norm/NAME` of
-    what is added to the parameter. `histograms` holds a `Histogram` of each: `param/NAME`,
-    `grad/NAME`, `update/NAME`. Names are those of unrolled layers, such as `h_3/ln_1/scale`.
-
-    Args:
-        update: from `gpt2.training.steps.make_update`.
+    `norms` holds `param_norm/NAME` before the step, `grad_norm/NAME` before clipping, and
+    `update_norm/NAME`; `histograms` a `Histogram` of each tensor: `param/NAME` and so on.
     """
 
     def watch_step(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Statistics:
         step = update(state, batch, map_sum)
         found: Statistics = {"norms": {}, "histograms": {}}
-        for kind, tree in (("param", state.params), ("grad", step.grads), ("update", step.updates)):
-            for name, tensor in _by_name(tree).items():
+
+        def note(kind: str, path: tuple[str, ...], leaf: jax.Array) -> None:
+            each = leaf if is_stacked(path) else [leaf]
+            for name, tensor in zip(unrolled_names(path, leaf), each, strict=True):
                 found["norms"][f"{kind}_norm/{name}"] = jnp.sqrt(jnp.sum(jnp.square(tensor)))
                 found["histograms"][f"{kind}/{name}"] = count_values(tensor)
+
+        for kind, tree in (("param", state.params), ("grad", step.grads), ("update", step.updates)):
+            map_parameters(lambda path, leaf, kind=kind: note(kind, path, leaf), tree)
         return found
 
     return watch_step
@@ -47,23 +47,10 @@ def make_watch_step(
 def count_values(tensor: jax.Array) -> Histogram:
     """Returns the histogram of a tensor, in buckets of equal width from its least value on.
 
-    It goes over the tensor once for each bucket. Such sums stay where a sharded tensor lies. A
-    scatter would take less on a CPU.
+    It goes over the tensor once for each bucket: such sums stay where a sharded tensor lies.
     """
     low, high = tensor.min(), tensor.max()
     ends = low + (high - low) * jnp.arange(1, NUM_BUCKETS) / NUM_BUCKETS
     below = jax.lax.map(lambda end: jnp.sum(tensor < end, dtype=jnp.int32), ends)
     counts = jnp.diff(below, prepend=0, append=tensor.size)
     return Histogram(low, high, counts)
-
-
-def _by_name(tree: Any) -> dict[str, jax.Array]:
-    """Returns the tensors of a tree like the parameters, one for each layer."""
-    tensors: dict[str, jax.Array] = {}
-
-    def add(path: tuple[str, ...], leaf: jax.Array) -> None:
-        names = unrolled_names(path, leaf)
-        tensors.update(zip(names, leaf if "h" in path else [leaf], strict=True))
-
-    map_parameters(add, tree)
-    return tensors
