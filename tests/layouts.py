@@ -1,4 +1,4 @@
-"""Trains one small model in every layout and compares: the table of docs/layouts.md.
+"""Trains one small model in every layout, and prints how far each differs from one device.
 
     python -m tests.layouts
 
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import numpy as np
 
-from gpt2.config import (
-    Config,
-    DataConfig,
-    LoggingConfig,
-    LossConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RulesConfig,
-    TrainConfig,
-)
+from configs import default
+from gpt2.config import Config, ModelConfig, OptimConfig, ParallelConfig, RulesConfig, with_options
 from gpt2.parallel import distributed, gather_whole
 from gpt2.telemetry.compile_watch import CompiledStep
 from gpt2.training.checkpoint import Checkpointer
@@ -51,6 +40,10 @@ OPTIM = OptimConfig(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2, 
 NUM_STEPS, BATCH_SIZE = 5, 32
 TOLERANCE = 1e-5
 
+_OTHER_RULES = RulesConfig(
+    embed="none", norm="none", heads="fsdp", mlp="tensor,fsdp", table="tensor", position="fsdp"
+)
+_MIXED = dict(data=2, fsdp=2, tensor=2)
 LAYOUTS = {
     "one device": ParallelConfig(),
     "pmap x 8": ParallelConfig(backend="pmap"),
@@ -58,28 +51,16 @@ LAYOUTS = {
     "fsdp 8": ParallelConfig(data=1, fsdp=8, fsdp_gather="step"),
     "fsdp 8 by layer": ParallelConfig(data=1, fsdp=8, fsdp_gather="layer"),
     "data 2 x tensor 4": ParallelConfig(data=2, tensor=4),
-    "data 2 x fsdp 2 x tensor 2": ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="step"),
-    "data 2 x fsdp 2 x tensor 2 by layer": ParallelConfig(
-        data=2, fsdp=2, tensor=2, fsdp_gather="layer"
-    ),
+    "data 2 x fsdp 2 x tensor 2": ParallelConfig(**_MIXED, fsdp_gather="step"),
+    "data 2 x fsdp 2 x tensor 2 by layer": ParallelConfig(**_MIXED, fsdp_gather="layer"),
     "zero1 x 8": ParallelConfig(strategy="zero1"),
-    "data 2 x zero1 x 2 x tensor 2": ParallelConfig(data=2, strategy="zero1", fsdp=2, tensor=2),
+    "data 2 x zero1 x 2 x tensor 2": ParallelConfig(strategy="zero1", **_MIXED),
     "data 2 x megatron x 4": ParallelConfig(data=2, strategy="megatron"),
     "fsdp 2 by layer x megatron x 4": ParallelConfig(
         data=1, fsdp=2, tensor=4, strategy="megatron", fsdp_gather="layer"
     ),
     "fsdp 4 x tensor 2 by other rules": ParallelConfig(
-        data=1,
-        fsdp=4,
-        tensor=2,
-        rules=RulesConfig(
-            embed="none",
-            norm="none",
-            heads="fsdp",
-            mlp="tensor,fsdp",
-            table="tensor",
-            position="fsdp",
-        ),
+        data=1, fsdp=4, tensor=2, rules=_OTHER_RULES
     ),
 }
 # Of tests/test_optim_layouts.py alone.
@@ -99,24 +80,25 @@ class Case:
     optim: OptimConfig = dataclasses.field(default=OPTIM, repr=False)
     model: ModelConfig = dataclasses.field(default=MODEL, repr=False)
 
+    def config(self) -> Config:
+        """Returns the options."""
+        options = {
+            "data.batch_size": BATCH_SIZE,
+            "train.num_steps": NUM_STEPS,
+            "train.accumulate_steps": self.accumulate,
+            "memory.remat": self.remat,
+            "memory.scan_layers": self.scanned,
+            "memory.scan_unroll": self.unroll,
+        }
+        return dataclasses.replace(
+            with_options(Config.from_dict(default.get_config()), options),
+            model=self.model,
+            optim=self.optim,
+            parallel=(LAYOUTS | FOR_OPTIMIZERS)[self.layout],
+        )
+
 
 REFERENCE = Case()
-
-
-def make_config(case: Case) -> Config:
-    """Returns the options of a case."""
-    return Config(
-        seed=0,
-        model=case.model,
-        precision=PrecisionConfig(),
-        data=DataConfig(batch_size=BATCH_SIZE),
-        loss=LossConfig(),
-        optim=case.optim,
-        train=TrainConfig(num_steps=NUM_STEPS, accumulate_steps=case.accumulate),
-        parallel=(LAYOUTS | FOR_OPTIMIZERS)[case.layout],
-        memory=MemoryConfig(remat=case.remat, scan_layers=case.scanned, scan_unroll=case.unroll),
-        logging=LoggingConfig(),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +123,7 @@ class Setup:
 
     def __init__(self, case: Case):
         devices = jax.devices()[:1] if case.layout == "one device" else jax.devices()
-        self.program = Program.from_config(make_config(case), devices)
+        self.program = Program.from_config(case.config(), devices)
         self.backend, self.shapes = self.program.backend, self.program.state_shapes
 
     @functools.cached_property
@@ -196,12 +178,6 @@ def param_difference(result: Result, reference: Result) -> float:
     )
 
 
-def all_cases() -> Iterator[Case]:
-    """Yields every layout with every accumulation, rematerialisation and form of the layers."""
-    for options in itertools.product(LAYOUTS, (1, 4), ("none", "full"), (False, True)):
-        yield Case(*options)
-
-
 def continue_elsewhere(case: Case, others: list[Case], directory: Path) -> dict[Case, Result]:
     """Saves `case` after two steps and continues it as each of `others`."""
 
@@ -223,21 +199,20 @@ def run_two_processes(layouts: tuple[str, ...]) -> dict[str, Result]:
     with socket.socket() as sock:
         sock.bind(("localhost", 0))
         address = f"localhost:{sock.getsockname()[1]}"
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     with tempfile.TemporaryDirectory() as directory:
-        arguments = [address, directory, *layouts]
-        environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+        command = [sys.executable, "-m", "tests.layouts"]
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.layouts", str(index), *arguments],
-                env=environ,
-                cwd=Path(__file__).parents[1],
-            )
+            subprocess.Popen([*command, str(index), address, directory, *layouts], env=environ)
             for index in range(2)
         ]
         codes = [process.wait() for process in processes]
         if any(codes):
             raise RuntimeError(f"the processes ended with {codes}")
-        return {name: _load(Path(directory) / f"{name}.npz") for name in layouts}
+        found: dict[str, dict[str, Any]] = {
+            name: dict(np.load(Path(directory) / f"{name}.npz")) for name in layouts
+        }
+    return {name: Result(arrays.pop("losses"), arrays) for name, arrays in found.items()}
 
 
 def _one_of_two(index: int, address: str, directory: str, *layouts: str) -> None:
@@ -248,79 +223,30 @@ def _one_of_two(index: int, address: str, directory: str, *layouts: str) -> None
             np.savez(Path(directory) / f"{name}.npz", losses=result.losses, **result.params)
 
 
-def _load(path: Path) -> Result:
-    arrays: dict[str, Any] = dict(np.load(path))
-    return Result(arrays.pop("losses"), arrays)
+def main() -> None:
+    """Compares everything with the reference, and prints a table."""
+    reference = setup(REFERENCE).train()
+    worst = 0.0
 
+    def show(name: str, result: Result) -> None:
+        nonlocal worst
+        found = loss_difference(result, reference), param_difference(result, reference)
+        worst = max(worst, *found)
+        print(f"| {name:<78} | {found[0]:.1e} | {found[1]:.1e} |", flush=True)
 
-def _table(title: str, rows: Iterator[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + "---|" * lines[0].count(" | ") + "---|")
-    return [f"## {title}", "", *lines, ""]
-
-
-def _compare_all(reference: Result) -> Iterator[list[str]]:
-    yield ["layout", "micro-batches", "remat", "layers", "losses", "parameters"]
-    for case in all_cases():
-        result = reference if case == REFERENCE else setup(case).train()
-        layers = "scanned" if case.scanned else "unrolled"
-        yield [
-            case.layout,
-            str(case.accumulate),
-            case.remat,
-            layers,
-            *_differences(result, reference),
-        ]
-
-
-def _compare_two_processes(reference: Result) -> Iterator[list[str]]:
-    yield ["layout", "losses", "parameters"]
+    print(f"| {'layout, against one device':<78} | losses  | params  |\n|---|---|---|")
+    for options in itertools.product(LAYOUTS, (1, 4), ("none", "full"), (False, True)):
+        show(str(Case(*options)).removeprefix("Case"), setup(Case(*options)).train())
     for name, result in run_two_processes(ON_TWO_PROCESSES).items():
-        yield [name, *_differences(result, reference)]
-
-
-def _compare_continued(reference: Result) -> Iterator[list[str]]:
+        show(f"{name}, two processes of four devices", result)
+    # Every second layout scans its layers, so that checkpoints cross between both.
     cases = [Case(name, scanned=index % 2 == 1) for index, name in enumerate(LAYOUTS)]
-    yield ["saved as", *(f"continued as {case.layout}" for case in cases)]
     for case in cases:
         with tempfile.TemporaryDirectory() as directory:
-            results = continue_elsewhere(case, cases, Path(directory))
-        yield [case.layout, *(_differences(r, reference)[0] for r in results.values())]
-
-
-def _differences(result: Result, reference: Result) -> list[str]:
-    differences = loss_difference(result, reference), param_difference(result, reference)
-    if max(differences) > TOLERANCE:
-        raise SystemExit(f"differences of {differences} are above {TOLERANCE}")
-    return [f"{difference:.1e}" for difference in differences]
-
-
-def main() -> None:
-    """Compares everything with the reference and writes docs/layouts.md."""
-    reference = setup(REFERENCE).train()
-    text = [
-        "# The same training in every layout",
-        "",
-        "Written by `python -m tests.layouts` (JAX " + jax.__version__ + ", CPU, float32).",
-        "",
-        f"A model of {MODEL.num_layers} layers, {MODEL.embed_dim} wide, trains for {NUM_STEPS} "
-        f"steps on batches of {BATCH_SIZE} rows of unequal length, on 8 simulated devices. Each "
-        "run is compared with one device, one micro-batch, unrolled layers and no remat: the "
-        "largest relative difference of a loss, and the largest norm of a parameter's difference "
-        f"over the parameter's norm. The command fails above {TOLERANCE:.0e}. AdamW runs with "
-        f"eps={OPTIM.eps:g}: gradients that are zero in theory (a bias on all keys alike) are "
-        "noise in practice, which a smaller eps would blow up to full steps.",
-        "",
-        *_table("Layouts and switches", _compare_all(reference)),
-        *_table("Two processes of four devices", _compare_two_processes(reference)),
-        *_table("A checkpoint of step 2, continued to step 5", _compare_continued(reference)),
-        "The figures of the last table are of the losses. Every second layout scans its layers, so "
-        "that checkpoints cross between scanned and unrolled layers too.",
-        "",
-    ]
-    path = Path(__file__).parents[1] / "docs" / "layouts.md"
-    path.write_text("\n".join(text))
-    print(path)
+            for other, result in continue_elsewhere(case, cases, Path(directory)).items():
+                show(f"{case.layout}, continued at step 2 as {other.layout}", result)
+    if worst > TOLERANCE:
+        raise SystemExit(f"a difference of {worst:.1e} is above {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":

@@ -19,14 +19,12 @@ from gpt2.parallel import (
     abstract_state,
     bytes_per_device,
     check_sharded,
-    gather_whole,
     make_backend,
     rules,
     state_bytes,
 )
 from gpt2.parallel.fsdp import Shards, torus_sides
 from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
-from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import unsharded_share
 from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
@@ -71,11 +69,6 @@ def test_a_mesh_that_does_not_fit_names_the_numbers(num_devices, options, messag
         check_layout(config({"data.batch_size": 24} | options), num_devices)
 
 
-def test_gpt2_1558m_divides_over_powers_of_two_up_to_64_devices():
-    for num_devices in (1, 2, 4, 8, 16, 32, 64):
-        check_layout(config({}, gpt2_1558m), num_devices)
-
-
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
@@ -109,13 +102,6 @@ def test_a_parameter_that_no_rule_names_is_an_error():
     axes["h_0"]["attn"]["c_attn"]["kernel"] = PartitionSpec()
     with pytest.raises(UserError, match="h_0/attn/c_attn/kernel have no names"):
         make_backend(MIXED, axes)
-
-
-def test_storage_and_compute_differ_by_fsdp_alone():
-    table = Rules.from_config(ParallelConfig())
-    assert any("fsdp" in axes for axes in table.storage.values())
-    for name, axes in table.storage.items():
-        assert tuple(axis for axis in axes if axis != "fsdp") == table.compute[name]
 
 
 @pytest.mark.parametrize(
@@ -189,14 +175,6 @@ def test_factored_moments_are_split_where_their_parameters_are():
     assert columns["wte"]["embedding"].sharding.is_fully_replicated
 
 
-def test_state_is_born_spread():
-    backend, init_fn, shapes = state_of(ParallelConfig(data=1, fsdp=8))
-    shardings = backend.state_shardings(shapes)
-    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
-    compiled = jax.jit(init_fn, out_shardings=shardings).lower(key).compile()
-    assert compiled.memory_analysis().output_size_in_bytes < 1.1 * bytes_per_device(shapes)
-
-
 def test_1558m_with_fsdp_8_holds_an_eighth_of_its_state_per_device():
     cfg = GPTConfig.from_name("gpt2-1558m", scan_layers=True)
     _, _, spread = state_of(ParallelConfig(data=1, fsdp=8), cfg=cfg)
@@ -218,16 +196,6 @@ def test_parameters_left_whole_are_an_error_where_spreading_was_asked_for():
     with pytest.raises(UserError, match=r"fsdp=8 leaves 16.\d% of the parameters whole"):
         check_sharded(broken, mesh)
     check_sharded(broken, {"data": 8, "fsdp": 1, "tensor": 1})
-
-
-def test_gathered_parameters_are_whole_and_the_same():
-    backend, init_fn, _ = state_of(MIXED)
-    params = backend.init_state(init_fn, jax.random.key(0)).params
-    for leaf, original in zip(
-        jax.tree.leaves(gather_whole(params, backend.mesh)), jax.tree.leaves(params), strict=True
-    ):
-        assert len(leaf.sharding.device_set) == 1
-        np.testing.assert_array_equal(leaf, original)
 
 
 def test_a_group_that_fills_a_torus_in_order_has_its_sides():
