@@ -1,404 +1,564 @@
-"""The benchmark says what it measured, and PyTorch's twin computes what this project computes."""
+"""PyTorch's twin computes what ours does, faults are named, and a suite outlives them."""
 
 import contextlib
-import csv
+import functools
+import itertools
 import json
 import os
-import subprocess
+import pickle
 import sys
-from types import SimpleNamespace
+import time
+from functools import partial
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from absl import flags
 
-from gpt2 import cli, launch
-from gpt2.benchmark import case as benchmark
-from gpt2.benchmark import first_step, measure, picture, tables, worker
-from gpt2.benchmark.turns import Player
+from gpt2 import launch
+from gpt2.benchmark import __main__ as command
+from gpt2.benchmark import attention, first_step, loop, measure, ours, suite, tables
+from gpt2.benchmark.first_step import FirstStep, compare
+from gpt2.config import DEFAULTS, Config, with_options
 from gpt2.errors import UserError
+from gpt2.ops import Scoring
+from gpt2.training.program import Program
 
-TINY = dict(num_layers=2, num_heads=2, embed_dim=32, context_length=16, batch_size=4, vocab_size=50)
-
-
-def tiny(subject="train", **changes):
-    return make_case(subject) | TINY | changes
-
-
-def make_case(subject, *arguments):
-    """Returns the first case of a command line."""
-    return make_cases(subject, *arguments)[0]
+SMALL = {
+    **{"model.num_layers": 2, "model.num_heads": 2, "model.embed_dim": 32},
+    **{"model.context_length": 16, "model.vocab_size": 50, "data.batch_size": 8},
+    **{"optim.schedule": "constant", "optim.warmup_steps": 0, "optim.end_learning_rate": 6e-4},
+}
 
 
-def make_cases(subject, *arguments):
-    """Returns the cases of a command line."""
-    values = flags.FlagValues()
-    benchmark.define_flags(values)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flags, "FLAGS", values)
-        cli._parse_flags(["benchmark", *arguments])
-    return benchmark.make_cases(subject, values)
+@functools.cache
+def make_config(**options):
+    """Returns a small config; of `group__name=value`, each sets an option."""
+    given = {name.replace("__", "."): value for name, value in options.items()}
+    return with_options(Config.from_dict(DEFAULTS.to_dict()), SMALL | given)
 
 
-def test_speed_and_ratios_follow_from_the_turns():
-    info = {"peak_flops": 1e9, "flops_per_token": 1e6}
-    found = measure.summarise(tiny(), [0.4, 0.2, 0.9], [0.1, 0.2, 0.3], info)
-    assert found["step_seconds"] == 0.4
-    assert found["tokens_per_second"] == pytest.approx(4 * 16 / 0.4)
-    assert found["mfu"] == pytest.approx(160 * 1e6 / 1e9)
+@functools.cache
+def our_steps(**options):
+    return ours.Training(make_config(**options)).first_steps()[1]
 
 
-def test_a_ratios_interval_is_students_of_the_logarithms():
-    turns, ours = [0.4, 0.2, 0.9], [0.1, 0.2, 0.3]  # ratios 4, 1, 3
-    logs = np.log([4.0, 1.0, 3.0])
-    half = 4.3027 * logs.std(ddof=1) / np.sqrt(3)  # t of two degrees of freedom, 97.5 %
-    expected = np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])
-    assert measure.ratio(turns, ours) == pytest.approx(list(expected), rel=1e-4)
-    assert measure.ratio([0.6], [0.2]) == [pytest.approx(3.0), None, None]
+def peers_module():
+    return pytest.importorskip("gpt2.benchmark.peers", reason="needs PyTorch", exc_type=ImportError)
 
 
-def test_the_first_step_of_a_turn_does_not_count(monkeypatch):
-    class Waking:
-        def __init__(self, *_):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def runs_on(self):
-            return {"platform": "cpu", "device": "1 x cpu"}
-
-        def play(self, steps):
-            return [100.0] + [0.5] * (steps - 1) if steps > 1 else [0.5]  # a turn; the last warm-up
-
-        def info(self):
-            return {"peak_flops": None, "flops_per_token": 1.0, "compile_seconds": 3.0}
-
-    monkeypatch.setattr(measure, "Player", Waking)
-    results = measure.measure(tiny(), [], rounds=3, seconds=1.0)
-    assert results[measure.OURS]["turns"] == [0.5] * 3
-    assert results[measure.OURS]["compile_seconds"] == 3.0 + 100.0 - 0.5  # beyond a usual step
-    assert results[measure.OURS]["device"] == "1 x cpu"
+def their_steps(peer="torch", **options):
+    return peers_module().Training(peer, make_config(**options), "cpu").first_steps()[1]
 
 
-def test_options_to_vary_are_read_with_their_types():
-    text = "model.position=rope,model.num_kv_heads=4,model.bias=False,optim.eps=1"
-    assert benchmark.read_options(text) == {
-        **{"model.position": "rope", "model.num_kv_heads": 4},
-        **{"model.bias": False, "optim.eps": 1.0},
-    }
-    for wrong in ("position=rope", "model.positron=rope"):
-        with pytest.raises(
-            UserError, match=r"there is no option .* Did you mean model\.position\?"
-        ):
-            benchmark.read_options(wrong)
-    for wrong in ("model.position", "model", ""):
-        with pytest.raises(UserError, match="does not set"):
-            benchmark.read_options(wrong)
-    for wrong in ("model.num_heads=four", "model.bias=yes"):
-        with pytest.raises(UserError, match=r"is not of type .* Give a value such as model\."):
-            benchmark.read_options(wrong)
-    for shared, how in (
-        ("data.batch_size=32", "the same batch. Use --batch_size"),
-        ("model.context_length=64", "the same batch. Use --context_length"),
-        ("model.vocab_size=512", "the same batch. Choose another --model"),
-        ("train.num_steps=9", "it changes no step. Leave it out"),
-        ("data.corpus=x", "it changes no step. Leave it out"),
-    ):
-        with pytest.raises(UserError, match=f"cannot vary {shared.partition('=')[0]}: .*{how}"):
-            benchmark.read_options(shared)
-    with pytest.raises(UserError, match=r"would ignore model\.rope_base"):
-        benchmark.make_config(tiny(vary=benchmark.read_options("model.rope_base=9.0")))
+def difference(ours, theirs):
+    return next((str(each) for each in compare(ours, theirs) if not each.holds), None)
+
+
+BFLOAT16 = {"precision__compute": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    "texts",
-    [["model.num_heads=2"], ["model.num_kv_heads=1"] * 2, ["optim.eps=1e-8"]],
-)
-def test_no_contestant_is_another_by_a_second_name(texts):
-    assert list(benchmark.read_variations(["model.num_kv_heads=1"], tiny()))
-    with pytest.raises(UserError, match="gives a contestant that there is already"):
-        benchmark.read_variations(texts, tiny())
-
-
-@pytest.mark.parametrize(
-    ("subject", "text", "message"),
+    "options",
     [
-        ("eval", "optim.name=lion", "cannot vary optim.name: eval takes no training step"),
-        ("eval", "memory.remat=full", "cannot vary memory.remat: eval takes"),
-        ("generate", "train.accumulate_steps=2", "cannot vary train.accumulate_steps: generate"),
-        ("train", "precision.compute=bfloat16", "--matmul_precision=highest is about products"),
+        {},
+        BFLOAT16,
+        {"train__accumulate_steps": 2, "data__batch_size": 16},
+        {"model__bias": False},
+    ],
+    ids=str,
+)
+def test_a_peer_computes_what_this_project_computes(options):
+    theirs, reference = their_steps(**options), our_steps(**options)
+    assert difference(reference, theirs) is None
+    assert abs(reference.loss - np.log(50)) < 3  # and the loss is one
+    lengths = [np.linalg.norm(values) for values in reference.gradients.values()]
+    assert np.linalg.norm(lengths) == pytest.approx(1.0, rel=0.01)  # it was clipped
+
+
+def test_a_compiled_peer_computes_what_this_project_computes(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    one = {"model__num_layers": 1}
+    assert difference(our_steps(**one), their_steps("torch_compile", **one)) is None
+    assert list(tmp_path.rglob("*.so"))  # inductor compiled it
+
+
+def plant_epsilon(peers, patch):
+    patch.setattr(peers.nn, "LayerNorm", partial(peers.nn.LayerNorm, eps=1e-6))
+
+
+def plant_gelu(peers, patch):
+    gelu = peers.F.gelu
+    patch.setattr(peers.F, "gelu", lambda x, approximate: gelu(x))  # the exact form
+
+
+def plant_precision(peers, patch):
+    cast = peers.torch.autocast
+    half = peers.torch.bfloat16
+    patch.setattr(peers.torch, "autocast", lambda device, *_, **__: cast(device, half))
+
+
+def plant_missing_layer(peers, patch):
+    forward, calls = peers.Block.forward, itertools.count()
+
+    def skip_the_first(self, x):
+        return x + (next(calls) % 2) * (forward(self, x) - x)
+
+    patch.setattr(peers.Block, "forward", skip_the_first)
+
+
+def plant_no_clipping(peers, patch):
+    patch.setattr(peers, "clip", lambda *_: None)
+
+
+def plant_in_adamw(**changes):
+    """Returns a plant of other options: `lr`, `betas`, `eps`, or `weight_decay` of its groups."""
+
+    def plant(peers, patch):
+        original = peers.torch.optim.AdamW
+
+        def altered(groups, lr, betas, eps, fused):
+            options = dict(lr=lr, betas=betas, eps=eps) | changes
+            decay = {k: options.pop(k) for k in ("weight_decay",) if k in options}
+            return original([group | decay for group in groups], **options)
+
+        patch.setattr(peers.torch.optim, "AdamW", altered)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("options", "plant", "told"),
+    [
+        ({}, plant_epsilon, "loss differs"),
+        ({}, plant_gelu, "gradient of h_0/"),
+        ({}, plant_precision, "products are in bfloat16, in place of float32"),
+        ({}, plant_no_clipping, "gradient of h_0/"),
+        ({}, plant_in_adamw(eps=1e-5), "weights of h_0/"),
+        ({}, plant_in_adamw(lr=1.01 * 6e-4), "weights of h_0/"),
+        ({}, plant_in_adamw(betas=(0.9, 0.999)), "weights of h_0/"),
+        ({}, plant_in_adamw(weight_decay=0.0), "weights of h_0/attn/c_attn/kernel"),
+        (BFLOAT16, plant_missing_layer, "loss differs"),
+        (BFLOAT16, plant_no_clipping, "gradient of h_0/"),
     ],
 )
-def test_what_the_subject_would_ignore_is_not_varied(subject, text, message):
-    case = tiny(subject=subject, matmul_precision="highest")
-    with pytest.raises(UserError, match=message):
-        benchmark.read_variations([text], case)
+def test_a_planted_difference_is_named(options, plant, told, monkeypatch):
+    plant(peers_module(), monkeypatch)
+    found = difference(our_steps(**options), their_steps(**options))
+    assert found and found.startswith(told)
+
+
+@pytest.mark.parametrize(
+    "option", [{"model__position": "rope"}, {"model__window": 4}, {"model__mlp_ratio": 2}], ids=str
+)
+def test_what_plain_gpt2_has_not_is_a_difference(option):
+    try:
+        assert difference(our_steps(**option), their_steps(**option))
+    except TypeError as error:
+        raise AssertionError("shapes differ without a word") from error
+
+
+def test_a_peer_on_a_cpu_clips_by_the_norm_of_large_tensors():
+    """PyTorch's own is 0.1 % too small there."""
+    peers = peers_module()
+    norm = peers.torch.linalg.vector_norm
+    weight = peers.nn.Parameter(peers.torch.zeros(40_000, 768))
+    weight.grad = peers.torch.randn(weight.shape, generator=peers.torch.Generator().manual_seed(0))
+    assert float(norm(weight.grad)) < (1 - 1e-4) * float(norm(weight.grad.double()))
+    peers.clip([weight], 1.0, "cpu")
+    np.testing.assert_allclose(float(norm(weight.grad.double())), 1.0, rtol=1e-6)
+
+
+def test_each_kind_of_difference_is_named_in_turn():
+    def step(**changes):
+        trees = dict(
+            before={"a/kernel": np.ones(3), "b/bias": np.ones(2)},
+            after={"a/kernel": np.full(3, 0.9), "b/bias": np.full(2, 0.9)},
+            gradients={"a/kernel": np.arange(3.0), "b/bias": np.ones(2)},
+        )
+        return FirstStep(**dict(products="float32", loss=4.0) | trees | changes)
+
+    assert difference(step(), step(loss=4.00001)) is None
+    other = {"a/kernel": np.arange(3.0), "b/bias": np.full(2, 1.1)}
+    late = {"a/kernel": np.full(3, 0.85), "b/bias": np.full(2, 0.9)}
+    for start, changes in (
+        ("products are in tf32", dict(products="tf32")),
+        ("weights before the step differ", dict(before={"a/kernel": np.ones(3)})),
+        ("loss differs by 1.0e-02", dict(loss=4.04)),
+        ("loss differs by nan", dict(loss=float("nan"))),
+        ("gradient of b/bias differs by 1.0e-01", dict(gradients=other)),
+        ("weights of a/kernel differs by 5.0e-01", dict(after=late)),
+    ):
+        assert difference(step(), step(**changes)).startswith(start)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory__scan_layers": True},
+        pytest.param({"parallel__fsdp": 8, "parallel__data": 1}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_layouts_show_the_same_first_step(options):
+    assert difference(our_steps(), our_steps(**options)) is None
 
 
 @pytest.mark.thorough
-def test_a_variation_runs_in_turn_with_flops_of_its_own():
-    name = "model.activation=swiglu"
-    variations = {name: benchmark.read_options(name)}
-    case = tiny(batch_size=8)  # one for each device
-    results = measure.measure(case, [], rounds=1, seconds=0.0, variations=variations)
-    assert list(results) == [measure.OURS, name]
-    flops = [result["flops_per_token"] for result in results.values()]
-    assert flops[1] - flops[0] == 6 * 2 * (32 * 128 + 128)  # a third map in two layers
-    assert f"\n{name} " in tables.table(case, results)
+def test_gradients_read_from_moments_are_those_of_the_loss():
+    program = Program.from_config(make_config(), jax.devices()[:1])
+    params = ours.draw_params(program.model.config)
+    tokens, targets = map(jnp.asarray, first_step.draw_batch(make_config()))
+
+    def loss(params):
+        logits = program.model.apply({"params": params}, tokens)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+    gradients = jax.grad(loss)(params)
+    norm = optax.tree.norm(gradients)
+    assert norm > 1  # so that clipping does something
+    expected = ours.samples(jax.tree.map(lambda gradient: gradient / norm, gradients))
+    found = our_steps().gradients
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, atol=1e-4 * np.abs(values).max())
 
 
-def test_flags_override_what_the_model_brings():
-    found = make_case("train", "--model=shakespeare-char", "--batch_size=3")
-    assert (found["num_layers"], found["context_length"], found["batch_size"]) == (6, 256, 3)
+def test_large_tensors_are_compared_by_a_sample():
+    values = np.arange(2.0 * first_step.SAMPLE)
+    found = first_step.sample("a", values)
+    assert found.size == first_step.SAMPLE and np.unique(found).size > 0.7 * found.size
+    np.testing.assert_array_equal(found, first_step.sample("a", values.copy()))
+    np.testing.assert_array_equal(first_step.sample("a", values[:9]), values[:9])
 
 
-@pytest.mark.parametrize("argument", ["--batch=2", "--optimizer=lion"])
-def test_unknown_options_are_user_errors(argument):
-    with pytest.raises(UserError, match=r"See --help|Did you mean --batch_size"):
-        make_case("train", argument)
+def test_products_of_float32_are_known_by_platform():
+    known = {("high", "gpu"): "tf32", ("highest", "gpu"): "float32", (None, "tpu"): "bfloat16"}
+    for (precision, platform), products in known.items():
+        assert first_step.products_of("float32", precision, platform) == products
+    assert first_step.products_of("float32", None, "cpu") == "float32"
+    assert first_step.products_of("bfloat16", None, "gpu") == "bfloat16"
 
 
-def test_an_unknown_subject_is_a_user_error():
-    command = [sys.executable, "-m", "gpt2.benchmark", "trian"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    told = "error: trian is not a command. "
-    told += "Choose one of train, eval, generate, data, verify, suite, wheels.\n"
-    assert (run.returncode, run.stderr) == (2, told)
+class Fake:
+    """A player whose first step after others' turns takes long, and whose loss is its name's."""
+
+    device, started = "1 x cpu", {}
+
+    def __init__(self, name, command, environment):
+        self.name = name
+        self.started[name] = command, environment
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, request):
+        if request == 0:
+            return {"peak_flops": 1e9, "flops_per_token": 1e6, "compile_seconds": 3.0}
+        if isinstance(request, str):
+            Path(request).write_bytes(pickle.dumps(self.shown()))
+            return 9.0
+        return [100.0] + [0.5] * (request - 1) if request > 1 else [0.5]
+
+    def shown(self):
+        return FirstStep("float32", 4.0, {}, {}, {})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--batch_size=0"], "--batch_size=0 is not a whole number of 1 or more"),
-        (["train", "--batch_size=4,x"], "--batch_size=x is not a whole number of 1 or more"),
-        (["train", "--batch_size=4,8,4"], "--batch_size=4,8,4 repeats one"),
-        (["train", "--compute=float32,float32"], "--compute=float32,float32 repeats one"),
-        (["train", "--compute=float31"], "--compute=float31 is not one of float32"),
-        (["train", "--plot=a.pdf"], "--plot=a.pdf does not end in .png"),
-        (["train", "--csv=/proc/none/a.csv"], "nothing can be written in /proc/none"),
-        (
-            ["train", "--compute=float32,bfloat16", "--matmul_precision=highest"],
-            "--matmul_precision=highest is about products of float32",
-        ),
-        (["eval", "--optimizer=sgd"], "--optimizer would be ignored by eval"),
-        (["eval", "--with_data"], "--with_data would be ignored by eval"),
-        (["data", "--matmul_precision=high"], "--matmul_precision would be ignored by data"),
-        (["verify", "--rounds=2"], "--rounds would be ignored by verify"),
-        (["train", "--rounds=0"], "--rounds=0 is out of range"),
-        (["train", "--seconds=nan"], "--seconds=nan is out of range"),
-        (["generate", "--context_length=1"], "Use 2 or more"),
-        (["eval", "--fsdp=8"], "--fsdp would be ignored by eval"),
-        (["generate", "--attention=eager"], "--attention would be ignored by generate"),
-        (["data", "--backend=pmap"], "--backend would be ignored by data"),
-    ],
-)
-def test_numbers_out_of_range_and_options_without_effect_are_user_errors(arguments, message):
-    with pytest.raises(UserError, match=message):
-        make_case(*arguments)
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(measure, "Player", Fake)
+    Fake.started.clear()
+    return monkeypatch
 
 
-def test_advice_about_options_of_the_config_names_flags_of_this_command():
-    with pytest.raises(UserError, match=r"parallel\.fsdp=0 .* --fsdp=1"):
-        benchmark.make_config(tiny(fsdp=0))
+def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
+    (row,) = measure.measure(measure.Case("train", make_config()), rounds=3, seconds=1.0)
+    assert row["turns"] == [0.5] * 3 and row["device"] == "1 x cpu"
+    assert row["compile_seconds"] == 3.0 + 100.0 - 0.5  # beyond a usual step
+    assert row["tokens_per_second"] == 8 * 16 / 0.5 and row["mfu"] == 256 * 1e6 / 1e9
+    (row,) = measure.measure(measure.Case("generate", make_config()), rounds=1, seconds=0.0)
+    assert row["tokens_per_second"] == 8 * 8 / 0.5  # half of the context is new
 
 
-def test_each_ignored_option_is_one_that_training_takes():
-    values = flags.FlagValues()
-    benchmark.define_flags(values)
-    assert set().union(*benchmark.IGNORED.values()) <= set(values)
-    assert make_case("train", "--fsdp=8", "--remat=full")["fsdp"] == 8
-    assert make_case("eval", "--data=-1", "--seconds=0")["subject"] == "eval"
-
-
-def test_a_mistake_that_only_the_worker_sees_is_one_line():
-    command = [sys.executable, "-m", "gpt2.benchmark", "train", "--attention=flash"]
-    command += ["--model=shakespeare-char-cpu"]
-    environment = os.environ | {"XLA_FLAGS": ""}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1
-    assert run.stderr.startswith("error: --attention=flash would be reference on a cpu")
-    assert run.stderr.endswith("Use --attention=sdpa.\n")
-
-
-def test_lists_give_a_case_for_each_size_and_type():
-    arguments = ("--model=quickstart", "--batch_size=4,8", "--compute=float32,bfloat16")
-    cases = make_cases("train", *arguments)
-    found = [(case["compute"], case["batch_size"]) for case in cases]
-    types = ("float32", "bfloat16")
-    assert found == [(compute, size) for compute in types for size in (4, 8)]
-    assert [case | dict(compute="", batch_size=0) for case in cases] == 4 * [
-        cases[0] | dict(compute="", batch_size=0)
-    ]
-
-
-def test_one_devices_work_is_measured_by_one_devices_peak(monkeypatch):
-    assert (len(worker.devices_of(tiny())), len(worker.devices_of(tiny("eval")))) == (8, 1)
-    alone = worker.peak(tiny("eval"))
-    assert alone["peak_flops"] == worker.peak(tiny())["peak_flops"]  # all share one CPU
-    gpu = SimpleNamespace(device_kind="NVIDIA H200", platform="gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [gpu] * 4)
-    of_all = worker.peak(tiny(compute="bfloat16"))
-    of_one = worker.peak(tiny("generate", compute="bfloat16"))
-    assert of_all["peak_flops"] == 4 * of_one["peak_flops"] > 0
-    assert worker.peak(tiny("data"))["peak_flops"] is None
-
-
-@pytest.mark.parametrize(
-    ("platform", "kind", "known"),
-    [("gpu", "NVIDIA H100", ("default", "high")), ("tpu", "TPU v4", ("default",))],
-)
-def test_products_without_a_known_peak_have_none(platform, kind, known, monkeypatch):
-    chip = SimpleNamespace(device_kind=kind, platform=platform)
-    monkeypatch.setattr(jax, "devices", lambda: [chip])
-    for precision in ("default", "high", "highest"):
-        found = worker.peak(tiny(matmul_precision=precision))
-        assert bool(found["peak_flops"]) == (precision in known)
-        assert (found["peak_source"] == "unknown") == (precision not in known)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "told"),
-    [
-        (("gpu", "1 x H100"), ("gpu", "1 x H100"), None),
-        (("gpu", "1 x H100"), ("cpu", "1 x cpu"), "torch runs on 1 x cpu, and jax on 1 x H100"),
-        (("cpu", "1 x cpu"), ("gpu", "1 x H100"), "torch runs on 1 x H100, and jax on 1 x cpu"),
-        (("gpu", "1 x H100"), ("gpu", "1 x L4"), "torch runs on 1 x L4, and jax on 1 x H100"),
-        (("gpu", "2 x H100"), ("gpu", "1 x H100"), r"2 x H100, and a peer on one.*DEVICES=0"),
-    ],
-)
-@pytest.mark.parametrize("compares", [measure.measure, measure.verify])
-def test_a_peer_on_other_hardware_is_refused(ours, theirs, told, compares, monkeypatch):
-    class Announcing:
-        def __init__(self, name, command, environment):
-            self._tells = ours if name == measure.OURS else theirs
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def runs_on(self):
-            return dict(zip(("platform", "device"), self._tells, strict=True))
-
-        def show(self, path):
-            first_step.FirstStep("float32", 4.0).save(path)
-            return 0.1
-
-        def play(self, steps):
-            return [0.1] * steps
-
-        def info(self):
-            return {"peak_flops": None, "flops_per_token": 1.0}
-
-    monkeypatch.setattr(measure, "Player", Announcing)
-    turns = {"rounds": 1, "seconds": 0.0} if compares is measure.measure else {}
-    with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
-        assert len(dict(compares(tiny(), ["torch"], **turns)))
-
-
-def test_a_process_announces_what_it_runs_on_before_it_serves():
-    code = "from gpt2.benchmark.turns import announce, serve; announce('tpu', 'TPU v4', 2); "
-    code += "serve(lambda: None, lambda: 7)"
-    with Player("announcer", [sys.executable, "-c", code], dict(os.environ)) as player:
-        assert player.runs_on() == {"platform": "tpu", "device": "2 x TPU v4"}
-        assert player.info() == 7
-
-
-def test_impossible_peers_are_user_errors(monkeypatch):
-    with pytest.raises(UserError, match="not one of torch"):
-        benchmark.check_peers(["tensorflow"], tiny())
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs transformers"):
-        benchmark.check_peers(["hf_compile"], tiny())
-    with pytest.raises(UserError, match="torch is not one of hf"):
-        benchmark.check_peers(["torch"], tiny(subject="generate"))
-    with pytest.raises(UserError, match="data does not report --shares"):
-        benchmark.check_peers([], tiny(subject="data", shares=True))
-    with pytest.raises(UserError, match=r"needs torch_xla. Install it: .*peers-xla"):
-        benchmark.check_peers(["torch_xla_compile"], tiny())
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    with pytest.raises(UserError, match="torch_xla cannot be asked for flash attention"):
-        benchmark.check_peers(["torch_xla"], tiny(attention="flash"))
-    with pytest.raises(UserError, match="scales losses here and does not in --peers=torch"):
-        benchmark.check_peers(["torch"], tiny(compute="float16"))
-    for changes in (dict(remat="full"), dict(backend="pmap"), dict(data=1), dict(fsdp=2)):
-        ((name, value),) = changes.items()
-        with pytest.raises(UserError, match=f"--{name}={value} would be ignored by --peers=torch"):
-            benchmark.check_peers(["torch"], tiny(**changes))
-        benchmark.check_peers([], tiny(**changes))
-
-
-def test_beside_peers_both_sides_multiply_by_a_padded_vocabulary():
-    assert make_case("train", "--model=gpt2-124m")["vocab_size"] == 50257
-    assert make_case("train", "--model=gpt2-124m", "--peers=torch")["vocab_size"] == 50304
-    assert make_case("train", "--model=quickstart", "--peers=torch")["vocab_size"] == 4096
-
-
-def test_a_player_does_the_steps_it_is_asked_for_and_tells():
-    code = (
-        "from gpt2.benchmark.turns import serve; n = []; serve(lambda: n.append(1), lambda: len(n))"
-    )
-    with Player("counter", [sys.executable, "-c", code], dict(os.environ)) as player:
-        assert len(player.play(3)) == 3 and len(player.play(1)) == 1
-        assert player.info() == 4
-
-
-def test_players_on_a_gpu_share_its_memory_unless_the_user_has_said_how(monkeypatch):
-    given: dict[str, dict[str, str]] = {}
-
-    class Noting:
-        def __init__(self, name, command, environment):
-            given[name] = environment
-            if len(given) == 3:
-                raise UserError("all have started", "Go on")
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def runs_on(self):
-            return {"platform": "gpu", "device": "H100"}
-
-        def play(self, steps):
-            return [1.0] * steps
+def test_sides_share_a_gpus_memory_unless_the_user_has_said_how(fake):
+    case, names = measure.Case("train", make_config()), measure._MEMORY
 
     def shares():
-        given.clear()
-        with pytest.raises(UserError, match="all have started"):
-            varied = {name: {} for name in ("second", "third")}
-            measure.measure(tiny(), [], rounds=1, seconds=0.0, variations=varied)
-        names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-        return [[variables.get(name) for name in names] for variables in given.values()]
+        measure.measure(case, ["torch"], {"b": case.varied("optim.eps=1")}, rounds=1, seconds=0.0)
+        return [[env.get(name) for name in names] for _, env in Fake.started.values()]
 
-    monkeypatch.setattr(measure, "Player", Noting)
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.delenv(name, raising=False)
+    for name in names:
+        fake.delenv(name, raising=False)
     assert shares() == [["0.30", None]] * 3
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")  # JAX refuses both names at once
+    assert json.loads(Fake.started["b"][0][-1])["optim"]["eps"] == 1.0
+    assert "gpt2.benchmark.peers" in Fake.started["torch"][0]
+    fake.setenv(names[1], "0.2")  # JAX refuses both names at once
     assert shares() == [[None, "0.2"]] * 3
 
 
-def test_a_player_that_ends_between_two_turns_is_a_user_error():
-    command = [sys.executable, "-c", "import sys; print('[1.0]', flush=True); sys.exit(1)"]
-    with Player("quitter", command, dict(os.environ)) as player:
-        assert player.play(1) == [1.0]
-        player._process.wait()
-        with pytest.raises(UserError, match="quitter ended early"):
-            player.play(1)
+def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
+    case = measure.Case("train", make_config())
+    fake.setattr(Fake, "shown", lambda self: FirstStep("float32", len(self.name), {}, {}, {}))
+    with pytest.raises(UserError, match="torch does not compute what jax computes: loss differs"):
+        measure.measure(case, ["torch"], rounds=1, seconds=0.0)
+    fake.setattr(Fake, "device", property(lambda self: f"{len(self.name)} x H100"))
+    with pytest.raises(UserError, match="torch runs on 5 x H100, and jax on 3 x H100"):
+        list(measure.verify(case, ["torch"]))
 
 
-def test_a_player_that_ends_early_is_a_user_error():
-    command = [sys.executable, "-c", "input()"]
-    with Player("quitter", command, dict(os.environ)) as player, pytest.raises(UserError):
-        player.play(1)
+def test_a_16_bit_timing_is_preceded_by_float32_in_two_sequences(fake):
+    asked = []
+    fake.setattr(measure, "verify", lambda case, peers: asked.append((case, peers)) or [])
+    case = measure.Case("train", make_config(**BFLOAT16))
+    measure.measure(case, ["torch_compile"], rounds=1, seconds=0.0)
+    ((exact, peers),) = asked
+    assert peers == ["torch"]  # the model without its compiler
+    assert exact.config == make_config(data__batch_size=2)
+    assert exact.variables == {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+
+
+def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--a=1")
+    case = measure.Case("train", make_config())
+    text = "model.position=rope,model.num_kv_heads=1,model.bias=False,optim.eps=1"
+    assert case.varied(text).config == make_config(
+        model__position="rope", model__num_kv_heads=1, model__bias=False, optim__eps=1.0
+    )
+    assert case.varied("XLA_FLAGS=--b=2").variables == {"XLA_FLAGS": "--a=1 --b=2"}
+    with pytest.raises(UserError):
+        case.varied("model.positron=rope")
+
+
+def test_a_ratios_interval_is_students_of_the_logarithms():
+    logs = np.log([4.0, 1.0, 3.0])
+    half = 4.3027 * logs.std(ddof=1) / np.sqrt(3)  # t of two degrees of freedom, 97.5 %
+    expected = np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])
+    assert measure.ratio([0.4, 0.2, 0.9], [0.1, 0.2, 0.3]) == pytest.approx(expected, rel=1e-4)
+    assert measure.ratio([0.6], [0.2]) == [pytest.approx(3.0)]
+
+
+def player(code):
+    return measure.Player("it", [sys.executable, "-c", code], os.environ)
+
+
+def test_a_player_does_the_steps_it_is_asked_for_and_tells(tmp_path):
+    code = "from types import SimpleNamespace as S; from gpt2.benchmark.measure import serve\n"
+    code += "n = []; work = S(step=lambda: n.append(1), first_steps=lambda: (2.5, n))\n"
+    code += "serve('1 x H100', work, lambda: len(n))"
+    with player(code) as it:
+        assert it.device == "1 x H100"
+        assert len(it.ask(3)) == 3 and len(it.ask(1)) == 1 and it.ask(0) == 4
+        assert it.ask(str(tmp_path / "shown")) == 2.5
+        assert pickle.loads((tmp_path / "shown").read_bytes()) == [1] * 4
+
+
+def test_a_player_that_ends_early_ends_the_command():
+    with player("print(1, flush=True); input(); raise SystemExit(2)") as it:
+        with pytest.raises(SystemExit, match="2"):
+            it.ask(1)
+        with pytest.raises(SystemExit, match="2"):  # it has ended before
+            it.ask(1)
+    with (
+        player("import os; print(1, flush=True); input(); os.abort()") as it,
+        pytest.raises(UserError, match="by signal 6"),
+    ):
+        it.ask(1)
+
+
+def test_generation_fills_the_other_half_of_the_context():
+    assert [len(tokens) for tokens in ours.Generation(make_config()).step()] == 8 * [8]
+
+
+def test_a_document_mask_is_timed_with_documents():
+    assert "segments" not in ours._batch(make_config())
+    segments = ours._batch(make_config(data__document_mask=True))["segments"]
+    assert segments.shape == (8, 16) and segments.max() > 0
+    assert (np.diff(segments, axis=1) >= 0).all()
+
+
+def test_no_peak_is_known_without_a_data_sheet(monkeypatch):
+    assert not ours.Training(make_config()).info["peak_flops"]
+    monkeypatch.setattr(ours, "find_chip", lambda kind: find_chip("NVIDIA H100 80GB HBM3"))
+    from gpt2.telemetry.chips import find_chip
+
+    sheet = find_chip("NVIDIA H100 80GB HBM3").peak_flops("bfloat16")
+    found = ours.Training(make_config(**BFLOAT16)).info["peak_flops"]
+    assert found == len(jax.devices()) * sheet
+
+
+def test_the_step_of_a_run_skips_its_first_lines():
+    slow, fast = ({"perf/step_seconds": seconds, "perf/mfu": 0.5} for seconds in (5.0, 0.1))
+    found = loop.describe_steps([*[slow] * 3, {"eval/loss": 4.0}, *[fast] * 7])
+    assert found["turns"] == [0.1] * 7 and found["step_seconds"] == 0.1 and found["mfu"] == 0.5
+    assert found["peak_bytes"] is None  # a CPU does not tell
+
+
+LONG = dict(
+    model__context_length=64, model__window=16, model__attention="blocked", model__num_heads=4
+)
+
+
+def test_attention_is_compared_in_all_its_variants():
+    rows = list(attention.check_attention(make_config(**LONG)))
+    assert [row["passed"] for row in rows] == 5 * [True]
+    assert "2 of 4 heads, window 16, documents" in rows[-1]["check"]
+    assert all(row["worst"] > 0 and row["seconds"] > 0 for row in rows)
+
+
+def scale_late_rows(right, *qkv, **options):
+    out = right(*qkv, **options)
+    late = np.arange(out.shape[1]) >= out.shape[1] // 4
+    return out * np.where(late, 0.9, 1.0).astype(out.dtype)[:, None, None]
+
+
+def drop_documents(right, *qkv, segments, **options):
+    return right(*qkv, segments=None, **options)
+
+
+def narrow_window(right, *qkv, scoring, **options):
+    return right(*qkv, scoring=Scoring(window=scoring.window - 1), **options)
+
+
+def scale_all(right, *qkv, **options):
+    return right(*qkv, **options) * 1.02
+
+
+def test_a_kernel_with_a_fault_does_not_pass(monkeypatch):
+    right = attention.attention
+
+    def passes(fault):
+        def planted(*qkv, implementation, **options):
+            call = right if implementation == "reference" else partial(fault, right)
+            return call(*qkv, implementation=implementation, **options)
+
+        monkeypatch.setattr(attention, "attention", planted)
+        form = ("xla", (1, 32, 2, 8), "bfloat16", 2, Scoring(window=8), True)
+        return attention.compare(*form)["passed"]
+
+    assert passes(lambda right, *qkv, **options: right(*qkv, **options))
+    for fault in (scale_late_rows, drop_documents, narrow_window, scale_all):
+        assert not passes(fault), fault
+    monkeypatch.setattr(attention, "attention", lambda *_, **__: 1 / 0)
+    rows = list(attention.check_attention(make_config(**LONG)))
+    assert {(row["passed"], row["error"]) for row in rows} == {(False, "division by zero")}
+
+
+def test_the_worst_part_is_judged_alone_and_a_nan_is_worst():
+    exact = np.ones((2, 4))
+    wrong = np.array([[1, 1, 1, 1], [1, 1, 1, 3]])
+    assert attention.worst(wrong, exact, exact, 2) == (1.0, 0.0)  # of the second row
+    broken = np.array([[1, 1, 1, 1], [1, 1, np.nan, 1]])
+    assert np.isnan(attention.worst(broken, exact, exact, 2)[0])
+
+
+def say(**row):
+    return ["-c", f"print('from a library'); print({json.dumps(row)!r}, flush=True)"]
+
+
+PARTS = {
+    "good": say(name="a", step_seconds=0.1, turns=[0.1]),
+    "broken": ["-c", "raise ValueError('planted')"],
+    "slow": ["-c", f"{say(name='early')[1]}\nimport time; time.sleep(60)"],
+}
+
+
+def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
+    asked = []
+
+    def run(command, limit, log):
+        asked.append(command[2])
+        return right([*PARTS[command[2]]], limit, log)
+
+    right = suite.run_command
+    monkeypatch.setattr(suite, "run_command", run)
+    parts = [suite.Part(name, 5, (name,)) for name in ("broken", "slow", "good")]
+    monkeypatch.setattr(suite, "make_parts", lambda output: parts)
+    assert suite.run_suite(tmp_path, [], {}, dry_run=True) and not asked
+    assert not suite.run_suite(tmp_path, [], {}, dry_run=False)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
+    ends = {row["part"]: row for row in rows if "status" in row}
+    assert {name: row["status"] for name, row in ends.items()} == {
+        **{"broken": "failed", "slow": "out of time", "good": "done"}
+    }
+    assert ends["broken"]["error"] == "ValueError: planted"
+    assert [row["name"] for row in rows if "name" in row] == ["early", "a"]  # what came, stays
+    page = (tmp_path / "report.md").read_text()
+    assert "ValueError: planted" in page and "100.00 ms" in page
+    suite.run_suite(tmp_path, [], {}, dry_run=False)
+    assert asked == ["broken", "slow", "good", "broken", "slow"]  # what is done, does not run again
+    with pytest.raises(UserError, match="no part"):
+        suite.run_suite(tmp_path, ["god"], {}, dry_run=False)
+
+
+def test_nothing_that_a_part_started_lives_on(tmp_path):
+    pid = tmp_path / "pid"
+    script = "import subprocess, sys, time\n"
+    script += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])\n"
+    script += f"open({str(pid)!r}, 'w').write(str(child.pid)); time.sleep(99)"
+    list(suite.run_command(["-c", script], 5, tmp_path / "log"))
+    stat = Path(f"/proc/{pid.read_text()}/stat")
+    for _ in range(100):  # until init has reaped it
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child still runs")
+
+
+@contextlib.contextmanager
+def parsed(*arguments):
+    known = set(flags.FLAGS)
+    command.define_flags()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["benchmark", *arguments])  # where overrides are found
+            flags.FLAGS(sys.argv)
+            yield flags.FLAGS
+    finally:
+        for name in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, name)
+
+
+def test_every_part_of_the_suite_has_options_that_work(tmp_path):
+    parts = suite.make_parts(tmp_path)
+    assert len({part.name for part in parts}) == len(parts)
+    assert sum(part.seconds for part in parts) < 60 * 60
+    for part in parts[1:]:
+        name, *given = part.command
+        with parsed(*given) as values:
+            case = measure.Case(name, command.make_config(values.peers))
+            assert name in command.COMMANDS
+            assert all(case.varied(text) != case for text in values.vary)
+
+
+def test_beside_peers_the_config_is_one_that_they_can_have(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    file = f"--config={Path(command.__file__).parents[2]}/configs/shakespeare_char.py"
+    with parsed(file, "--config.model.vocab_size=65"):
+        assert command.make_config([]).model.dropout > 0
+        config = command.make_config(["torch"])
+        assert config.model.dropout == 0.0 and config.model.vocab_size == 128
+        assert config.optim.schedule == "constant" and config.optim.warmup_steps == 0
+        with pytest.raises(UserError, match="torch_compile"):
+            command.make_config(["tensorflow"])
+
+
+def test_a_table_shows_the_columns_that_rows_fill():
+    rows = [
+        {"name": "jax", "step_seconds": 0.2, "turns": [0.1, 0.3], "ratio": [1.0, 1.0, 1.0]},
+        {"name": "torch", "step_seconds": 0.5, "turns": [0.5], "ratio": [2.5, 2.4, 2.6]},
+    ]
+    title, rule, ours, theirs = tables.table(rows).splitlines()
+    assert "MFU" not in title and set(rule) == set("| -")
+    assert "200.00 ms" in ours and "2.50 (2.40 to 2.60)" in theirs
+    assert len({len(line) for line in (title, rule, ours, theirs)}) == 1
 
 
 def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
@@ -417,169 +577,9 @@ def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
     assert launch.cpu_environment() == {"GLIBC_TUNABLES": asked["GLIBC_TUNABLES"]}
     monkeypatch.setenv("GLIBC_TUNABLES", asked["GLIBC_TUNABLES"])
     assert launch.cpu_environment() == {}
-    # Contestants compile anew, and ask libtpu for TPUs no more than this process does.
+    # Sides compile anew, and ask libtpu for TPUs no more than this process does.
     monkeypatch.setattr(launch, "_chosen", {launch._CACHE: "/x", "JAX_PLATFORMS": "cpu"})
     monkeypatch.setenv(launch._CACHE, "/x")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     measured = launch.environment_to_measure()
     assert measured["JAX_PLATFORMS"] == "cpu" and launch._CACHE not in measured
-
-
-def results(case, by_name):
-    """Returns results as `measure` gives them, for the turns of each contestant."""
-    info = dict(
-        peak_flops=1e12, peak_source="measured", flops_per_token=1e6, peak_bytes=2e9,
-        attention="blocked", device="1 x cpu", compile_seconds=1.0, warm_up_seconds=3.5,
-        shares={"mlp": 1.0}, compared=True, compute=case["compute"], vary={},
-    )  # fmt: skip
-    return {
-        name: info
-        | {"versions": {name: "1.0"}}
-        | measure.summarise(case, turns, by_name["jax"], info)
-        for name, turns in by_name.items()
-    }
-
-
-def test_table_shows_every_contestant_its_ratio_and_every_setting():
-    case = tiny(optimizer="sgd", attention="eager", matmul_precision="highest", with_data=True)
-    shown = tables.table(case, results(case, {"jax": [0.2, 0.2], "torch": [0.5, 0.5]}))
-    assert "2.50 (2.50 to 2.50)" in shown and "torch 1.0" in shown and "mlp 100%" in shown
-    for setting in (
-        *("sgd", "attention eager (blocked in jax)", "precision of products highest"),
-        *("data inside of the time", "remat none", "layers unrolled in jax", "pjit data=-1 fsdp=1"),
-        *("4 x 16 tokens", "width 32", "50 tokens in the vocabulary", "1,000 GFLOP/s, measured"),
-        *("2 turns each", "the first steps of torch equal jax's", "3.5"),
-    ):
-        assert setting in shown, setting
-    assert "differ more than 1.5 times" not in shown
-    shown = tables.table(case, results(case, {"jax": [0.2, 0.2], "torch": [0.5, 0.8]}))
-    assert "turns of torch differ more than 1.5 times" in shown
-    read = tiny(subject="data")
-    assert "adamw" not in tables.table(read, results(read, {"jax": [0.2, 0.2]}))
-
-
-def test_a_narrow_terminal_takes_two_tables(monkeypatch):
-    case = tiny()
-    found = results(case, {"jax": [0.2, 0.2], "torch": [0.5, 0.5]})
-    wide = tables.table(case, found)
-    monkeypatch.setattr(tables, "terminal_columns", lambda: 80)
-    narrow = tables.table(case, found)
-    assert wide.count("torch  ") == 1 and narrow.count("torch  ") == 2
-    _, *lines = narrow.split("step ms")
-    assert max(map(len, lines[0].splitlines())) <= 80
-    assert set(wide.split()) == set(narrow.split())
-
-
-def test_a_file_and_a_picture_hold_every_cell(tmp_path):
-    lines = []
-    for case in (tiny(), tiny(compute="bfloat16"), tiny(batch_size=8)):
-        lines += tables.rows(case, results(case, {"jax": [0.2, 0.3], "torch": [0.5, 0.6]}))
-    varied = results(tiny(), {"jax": [0.2, 0.3], "model.attention=xla": [0.4, 0.5]})
-    varied["jax"]["attention"], varied["model.attention=xla"]["attention"] = "blocked", "xla"
-    found = tables.rows(tiny(), varied)
-    assert [row["our_attention"] for row in found] == ["blocked", "xla"]  # each has its own
-    assert "95 % intervals" in picture._foot(found)
-    varied["model.attention=xla"]["vary"] = {"optim.name": "muon", "memory.remat": "full"}
-    *_, row = tables.rows(tiny(), varied)
-    assert (row["optimizer"], row["remat"], row["scan_layers"]) == ("muon", "full", False)
-    narrow = results(tiny(), {"jax": [0.2], "precision.compute=bfloat16": [0.1], "torch": [0.5]})
-    products = dict(compute="bfloat16", peak_flops=3e12, peak_source="measured")
-    narrow["precision.compute=bfloat16"] |= products
-    narrow["precision.compute=bfloat16"]["vary"] = {"precision.compute": "bfloat16"}
-    del narrow["torch"]["compute"], narrow["torch"]["peak_flops"]  # peers do not tell
-    rows = tables.rows(tiny(), narrow)
-    assert [row["compute"] for row in rows] == 3 * ["float32"]  # what they are compared in
-    assert [row["our_compute"] for row in rows] == ["float32", "bfloat16", None]
-    picture.plot(tmp_path / "narrow.png", rows)
-    assert [row["product_flops"] for row in rows] == [1e12, 3e12, 1e12]
-    assert "float32 1,000 GFLOP/s, measured; bfloat16 3,000" in tables.table(tiny(), narrow)
-    assert "95 % intervals" not in picture._foot(found[:1])
-    tables.write_csv(tmp_path / "cells.csv", lines)
-    with (tmp_path / "cells.csv").open() as file:
-        read = list(csv.DictReader(file))
-    assert [row["contestant"] for row in read] == 3 * ["jax", "torch"]
-    assert [row["batch_size"] for row in read[::2]] == ["4", "4", "8"]
-    assert float(read[1]["speedup"]) == pytest.approx((2.5 * 2.0) ** 0.5)
-    assert set(tiny()) - set(read[0]) == {"vary", "shares"}  # every other setting is there
-    picture.plot(tmp_path / "cells.png", lines)
-    assert (tmp_path / "cells.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("subject", ["train", pytest.param("eval", marks=pytest.mark.thorough)])
-def test_shares_of_time_by_part_add_up_to_one(subject):
-    work = worker.OurModel(tiny(subject=subject, batch_size=8))
-    work.step()
-    shares = work.shares()
-    assert sum(shares.values()) == pytest.approx(1.0)
-    assert {"attention", "mlp"} <= set(shares)
-    assert ("optimizer" in shares) == (subject == "train")
-
-
-def test_a_trace_without_the_programs_operations_is_told(monkeypatch):
-    work = worker.OurModel(tiny("eval"))
-    monkeypatch.setattr(worker, "ProgramText", lambda text: SimpleNamespace(operations={}))
-    assert work.shares() == {"unmatched operations": 1.0}
-
-
-def test_generation_fills_the_other_half_of_the_context():
-    case = tiny(subject="generate")
-    new = worker.OurGenerator(case).step()
-    assert [len(tokens) for tokens in new] == 4 * [8]
-    found = measure.summarise(case, [2.0], [1.0], {"peak_flops": None, "flops_per_token": 1})
-    assert found["tokens_per_second"] == 4 * 8 / 2.0
-
-
-def test_reading_goes_on_to_the_next_batch(monkeypatch):
-    case = tiny(subject="data")
-    reading = worker.OurReader(case)
-    read = []
-    monkeypatch.setattr(reading, "_loader", SimpleNamespace(batch=read.append))
-    reading.step()
-    reading.step()
-    assert read == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("subject", "peer"),
-    [
-        (subject, peer)
-        for subject, peers in benchmark.PEERS.items()
-        for peer in peers
-        if subject != "verify" and not peer.startswith("torch_xla")
-    ],
-)
-def test_peers_do_a_step_of_each_subject(subject, peer):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    if peer.endswith("compile"):
-        pytest.skip("compiles for minutes, and differs in nothing else")
-    from gpt2.benchmark.peers import SUBJECTS
-
-    loss = SUBJECTS[subject](peer, tiny(subject=subject), "cpu").step()
-    assert loss is None or 3.5 < loss < 4.5  # log 50 is 3.9
-
-
-def test_a_peers_file_is_gone_when_it_ends(tmp_path):
-    pytest.importorskip("torch")
-    command = [sys.executable, "-m", "gpt2.benchmark.peers", "torch"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with Player("torch", [*command, json.dumps(tiny(subject="data"))], environment) as player:
-        player.runs_on()
-        player.play(1)
-        assert list(tmp_path.rglob("train.bin"))
-    assert not list(tmp_path.rglob("train.bin"))
-
-
-def test_worker_needs_no_more_than_jax_flax_and_optax():
-    code = "import gpt2.benchmark.worker, json, sys; print(json.dumps(list(sys.modules)))"
-    modules = json.loads(subprocess.check_output([sys.executable, "-c", code]))
-    heavy = (
-        "gpt2.data",
-        "gpt2.training.checkpoint",
-        "orbax",
-        "grain",
-        "tiktoken",
-        "pyarrow",
-        "torch",
-    )
-    assert not [name for name in modules if name.startswith(heavy)]

@@ -1,45 +1,23 @@
-r"""Measures how fast a step is, alone or beside PyTorch's.
+r"""Measures what a training step takes, alone or beside PyTorch's.
 
-    python -m gpt2.benchmark train --model=quickstart
+    python -m gpt2.benchmark train --config=configs/quickstart.py
 
-times a training step of the small model, alone. For a first look, --rounds=1 is enough.
+times the step of a config, which --config.a.b=v changes. For a first look, --rounds=1 is enough.
 
-    python -m gpt2.benchmark train --model=gpt2-124m --batch_size=2 --compute=bfloat16 \
-        --peers=torch,torch_compile
+    python -m gpt2.benchmark train --config=configs/gpt2_124m.py --config.data.batch_size=2 \
+        --peers=torch,torch_compile --vary=model.position=rope
 
-times a large one in turn with PyTorch's.
+times it in turn with PyTorch's and with an option changed. Warm-up, compilation and data are
+outside the times; clipping and the optimizer are inside. Beside peers, dropout is 0, the rate
+constant and the vocabulary a multiple of 64. First steps from the same weights are compared, and
+what differs is not timed. `verify` compares alone.
 
-A step of `train` is a training step. A step of `eval` is the loss of a batch. A step of `generate`
-continues a batch of prompts greedily: the prompts fill half of the context, and the continuations
-the other half. A step of `data` reads a batch of text for training.
+`generate` continues prompts of half of the context to its end, greedily. `attention` compares an
+implementation with the reference: values, gradients and times. `loop` takes steps by train.py
+itself. `suite` runs all that on a GPU, each part with a time limit; --config.a.b=v changes all.
 
-    python -m gpt2.benchmark train --model=quickstart --batch_size=4,8,16 \
-        --compute=float32,bfloat16 --peers=torch,torch_compile --csv=FILE.csv --plot=FILE.png
-
-measures each batch size in each type, one after the other.
-
-    python -m gpt2.benchmark train --model=quickstart --vary=model.position=rope
-
-times the same model with an option changed, in turn with the model as it is.
-
-    python -m gpt2.benchmark verify --peers=torch,hf
-
-compares loss, gradients and weights of first steps from the same weights. The same comes before
-`train`, and the loss before `eval`: what differs is not timed.
-
-Each contestant runs in a process of its own. They take turns, A B A B, so that a ratio compares
-what ran seconds apart. Warm-up, the first step of a turn, compilation and, unless --with_data,
-loading are outside the times. Clipping and the optimizer are inside. Dropout is 0.
-
-`train` spreads over all devices. `eval` and `generate` run on one.
-
-`suite` measures all of that on a GPU, and `wheels` gathers the packages that it needs there: see
-gpt2/benchmark/suite/.
-
-MFU is the model's FLOPs over the step's time, over the peak of the devices used. A trained token
-takes 6 N + 12 L D T FLOPs, and a token that is only read takes a third of them. The peak comes from
-the data sheet. On a CPU it is the rate of a [2048, 768] x [768, 3072] matrix product, measured in
-the same run.
+MFU is the model's FLOPs, 6 N + 12 L D T a token, over time and the data sheet's peak. Memory is the
+peak of a GPU's allocator; on a CPU, of the process.
 """
 
 from gpt2 import launch
@@ -47,92 +25,104 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import importlib.util
 import json
-import sys
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from gpt2 import cli
-from gpt2.benchmark.case import (
-    PEERS,
-    check_peers,
-    define_flags,
-    make_cases,
-    read_variations,
-)
-from gpt2.benchmark.first_step import first_difference
-from gpt2.benchmark.measure import measure, refusal, verify
-from gpt2.benchmark.suite import command as suite
-from gpt2.benchmark.suite import wheels
-from gpt2.benchmark.tables import agreement_table, rows, table, write_csv
+from gpt2.benchmark import measure, suite
+from gpt2.benchmark.tables import table
+from gpt2.config import Config, with_options
+from gpt2.data.tokenizer import tokens_by_name
 from gpt2.errors import UserError
 
-OTHERS = {"suite": suite, "wheels": wheels}
+COMMANDS = ("train", "verify", "generate", "attention", "loop", "suite", "machine")
 
 
-def main(subject: str) -> None:
-    """Measures or verifies, and prints tables, or JSON."""
-    options = flags.FLAGS
-    wanted = make_cases(subject)
-    for case in wanted:
-        check_peers(options.peers, case)
-    if subject == "verify":
-        print_agreement(wanted, options.peers)
+def define_flags() -> None:
+    """Defines the flags of all commands."""
+    cli.define_config()
+    flags.DEFINE_list("peers", [], "train, verify: torch, torch_compile or both.")
+    about = "train, generate: our side with OPTION=VALUE,... or XLA_FLAGS=...; a flag for each."
+    flags.DEFINE_multi_string("vary", [], about)
+    flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
+    flags.DEFINE_float("seconds", 2.0, "Least length of a turn after its first step.")
+    flags.DEFINE_integer("steps", 100, "loop: how many.", lower_bound=2)
+    flags.DEFINE_bool("json", False, "Print rows as JSON, a line each, in place of a table.")
+    flags.DEFINE_string("output", "", "suite: the folder of its results. loop: keeps the run.")
+    flags.DEFINE_list("parts", [], "suite: those to run; all if empty.")
+    flags.DEFINE_bool("dry_run", False, "suite: print the commands.")
+
+
+def main(command: str) -> int:
+    """Runs a command, and returns the exit code: 1 if something failed."""
+    args = flags.FLAGS
+    output = Path(args.output) if args.output else None
+    if command == "suite":
+        if not output:
+            raise UserError("there is no --output", "Name the folder of the results")
+        return not suite.run_suite(output, args.parts, cli.overrides(), dry_run=args.dry_run)
+    rows = []
+    for row in make_rows(command, output):
+        rows.append(row)
+        if args.json or command == "machine":
+            print(json.dumps(row), flush=True)
+    if not (args.json or command == "machine"):
+        print(table(rows))
+    return int(not all(row.get("passed", True) for row in rows))
+
+
+def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a command as they come."""
+    args = flags.FLAGS
+    if command == "machine":
+        yield suite.describe_machine(output)
+        return
+    config = make_config(args.peers)
+    if command == "attention":
+        from gpt2.benchmark.attention import check_attention
+
+        yield from check_attention(config)
+    elif command == "loop":
+        from gpt2.benchmark.loop import measure_loop
+
+        yield measure_loop(config, args.steps, output)
+    elif command == "verify":
+        for name, agreements in measure.verify(measure.Case("train", config), args.peers):
+            worst = max(
+                agreements, key=lambda each: (not each.holds, each.found / (each.allowed or 1))
+            )
+            yield {"name": name, "passed": worst.holds, "check": str(worst)}
     else:
-        print_speed(wanted)
+        case = measure.Case(command, config)
+        variations = {text: case.varied(text) for text in args.vary}
+        turns = dict(rounds=args.rounds, seconds=args.seconds)
+        yield from measure.measure(case, args.peers, variations, **turns)
 
 
-def print_speed(wanted: list[dict[str, Any]]) -> None:
-    """Measures each case and prints its table. Files hold what is measured so far."""
-    options = flags.FLAGS
-    variations = [read_variations(options.vary, case) for case in wanted]
-    measured, lines = [], []
-    for file in filter(None, (options.csv, options.plot)):
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-    for case, varied in zip(wanted, variations, strict=True):
-        results = measure(case, options.peers, options.rounds, options.seconds, varied)
-        measured.append({"case": case, "results": results})
-        lines += rows(case, results)
-        if options.csv:
-            write_csv(Path(options.csv), lines)
-        if options.plot:
-            from gpt2.benchmark.picture import plot  # brings matplotlib
-
-            plot(Path(options.plot), lines)
-        if not options.json:
-            print(table(case, results), end="\n\n" if case is not wanted[-1] else "\n", flush=True)
-    if options.json:
-        print(json.dumps(measured if len(measured) > 1 else measured[0], indent=2))
-
-
-def print_agreement(wanted: list[dict[str, Any]], peers: list[str]) -> None:
-    """Compares first steps, and prints how far they lie apart.
-
-    Raises:
-        UserError: a peer computes something else.
-    """
+def make_config(peers: list[str]) -> Config:
+    """Returns the config of the command line; beside peers, as they can have it too."""
+    config = cli.parse_config()
+    config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:
-        raise UserError("verify compares with peers, and there are none", "Add --peers=torch")
-    refused = []
-    for case in wanted:
-        found = dict(verify(case, peers))
-        end = "\n\n" if case is not wanted[-1] else "\n"
-        print(agreement_table(case, found.items()), end=end, flush=True)
-        refused += [
-            refusal(name, difference)
-            for name, agreements in found.items()
-            if (difference := first_difference(agreements))
-        ]
-    if refused:
-        raise refused[0]
+        return config
+    if set(peers) - {"torch", "torch_compile"}:
+        raise UserError(f"--peers={','.join(peers)} is not known", "Use torch or torch_compile")
+    if not importlib.util.find_spec("torch"):
+        raise UserError("--peers needs PyTorch", "Install it: pip install -e '.[peers]'")
+    if config.optim.name != "adamw":
+        raise UserError("--peers have no other optimizer", "Use --config.optim.name=adamw")
+    options = {"schedule": "constant", "warmup_steps": 0, "warmup_percent": 0.0}
+    options["end_learning_rate"] = config.optim.learning_rate
+    vocab_size = 64 * math.ceil(config.model.vocab_size / 64)  # as nanoGPT trains
+    same = {f"optim.{name}": value for name, value in options.items()}
+    return with_options(config, same | {"model.dropout": 0.0, "model.vocab_size": vocab_size})
 
 
 if __name__ == "__main__":
-    other = next((command for command in OTHERS if command in sys.argv[1:]), None)
-    if other:  # with flags of its own
-        cli.parse(OTHERS[other].define_flags, commands=(other,))
-        cli.run(OTHERS[other].main)
-    cli.parse(define_flags, commands=(*PEERS, *OTHERS))
-    cli.run(main)
+    cli.run(main, define_flags, default_config="quickstart", commands=COMMANDS)

@@ -1,227 +1,240 @@
-"""Measures a case here and by peers in turn, after it has seen that both sides compute the same."""
+"""Times a case here, beside peers and with other options, in turn.
+
+Each side runs in a process of its own, which sleeps until its turn comes: what takes short turns
+runs under the same load, heat and clocks, so that ratios compare what ran seconds apart. A peer is
+timed only once its first steps are seen to compute what ours compute.
+"""
 
 import contextlib
-import functools
+import dataclasses
 import json
 import math
+import os
+import pickle
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
+import scipy.stats
 
-from gpt2.benchmark.first_step import Agreement, FirstStep, compare, first_difference
-from gpt2.benchmark.turns import Player, environment_of_players
-from gpt2.errors import UserError, tell
+from gpt2 import launch
+from gpt2.benchmark.first_step import Agreement, compare
+from gpt2.config import Config, read_option, with_options
+from gpt2.errors import UserError
 
 OURS = "jax"
-COMPARED = ("train", "eval")  # subjects whose first step is compared before it is timed
+Row = dict[str, Any]
+_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a side does: `train` or `generate`, by a config whose vocabulary is resolved."""
+
+    subject: str
+    config: Config
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its environment
+
+    def varied(self, text: str) -> "Case":
+        """Returns the case with `OPTION=VALUE,...` of the config, or XLA_FLAGS, set."""
+        if text.startswith("XLA_FLAGS="):
+            flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
+            return dataclasses.replace(self, variables={"XLA_FLAGS": flags})
+        settings = [setting.partition("=") for setting in text.split(",")]
+        options = {name: read_option(name, value) for name, _, value in settings}
+        return dataclasses.replace(self, config=with_options(self.config, options))
+
+    def in_float32(self) -> "Case":
+        """Returns the case of two sequences in full float32."""
+        options = {"data.batch_size": 2, "precision.compute": "float32"}
+        options["train.accumulate_steps"] = min(2, self.config.train.accumulate_steps)
+        variables = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # which our peers read, too
+        return Case(self.subject, with_options(self.config, options), variables)
+
+
+class Player:
+    """A process that serves turns. It is a context manager, which ends the process."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]):
+        self.name = name
+        pipe = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process: Any = subprocess.Popen(command, env=dict(environment), **pipe)
+        self.device: str = self._read()  # such as `1 x cpu`
+
+    def ask(self, request: int | str) -> Any:
+        """Returns the answer to a request: see `serve`."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `_read` finds
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._read()
+
+    def _read(self) -> Any:
+        if answer := self._process.stdout.readline():
+            return json.loads(answer)
+        if (code := self._process.wait()) > 0:
+            sys.exit(code)  # it has told why
+        raise UserError(f"{self.name} ended early, by signal {-code}", "It may lack memory")
+
+    def __enter__(self) -> "Player":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def serve(device: str, work: Any, info: Callable[[], Row]) -> None:
+    """Tells the device, then answers each line of standard input until it closes.
+
+    Args:
+        device: what the process runs on.
+        work: a number asks for as many of its steps: the seconds of each. A path asks for a file
+            of what its first steps compute: the seconds of the first.
+        info: 0 asks for what there is to report beside times.
+    """
+    print(json.dumps(device), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if isinstance(request, str):
+            answer, shown = work.first_steps()
+            Path(request).write_bytes(pickle.dumps(shown))
+        elif request == 0:
+            answer = info()
+        else:
+            clock = [time.perf_counter()]
+            for _ in range(request):
+                work.step()
+                clock.append(time.perf_counter())
+            answer = np.diff(clock).tolist()
+        print(json.dumps(answer), flush=True)
 
 
 def measure(
-    case: dict[str, Any],
-    peers: list[str],
+    case: Case,
+    peers: Sequence[str] = (),
+    variations: Mapping[str, Case] | None = None,
+    *,
     rounds: int,
     seconds: float,
-    variations: Mapping[str, dict[str, Any]] = MappingProxyType({}),
-) -> dict[str, dict[str, Any]]:
-    """Runs the case here and by the peers in turn, and returns the results by name.
+) -> list[Row]:
+    """Runs the case here, by peers and with variations in turn; returns a row for each, ours first.
 
-    Args:
-        case: from `make_cases`.
-        peers: of `PEERS[case["subject"]]`.
-        variations: more contestants: this project with other options, by name.
-        rounds: how many turns each has after its warm-up.
-        seconds: the least length of a turn, without its first step, which does not count.
-
-    Raises:
-        UserError: a peer does not compute what this project computes, or a contestant ends early.
+    Each has `rounds` turns of at least `seconds`.
     """
-    if peers and case["subject"] in COMPARED and case["compute"] != "float32":
-        _compare_in_float32(json.dumps(_in_float32(case)), tuple(peers))
-    compared = [OURS, *peers] if peers and case["subject"] in COMPARED else []
-    players: dict[str, Player] = {}
-    steps, warm_up, longer = {}, {}, {}
-    runs_on: dict[str, dict[str, str]] = {}
+    if peers and case.config.precision.compute != "float32":  # 16 bits would hide differences
+        for name, agreements in verify(case.in_float32(), ["torch"]):
+            _refuse_difference(name, agreements)
+    cases = {OURS: case} | dict.fromkeys(peers, case) | dict(variations or {})
+    rows: dict[str, Row] = {}
     with contextlib.ExitStack() as stack:
         shown = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        commands = _commands(case, peers, variations)
-        for name, command in commands.items():
+        players: dict[str, Player] = {}
+        for name, each in cases.items():
             _say(f"{name}: starts, compiles and warms up")
-            began = time.perf_counter()
-            player = players[name] = stack.enter_context(_start(name, command, len(commands)))
-            runs_on[name] = player.runs_on()
-            _require_same_hardware(name, peers, runs_on)
-            first = player.show(shown / f"{name}.npz") if name in compared else None
-            if first is not None and name != OURS:
+            player = stack.enter_context(_start(name, each, peers, len(cases)))
+            players[name] = _on_same_device(player, players)
+            first = 0.0
+            if peers and (name == OURS or name in peers):
+                first = player.ask(str(shown / name))
                 _refuse_difference(name, _compare(shown, name))
-            again, _ = player.play(2)  # compiles if that was not done, and fills caches
-            steps[name] = max(1, math.ceil(seconds / (usual := player.play(1)[0])))
-            longer[name] = max(0.0, (again if first is None else first) - usual)
-            warm_up[name] = {"warm_up_seconds": time.perf_counter() - began}
-        medians: dict[str, list[float]] = {name: [] for name in players}
+            again, _ = player.ask(2)  # compiles if that was not done, and fills caches
+            (usual,) = player.ask(1)
+            steps = max(1, math.ceil(seconds / usual))
+            rows[name] = {"first": (first or again) - usual, "steps": steps, "turns": []}
         for turn in range(1, rounds + 1):
             _say(f"turn {turn} of {rounds}")
             for name, player in players.items():
                 # The first step after the others' turns takes memory back from the machine.
-                _, *times = player.play(1 + steps[name])
-                medians[name].append(statistics.median(times))
-        infos = {name: player.info() for name, player in players.items()}
-    results = {}
-    for name in players:
-        # Peers compute what we do; a variation has FLOPs of its own, and may have another peak.
-        info = infos[name if name in variations else OURS]
-        results[name] = runs_on[name] | warm_up[name] | infos[name]
-        results[name] |= summarise(case, medians[name], medians[OURS], info)
-        # Before the first step, and in it: the contestants compile at either time.
-        results[name]["compile_seconds"] = infos[name].get("compile_seconds", 0.0) + longer[name]
-        results[name]["compared"] = name in compared
-        results[name]["vary"] = variations.get(name, {})
-    return results
+                _, *times = player.ask(1 + rows[name]["steps"])
+                rows[name]["turns"].append(statistics.median(times))
+        infos = {name: player.ask(0) for name, player in players.items()}
+    about = {"subject": case.subject, "device": players[OURS].device, "cpu_cores": os.cpu_count()}
+    return [
+        {"name": name} | about | _figures(each, rows[name], rows[OURS]["turns"], infos[name])
+        for name, each in cases.items()
+    ]
 
 
-def verify(case: dict[str, Any], peers: list[str]) -> Iterator[tuple[str, list[Agreement]]]:
-    """Yields, for each peer, how its first training step compares with this project's."""
-    runs_on: dict[str, dict[str, str]] = {}
+def _figures(case: Case, row: Row, our_turns: list[float], info: Row) -> Row:
+    config, step = case.config, statistics.median(row["turns"])
+    tokens = config.tokens_per_step // (2 if case.subject == "generate" else 1)
+    flops, peak = (info.pop(key, None) for key in ("flops_per_token", "peak_flops"))
+    return {
+        "turns": row["turns"],  # seconds of the median step of each
+        "step_seconds": step,
+        "tokens_per_second": tokens / step,
+        "mfu": tokens / step * flops / peak if peak else None,
+        "compile_seconds": info.pop("compile_seconds", 0.0) + max(0.0, row["first"]),
+        "ratio": ratio(row["turns"], our_turns),
+        "batch_size": config.data.batch_size,
+        "context_length": config.model.context_length,
+        "compute": config.precision.compute,
+    } | info
+
+
+def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
+    """Returns how many times as long turns took as ours did, and the 95 % interval: low and high.
+
+    It is Student's, of the mean logarithm of rounds; with a single round there is none.
+    """
+    logs = np.log(np.array(turns) / np.array(our_turns))
+    if len(logs) == 1:
+        return np.exp(logs).tolist()
+    half = scipy.stats.t.ppf(0.975, len(logs) - 1) * scipy.stats.sem(logs)
+    return np.exp(logs.mean() + np.array([0, -half, half])).tolist()
+
+
+def verify(case: Case, peers: Sequence[str]) -> Iterator[tuple[str, list[Agreement]]]:
+    """Yields, for each peer, how its first training steps compare with this project's."""
+    players: dict[str, Player] = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name, command in _commands(case, peers, {}).items():
-            _say(f"{name}: first steps in {case['compute']}, to be compared")
-            with _start(name, command, 1) as player:
-                runs_on[name] = player.runs_on()
-                _require_same_hardware(name, peers, runs_on)
-                player.show(Path(directory) / f"{name}.npz")
+        for name in (OURS, *peers):
+            _say(f"{name}: first steps in {case.config.precision.compute}, to be compared")
+            with _start(name, case, peers, 1) as player:
+                players[name] = _on_same_device(player, players)
+                player.ask(str(Path(directory) / name))
             if name != OURS:
                 yield name, _compare(Path(directory), name)
 
 
-def _say(text: str) -> None:
-    """Tells a person at a terminal what takes so long. Nothing redraws, which would take time."""
-    if sys.stderr.isatty():
-        tell(text)
-
-
-def _in_float32(case: dict[str, Any]) -> dict[str, Any]:
-    """Returns the case of two sequences in full float32. There are no flash kernels for it."""
-    attention = "eager" if case["attention"] == "eager" else "sdpa"
-    exact = dict(compute="float32", matmul_precision="highest", attention=attention)
-    return case | exact | dict(batch_size=min(2, case["batch_size"]), with_data=False, shares=False)
-
-
-@functools.cache
-def _compare_in_float32(case: str, peers: tuple[str, ...]) -> None:
-    """Raises a UserError if a peer differs in float32, where 16 bits would hide the difference.
-
-    A compiled peer is compared without its compiler, which would take minutes once more.
-
-    Args:
-        case: as JSON. A case is compared once.
-        peers: their names.
-    """
-    eager = list(dict.fromkeys(peer.removesuffix("_compile") for peer in peers))
-    for name, agreements in verify(json.loads(case), eager):
-        _refuse_difference(name, agreements)
-
-
-def _require_same_hardware(
-    name: str, peers: list[str], runs_on: Mapping[str, Mapping[str, str]]
-) -> None:
-    """Raises a UserError if a contestant runs on other hardware than a comparison allows.
-
-    A peer uses one device. Beside peers this project therefore has to, too.
-
-    Args:
-        name: the contestant.
-        peers: those of the comparison.
-        runs_on: what each contestant so far runs on, this project's first.
-    """
-    ours, theirs = runs_on[OURS], runs_on[name]
-    if peers and not ours["device"].startswith("1 x "):
-        raise UserError(
-            f"{OURS} runs on {ours['device']}, and a peer on one device",
-            "Show one device: set CUDA_VISIBLE_DEVICES=0, or on a CPU unset XLA_FLAGS",
-        )
-    if name in peers and theirs["platform"] != ours["platform"]:
-        raise UserError(
-            f"{name} runs on {theirs['device']}, and {OURS} on {ours['device']}",
-            f"Install PyTorch and JAX for the same hardware, or leave out --peers={name}",
-        )
-    if name in peers and ours["platform"] == "gpu" and theirs["device"] != ours["device"]:
-        raise UserError(
-            f"{name} runs on {theirs['device']}, and {OURS} on {ours['device']}",
-            "Show both one GPU: set CUDA_VISIBLE_DEVICES=0",
-        )
-
-
-def refusal(name: str, difference: Agreement) -> UserError:
-    """Returns the error for a peer that does not compute what this project computes."""
-    return UserError(
-        f"{name} does not compute what {OURS} computes: {difference}",
-        f"Look for what differs, or leave out --peers={name}",
-    )
-
-
-def _refuse_difference(name: str, agreements: list[Agreement]) -> None:
-    if difference := first_difference(agreements):
-        raise refusal(name, difference)
-
-
 def _compare(shown: Path, name: str) -> list[Agreement]:
-    ours, theirs = (FirstStep.load(shown / f"{which}.npz") for which in (OURS, name))
-    return list(compare(ours, theirs))
+    return list(compare(*(pickle.loads((shown / side).read_bytes()) for side in (OURS, name))))
 
 
-def _commands(
-    case: dict[str, Any], peers: list[str], variations: Mapping[str, dict[str, Any]]
-) -> dict[str, list[str]]:
-    """Returns the module and the arguments of each contestant, ours first."""
-    argument = json.dumps(case)
-    commands = {OURS: ["gpt2.benchmark.worker", argument]}
-    commands |= {peer: ["gpt2.benchmark.peers", peer, argument] for peer in peers}
-    for name, options in variations.items():
-        commands[name] = ["gpt2.benchmark.worker", json.dumps(case | {"vary": options})]
-    return commands
+def _refuse_difference(name: str, agreements: Sequence[Agreement]) -> None:
+    for each in agreements:
+        if not each.holds:
+            what = f"{name} does not compute what {OURS} computes: {each}"
+            raise UserError(what, "Choose options that plain GPT-2 has, or leave out --peers")
 
 
-def _start(name: str, command: list[str], contestants: int) -> Player:
-    environment = environment_of_players(contestants)
-    return Player(name, [sys.executable, "-m", *command], environment)
+def _start(name: str, case: Case, peers: Sequence[str], number: int) -> Player:
+    """Starts a side, one of `number`.
 
-
-def summarise(
-    case: dict[str, Any], turns: list[float], our_turns: list[float], our_info: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns a contestant's figures, from the median step of each turn in seconds.
-
-    `speedup` is how many times faster ours was than this one, as `ratio` gives it.
+    On a GPU, JAX takes three quarters of the memory when it starts, and a second process would
+    find none. So each gets its part of nine tenths, unless the user has said how much.
     """
-    step = statistics.median(turns)
-    generated = case["subject"] == "generate"
-    tokens = case["batch_size"] * case["context_length"] // (2 if generated else 1)
-    peak = our_info["peak_flops"]
-    return {
-        "turns": turns,
-        "step_seconds": step,
-        "tokens_per_second": tokens / step,
-        "mfu": tokens / step * our_info["flops_per_token"] / peak if peak else None,
-        "speedup": ratio(turns, our_turns),
-    }
+    module = ["gpt2.benchmark.peers", name] if name in peers else ["gpt2.benchmark.ours"]
+    command = [sys.executable, "-m", *module, case.subject, json.dumps(case.config.to_dict())]
+    share = {} if any(map(os.environ.get, _MEMORY)) else {_MEMORY[0]: f"{0.9 / number:.2f}"}
+    return Player(name, command, launch.environment_to_measure() | share | dict(case.variables))
 
 
-def ratio(turns: list[float], our_turns: list[float]) -> list[float | None]:
-    """Returns the mean ratio of turns, and its 95 % interval: low and high.
+def _on_same_device(player: Player, others: Mapping[str, Player]) -> Player:
+    if others and player.device != others[OURS].device:
+        raise UserError(
+            f"{player.name} runs on {player.device}, and {OURS} on {others[OURS].device}",
+            "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
+        )
+    return player
 
-    Turns of one round form a pair. The interval is Student's, of the mean logarithm; with a single
-    round there is none.
-    """
-    logs = np.log(np.array(turns) / np.array(our_turns))
-    middle, count = logs.mean(), len(logs)
-    if count == 1:
-        return [float(np.exp(middle)), None, None]
-    half = stdtrit(count - 1, 0.975) * logs.std(ddof=1) / math.sqrt(count)
-    return [float(np.exp(middle + sign * half)) for sign in (0, -1, 1)]
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():  # tells a person what takes so long
+        print(text, file=sys.stderr, flush=True)

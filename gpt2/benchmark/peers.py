@@ -1,20 +1,17 @@
-"""GPT-2 in PyTorch, which `gpt2.benchmark` compares with: same model, same step.
+"""GPT-2's training step in PyTorch, in few lines, as nanoGPT has it.
 
-`torch` is the model in few lines, as nanoGPT has it. `hf` is Hugging Face's GPT-2. `torch_xla` is
-the first on a device of PyTorch/XLA. `_compile` behind a name compiles model and loss. Peers differ
-in nothing else.
+`gpt2.benchmark` times it in turn with ours: `torch`, or `torch_compile`, whose model and loss go
+through `torch.compile`.
 """
 
-import atexit
-import contextlib
 import json
+import os
+import re
 import resource
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,307 +19,184 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpt2.benchmark.case import make_config
-from gpt2.benchmark.first_step import (
-    STEPS,
-    FirstStep,
-    draw_batch,
-    draw_weight,
-    products_of,
-    sample,
-    single_targets,
-)
-from gpt2.benchmark.peer_devices import (
-    choose_device,
-    device_name,
-    platform_of,
-    set_matmul_precision,
-    use_empty_cache,
-)
-from gpt2.benchmark.peer_models import make_model, named_weights
-from gpt2.benchmark.turns import announce, serve
-from gpt2.config import OptimConfig
+from gpt2.benchmark import first_step
+from gpt2.benchmark.first_step import FirstStep
+from gpt2.benchmark.measure import serve
+from gpt2.config import Config, ModelConfig, OptimConfig
 
 
-class PeerModel:
-    """A model and what its steps need, for `train` or `eval`.
+class Block(nn.Module):
+    """One layer: attention and MLP, each a residual branch after a norm."""
 
-    Args:
-        peer: its name.
-        case: see `gpt2.benchmark.case.make_cases`.
-        device: as PyTorch names it.
-    """
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        width, bias = cfg.embed_dim, cfg.bias
+        self.num_heads = cfg.num_heads
+        self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=bias) for _ in range(2))
+        qkv, out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
+        self.attn = nn.ModuleDict({"c_attn": qkv, "c_proj": out})
+        wide, narrow = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
+        self.mlp = nn.ModuleDict({"c_fc": wide, "c_proj": narrow})
 
-    def __init__(self, peer: str, case: dict[str, Any], device: str):
-        self._case, self._device = case, device
-        self._is_training = case["subject"] == "train"
-        self._model = make_model(peer, case).to(device).train(self._is_training)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `[B, T, D]` to `[B, T, D]`."""
+        B, T, D = x.shape
+        q, k, v = (
+            y.view(B, T, self.num_heads, -1).transpose(1, 2)
+            for y in self.attn["c_attn"](self.ln_1(x)).split(D, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn["c_proj"](y.transpose(1, 2).reshape(B, T, D))
+        hidden = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
+        return x + self.mlp["c_proj"](hidden)
+
+
+class GPT(nn.Module):
+    """GPT-2, whose weights `first_steps` draws."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.embed_dim)
+        self.wpe = nn.Embedding(cfg.context_length, cfg.embed_dim)
+        self.h = nn.Sequential(*(Block(cfg) for _ in range(cfg.num_layers)))
+        self.ln_f = nn.LayerNorm(cfg.embed_dim, bias=cfg.bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Maps tokens `[B, T]` int64 to logits `[B, T, V]`."""
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        return F.linear(self.ln_f(self.h(x)), self.wte.weight)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Returns parameters by this project's names; a kernel is this project's transposed."""
+        kinds = {"wte": "embedding", "wpe": "embedding", "c": "kernel", "ln": "scale"}
+        found = {}
+        for name, weight in self.named_parameters():
+            *path, last = re.sub(r"\bh\.(\d+)", r"h_\1", name).split(".")
+            last = kinds[path[-1].partition("_")[0]] if last == "weight" else last
+            found["/".join((*path, last))] = weight
+        return found
+
+
+class Training:
+    """A peer's model and optimizer, and its training step."""
+
+    def __init__(self, peer: str, config: Config, device: str):
+        self._config, self._device = config, device
+        self._model = GPT(config.model).to(device).train()
         self._weights = list(self._model.parameters())
-        self._optim = make_config(case).optim
-        self._optimizer = _make_optimizer(self._optim, self._weights, device)
-        self._dtype: torch.dtype | None = None  # of logits
+        self._optimizer = _make_optimizer(config.optim, self._weights)
+        self._dtype = torch.float32  # of logits
         self._loss: Callable = self._compute_loss
         if peer.endswith("_compile"):
-            backend = "openxla" if device == "xla" else "inductor"
-            self._loss = torch.compile(self._compute_loss, backend=backend)
-        self._batch: Any = self._put(draw_batch(case))
-        self._fetch: Callable = lambda: self._batch
-        if case["with_data"]:
-            self._fetch = batches_from_file(case, device)
-            self._batch = self._fetch()
+            self._loss = torch.compile(self._compute_loss)
+        self._batch = self._put(first_step.draw_batch(config))
 
     def step(self) -> float:
-        """Does one step, waits for the device, and returns the loss.
+        """Takes a training step on the same batch, and returns its loss."""
+        loss = self._clipped_gradients(self._batch)
+        self._optimizer.step()
+        return loss.item()  # waits for a GPU
 
-        The next batch is fetched where nanoGPT fetches it: a GPU then computes the forward pass.
-        """
-        loss = self._forward(self._batch)
-        self._batch = self._fetch()
-        self._backward(loss)
-        self._clip()
-        self._update()
-        self._wait()
-        return loss.item()
-
-    def show(self, path: Path) -> float:
-        """Does first steps from drawn weights, and writes what they computed to a file.
-
-        Returns:
-            Seconds of the first step.
-        """
-        weights = named_weights(self._model)
+    def first_steps(self) -> tuple[float, FirstStep]:
+        """Returns the first step's seconds, and what steps from drawn weights compute."""
+        weights = self._model.named()
         with torch.no_grad():
-            for name, (parameter, flipped) in weights.items():
-                shape = parameter.shape[::-1] if flipped else parameter.shape
-                drawn = torch.from_numpy(draw_weight(name, tuple(shape)))
-                parameter.copy_(drawn.T if flipped else drawn)
-
-        def samples(value: Callable) -> dict[str, np.ndarray]:
-            return {name: _sample(name, value(p), flip) for name, (p, flip) in weights.items()}
-
-        batch = self._put(draw_batch(self._case))
-        self._wait()
-        before = samples(lambda parameter: parameter) if self._is_training else {}
+            for name, weight in weights.items():
+                shape = weight.shape[::-1] if name.endswith("kernel") else weight.shape
+                drawn = torch.from_numpy(first_step.draw_weight(name, tuple(shape)))
+                weight.copy_(drawn.T if name.endswith("kernel") else drawn)
+        before = {name: _sample(name, weight) for name, weight in weights.items()}
         began = time.perf_counter()
-        loss = self._forward(batch)
-        self._backward(loss)
-        self._clip()
-        self._wait()
-        mean = loss.item()
+        loss = self._clipped_gradients(self._batch).item()
         seconds = time.perf_counter() - began
-        shown = FirstStep(self._products(), mean, before=before)
-        if self._is_training:
-            shown.gradients = samples(lambda parameter: parameter.grad)
-            began = time.perf_counter()
-            self._update()
-            self._wait()
-            self._weights[0].sum().item()  # the update is done
-            seconds += time.perf_counter() - began
-            for step in range(1, STEPS):
-                self._backward(self._forward(self._put(draw_batch(self._case, step))))
-                self._clip()
-                self._update()
-                self._wait()
-            shown.after = samples(lambda parameter: parameter)
-        else:
-            shown.tokens = self._losses_of_tokens()
-        shown.save(path)
-        return seconds
-
-    def _losses_of_tokens(self) -> np.ndarray:
-        """Returns the loss of single tokens, by the program that is timed."""
-        tokens, targets = draw_batch(self._case)
-        losses = []
-        for single in single_targets(targets, none=-100):  # what cross_entropy leaves out
-            loss = self._forward(self._put(np.stack([tokens, single])))
-            self._wait()
-            losses.append(loss.item())
-        return np.array(losses)
+        gradients = {name: _sample(name, weight.grad) for name, weight in weights.items()}
+        began = time.perf_counter()
+        self._optimizer.step()
+        self._weights[0].sum().item()  # the update is done
+        seconds += time.perf_counter() - began
+        for step in range(1, first_step.STEPS):
+            self._clipped_gradients(self._put(first_step.draw_batch(self._config, step)))
+            self._optimizer.step()
+        after = {name: _sample(name, weight) for name, weight in weights.items()}
+        return seconds, FirstStep(self._products(), loss, before, after, gradients)
 
     def _put(self, batch: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(batch).long().to(self._device)
 
     def _products(self) -> str:
         """Returns the type in which the last step multiplied."""
-        precision = "highest"
-        if self._device == "xla":
-            import torch_xla.backends
+        precision, compute = torch.get_float32_matmul_precision(), str(self._dtype)[6:]
+        return first_step.products_of(compute, precision, self._device.replace("cuda", "gpu"))
 
-            precision = torch_xla.backends.get_mat_mul_precision()
-        elif self._device == "cuda":
-            precision = torch.get_float32_matmul_precision()
-        compute = str(self._dtype).removeprefix("torch.")
-        return products_of(compute, precision, platform_of(self._device))
-
-    def _forward(self, batch: Any) -> torch.Tensor:
-        with torch.set_grad_enabled(self._is_training):
-            return self._loss(*batch)
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        if self._is_training:
-            self._optimizer.zero_grad(set_to_none=True)
+    def _clipped_gradients(self, batch: torch.Tensor) -> torch.Tensor:
+        """Leaves the clipped gradients of all micro-batches, and returns the mean loss."""
+        self._optimizer.zero_grad(set_to_none=True)
+        number, total = self._config.train.accumulate_steps, torch.zeros((), device=self._device)
+        for tokens, targets in zip(*(part.chunk(number) for part in batch), strict=True):
+            loss = self._loss(tokens, targets) / number
             loss.backward()
-
-    def _clip(self) -> None:
-        if not self._is_training:
-            return
-        if self._device != "cpu":
-            nn.utils.clip_grad_norm_(self._weights, self._optim.clip_norm)
-            return
-        # On a CPU that adds up the squares of a tensor one by one in float32, and the norm of 38
-        # million numbers is 0.3 % too small. Row by row it is exact, and takes no longer.
-        norm = torch.linalg.vector_norm
-        norms = torch.stack([norm(norm(weight.grad, dim=-1)) for weight in self._weights])
-        nn.utils.clip_grads_with_norm_(self._weights, self._optim.clip_norm, norm(norms))
-
-    def _update(self) -> None:
-        if self._is_training:
-            self._optimizer.step()
-
-    def _wait(self) -> None:
-        """Runs what PyTorch/XLA has put off, as one program. Others wait for each value."""
-        if self._device == "xla":
-            import torch_xla
-
-            torch_xla.sync()
+            total += loss.detach()
+        clip(self._weights, self._config.optim.clip_norm or float("inf"), self._device)
+        return total
 
     def _compute_loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean loss of tokens and targets `[B, T]` int64."""
-        with (
-            _cast(self._case["compute"], self._device),
-            _attention_kernel(self._case["attention"]),
-        ):
-            output = self._model(tokens)
-            logits = output if isinstance(output, torch.Tensor) else output.logits
+        compute = getattr(torch, self._config.precision.compute)
+        with torch.autocast(self._device, compute, enabled=compute != torch.float32):
+            logits = self._model(tokens)
             self._dtype = logits.dtype
-            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
 
 
-def _sample(name: str, value: torch.Tensor, flipped: bool) -> np.ndarray:
+def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
+    """Clips gradients by their norm.
+
+    On a CPU, PyTorch adds up the squares of a tensor one by one in float32, and the norm of 38
+    million numbers is 0.3 % too small. Row by row it is exact, and takes no longer.
+    """
+    if device != "cpu":
+        nn.utils.clip_grad_norm_(weights, length)
+        return
+    norm = torch.linalg.vector_norm
+    norms = torch.stack([norm(norm(weight.grad, dim=-1)) for weight in weights])
+    nn.utils.clip_grads_with_norm_(weights, length, norm(norms))
+
+
+def _sample(name: str, value: torch.Tensor | None) -> np.ndarray:
+    assert value is not None
     array = value.detach().cpu().numpy()
-    return sample(name, array.T if flipped else array)
+    return first_step.sample(name, array.T if name.endswith("kernel") else array)
 
 
-def _cast(compute: str, device: str) -> contextlib.AbstractContextManager:
-    """Returns a context in which products are computed in a type."""
-    if compute == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device, getattr(torch, compute))
-
-
-def _attention_kernel(attention: str) -> contextlib.AbstractContextManager:
-    """Returns a context in which fused attention is flash attention, where that was asked for."""
-    if attention != "flash":
-        return contextlib.nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-
-
-def _make_optimizer(
-    optim: OptimConfig, weights: list[nn.Parameter], device: str
-) -> torch.optim.Optimizer:
+def _make_optimizer(optim: OptimConfig, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
     groups = [
         dict(params=[w for w in weights if w.ndim >= 2], weight_decay=optim.weight_decay),
         dict(params=[w for w in weights if w.ndim < 2], weight_decay=0.0),
     ]
-    fused = device != "xla"  # XLA fuses by itself
-    rate = optim.learning_rate
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=optim.momentum, nesterov=True, fused=fused)
     betas = (optim.beta1, optim.beta2)
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optim.eps, fused=fused)
-
-
-class PeerGenerator:
-    """Transformers' own loop with its cache: greedy, and not ended by end-of-text."""
-
-    def __init__(self, peer: str, case: dict[str, Any], device: str):
-        compute = getattr(torch, case["compute"])
-        self._model: Any = make_model(peer, case).to(device, compute).eval()
-        self._half = case["context_length"] // 2
-        self._prompts = torch.from_numpy(draw_batch(case)[0, :, : self._half]).long().to(device)
-
-    def step(self) -> None:
-        """Continues the prompts."""
-        with torch.no_grad():
-            self._model.generate(
-                self._prompts,
-                attention_mask=torch.ones_like(self._prompts),
-                max_new_tokens=self._half,
-                min_new_tokens=self._half,
-                do_sample=False,
-                pad_token_id=0,
-            )
-
-
-class PeerReader:
-    """Batches from a file, as nanoGPT reads them, in host memory as ours are."""
-
-    def __init__(self, peer: str, case: dict[str, Any], device: str):
-        self._fetch = batches_from_file(case, "cpu")
-
-    def step(self) -> None:
-        """Reads a batch."""
-        self._fetch()
-
-
-def batches_from_file(case: dict[str, Any], device: str) -> Callable[[], tuple]:
-    """Returns a function to tokens and targets `[B, T]` int64 on the device.
-
-    They are random windows of a memory-mapped file of uint16, as in nanoGPT's get_batch. To a CUDA
-    device they are copied from pinned memory, and the host does not wait for the copy.
-    """
-    B, T = case["batch_size"], case["context_length"]
-    directory = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, directory)
-    path = Path(directory) / "train.bin"
-    np.random.default_rng(0).integers(0, case["vocab_size"], 2**24, np.uint16).tofile(path)
-
-    def fetch() -> tuple:
-        data = np.memmap(path, np.uint16, "r")  # anew each time, as nanoGPT avoids a leak
-        starts = torch.randint(len(data) - T, (B,)).tolist()
-        windows = (
-            [torch.from_numpy(data[i + shift : i + shift + T].astype(np.int64)) for i in starts]
-            for shift in (0, 1)
-        )
-        batch = (torch.stack(rows) for rows in windows)
-        if device == "cuda":
-            return tuple(rows.pin_memory().to(device, non_blocking=True) for rows in batch)
-        return tuple(rows.to(device) for rows in batch)
-
-    return fetch
-
-
-SUBJECTS: dict[str, Callable[[str, dict[str, Any], str], Any]] = {
-    "train": PeerModel,
-    "eval": PeerModel,
-    "generate": PeerGenerator,
-    "data": PeerReader,
-}
+    return torch.optim.AdamW(groups, optim.learning_rate, betas, optim.eps, fused=True)
 
 
 def main() -> None:
-    """Serves steps of the peer and the case that the command line gives."""
-    peer, case = sys.argv[1], json.loads(sys.argv[2])
+    """Serves steps of the peer and the config that the command line gives."""
+    peer, _, config = sys.argv[1:]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    use_empty_cache()
-    device = choose_device(peer)
-    announce(platform_of(device), device_name(device))
-    set_matmul_precision(case["matmul_precision"], device)
-    work = SUBJECTS[case["subject"]](peer, case, device)
+    # JAX's default on an NVIDIA GPU is TF32, which is `high`. A CPU has float32 alone.
+    asked = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
+    torch.set_float32_matmul_precision("highest" if asked in ("highest", "float32") else "high")
+    # Compilation is timed, and must not find what an earlier process compiled.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        work = Training(peer, Config.from_dict(json.loads(config)), device)
 
-    def info() -> dict[str, Any]:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if device == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        versions = {"torch": torch.__version__}
-        for package in ("torch_xla", "transformers"):
-            if package in sys.modules:
-                versions[package] = sys.modules[package].__version__
-        return {"peak_bytes": peak, "versions": versions}
+        def info() -> dict[str, Any]:
+            on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peak = torch.cuda.max_memory_allocated() if device == "cuda" else on_host
+            return {"peak_bytes": peak, "version": f"torch {torch.__version__}"}
 
-    serve(work.step, info, getattr(work, "show", None))
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        serve(f"1 x {name}", work, info)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Our side of `gpt2.benchmark`: a training step or a generation, served in turns."""
+
+import dataclasses
+import json
+import resource
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gpt2.benchmark import first_step
+from gpt2.benchmark.first_step import FirstStep
+from gpt2.benchmark.measure import serve
+from gpt2.config import Config, GPTConfig
+from gpt2.errors import exit_on_user_error
+from gpt2.model import GPT
+from gpt2.optim.parameters import map_parameters, unrolled_names
+from gpt2.telemetry.chips import find_chip
+from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.training.program import Program
+from gpt2.utils.platform import platform_of
+from gpt2.utils.scan import stack_layers
+
+
+class Training:
+    """A compiled training step and its state, over all devices."""
+
+    def __init__(self, config: Config):
+        self._config, self.devices = config, jax.devices()
+        self._program = program = Program.from_config(config, self.devices)
+        self._batch = program.backend.put_batch(_batch(config))
+        self._state: Any = program.init_state()
+        self._compiled = program.compile_train(self._state, self._batch)
+        compute, device = config.precision.compute, self.devices[0]
+        precision, chip = jax.config.jax_default_matmul_precision, find_chip(device.device_kind)
+        self._products = first_step.products_of(compute, precision, platform_of(device))
+        self.info = {
+            "compile_seconds": self._compiled.compile_seconds,
+            "flops_per_token": model_flops_per_token(config.gpt()),
+            # The sheet has no peak of float32 that is multiplied at another precision.
+            "peak_flops": chip and not precision and chip.peak_flops(compute) * len(self.devices),
+            "attention": program.attention,
+        }
+
+    def step(self) -> None:
+        """Takes a training step on the same batch, and waits for it."""
+        self._run(self._batch)
+
+    def first_steps(self) -> tuple[float, FirstStep]:
+        """Returns the first step's seconds, and what steps from drawn weights compute."""
+        program, self._state = self._program, None  # its memory goes to the drawn weights
+        self._state = program.init_state(draw_params(program.model.config))
+        before = samples(self._state.params)
+        began = time.perf_counter()
+        metrics = self._run(self._batch)
+        seconds = time.perf_counter() - began
+        # AdamW's first moment is 1 - beta1 of the clipped gradient, so that no other program runs.
+        moment = samples(optax.tree.get(self._state.opt_state, "mu"))
+        gradients = {name: value / (1 - self._config.optim.beta1) for name, value in moment.items()}
+        for step in range(1, first_step.STEPS):
+            self._run(program.backend.put_batch(_batch(self._config, step)))
+        loss, after = float(metrics["train/loss"]), samples(self._state.params)
+        return seconds, FirstStep(self._products, loss, before, after, gradients)
+
+    def _run(self, batch: Any) -> dict[str, jax.Array]:
+        self._state, metrics = self._compiled(self._state, batch)
+        return jax.block_until_ready(metrics)
+
+
+class Generation:
+    """Greedy continuations of prompts that fill half of the context, to its end, on one device."""
+
+    def __init__(self, config: Config):
+        from gpt2.generate import Sampling, generate
+
+        self.devices, self.info = jax.devices()[:1], {}
+        model, half = GPT(config.gpt()), config.model.context_length // 2
+        params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+        prompts = _batch(config)["tokens"][:, :half].tolist()
+        greedy = dict(max_new_tokens=half, sampling=Sampling(temperature=0.0))
+        self.step = partial(generate, params, model.config, prompts, **greedy)
+
+
+def draw_params(cfg: GPTConfig) -> Any:
+    """Returns the parameters that `draw_weight` draws, float32 in host memory."""
+    model, draw = GPT(dataclasses.replace(cfg, scan_layers=False)), first_step.draw_weight
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    drawn = map_parameters(lambda path, leaf: draw("/".join(path), leaf.shape), shapes)
+    return stack_layers(drawn, lambda *leaves: np.stack(leaves)) if cfg.scan_layers else drawn
+
+
+def samples(params: Any) -> dict[str, np.ndarray]:
+    """Returns the entries of each parameter that are compared, by its name in unrolled layers."""
+    found = {}
+
+    def add(path: tuple[str, ...], leaf: jax.Array) -> None:
+        names, values = unrolled_names(path, leaf), np.asarray(leaf)
+        for name, value in zip(names, values if "h" in path else [values], strict=True):
+            found[name] = first_step.sample(name, value)
+
+    map_parameters(add, params)
+    return found
+
+
+def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
+    tokens, targets = first_step.draw_batch(config, step)
+    batch = {"tokens": tokens, "targets": targets}
+    if config.data.document_mask:  # documents of 256 tokens in the mean, at random
+        batch["segments"] = np.cumsum(tokens % 256 == 0, axis=1, dtype=np.int32)
+    return batch
+
+
+@exit_on_user_error
+def main() -> None:
+    """Serves steps of the subject and the config that the command line gives."""
+    subject, config = sys.argv[1], Config.from_dict(json.loads(sys.argv[2]))
+    work: Any = {"train": Training, "generate": Generation}[subject](config)
+
+    def info() -> dict[str, Any]:
+        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        statistics = work.devices[0].memory_stats() or {}  # None on a CPU
+        memory = {"peak_bytes": statistics.get("peak_bytes_in_use", on_host)}
+        return work.info | memory | {"version": f"jax {jax.__version__}"}
+
+    serve(f"{len(work.devices)} x {work.devices[0].device_kind}", work, info)
+
+
+if __name__ == "__main__":
+    main()

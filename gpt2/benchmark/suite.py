@@ -1,0 +1,179 @@
+"""All that is worth knowing of a GPU, in one command and without a network.
+
+The parts are commands, each with a time limit: what fails costs no more than its own row. DIR gets
+results.jsonl, with their rows as they come, report.md, logs of what they said, and target.txtpb,
+XLA's description of the GPU for `train.py --plan_chips`. A part that is done is not run again.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import configs
+from gpt2 import launch
+from gpt2.benchmark.tables import table
+from gpt2.errors import UserError
+from gpt2.utils.files import write_text
+
+_ERROR = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")
+_ASKED = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem"
+
+
+class Part(NamedTuple):
+    """A command of `python -m gpt2.benchmark`, and the seconds that it has."""
+
+    name: str
+    seconds: float
+    command: tuple[str, ...]
+
+
+def make_parts(output: Path) -> list[Part]:
+    """Returns the parts in the order in which they run, the most important first."""
+
+    def config(size: str, rows: int) -> tuple[str, ...]:
+        file = Path(configs.__file__).with_name(f"gpt2_{size}.py")
+        return f"--config={file}", "--config.train.accumulate_steps=1", *batch(rows)
+
+    def batch(rows: int) -> tuple[str, ...]:
+        return (f"--config.data.batch_size={rows}",)
+
+    def train(size: str, rows: int, *more: str) -> tuple[str, ...]:
+        return ("train", *config(size, rows), *more)
+
+    peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
+    loop = ("loop", *config("124m", 32), "--config.data.corpus=pystdlib")
+    trace = ("--config.logging.profile_start=50", "--config.logging.profile_steps=5")
+    stacked = "--vary=memory.scan_layers=True,memory.scan_unroll=12"
+    return [
+        Part("machine", 60, ("machine", f"--output={output}")),
+        Part("attention", 150, ("attention", *config("124m", 8), "--config.model.attention=cudnn")),
+        Part("124m-32", 200, train("124m", 32, *peers)),
+        Part("124m-16", 150, train("124m", 16, *peers)),
+        Part("124m-8", 150, train("124m", 8, *peers)),
+        Part("1558m", 200, train("1558m", 8)),
+        Part("loop", 180, loop),
+        Part("trace", 180, (*loop, f"--output={output / 'trace'}", *trace)),
+        Part("triton", 150, train("124m", 8, "--vary=XLA_FLAGS=--xla_gpu_enable_triton_gemm=true")),
+        Part("stacked", 150, train("124m", 8, stacked)),
+        Part("logits", 150, train("124m", 8, "--vary=precision.logits=bfloat16")),
+        Part("documents", 150, train("124m", 8, "--vary=data.document_mask=True")),
+        Part("tf32", 150, train("124m", 16, "--config.precision.compute=float32")),
+        Part("1558m-no-remat", 200, train("1558m", 8, "--config.memory.remat=none")),
+        Part("355m", 120, train("355m", 16)),
+        Part("124m-64", 120, train("124m", 64)),
+        *(Part(f"generate-{n}", 90, ("generate", *config("124m", n))) for n in (1, 8, 64)),
+    ]
+
+
+def run_suite(
+    output: Path, names: list[str], overrides: Mapping[str, Any], *, dry_run: bool
+) -> bool:
+    """Runs the parts of these names, or all, and returns whether all that ran are done.
+
+    Args:
+        output: the folder of the results.
+        names: of parts.
+        overrides: options of the config that every part gets, by dotted name.
+        dry_run: print the commands alone.
+    """
+    parts = [part for part in make_parts(output) if not names or part.name in names]
+    if len(parts) < len(names):
+        known = ", ".join(part.name for part in make_parts(output))
+        raise UserError(f"--parts={','.join(names)} names what is no part", f"Choose of {known}")
+    more = [f"--config.{name}={value}" for name, value in overrides.items()]
+    results = output / "results.jsonl"
+    # What ends this process ends the part that runs, which holds the device.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    rows = [json.loads(line) for line in results.open()] if results.exists() else []
+    done = {row["part"] for row in rows if row.get("status") == "done"}
+    rows = [row for row in rows if row["part"] in done]
+    for part in parts:
+        given = more if "--config" in " ".join(part.command) else []
+        command = ["-m", "gpt2.benchmark", *part.command, *given, "--json"]
+        if dry_run or part.name in done:
+            state = "is done" if part.name in done else f"{part.seconds:.0f} s"
+            print(f"{part.name}, {state}: {shlex.join(['python', *command])}")
+            continue
+        (output / "logs").mkdir(parents=True, exist_ok=True)
+        found = run_command(command, part.seconds, output / "logs" / f"{part.name}.err")
+        rows += [{"part": part.name} | row for row in found]
+        write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
+        write_text(output / "report.md", report(rows))
+        print(f"{part.name}: {rows[-1]['status']} in {rows[-1]['seconds']:.0f} s", flush=True)
+    return all(row.get("status", "done") == "done" for row in rows)
+
+
+def run_command(command: list[str], limit: float, log: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows that Python prints by a command, then its `status`, `seconds`, `error`.
+
+    What the command has started ends with it: a process that is left holds the GPU's memory.
+    """
+    began, status, error = time.monotonic(), "done", None
+    pipes: Any = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log.open("wb"))
+    environment = launch.environment_to_measure()
+    process = subprocess.Popen(
+        [sys.executable, *command], env=environment, start_new_session=True, **pipes
+    )
+    try:
+        out, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        status, error = "out of time", f"no end within {limit:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if error:
+        out, _ = process.communicate()
+    elif process.returncode:
+        lines = list(filter(None, log.read_text(errors="replace").splitlines()))
+        told = [line for line in lines if _ERROR.search(line)] or lines or ["no message"]
+        status, error = "failed", told[-1][:300]
+    for line in out.decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):  # of libraries, or cut off
+            if isinstance(row := json.loads(line), dict):
+                yield row
+    yield {"status": status, "seconds": time.monotonic() - began, "error": error}
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """Returns the page about rows: the machine's figures, and a table of the others."""
+    machine = next((row for row in rows if row["part"] == "machine"), {})
+    lines = [f"- {name}: {value}" for name, value in machine.items() if name != "part"]
+    rest = [
+        row | {"name": row.get("status") or row["name"]}
+        for row in rows
+        if row["part"] != "machine" and row.get("status") != "done"
+    ]
+    return "\n".join(["# Benchmark", "", *lines, "", table(rest), ""])
+
+
+def describe_machine(output: Path | None) -> dict[str, Any]:
+    """Returns devices and versions; on a GPU, writes target.txtpb into `output`."""
+    import jax
+    from jaxlib import xla_client
+
+    from gpt2.training.environment import describe_start
+
+    device = jax.devices()[0]
+    row = describe_start(0) | {
+        "runtime": device.client.platform_version,
+        "cpu_cores": os.cpu_count(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+    if device.platform == "gpu":
+        command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            row["driver"] = subprocess.check_output(command, text=True, timeout=20).strip()
+        if output:
+            target = xla_client.get_topology_for_devices([device]).target_config
+            write_text(output / "target.txtpb", target)
+    return row
