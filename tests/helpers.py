@@ -1,23 +1,19 @@
-"""What several test files share: a tiny run of train.py in a process of its own, and medians."""
+"""What several test files share: a tiny run of train.py in a process of its own."""
 
 import atexit
 import functools
 import json
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
-from scipy.stats import binom
 
 from gpt2.training.checkpoint import load_params
 from tests.forks import LATE, ROOT, Commands, environment
 
 SECONDS = 240  # after which a run counts as hanging
-LEAST_ROUNDS = 6  # fewer measurements have no interval of 95 %
 TINY = [
     "--config.model.num_layers=1",
     "--config.model.num_heads=2",
@@ -116,15 +112,3 @@ def params_of(workdir, checkpoint="latest"):
     """Returns the parameters of a run by name, as numpy."""
     leaves = jax.tree_util.tree_leaves_with_path(load_params(workdir, checkpoint)[1])
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def median_and_interval(values: Sequence[float], form: str) -> str:
-    """Returns a median and its 95 % interval, which assumes no distribution, as text.
-
-    Args:
-        values: at least `LEAST_ROUNDS`.
-        form: how to write a number.
-    """
-    rank = int(binom.ppf(0.025, len(values), 0.5))
-    low, high = sorted(values)[rank - 1], sorted(values)[-rank]
-    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
