@@ -143,15 +143,15 @@ FAULTS = [
     Fault(
         "relu_squared without the square",
         "gpt2/ops/activation.py",
-        "return jnp.square(jnp.maximum(x, 0))",
-        "return jnp.maximum(x, 0)",
+        "jnp.maximum(x, 0) if power == 1 else jnp.square(jnp.maximum(x, 0))",
+        "jnp.maximum(x, 0)",
         VALUES + "relu_squared",
     ),
     Fault(
         "relu_squared's derivative without the factor 2",
         "gpt2/ops/activation.py",
-        "return (2 * jnp.maximum(x, 0) * dy,)",
-        "return (jnp.maximum(x, 0) * dy,)",
+        "else 2 * jnp.maximum(x, 0) * dy",
+        "else jnp.maximum(x, 0) * dy",
         "tests/test_ops.py -k activations",
     ),
     Fault(
@@ -248,15 +248,15 @@ FAULTS = [
     Fault(
         "z-loss has half its gradient",
         "gpt2/ops/cross_entropy.py",
-        "1.0 + 2.0 * form.z_loss",
-        "1.0 + form.z_loss",
+        "1.0 + 2.0 * self.z_loss",
+        "1.0 + self.z_loss",
         "tests/test_ops.py -k cross_entropy",
     ),
     Fault(
         "label smoothing spreads over one token too few",
         "gpt2/ops/cross_entropy.py",
-        "target_logits - mean / form.vocab_size",
-        "target_logits - mean / (form.vocab_size - 1)",
+        "target_logits - mean / self.vocab_size",
+        "target_logits - mean / (self.vocab_size - 1)",
         VALUES + "label_smoothing",
     ),
     Fault(

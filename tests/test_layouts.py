@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from gpt2.model import num_params
-from gpt2.ops import forms
-from gpt2.parallel import bytes_per_device, rules
+from gpt2.parallel import bytes_per_device
 from gpt2.parallel.state import unsharded_share
 from gpt2.plan.collectives import Collective, collectives
 from tests.layouts import (
@@ -192,9 +191,8 @@ def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
 
 
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.thorough)])
-def test_the_forms_of_other_platforms_train_alike_in_shards(monkeypatch, reference, platform):
-    for module in (forms, rules):
-        monkeypatch.setattr(module, "platform", lambda: platform)
+def test_the_variants_of_other_platforms_train_alike_in_shards(monkeypatch, reference, platform):
+    monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: platform)
     for layout in ("data 2 x fsdp 2 x tensor 2 by layer", "fsdp 8 by layer"):
         result = Setup(Case(layout, remat="full", scanned=True)).train()
         assert loss_difference(result, reference) < TOLERANCE

@@ -32,13 +32,14 @@ from gpt2.ops import (
     rotate_reference,
     rotation,
 )
-from gpt2.ops import forms as ops_forms
-from gpt2.ops.attention import attention_cached, attention_reference, resolve
-from gpt2.ops.softmax import softmax
-from gpt2.ops.sums import sum_rows
+from gpt2.ops.arrays import sum_rows
+from gpt2.ops.attention import attention_cached, attention_reference, resolve, softmax
+from gpt2.ops.variants import variants
+from gpt2.parallel import rules
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import BATCH_AXES, Rules, spread_over
 from gpt2.plan.collectives import collectives
+from gpt2.utils.platform import tracing
 
 cross_entropy_module = importlib.import_module("gpt2.ops.cross_entropy")  # not the function
 RULES = Rules.from_config(ParallelConfig())
@@ -143,31 +144,33 @@ def test_gradients_of_a_norm_of_split_rows_cross_devices_as_sums(monkeypatch, pl
             )
             return collectives(gradients.lower(x, vector, vector).compile().as_text())
 
-    monkeypatch.setattr(ops_forms, "platform", lambda: platform)
+    monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: platform)
     assert {c.kind for c in sent()} == {"all-reduce"}
-    if platform == "gpu":  # what XLA makes of the form for rows that are whole
-        monkeypatch.setattr(ops_forms, "on_several_devices", lambda: False)
+    if platform == "gpu":  # what XLA makes of the variant for rows that are whole
+        with_several = rules.traced_for
+        monkeypatch.setattr(
+            rules, "traced_for", lambda *a, **how: with_several(*a, **how | dict(several=False))
+        )
         assert "collective-permute" in {c.kind for c in sent()}
 
 
 def test_sums_of_one_gpu_are_not_those_of_several(monkeypatch):
-    monkeypatch.setattr(ops_forms, "platform", lambda: "gpu")
+    monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: "gpu")
     for size in (1, 8):
         with spread_over(make_mesh(ParallelConfig(data=size), jax.devices()[:size]), RULES):
-            found = ops_forms.forms()
+            found = variants()
         for form in ("staged_sums", "joint_biases", "joint_norm"):
             assert getattr(found, form) == (size == 1)
 
 
-def test_sums_in_two_stages_are_sums(monkeypatch):
+def test_sums_in_two_stages_are_sums():
     def program(x):
         return str(jax.make_jaxpr(lambda x: sum_rows(x, 2))(x))
 
     for rows in (8, 9, 160):
         x = normal(0, 2, rows, 3)
-        with monkeypatch.context() as patch:
-            plain = program(x)
-            patch.setattr(ops_forms, "platform", lambda: "gpu")
+        plain = program(x)
+        with tracing(platform="gpu"):
             assert (program(x) != plain) == (2 * rows % 16 == 0) == ("barrier" in program(x))
             assert sum_rows(x.astype("bfloat16"), 2).dtype == jnp.float32
             np.testing.assert_allclose(sum_rows(x, 2), x.sum((0, 1)), rtol=1e-5, atol=1e-5)
@@ -273,11 +276,11 @@ def test_auto_takes_what_has_a_form_for_the_scores(form, on_gpu, on_tpu):
 
 def test_an_implementation_without_a_form_for_the_scores_is_refused():
     sizes = jnp.bfloat16, 1024, 64
-    with pytest.raises(UserError, match=r"'cudnn' has no form for model\.attention_softcap"):
+    with pytest.raises(UserError, match=r"'cudnn' cannot compute model\.attention_softcap"):
         resolve("cudnn", "gpu", *sizes, scoring=Scoring(softcap=1.0))
-    with pytest.raises(UserError, match=r"'splash' has no form for model\.position=alibi"):
+    with pytest.raises(UserError, match=r"'splash' cannot compute model\.position=alibi"):
         resolve("splash", "tpu", *sizes, alibi=True)
-    with pytest.raises(ValueError, match="'xla' has no form"):
+    with pytest.raises(ValueError, match="'xla' cannot compute"):
         attention(*3 * [normal(0, 1, 8, 4, 8)], implementation="xla", scoring=Scoring(softcap=1.0))
 
 
@@ -485,9 +488,9 @@ def test_the_forms_of_every_platform_equal_the_references(monkeypatch, platform,
 
     on_cpu = program()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
-    monkeypatch.setattr(ops_forms, "platform", lambda: platform)
+    monkeypatch.setattr("jax.default_backend", lambda: platform)
     assert (program() != on_cpu) == (platform != "cpu")
-    joins = ops_forms.forms().gelu_in_product
+    joins = variants().gelu_in_product
     assert joins == (platform == "gpu")
     for follows in (False, True):
         mlp = partial(linear, activation=gelu_tanh, dtype=dtype, follows_product=follows)
@@ -541,8 +544,8 @@ def test_the_loss_of_rounded_products_is_that_of_their_logits(monkeypatch, platf
     monkeypatch.setattr(cross_entropy_module, "dot", rounded)
     wrong, _ = cross_entropy(*args, vocab_size=500)
     assert abs(wrong - expected) > 0.1
-    monkeypatch.setattr(ops_forms, "platform", lambda: platform)
-    loss, _ = cross_entropy(*args, vocab_size=500)
+    with tracing(platform=platform):
+        loss, _ = cross_entropy(*args, vocab_size=500)
     np.testing.assert_allclose(loss, expected, rtol=1e-3, atol=1e-3)
 
 

@@ -15,7 +15,6 @@ from configs import gpt2_1558m
 from gpt2.config import Config, OptimConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
-from gpt2.ops import forms
 from gpt2.optim import averaged_params, check_layer_rates, make_optimizer, make_schedule
 from gpt2.optim.parameters import decay_mask
 from gpt2.optim.transforms import clip_by_global_norm, global_norm
@@ -23,6 +22,7 @@ from gpt2.parallel import bytes_per_device
 from gpt2.training.program import Program
 from gpt2.training.state import LossScale, TrainState
 from gpt2.training.steps import make_train_step, next_token_loss
+from gpt2.utils.platform import tracing
 from gpt2.utils.scan import in_layout
 from tests.peer import needs_peers
 
@@ -261,7 +261,7 @@ def test_the_formulas_are_those_of_torch(name):
 # The chain around a direction
 
 
-def test_the_norm_of_small_gradients_is_one_sum_on_one_gpu(monkeypatch):
+def test_the_norm_of_small_gradients_is_one_sum_on_one_gpu():
     grads = initial_params() | {"table": jnp.ones((512, 256))}
 
     def sums():
@@ -270,11 +270,11 @@ def test_the_norm_of_small_gradients_is_one_sum_on_one_gpu(monkeypatch):
 
     each, expected = sums(), optax.tree.norm(grads)
     assert each == len(jax.tree.leaves(grads))
-    monkeypatch.setattr(forms, "platform", lambda: "gpu")
-    assert sums() == 2
-    np.testing.assert_allclose(global_norm(grads), expected, rtol=1e-6)
-    monkeypatch.setattr(forms, "on_several_devices", lambda: True)
-    assert sums() == each
+    with tracing(platform="gpu"):
+        assert sums() == 2
+        np.testing.assert_allclose(global_norm(grads), expected, rtol=1e-6)
+    with tracing(platform="gpu", several=True):
+        assert sums() == each
 
 
 @pytest.mark.parametrize("size", [0.0, 0.1, 10.0, np.inf, np.nan])

@@ -21,7 +21,7 @@ from gpt2.data.loader import TrainLoader, ValidationLoader
 from gpt2.generate import Sampling, _decode, _prefill
 from gpt2.model import GPT, GPTConfig, KVCache, block, layers, num_params
 from gpt2.model import attention as model_attention
-from gpt2.ops.dot import dot
+from gpt2.ops.arrays import dot
 from gpt2.parallel import make_backend
 from gpt2.training.program import Program
 

@@ -6,11 +6,11 @@ values and gradients of the two.
 """
 
 from gpt2.ops.activation import ACTIVATIONS, GATES, gelu_tanh, gelu_tanh_reference
+from gpt2.ops.arrays import pad_rows
 from gpt2.ops.attention import attention, attention_cached, resolve
 from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference, positions_per_chunk
 from gpt2.ops.linear import linear, linear_parts, linear_reference
 from gpt2.ops.norm import norm, norm_reference
-from gpt2.ops.padding import pad_rows
 from gpt2.ops.rope import rotate, rotate_reference, rotation
 from gpt2.ops.scores import Scoring, alibi_slopes
 

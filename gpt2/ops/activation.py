@@ -14,20 +14,26 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from gpt2.utils.platform import target
+
 _SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
 
 
-@jax.custom_vjp
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """Returns GELU of `x`, elementwise, in the type of `x`; any float type, computed in float32."""
-    return _fwd(x)[0]
+    return gelu_tanh_reference(x) if target().plain else _gelu_tanh(x)
 
 
 def gelu_tanh_reference(x: jax.Array) -> jax.Array:
     """Computes `gelu_tanh` by its formula, with the derivative left to JAX."""
     chex.assert_type(x, float)
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _gelu_tanh(x):
+    return _fwd(x)[0]
 
 
 def _exp_minus_2u(x):
@@ -53,43 +59,35 @@ def _bwd(residuals, dy):
     return (dx.astype(x.dtype),)
 
 
-gelu_tanh.defvjp(_fwd, _bwd)
+_gelu_tanh.defvjp(_fwd, _bwd)
 
 
-@jax.custom_vjp
 def relu(x: jax.Array) -> jax.Array:
     """Returns the positive part of `x`, elementwise, in the type of `x`."""
-    return jnp.maximum(x, 0)
+    return jnp.maximum(x, 0) if target().plain else _relu(x, 1)
 
 
-def _relu_fwd(x):
-    # XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
-    # next kernel reads (docs/performance.md, XLA:CPU note 14).
-    return jax.lax.optimization_barrier(relu(x)), x
-
-
-def _relu_bwd(x, dy):
-    return (jnp.where(x > 0, dy, 0),)
-
-
-relu.defvjp(_relu_fwd, _relu_bwd)
-
-
-@jax.custom_vjp
 def relu_squared(x: jax.Array) -> jax.Array:
     """Returns the square of the positive part of `x` (So et al. 2021), in the type of `x`."""
-    return jnp.square(jnp.maximum(x, 0))
+    return jnp.square(jnp.maximum(x, 0)) if target().plain else _relu(x, 2)
 
 
-def _relu_squared_fwd(x):
-    return jax.lax.optimization_barrier(relu_squared(x)), x  # as for `relu`
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _relu(x, power):
+    return jnp.maximum(x, 0) if power == 1 else jnp.square(jnp.maximum(x, 0))
 
 
-def _relu_squared_bwd(x, dy):
-    return (2 * jnp.maximum(x, 0) * dy,)
+def _relu_fwd(x, power):
+    # XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
+    # next kernel reads (docs/performance.md, XLA:CPU note 14).
+    return jax.lax.optimization_barrier(_relu(x, power)), x
 
 
-relu_squared.defvjp(_relu_squared_fwd, _relu_squared_bwd)
+def _relu_bwd(power, x, dy):
+    return (jnp.where(x > 0, dy, 0) if power == 1 else 2 * jnp.maximum(x, 0) * dy,)
+
+
+_relu.defvjp(_relu_fwd, _relu_bwd)
 
 # `model.activation` -> the function between the MLP's two linear maps.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from gpt2.errors import UserError
 from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.ops.scores import Scoring
-from gpt2.ops.softmax import softmax
+from gpt2.utils.platform import target
 from gpt2.utils.remat import CORE_ATTENTION, named
 
 IMPLEMENTATIONS = ("reference", "xla", "blocked", "cudnn", "splash")
@@ -64,26 +64,15 @@ def attention(
 
     Returns:
         `[B, T, N, H]` of the type of `q`.
-
-    Raises:
-        ValueError: there is no such implementation, or it cannot compute such scores.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    if dropout or implementation == "reference":
-        out = attention_reference(
-            q,
-            k,
-            v,
-            scoring=scoring,
-            slopes=slopes,
-            segments=segments,
-            dropout=dropout,
-            dropout_key=dropout_key,
-        )
+    shared: dict[str, Any] = dict(scoring=scoring, slopes=slopes, segments=segments)
+    if dropout or implementation == "reference" or target().plain:
+        out = attention_reference(q, k, v, **shared, dropout=dropout, dropout_key=dropout_key)
         return named(out, CORE_ATTENTION)
     _check_shapes(q, k, v, segments, slopes)
-    if obstacle := _form_obstacle(implementation, scoring, slopes is not None):
+    if obstacle := _obstacle_of_scores(implementation, scoring, slopes is not None):
         raise ValueError(f"{implementation!r} {obstacle}")
     if implementation in KERNELS:
         kernels = {
@@ -99,19 +88,17 @@ def attention(
 
 def _from_jax(qkv, constants, scoring, implementation):
     (q, k, v), (segments, slopes) = qkv, constants
-    mask = None if segments is None else _same_segment(segments)
     bias = None
     if slopes is not None:
         time = jnp.arange(q.shape[1])
         bias = _biased(jnp.zeros((1, 1, 1, 1)), slopes, time[:, None], time)
-        if implementation == "cudnn":
-            bias = bias.astype(q.dtype)
+        bias = bias.astype(q.dtype) if implementation == "cudnn" else bias
     out = jax.nn.dot_product_attention(
         q,
         k,
         v,
         bias=bias,
-        mask=mask,
+        mask=None if segments is None else _same_segment(segments),
         scale=scoring.scale or None,
         is_causal=True,
         local_window_size=(scoring.window - 1, 0) if scoring.window else None,
@@ -131,45 +118,56 @@ def resolve(
     scoring: Scoring = Scoring(),
     alibi: bool = False,
 ) -> str:
-    """Returns the name of the implementation that a run will use.
-
-    Args:
-        implementation: 'auto' or an explicit choice.
-        platform: 'cpu', 'gpu' or 'tpu'.
-        dtype: compute type.
-        context_length: T.
-        head_size: H.
-        scoring: how products of queries and keys become scores.
-        alibi: whether there are slopes.
+    """Returns the implementation that a run will use for `auto`, or for an explicit choice.
 
     Raises:
         UserError: the implementation does not exist or cannot run with these.
     """
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        raise UserError(
-            f"model.attention={implementation!r} is not an implementation",
-            f"Choose one of auto, {', '.join(IMPLEMENTATIONS)}",
-        )
 
     def obstacle(name: str) -> str | None:
-        of_device = {
-            "cudnn": lambda: _cudnn_obstacle(platform, jnp.dtype(dtype), head_size),
-            "splash": lambda: _splash_obstacle(platform, context_length),
-        }
-        found = of_device[name]() if name in of_device else None
-        return found or _form_obstacle(name, scoring, alibi)
+        found = None
+        if name == "cudnn":
+            found = _cudnn_obstacle(platform, jnp.dtype(dtype), head_size)
+        elif name == "splash":
+            found = _splash_obstacle(platform, context_length)
+        return found or _obstacle_of_scores(name, scoring, alibi)
 
     if implementation == "auto":
         # Blocks suit the caches of a CPU. Accelerators are faster with all scores at once.
         on_cpu = "blocked" if context_length > SHORT else "reference"
         preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
         return next(name for name in (preferred, "xla", "reference") if not obstacle(name))
-    if found := obstacle(implementation):
+    if implementation not in IMPLEMENTATIONS:
+        found: str | None = f"is not one of auto, {', '.join(IMPLEMENTATIONS)}"
+    else:
+        found = obstacle(implementation)
+    if found:
         raise UserError(
-            f"model.attention={implementation!r} {found}",
-            "Use --config.model.attention=auto, which selects what the device supports",
+            f"model.attention={implementation!r} {found}", "Use --config.model.attention=auto"
         )
     return implementation
+
+
+@jax.custom_vjp
+def softmax(x: jax.Array) -> jax.Array:
+    """Returns `jax.nn.softmax` of the last axis, and keeps its result alone for the backward pass.
+
+    XLA would keep the exponentials beside the result, since it can divide again at little cost: a
+    second array of the size of all scores.
+    """
+    return jax.nn.softmax(x)
+
+
+def _softmax_fwd(x):
+    y = jax.lax.optimization_barrier(jax.nn.softmax(x))
+    return y, y
+
+
+def _softmax_bwd(y, dy):
+    return (y * (dy - (y * dy).sum(-1, keepdims=True)),)
+
+
+softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def attention_reference(
@@ -184,13 +182,13 @@ def attention_reference(
         visible = visible & _same_segment(segments)
     products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     scores = _biased(scoring.scores(products, q.shape[-1]), slopes, time[:, None], time)
-    weights = softmax(jnp.where(visible, scores, -jnp.inf)).astype(q.dtype)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    weights = (jax.nn.softmax if target().plain else softmax)(scores).astype(q.dtype)
     if dropout:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
         weights = jnp.where(kept, weights / (1.0 - dropout), 0.0)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v, preferred_element_type=jnp.float32).astype(
-        q.dtype
-    )
+    out = jnp.einsum("bnts,bsnh->btnh", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(q.dtype)
 
 
 def attention_cached(
@@ -223,8 +221,8 @@ def attention_cached(
     chex.assert_type(length, int)
     first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
     query, key = first + jnp.arange(T)[:, None], jnp.arange(S)
-    # The queries of a group are rows of one product. An axis for groups would be a form of product
-    # that XLA:CPU does not have for 16-bit operands.
+    # The queries of a group are rows of one product. With an axis for groups it would be a kind of
+    # product that XLA:CPU does not have for 16-bit operands.
     rows = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
     products = jnp.einsum("bkrh,bksh->bkrs", rows, k_cache, preferred_element_type=jnp.float32)
     scores = _biased(scoring.scores(products.reshape(B, N, T, S), H), slopes, query, key)
@@ -297,14 +295,12 @@ def _same_segment(segments):
     return segments[:, None, :, None] == segments[:, None, None, :]
 
 
-def _form_obstacle(implementation, scoring, alibi):
-    """Says which scores an implementation has no form of, or None."""
-    if implementation in ("reference", "blocked"):
-        return None
+def _obstacle_of_scores(implementation, scoring, alibi):
+    """Says which scores an implementation cannot compute, or None."""
     if alibi and implementation == "splash":
-        return "has no form for model.position=alibi"
-    if scoring.softcap and implementation != "splash":
-        return "has no form for model.attention_softcap"
+        return "cannot compute model.position=alibi"
+    if scoring.softcap and implementation in ("xla", "cudnn"):
+        return "cannot compute model.attention_softcap"
     return None
 
 

@@ -18,7 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from gpt2.ops.narrow import bits, floats
+from gpt2.ops.arrays import bits, floats
 from gpt2.ops.scores import Scoring
 from gpt2.utils.remat import CORE_ATTENTION, named
 

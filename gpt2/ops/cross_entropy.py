@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gpt2.ops.dot import dot, result_type
-from gpt2.ops.forms import forms
+from gpt2.ops.arrays import dot, result_type
 from gpt2.ops.linear import Pieces
 from gpt2.ops.scores import soft_cap
-from gpt2.utils.platform import platform
+from gpt2.ops.variants import variants
+from gpt2.utils.platform import target
 
 # Bytes of float32 logits that the loss computes at a time: 10,000 tokens with GPT-2's vocabulary.
 # Matrix products of that size keep any device busy. The loss holds no more logits at once.
@@ -52,7 +52,7 @@ def cross_entropy(
         hidden: `[B, T, D]`, the output of the last norm.
         embedding: `[V, D]`, one row per token; rows from `vocab_size` on are padding and get no
             probability.
-        targets: `[B, T]` int32; -1 leaves a position out of loss and count.
+        targets: `[B, T]` int32; -1 where a position counts neither in the loss nor in the count.
         vocab_size: the number of tokens that exist.
         logit_softcap: c > 0 replaces logits x by c tanh(x / c) (Gemma 2, 2024, section 2).
         z_loss: weight of the square of the normaliser's log, which keeps it near 0 (PaLM, Chowdhery
@@ -70,23 +70,24 @@ def cross_entropy(
     """
     _check_shapes(hidden, embedding, targets, vocab_size, pieces)
     dtype = jnp.dtype(dtype or hidden.dtype)
+    if target().plain and pieces is None:
+        options = dict(logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing)
+        options |= dict(vocab_size=vocab_size, dtype=dtype)
+        return cross_entropy_reference(hidden, embedding, targets, **options)
     count = (targets >= 0).sum(dtype=jnp.float32)
-    form = _Form(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
-    return _loss_sum(hidden.astype(dtype), embedding, targets, form, dtype, chunk, pieces), count
+    terms = _Terms(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
+    return _loss_sum(hidden.astype(dtype), embedding, targets, terms, dtype, chunk, pieces), count
 
 
 def positions_per_chunk(
     batch_size: int, length: int, table: tuple[int, ...], is_scarce: bool
 ) -> int:
-    """Returns the `chunk` of `cross_entropy` that suits the platform.
+    """Returns the `chunk` of `cross_entropy` for targets `[B, T]` that suits the platform.
 
-    Args:
-        batch_size, length: B and T.
-        table: the shape of the embedding, `[V, D]`.
-        is_scarce: whether memory counts, as where parameters are gathered by layer.
+    `table` is the shape of the embedding; memory `is_scarce` where it is gathered by layer.
     """
     vocab_size = table[0]
-    if platform() == "cpu":
+    if target().platform == "cpu":
         least = LARGE_TABLE_ROWS if 4 * math.prod(table) > LARGE_TABLE_BYTES else CPU_ROWS
         rows = max(least, CPU_LOGITS_BYTES // (4 * vocab_size))
     else:
@@ -116,8 +117,7 @@ def cross_entropy_reference(
         embedding[:vocab_size].astype(dtype),
         preferred_element_type=jnp.float32,
     )
-    if logit_softcap:
-        logits = logit_softcap * jnp.tanh(logits / logit_softcap)
+    logits = soft_cap(logits, logit_softcap)
     log_probs = jax.nn.log_softmax(logits)
     valid = targets >= 0
     picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -137,7 +137,7 @@ def _check_shapes(hidden, embedding, targets, vocab_size, pieces=None):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class _Terms:
     """What is lost, as `cross_entropy` names it."""
 
     vocab_size: int
@@ -146,17 +146,76 @@ class _Form:
     label_smoothing: float
     logits_dtype: jnp.dtype
 
+    def logits(self, hidden, embedding):
+        """Returns the logits `[B, T, V]`, float32, padding masked out."""
+        logits = dot(hidden, embedding, (2,), (1,), self.logits_dtype).astype(jnp.float32)
+        logits = soft_cap(logits, self.logit_softcap)
+        if self.vocab_size < embedding.shape[0]:
+            logits = jnp.where(self._exists(logits), logits, IMPOSSIBLE)
+        return logits
+
+    def _exists(self, logits):
+        """Returns which tokens exist, `[1, 1, V]`; the others are padding."""
+        shape = (1, 1, logits.shape[-1])
+        return jax.lax.broadcasted_iota(jnp.int32, shape, 2) < self.vocab_size
+
+    def loss(self, logits, normaliser, highest, hidden, embedding, targets):
+        """Returns the loss, summed over positions that have a target."""
+        target_logits = self._target_logits(logits, hidden, embedding, targets)
+        log_normaliser = highest + jnp.log(normaliser)
+        losses = log_normaliser - target_logits
+        if self.label_smoothing:
+            mean = jnp.where(self._exists(logits), logits, 0.0).sum(axis=-1, keepdims=True)
+            losses += self.label_smoothing * (target_logits - mean / self.vocab_size)
+        if self.z_loss:
+            losses += self.z_loss * log_normaliser**2
+        return jnp.where(targets[..., None] >= 0, losses, 0.0).sum()
+
+    def _target_logits(self, logits, hidden, embedding, targets):
+        """Returns the targets' logits `[B, T, 1]`, float32.
+
+        They come from the targets' own rows, which costs less than a pass over the logits. Where
+        the product or its result was rounded they are read from the logits: beside sums of rounded
+        ones an exact one would give another loss, and a negative one for a confident model.
+        """
+        is_rounded = hidden.dtype == jnp.float32 and variants().rounds_float32
+        if is_rounded or self.logits_dtype != jnp.float32:
+            is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+            return jnp.where(is_target, logits, 0.0).sum(axis=-1, keepdims=True)
+        rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
+        logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
+        return soft_cap(logits, self.logit_softcap)
+
+    def derivative(self, logits, exponentials, normaliser, highest, targets):
+        """Returns the derivative of `loss` by the logits before their soft cap, `[B, T, V]`."""
+        valid = targets[..., None] >= 0
+        # A comparison replaces a scatter: it joins the same pass over the logits, and it splits
+        # without communication when V is spread over devices.
+        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+        factor = 1.0 / normaliser
+        if self.z_loss:
+            factor *= 1.0 + 2.0 * self.z_loss * (highest + jnp.log(normaliser))
+        factor = jnp.where(valid, factor, 0.0)
+        if self.label_smoothing:
+            wanted = (1.0 - self.label_smoothing) * is_target
+            share = jnp.where(valid, self.label_smoothing / self.vocab_size, 0.0)
+            dlogits = exponentials * factor - wanted - share * self._exists(logits)
+        else:
+            dlogits = exponentials * factor - is_target
+        if self.logit_softcap:
+            dlogits *= 1.0 - (logits / self.logit_softcap) ** 2
+        return dlogits
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _loss_sum(hidden, embedding, targets, form, dtype, chunk, pieces):
+def _loss_sum(hidden, embedding, targets, terms, dtype, chunk, pieces):
     weights, rows_of = _whole(embedding, dtype, pieces)
 
     def add_chunk(loss, rows):
         hidden, targets = rows
-        logits = _logits(hidden, weights, form)
+        logits = terms.logits(hidden, weights)
         _, normaliser, highest = _softmax(logits)
-        target = _target_logits(logits, hidden, rows_of, targets, form)
-        return loss + _losses(form, logits, normaliser, highest, target, targets), None
+        return loss + terms.loss(logits, normaliser, highest, hidden, rows_of, targets), None
 
     return _scan(add_chunk, jnp.float32(0.0), hidden, targets, chunk)[0]
 
@@ -169,23 +228,22 @@ def _whole(embedding, dtype, pieces):
     return weights, weights
 
 
-def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk, pieces):
+def _loss_sum_fwd(hidden, embedding, targets, terms, dtype, chunk, pieces):
     weights, rows_of = _whole(embedding, dtype, pieces)
     result = result_type(dtype)
 
     def add_chunk(sums, rows):
         loss, dembedding = sums
         hidden, targets = rows
-        logits = _logits(hidden, weights, form)
+        logits = terms.logits(hidden, weights)
         exponentials, normaliser, highest = _softmax(logits)
-        target = _target_logits(logits, hidden, rows_of, targets, form)
-        loss += _losses(form, logits, normaliser, highest, target, targets)
-        dlogits = _dlogits(form, logits, exponentials, normaliser, highest, targets).astype(dtype)
+        loss += terms.loss(logits, normaliser, highest, hidden, rows_of, targets)
+        dlogits = terms.derivative(logits, exponentials, normaliser, highest, targets).astype(dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dembedding += dot(*factors, (0, 1), (0, 1))
         return (loss, dembedding), dot(dlogits, weights, (2,), (0,), result).astype(dtype)
 
-    by_width = forms().head_by_width and jnp.dtype(dtype) == jnp.float32
+    by_width = variants().head_by_width and jnp.dtype(dtype) == jnp.float32
     shape = weights.shape[::-1] if by_width else weights.shape
     sums = jnp.float32(0.0), jnp.zeros(shape, jnp.float32)
     (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
@@ -195,13 +253,8 @@ def _loss_sum_fwd(hidden, embedding, targets, form, dtype, chunk, pieces):
     return loss, (dhidden, dembedding.astype(embedding.dtype))
 
 
-def _loss_sum_bwd(form, dtype, chunk, pieces, residuals, dloss):
-    dhidden, dembedding = residuals
-    return (
-        (dhidden * dloss).astype(dhidden.dtype),
-        (dembedding * dloss).astype(dembedding.dtype),
-        None,
-    )
+def _loss_sum_bwd(terms, dtype, chunk, pieces, gradients, dloss):
+    return *((gradient * dloss).astype(gradient.dtype) for gradient in gradients), None
 
 
 _loss_sum.defvjp(_loss_sum_fwd, _loss_sum_bwd)
@@ -227,21 +280,6 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
     return sums, outputs
 
 
-def _logits(hidden, embedding, form):
-    """Returns the logits `[B, T, V]`, float32, padding masked out."""
-    logits = dot(hidden, embedding, (2,), (1,), form.logits_dtype).astype(jnp.float32)
-    logits = soft_cap(logits, form.logit_softcap)
-    if form.vocab_size < embedding.shape[0]:
-        logits = jnp.where(_exists(logits, form), logits, IMPOSSIBLE)
-    return logits
-
-
-def _exists(logits, form):
-    """Returns which tokens exist, `[1, 1, V]`; the others are padding."""
-    shape = (1, 1, logits.shape[-1])
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 2) < form.vocab_size
-
-
 def _softmax(logits):
     """Returns exponentials `[B, T, V]`, their sums and the logits' maximum `[B, T, 1]`.
 
@@ -249,7 +287,7 @@ def _softmax(logits):
     XLA:CPU note 8). In one pass, a sum is scaled whenever the maximum grows (Milakov and Gimelshein
     2018, arXiv 1805.02867).
     """
-    if forms().one_pass:
+    if variants().one_pass:
         highest, normaliser = (x[..., None] for x in _softmax_in_one_pass(logits))
         return jnp.exp(logits - highest), normaliser, highest
     highest = logits.max(axis=-1, keepdims=True)
@@ -268,52 +306,3 @@ def _softmax_in_one_pass(logits):
     ones = jnp.ones_like(logits)
     least = jnp.float32(jnp.finfo(jnp.float32).min)
     return jax.lax.reduce((logits, ones), (least, jnp.float32(0.0)), join, (2,))
-
-
-def _losses(form, logits, normaliser, highest, target_logits, targets):
-    """Returns the loss, summed over positions that have a target."""
-    log_normaliser = highest + jnp.log(normaliser)
-    losses = log_normaliser - target_logits
-    if form.label_smoothing:
-        mean = jnp.where(_exists(logits, form), logits, 0.0).sum(axis=-1, keepdims=True)
-        losses += form.label_smoothing * (target_logits - mean / form.vocab_size)
-    if form.z_loss:
-        losses += form.z_loss * log_normaliser**2
-    return jnp.where(targets[..., None] >= 0, losses, 0.0).sum()
-
-
-def _dlogits(form, logits, exponentials, normaliser, highest, targets):
-    """Returns the derivative of `_losses` by the logits before their soft cap, `[B, T, V]`."""
-    valid = targets[..., None] >= 0
-    # A comparison replaces a scatter: it joins the same pass over the logits, and it splits
-    # without communication when V is spread over devices.
-    is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-    factor = 1.0 / normaliser
-    if form.z_loss:
-        factor *= 1.0 + 2.0 * form.z_loss * (highest + jnp.log(normaliser))
-    factor = jnp.where(valid, factor, 0.0)
-    if form.label_smoothing:
-        wanted = (1.0 - form.label_smoothing) * is_target
-        share = jnp.where(valid, form.label_smoothing / form.vocab_size, 0.0)
-        dlogits = exponentials * factor - wanted - share * _exists(logits, form)
-    else:
-        dlogits = exponentials * factor - is_target
-    if form.logit_softcap:
-        dlogits *= 1.0 - (logits / form.logit_softcap) ** 2
-    return dlogits
-
-
-def _target_logits(logits, hidden, embedding, targets, form):
-    """Returns the targets' logits `[B, T, 1]`, float32.
-
-    They come from the targets' own rows, which costs less than a pass over the logits. Where the
-    product or its result was rounded they are read from the logits: beside sums of rounded ones,
-    an exact one would give another loss, and a negative one for a confident model.
-    """
-    is_rounded = hidden.dtype == jnp.float32 and forms().rounds_float32
-    if is_rounded or form.logits_dtype != jnp.float32:
-        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-        return jnp.where(is_target, logits, 0.0).sum(axis=-1, keepdims=True)
-    rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
-    logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
-    return soft_cap(logits, form.logit_softcap)

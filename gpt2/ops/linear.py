@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gpt2.ops.activation import gelu_tanh
-from gpt2.ops.dot import dot, result_type
-from gpt2.ops.forms import forms
-from gpt2.ops.narrow import bits, floats
-from gpt2.ops.sums import bias_gradient, sum_rows
+from gpt2.ops.arrays import bias_gradient, bits, dot, floats, result_type, sum_rows
+from gpt2.ops.variants import variants
+from gpt2.utils.platform import target
 
 
 class Pieces(Protocol):
@@ -66,26 +65,27 @@ def linear(
         kernel: `[C1, .., Cn, O1, .., Om]`, any m, e.g. `[D, 3, N, H]` for queries, keys, values.
         bias: `[O1, .., Om]`.
         num_contract: the number of contracted axes.
-        activation: an elementwise function or None. The backward pass keeps its input. It computes
-            its value again, unless the platform's form keeps that too.
+        activation: an elementwise function or None. The backward pass keeps its input, and its
+            value only where the platform's variant does.
         dtype: compute and result type; that of `x` if not given.
         pieces: if given, `kernel` is a piece. The whole is gathered in `dtype`, once forward and
             once backward, and never kept.
-        into_sum: whether the caller adds the result to something. Where the platform wants that,
-            the bias is added there too, and not by the product.
+        into_sum: whether the caller adds the result to something, which may then add the bias too.
         follows_product: whether `x` is what a product gave, and no array that a policy of
-            rematerialisation saved. On some platforms that product may compute the activation in a
-            training step of 16 bits.
+            rematerialisation saved. That product may then compute the activation.
 
     Returns:
         `[..., O1, .., Om]` in `dtype`.
     """
     _check_shapes(x, kernel, bias, num_contract, pieces)
     dtype = jnp.dtype(dtype or x.dtype)
-    into_sum = into_sum and forms().sums_apart
-    x = x.astype(dtype)
-    joins = follows_product and activation is gelu_tanh and forms().gelu_in_product
+    if target().plain and pieces is None:
+        options = dict(num_contract=num_contract, activation=activation, dtype=dtype)
+        return linear_reference(x, kernel, bias, **options)
+    into_sum = into_sum and variants().sums_apart
+    joins = follows_product and activation is gelu_tanh and variants().gelu_in_product
     joins = joins and dtype.itemsize == 2  # of float32 products XLA joins some, and pads none
+    x = x.astype(dtype)
     return _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins)
 
 
@@ -107,7 +107,7 @@ def linear_parts(
     Returns:
         P arrays `[..., O1, .., Om]` in `dtype`.
     """
-    if not forms().apart:
+    if target().plain or not variants().apart:
         y = linear(x, kernel, bias, dtype=dtype, pieces=pieces)
         axis = x.ndim - 1
         return [part.squeeze(axis) for part in jnp.split(y, kernel.shape[1], axis)]
@@ -139,10 +139,12 @@ def _whole(kernel, dtype, pieces):
     return pieces.gather(kernel.astype(dtype)) if pieces else kernel.astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))
-def _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins):
-    x = activation(x) if activation else x
-    return _product(x, kernel, bias, num_contract, dtype, pieces, into_sum)
+def _flatten(x, kernel, num_contract):
+    """Returns two matrices of the same product, where the platform wants them."""
+    if not variants().flat:
+        return x, kernel, num_contract
+    contracted = math.prod(kernel.shape[:num_contract])
+    return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
 
 
 def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
@@ -157,12 +159,10 @@ def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
     return y.astype(dtype).reshape(*rows, *outputs)
 
 
-def _flatten(x, kernel, num_contract):
-    """Returns two matrices of the same product, where the platform wants them."""
-    if not forms().flat:
-        return x, kernel, num_contract
-    contracted = math.prod(kernel.shape[:num_contract])
-    return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))
+def _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins):
+    x = activation(x) if activation else x
+    return _product(x, kernel, bias, num_contract, dtype, pieces, into_sum)
 
 
 def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins):
@@ -172,7 +172,7 @@ def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces, into_s
         activated = jax.nn.gelu(flat, approximate=True).reshape(x.shape)
     else:
         activated = activation(x) if activation else x
-    kept = activated if activation and forms().keep_activations else None
+    kept = activated if activation and variants().keep_activations else None
     y = _product(activated, kernel, bias, num_contract, dtype, pieces, into_sum)
     return y, (bits(x), kept, kernel, bias)
 
@@ -184,7 +184,6 @@ def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, joins, residu
     x_shape, kernel_type = x.shape, kernel.dtype
     kernel = _whole(kernel, dtype, pieces)
     kernel_shape = kernel.shape
-    result = result_type(dtype)
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
     rows = range(x.ndim - num_contract)  # the axes over which examples and positions run
     dy = dy.reshape(*(x.shape[axis] for axis in rows), *kernel.shape[num_contract:])
@@ -194,13 +193,12 @@ def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, joins, residu
         # (docs/performance.md, XLA:CPU note 5). It stands before the product, which XLA:TPU lets
         # compute the derivative.
         x, dy = jax.lax.optimization_barrier((x, dy))
-    dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result).astype(dtype)
+    dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result_type(dtype))
+    dx, x = dx.astype(dtype), floats(x, dtype)
     if activation:
-        x, derive = jax.vjp(activation, floats(x, dtype))
+        x, derive = jax.vjp(activation, x)
         (dx,) = derive(dx)
         x = x if kept is None else kept.reshape(x.shape)
-    else:
-        x = floats(x, dtype)
     dkernel = dot(x, dy, rows, rows).astype(kernel_type).reshape(kernel_shape)
     if pieces:
         dkernel = pieces.scatter(dkernel)
@@ -232,15 +230,14 @@ def _parts_bwd(dtype, pieces, residuals, dys):
     x, kernels, bias = residuals
     dx, dkernels = None, []
     for kernel, dy in zip(kernels, dys, strict=True):
-        of_part, dkernel, _ = _linear_bwd(
-            1, None, dtype, pieces, False, False, (x, None, kernel, None), dy
-        )
-        dx = of_part if dx is None else of_part + dx  # in this order XLA adds in the product
+        options = 1, None, dtype, pieces, False, False
+        dx_part, dkernel, _ = _linear_bwd(*options, (x, None, kernel, None), dy)
+        dx = dx_part if dx is None else dx_part + dx  # in this order XLA adds in the product
         dkernels.append(dkernel)
     if bias is None:
         return dx, dkernels, None
     rows = x.ndim - 1
-    if forms().joint_biases:
+    if variants().joint_biases:
         dbias = sum_rows(jnp.stack(dys, rows), rows)
     else:
         dbias = jnp.stack([bias_gradient(dy, rows) for dy in dys])

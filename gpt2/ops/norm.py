@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from gpt2.ops.forms import forms
-from gpt2.ops.narrow import bits, floats
-from gpt2.ops.sums import sum_rows
+from gpt2.ops.arrays import bits, floats, sum_rows
+from gpt2.ops.variants import variants
+from gpt2.utils.platform import target
 
 
 def norm(
@@ -40,6 +40,8 @@ def norm(
     Returns:
         `[..., D]` in `dtype`.
     """
+    if target().plain:
+        return norm_reference(x, scale, bias, center=center, eps=eps, dtype=dtype)
     _check_shapes(x, scale, bias)
     return _norm(x, scale, bias, center, eps, x.dtype, jnp.dtype(dtype or x.dtype))
 
@@ -67,14 +69,15 @@ def _norm(x, scale, bias, center, eps, input_dtype, dtype):
 
 
 def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
+    one_pass = center and variants().one_pass
     x32 = x.astype(jnp.float32)
     mean = x32.mean(axis=-1, keepdims=True) if center else 0.0
-    if center and forms().one_pass:
+    if one_pass:
         variance = _variance(x32)
     else:
         variance = jnp.square(x32 - mean).mean(axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(variance + eps)
-    shift = mean * inverse if center and forms().one_pass else mean
+    shift = mean * inverse if one_pass else mean
     y = _normed(x32, shift, inverse) * scale
     y = (y if bias is None else y + bias).astype(dtype)
     return y, (bits(x), scale, bias, shift, inverse)
@@ -83,10 +86,10 @@ def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
 def _normed(x, shift, inverse):
     """Returns normalised rows.
 
-    In the GPUs' form `shift` is the mean times `inverse`, which the same kernel makes. That rounds
-    by the mean over the deviation, so that a row of one large value is not exactly 0.
+    In the GPUs' variant `shift` is the mean times `inverse`, which the same kernel makes. That
+    rounds by the mean over the deviation, so that a row of one large value is not exactly 0.
     """
-    return x * inverse - shift if forms().one_pass else (x - shift) * inverse
+    return x * inverse - shift if variants().one_pass else (x - shift) * inverse
 
 
 def _variance(x):

@@ -8,6 +8,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from gpt2.utils.platform import target
+
 
 def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines of the angles, each `[B or 1, T, 1, H / 2]` float32.
@@ -23,7 +25,6 @@ def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Arr
     return jnp.cos(angles), jnp.sin(angles)
 
 
-@jax.custom_vjp
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turns the vectors of `x` `[B, T, N, H]`, computed in float32.
 
@@ -34,7 +35,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     Returns:
         `[B, T, N, H]` in the type of `x`.
     """
-    return rotate_reference(x, cos, sin)
+    return (rotate_reference if target().plain else _rotate)(x, cos, sin)
 
 
 def rotate_reference(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -43,6 +44,11 @@ def rotate_reference(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     chex.assert_shape([cos, sin], ({1, B}, T, 1, H // 2))
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _rotate(x, cos, sin):
+    return rotate_reference(x, cos, sin)
 
 
 def _fwd(x, cos, sin):
@@ -54,4 +60,4 @@ def _bwd(angles, dy):
     return rotate_reference(dy, cos, -sin), None, None  # the inverse turn
 
 
-rotate.defvjp(_fwd, _bwd)
+_rotate.defvjp(_fwd, _bwd)

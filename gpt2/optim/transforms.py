@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gpt2.ops.forms import forms
+from gpt2.ops.variants import variants
 from gpt2.optim.parameters import decay_mask, map_parameters, tensor_axes, unrolled_names
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
@@ -22,7 +22,7 @@ def global_norm(grads: Any) -> jax.Array:
     XLA:GPU takes a kernel or two for each tensor. In the form for GPUs the small ones are one.
     """
     leaves = jax.tree.leaves(grads)
-    if forms().joint_norm:
+    if variants().joint_norm:
         small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
         large = [leaf for leaf in leaves if leaf.size >= _SMALL]
         leaves = [*large, jnp.concatenate(small)] if small else large

@@ -138,7 +138,7 @@ def specs(logical_axes: Any, table: Table) -> Any:
 def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Makes `constrain` spread activations over `mesh` for what is traced inside."""
     target = traced_for(
-        mesh.devices.flat[0], splits=mesh.shape["tensor"] > 1, several=mesh.size > 1
+        mesh.devices.flat[0], splits_axes=mesh.shape["tensor"] > 1, several=mesh.size > 1
     )
     with _tracing(_Trace(mesh, rules)), target:
         yield

@@ -1,35 +1,64 @@
-"""The platform that a program is traced for: what decides between forms of one operation."""
+"""What a program is traced for, which decides between variants of one operation."""
 
 import contextlib
 import contextvars
+import dataclasses
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
-_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
-_splits: contextvars.ContextVar[bool] = contextvars.ContextVar("splits", default=False)
-_several: contextvars.ContextVar[bool] = contextvars.ContextVar("several", default=False)
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What runs the traced program. A backend says so; outside of one it is JAX's default device.
+
+    Attributes:
+        platform: `cpu`, `gpu` or `tpu`.
+        splits_axes: whether XLA's partitioner splits axes of activations over devices.
+        several: whether several devices run it together.
+        plain: whether operations take their references in place of their own backward rules.
+    """
+
+    platform: str
+    splits_axes: bool = False
+    several: bool = False
+    plain: bool = False
+
+
+_target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+def target() -> Target:
+    """Returns what the current trace is for."""
+    found = _target.get() or Target(jax.default_backend())
+    return dataclasses.replace(found, plain=found.plain or jax.config.jax_disable_jit)
 
 
 @contextlib.contextmanager
-def traced_for(
-    device: jax.Device, *, splits: bool = False, several: bool = False
-) -> Iterator[None]:
-    """Makes `platform` that of `device` for what is traced inside.
-
-    Args:
-        device: one of those that will run the program.
-        splits: whether XLA's partitioner splits axes of activations over devices.
-        several: whether several devices run the program together.
-    """
-    tokens = _platform.set(platform_of(device)), _splits.set(splits), _several.set(several)
+def tracing(**changes: Any) -> Iterator[None]:
+    """Changes members of `target` for what is traced inside. What jit has traced stays as it is."""
+    token = _target.set(dataclasses.replace(target(), **changes))
     try:
         yield
     finally:
-        _platform.reset(tokens[0])
-        _splits.reset(tokens[1])
-        _several.reset(tokens[2])
+        _target.reset(token)
+
+
+def traced_for(
+    device: jax.Device, *, splits_axes: bool = False, several: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Makes a device that will run the program the target of what is traced inside."""
+    return tracing(platform=platform_of(device), splits_axes=splits_axes, several=several)
+
+
+def plain_ops() -> contextlib.AbstractContextManager[None]:
+    """Takes every operation's reference, so that `jax.jvp`, Hessians and prints inside work.
+
+    Under `JAX_DISABLE_JIT=1` this holds everywhere.
+    """
+    return tracing(plain=True)
 
 
 def platform_of(device: jax.Device) -> str:
@@ -38,21 +67,8 @@ def platform_of(device: jax.Device) -> str:
 
 
 def platform() -> str:
-    """Returns `cpu`, `gpu` or `tpu`: where the traced program will run.
-
-    A backend sets it. Outside of a backend it is where JAX runs by default.
-    """
-    return _platform.get() or jax.default_backend()
-
-
-def splits_axes() -> bool:
-    """Returns whether XLA's partitioner splits axes of the traced program's activations."""
-    return _splits.get()
-
-
-def on_several_devices() -> bool:
-    """Returns whether several devices run the traced program together."""
-    return _several.get()
+    """Returns `cpu`, `gpu` or `tpu`: where the traced program will run."""
+    return target().platform
 
 
 def leaves_products_to_cublas() -> bool:

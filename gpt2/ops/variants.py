@@ -1,7 +1,7 @@
-"""Forms of operations by platform: one table, in place of questions in each operation.
+"""Variants of operations by platform: one table, in place of questions in each operation.
 
-All forms compute the same, within rounding. They differ in what XLA's compilers for the platform
-make of them: docs/log.md has what each of them brought.
+All of them compute the same, within rounding. They differ in what XLA's compilers for the platform
+make of them.
 """
 
 import dataclasses
@@ -12,16 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gpt2.utils.platform import (
-    leaves_products_to_cublas,
-    on_several_devices,
-    platform,
-    splits_axes,
-)
+from gpt2.utils.platform import leaves_products_to_cublas, target
 
 
 @dataclasses.dataclass(frozen=True)
-class Forms:
+class Variants:
     """How operations are written.
 
     Attributes:
@@ -72,9 +67,9 @@ class Forms:
     branches: bool = False
 
 
-_FORMS = {
-    "cpu": Forms(ones_for_bias=1, bits=True, head_by_width=True, branches=True),
-    "gpu": Forms(
+_VARIANTS = {
+    "cpu": Variants(ones_for_bias=1, bits=True, head_by_width=True, branches=True),
+    "gpu": Variants(
         narrow_results=True,
         flat=True,
         apart=True,
@@ -87,20 +82,21 @@ _FORMS = {
         sums_apart=True,
         rounds_float32=True,
     ),
-    "tpu": Forms(narrow_results=True, apart=True, ones_for_bias=2, rounds_float32=True),
+    "tpu": Variants(narrow_results=True, apart=True, ones_for_bias=2, rounds_float32=True),
 }
 
 
-def forms() -> Forms:
-    """Returns the forms of the platform that is traced for."""
-    found = _FORMS[platform()]
-    if on_several_devices():
-        # One norm would gather pieces of gradients. What joins what reads it ends late, and is sent
+def variants() -> Variants:
+    """Returns the variants for what the current trace is for."""
+    traced = target()
+    found = _VARIANTS[traced.platform]
+    if traced.several:
+        # One norm would gather shards of gradients. What joins what reads it ends late, and is sent
         # late.
         found = dataclasses.replace(found, joint_norm=False, staged_sums=False, joint_biases=False)
     if not leaves_products_to_cublas():
         found = dataclasses.replace(found, gelu_in_product=False)
-    if not splits_axes():
+    if not traced.splits_axes:
         return found
     # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
     # devices' results in the type of a product. Sums of rows that it splits cross the network.
@@ -109,12 +105,7 @@ def forms() -> Forms:
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
-    """Returns `function()` where a condition, a boolean scalar, holds, and else `other()`.
-
-    Args:
-        condition: on the devices.
-        function, other: return trees of the same shapes and types.
-    """
-    if forms().branches:
+    """Returns `function()` where a boolean scalar on the devices holds, and else `other()`."""
+    if variants().branches:
         return jax.lax.cond(condition, function, other)
     return jax.tree.map(partial(jnp.where, condition), function(), other())
