@@ -310,7 +310,7 @@ FAULTS = [
     ),
     Fault(
         "the average keeps the parameters before the step",
-        "gpt2/optim/averages.py",
+        "gpt2/optim/transforms.py",
         "(1 - decay) * (param + update)",
         "(1 - decay) * param",
         OPTIM + "formulas",
@@ -325,7 +325,7 @@ FAULTS = [
     Fault(
         "adafactor takes one statistic for all stacked layers",
         "gpt2/optim/parameters.py",
-        "tuple(range(int(is_stacked(path)), leaf.ndim))",
+        'tuple(range(int("h" in path), leaf.ndim))',
         "tuple(range(leaf.ndim))",
         OPTIM + "formulas",
     ),
@@ -339,8 +339,8 @@ FAULTS = [
     Fault(
         "layer_rates takes the last pattern that matches",
         "gpt2/optim/optimizers.py",
-        "next((pattern for pattern, _ in optim.rates if",
-        "next((pattern for pattern, _ in reversed(optim.rates) if",
+        "next((i for i, (p, _) in enumerate(optim.rates) if",
+        "next((i for i, (p, _) in reversed([*enumerate(optim.rates)]) if",
         OPTIM + "layer_rates",
     ),
     Fault(

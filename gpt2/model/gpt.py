@@ -141,13 +141,13 @@ class GPT(nn.Module):
         chex.assert_equal_shape([tokens, targets])
         cfg = self.config
         with jax.named_scope("head"):
-            table, pieces = self._output().padded(), self._output().pieces
+            table, shards = self._output().padded(), self._output().shards
         tied = table if cfg.tie_embeddings else None
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic, table=tied)
         B, T = tokens.shape
         with jax.named_scope("head"):
             head = self._head(table)
-            chunk = positions_per_chunk(B, T, head.shape, is_scarce=pieces is not None)
+            chunk = positions_per_chunk(B, T, head.shape, is_scarce=shards is not None)
             loss = cross_entropy(
                 hidden,
                 head,
@@ -159,7 +159,7 @@ class GPT(nn.Module):
                 dtype=cfg.compute_dtype,
                 logits_dtype=cfg.logits_dtype,
                 chunk=chunk,
-                pieces=pieces,
+                shards=shards,
             )
         return {"loss": loss}
 

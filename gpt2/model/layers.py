@@ -48,8 +48,8 @@ class Linear(nn.Module):
         dtype = self.config.param_dtype
         init = nn.with_logical_partitioning(nn.initializers.normal(self._stddev()), self.axes)
         cfg = self.config
-        pieces = param_shards(self.axes, forget=cfg.remat == "none" and not cfg.loops_over_layers)
-        shape = pieces.shard_shape(self.shape) if pieces else self.shape
+        shards = param_shards(self.axes, forget=cfg.remat == "none" and not cfg.loops_over_layers)
+        shape = shards.shard_shape(self.shape) if shards else self.shape
         kernel = self.param("kernel", init, shape, dtype, unbox=True)
         bias = None
         if self.config.bias:
@@ -57,7 +57,7 @@ class Linear(nn.Module):
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[out:])
             bias = self.param("bias", zeros, self.shape[out:], dtype, unbox=True)
         if self.in_parts:
-            y: Any = linear_parts(x, kernel, bias, dtype=cfg.compute_dtype, pieces=pieces)
+            y: Any = linear_parts(x, kernel, bias, dtype=cfg.compute_dtype, shards=shards)
         else:
             y = linear(
                 x,
@@ -66,7 +66,7 @@ class Linear(nn.Module):
                 num_contract=self.num_contract,
                 activation=self.activation,
                 dtype=self.config.compute_dtype,
-                pieces=pieces,
+                shards=shards,
                 into_sum=self.is_projection,
                 follows_product=self.follows_product,
             )
@@ -166,8 +166,8 @@ class Embedding(nn.Module):
         """Creates the table, `[num_rows, D]`, of which `embedding` may be a piece."""
         init = nn.with_logical_partitioning(nn.initializers.normal(self.stddev), self.axes)
         shape: tuple[int, ...] = (self.num_rows, self.width or self.config.embed_dim)
-        self.pieces = param_shards(self.axes)
-        shape = self.pieces.shard_shape(shape) if self.pieces else shape
+        self.shards = param_shards(self.axes)
+        shape = self.shards.shard_shape(shape) if self.shards else shape
         dtype = self.config.param_dtype
         self.embedding: jax.Array = self.param("embedding", init, shape, dtype, unbox=True)
 
@@ -182,7 +182,7 @@ class Embedding(nn.Module):
         else:  # what the stored table lacks, the padded one lacks too
             exists = (-self.num_rows <= indices) & (indices < self.num_rows)
             indices = jnp.where(exists, indices % self.num_rows, len(table))
-        if self.pieces:
+        if self.shards:
             return look_up(table, indices, dtype)
         return jnp.take(table, indices, axis=0).astype(dtype)
 
@@ -202,7 +202,7 @@ class Embedding(nn.Module):
         """
         chex.assert_axis_dimension_gteq(self.embedding, 0, num_rows)
         rows, dtype = self.embedding[:num_rows], self.config.compute_dtype
-        return gather_parameter(rows, self.pieces, dtype) if self.pieces else rows.astype(dtype)
+        return gather_parameter(rows, self.shards, dtype) if self.shards else rows.astype(dtype)
 
 
 class MLP(nn.Module):

@@ -32,38 +32,23 @@ SHORT = 64  # up to so many positions, the reference is as fast as blocks on a C
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
+    q: jax.Array,  # [B, T, N, H]
+    k: jax.Array,  # [B, T, K, H], of the type of `q`; K divides N
     v: jax.Array,
     *,
-    implementation: str = "reference",
+    implementation: str = "reference",  # as `resolve` names it
     scoring: Scoring = Scoring(),
-    slopes: jax.Array | None = None,
-    segments: jax.Array | None = None,
-    dropout: float = 0.0,
+    slopes: jax.Array | None = None,  # [N] float32, see `alibi_slopes`
+    segments: jax.Array | None = None,  # [B, T] int32; a position sees only its own segment
+    dropout: float = 0.0,  # probability with which a weight is dropped, drawn by `dropout_key`
     dropout_key: jax.Array | None = None,
-    interpret: bool = False,
+    interpret: bool = False,  # Pallas' kernels in interpret mode, as all but TPUs need it
     map_kernel: Callable[[Callable], Callable] = lambda kernel: kernel,
 ) -> jax.Array:
-    """Lets each position attend to itself and those before it.
+    """Lets each position attend to itself and those before it; returns `[B, T, N, H]`.
 
-    Args:
-        q: `[B, T, N, H]`.
-        k, v: `[B, T, K, H]` of the type of `q`; K divides N.
-        implementation: one of `IMPLEMENTATIONS`, as `resolve` names it.
-        scoring: how products of queries and keys become scores.
-        slopes: `[N]` float32 or None; of ALiBi, see `alibi_slopes`.
-        segments: `[B, T]` int32 or None; a position sees only positions of the same number.
-        dropout: probability with which a weight is dropped. Only 'reference' has an array of
-            weights to drop from, so any other value than 0 selects it.
-        dropout_key: the key that draws the dropped weights.
-        interpret: run the Pallas kernel of 'splash' in interpret mode, which platforms other than
-            TPU need.
-        map_kernel: turns `kernel((q, k, v), (segments, slopes))` into a function that runs the
-            kernel on each device's part; used for `KERNELS` and 'cudnn'.
-
-    Returns:
-        `[B, T, N, H]` of the type of `q`.
+    Only 'reference' has weights to drop: dropout selects it. `map_kernel` turns `kernel((q, k, v),
+    (segments, slopes))` into a function that runs `KERNELS` and 'cudnn' on each device's part.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
@@ -76,7 +61,7 @@ def attention(
         raise ValueError(f"{implementation!r} {obstacle}")
     if implementation in KERNELS:
         kernels = {
-            "blocked": partial(_blocked, scoring=scoring),
+            "blocked": lambda qkv, constants: blocked_attention(*qkv, *constants, scoring),
             "splash": partial(_splash, scoring=scoring, interpret=interpret),
         }
         return map_kernel(kernels[implementation])((q, *_repeat_heads(q, k, v)), (segments, slopes))
@@ -125,12 +110,9 @@ def resolve(
     """
 
     def obstacle(name: str) -> str | None:
-        found = None
-        if name == "cudnn":
-            found = _cudnn_obstacle(platform, jnp.dtype(dtype), head_size)
-        elif name == "splash":
-            found = _splash_obstacle(platform, context_length)
-        return found or _obstacle_of_scores(name, scoring, alibi)
+        return _obstacle(name, platform, jnp.dtype(dtype), context_length, head_size) or (
+            _obstacle_of_scores(name, scoring, alibi)
+        )
 
     if implementation == "auto":
         # Blocks suit the caches of a CPU. Accelerators are faster with all scores at once.
@@ -192,25 +174,15 @@ def attention_reference(
 
 
 def attention_cached(
-    q: jax.Array,
-    k_cache: jax.Array,
+    q: jax.Array,  # [B, T, N, H], the last T positions; T is 1 when decoding
+    k_cache: jax.Array,  # [B, K, S, H]; entries from `length` on are ignored
     v_cache: jax.Array,
-    length: jax.Array,
+    length: jax.Array,  # int32, scalar or [B]: positions held, the new ones included
     *,
     scoring: Scoring = Scoring(),
     slopes: jax.Array | None = None,
 ) -> jax.Array:
-    """Lets new positions attend to a cache that already holds their keys and values.
-
-    Args:
-        q: `[B, T, N, H]`, the last T positions; T is 1 when decoding.
-        k_cache, v_cache: `[B, K, S, H]`; entries from `length` on are ignored.
-        length: int32, scalar or `[B]`: positions held, the new ones included.
-        scoring, slopes: as for `attention`.
-
-    Returns:
-        `[B, T, N, H]` of the type of `q`.
-    """
+    """Lets new positions attend to a cache that holds their keys and values: `[B, T, N, H]`."""
     chex.assert_rank([q, k_cache], 4)
     (B, T, N, H), (K, S) = q.shape, k_cache.shape[1:3]
     chex.assert_shape([k_cache, v_cache], (B, K, S, H))
@@ -258,10 +230,6 @@ def _check_shapes(q, k, v, segments, slopes):
         chex.assert_shape(slopes, (N,))
 
 
-def _blocked(qkv, constants, scoring):
-    return blocked_attention(*qkv, *constants, scoring)
-
-
 def _splash(qkv, constants, scoring, interpret):
     """Splash attention takes one example, heads first, and leaves the scale to its caller."""
     # Only TPUs need it, and it takes a while to import.
@@ -304,19 +272,18 @@ def _obstacle_of_scores(implementation, scoring, alibi):
     return None
 
 
-def _cudnn_obstacle(platform, dtype, head_size):
-    if platform != "gpu":
-        return f"needs an NVIDIA GPU, and this is a {platform}"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, and precision.compute is {dtype}"
-    if head_size % 8 or head_size > 128:
-        return f"needs heads of at most 128 in steps of 8, and these have {head_size}"
-    return None
-
-
-def _splash_obstacle(platform, context_length):
-    if platform != "tpu":
-        return f"needs a TPU, and this is a {platform}"
-    if context_length % 128:
-        return f"needs a context in steps of 128, and this one is {context_length}"
+def _obstacle(implementation, platform, dtype, context_length, head_size):
+    """Says what an implementation lacks to run there, or None."""
+    if implementation == "cudnn":
+        if platform != "gpu":
+            return f"needs an NVIDIA GPU, and this is a {platform}"
+        if dtype not in (jnp.bfloat16, jnp.float16):
+            return f"needs bfloat16 or float16, and precision.compute is {dtype}"
+        if head_size % 8 or head_size > 128:
+            return f"needs heads of at most 128 in steps of 8, and these have {head_size}"
+    if implementation == "splash":
+        if platform != "tpu":
+            return f"needs a TPU, and this is a {platform}"
+        if context_length % 128:
+            return f"needs a context in steps of 128, and this one is {context_length}"
     return None

@@ -1,13 +1,9 @@
 """Causal attention for CPUs: a block of queries at a time, with the keys up to its own end.
 
 Each block gives matrix products that are large enough for all threads (docs/performance.md, XLA:CPU
-note 10). Some heads at a time give scores that are small enough for the caches, and enough of them
-for the threads to share. Softmax sees whole rows. Of what n blocks compute, one part in n + 1 lies
-above the diagonal.
-
-The backward pass computes the scores again from the saved log of the normaliser, as FlashAttention
-does (Dao et al. 2022, algorithm 4). No scores are kept for it. At most T x T / n scores of a head
-exist at a time, beside masks of one byte for each pair.
+note 10). Some heads at a time give scores that are small enough for the caches. Softmax sees whole
+rows. The backward pass computes the scores again from the saved log of the normaliser, as
+FlashAttention does (Dao et al. 2022, algorithm 4): of a head, at most T x T / n exist at a time.
 
 Below, g is a group of heads, of one sequence or of several. Arrays are `[groups, g, T, H]`. They
 hold 16-bit floats as plain bits, which move faster (docs/performance.md, XLA:CPU note 3).
@@ -29,24 +25,14 @@ NEVER = -1e30  # the score of a hidden pair; finite, since -inf minus -inf is Na
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def blocked_attention(
-    q: jax.Array,
+    q: jax.Array,  # [B, T, N, H], and so are k and v
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array | None = None,
     slopes: jax.Array | None = None,
     scoring: Scoring = Scoring(),
 ) -> jax.Array:
-    """Computes `attention` in blocks.
-
-    Args:
-        q, k, v: `[B, T, N, H]`, one type.
-        segments: `[B, T]` int32 or None; a position sees only positions of the same number.
-        slopes: `[N]` float32 or None, of ALiBi; no gradient reaches them.
-        scoring: how products of queries and keys become scores.
-
-    Returns:
-        `[B, T, N, H]` of the type of `q`.
-    """
+    """Computes `attention` in blocks; no gradient reaches `segments` and `slopes`."""
     return _blocked_fwd(q, k, v, segments, slopes, scoring)[0]
 
 
@@ -54,7 +40,7 @@ def _blocked_fwd(q, k, v, segments, slopes, scoring):
     groups = tuple(map(_split, (q, k, v)))
     blocks = _blocks(groups[0].shape[2], segments, scoring, transposed=False)
     run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
-    rows = _sequence_numbers(groups[0], q), _group_slopes(groups[0], q, slopes)
+    rows = _by_head(groups[0], q, slopes)
     out, log_normaliser = jax.lax.map(lambda args: run(*args), (*groups, *rows))
     out, log_normaliser = named((out, log_normaliser), CORE_ATTENTION)
     return _join(out, q), (*groups, segments, slopes, out, log_normaliser)
@@ -65,7 +51,7 @@ def _blocked_bwd(scoring, residuals, dout):
     groups = q, k, jnp.swapaxes(k, -1, -2), v, out, log_normaliser, _split(dout)
     blocks = _blocks(q.shape[2], segments, scoring, transposed=True)
     run = partial(_backward, blocks=blocks, scoring=scoring, dtype=dout.dtype)
-    rows = _sequence_numbers(q, dout), _group_slopes(q, dout, slopes)
+    rows = _by_head(q, dout, slopes)
     dq, dk, dv = jax.lax.map(lambda args: run(*args), (*groups, *rows))
     grads = (_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv))
     return *grads, None, None
@@ -95,15 +81,11 @@ def _join(x, like):
     return floats(jnp.swapaxes(x, 1, 2), like.dtype)
 
 
-def _sequence_numbers(groups, like):
-    """Returns the number of each head's sequence in the batch: `[groups, g]` int32."""
+def _by_head(groups, like, slopes):
+    """Returns the number of each head's sequence and ALiBi's slopes, `[groups, g]`."""
     B, _, N, _ = like.shape
-    return (jnp.arange(B * N) // N).reshape(groups.shape[:2])
-
-
-def _group_slopes(groups, like, slopes):
-    """Returns ALiBi's slopes by group, `[groups, g]`, or None."""
-    return None if slopes is None else jnp.tile(slopes, len(like)).reshape(groups.shape[:2])
+    sequences = (jnp.arange(B * N) // N).reshape(groups.shape[:2])
+    return sequences, None if slopes is None else jnp.tile(slopes, B).reshape(groups.shape[:2])
 
 
 def _forward(q, k, v, sequences, slopes, *, blocks, scoring, dtype):
@@ -115,7 +97,7 @@ def _forward(q, k, v, sequences, slopes, *, blocks, scoring, dtype):
         scores = scoring.scores(products, q.shape[-1])
         if slopes is not None:
             scores += slopes[:, None, None] * _distance(queries, keys)
-        scores = jnp.where(_mask_for(visible, sequences), scores, NEVER)
+        scores = jnp.where(visible if visible.ndim == 2 else visible[sequences], scores, NEVER)
         highest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         normaliser = weights.sum(axis=-1, keepdims=True)
@@ -130,8 +112,8 @@ def _backward(
 ):
     """Returns the gradients of q `[g, H, T]`, of k and of v `[g, T, H]`, as bits.
 
-    Scores are transposed here, keys by queries, and so is the gradient of the queries. Every matrix
-    product then takes its operands as they lie in memory (docs/performance.md, XLA:CPU note 10).
+    Scores, masks and the queries' gradient are transposed here, keys by queries. Every product
+    then takes its operands as they lie in memory (docs/performance.md, XLA:CPU notes 9 and 10).
     """
     q, k, k_transposed, v, out, dout = (
         floats(x, dtype) for x in (q, k, k_transposed, v, out, dout)
@@ -147,7 +129,7 @@ def _backward(
         if slopes is not None:
             scores += slopes[:, None, None] * _distance(queries, keys).T
         weights = jnp.exp(scores - log_normaliser[..., queries])
-        weights = jnp.where(_mask_for(visible, sequences), weights, 0.0)
+        weights = jnp.where(visible if visible.ndim == 2 else visible[sequences], weights, 0.0)
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
         dscores = weights * (dweights - delta[..., queries]) * factor
         if scoring.softcap:
@@ -166,10 +148,7 @@ def _distance(queries, keys):
 
 
 def _blocks(T, segments, scoring, transposed):
-    """Lists each block's queries, the keys that it sees, and the mask of the pairs that do.
-
-    Masks are computed here, before any loop over heads.
-    """
+    """Lists each block's queries, keys and mask, which no loop over heads computes again."""
     block = T // _num_blocks(T)
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (0, T - segments.shape[1])))
@@ -182,10 +161,7 @@ def _blocks(T, segments, scoring, transposed):
 
 
 def _visible(T, queries, keys, segments, scoring, transposed):
-    """Returns the mask `[queries, keys]`, or transposed; with segments `[B, ...]`.
-
-    It is computed in the orientation that reads it (docs/performance.md, XLA:CPU note 9).
-    """
+    """Returns the mask `[queries, keys]`, or transposed; with segments `[B, ...]`."""
 
     def pairs(x):
         query, key = x[..., queries], x[..., keys]
@@ -198,10 +174,6 @@ def _visible(T, queries, keys, segments, scoring, transposed):
         return visible
     query_segment, key_segment = pairs(segments)
     return visible & (query_segment == key_segment)
-
-
-def _mask_for(visible, sequences):
-    return visible if visible.ndim == 2 else visible[sequences]
 
 
 def _dot(equation, a, b):

@@ -9,6 +9,7 @@ neither keeps the logits nor computes them again.
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from gpt2.ops.arrays import dot, result_type
-from gpt2.ops.linear import Pieces
 from gpt2.ops.scores import soft_cap
 from gpt2.ops.variants import variants
 from gpt2.utils.platform import target
@@ -33,50 +33,32 @@ IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that
 
 
 def cross_entropy(
-    hidden: jax.Array,
-    embedding: jax.Array,
-    targets: jax.Array,
+    hidden: jax.Array,  # [B, T, D], the output of the last norm
+    embedding: jax.Array,  # [V, D]; rows from `vocab_size` on are padding without probability
+    targets: jax.Array,  # [B, T] int32; -1 counts neither in the loss nor in the count
     *,
     vocab_size: int,
-    logit_softcap: float = 0.0,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    dtype: DTypeLike | None = None,
-    logits_dtype: DTypeLike = jnp.float32,
-    chunk: int = 0,
-    pieces: Pieces | None = None,
+    logit_softcap: float = 0.0,  # c > 0: logits x become c tanh(x / c) (Gemma 2, 2024, section 2)
+    z_loss: float = 0.0,  # weight of log(normaliser)^2 (PaLM, Chowdhery et al. 2022, section 5)
+    label_smoothing: float = 0.0,  # a target's share for all tokens (Szegedy et al. 2016, sec. 7)
+    dtype: DTypeLike | None = None,  # of the operands of products; that of `hidden` if not given
+    logits_dtype: DTypeLike = jnp.float32,  # in which logits are stored
+    chunk: int = 0,  # positions (of T) whose logits exist at one time; 0 for all of them
+    shards: Any = None,  # `gpt2.parallel.fsdp.Shards`, if `embedding` is a shard
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the negative log-likelihood of the targets under `softmax(hidden @ embedding^T)`.
 
-    Args:
-        hidden: `[B, T, D]`, the output of the last norm.
-        embedding: `[V, D]`, one row per token; rows from `vocab_size` on are padding and get no
-            probability.
-        targets: `[B, T]` int32; -1 where a position counts neither in the loss nor in the count.
-        vocab_size: the number of tokens that exist.
-        logit_softcap: c > 0 replaces logits x by c tanh(x / c) (Gemma 2, 2024, section 2).
-        z_loss: weight of the square of the normaliser's log, which keeps it near 0 (PaLM, Chowdhery
-            et al. 2022, section 5).
-        label_smoothing: the share of each target that goes to all tokens alike (Szegedy et al.
-            2016, section 7).
-        dtype: type of the operands of matrix products, that of `hidden` if not given. Softmax and
-            sums are float32.
-        logits_dtype: in which logits are stored.
-        chunk: positions (of T) whose logits exist at one time; 0 for all of them.
-        pieces: if given, `embedding` is a piece, which is gathered once, in `dtype`.
-
-    Returns:
-        The loss summed over targets, in nats, and the number of targets, both float32.
+    Returns the sum, in nats, and the number of targets, both float32. Softmax and sums are float32.
     """
-    _check_shapes(hidden, embedding, targets, vocab_size, pieces)
+    _check_shapes(hidden, embedding, targets, vocab_size, shards)
     dtype = jnp.dtype(dtype or hidden.dtype)
-    if target().plain and pieces is None:
+    if target().plain and shards is None:
         options = dict(logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing)
         options |= dict(vocab_size=vocab_size, dtype=dtype)
         return cross_entropy_reference(hidden, embedding, targets, **options)
     count = (targets >= 0).sum(dtype=jnp.float32)
     terms = _Terms(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
-    return _loss_sum(hidden.astype(dtype), embedding, targets, terms, dtype, chunk, pieces), count
+    return _loss_sum(hidden.astype(dtype), embedding, targets, terms, dtype, chunk, shards), count
 
 
 def positions_per_chunk(
@@ -126,12 +108,12 @@ def cross_entropy_reference(
     return jnp.where(valid, losses, 0.0).sum(), valid.sum(dtype=jnp.float32)
 
 
-def _check_shapes(hidden, embedding, targets, vocab_size, pieces=None):
+def _check_shapes(hidden, embedding, targets, vocab_size, shards=None):
     """Targets of fewer rows or positions would broadcast, and be counted too few."""
     chex.assert_rank(hidden, 3)
     chex.assert_shape(targets, hidden.shape[:2])
     chex.assert_type(targets, int)
-    shape = pieces.whole_shape(embedding.shape) if pieces else embedding.shape
+    shape = shards.whole_shape(embedding.shape) if shards else embedding.shape
     chex.assert_equal(shape[1:], hidden.shape[2:])
     chex.assert_axis_dimension_gteq(embedding, 0, vocab_size)
 
@@ -208,8 +190,8 @@ class _Terms:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _loss_sum(hidden, embedding, targets, terms, dtype, chunk, pieces):
-    weights, rows_of = _whole(embedding, dtype, pieces)
+def _loss_sum(hidden, embedding, targets, terms, dtype, chunk, shards):
+    weights, rows_of = _whole(embedding, dtype, shards)
 
     def add_chunk(loss, rows):
         hidden, targets = rows
@@ -220,16 +202,16 @@ def _loss_sum(hidden, embedding, targets, terms, dtype, chunk, pieces):
     return _scan(add_chunk, jnp.float32(0.0), hidden, targets, chunk)[0]
 
 
-def _whole(embedding, dtype, pieces):
+def _whole(embedding, dtype, shards):
     """Returns all rows in `dtype`, and an array to take single rows from: cheapest as stored."""
-    if not pieces:
+    if not shards:
         return embedding.astype(dtype), embedding
-    weights = pieces.gather(embedding.astype(dtype))
+    weights = shards.gather(embedding.astype(dtype))
     return weights, weights
 
 
-def _loss_sum_fwd(hidden, embedding, targets, terms, dtype, chunk, pieces):
-    weights, rows_of = _whole(embedding, dtype, pieces)
+def _loss_sum_fwd(hidden, embedding, targets, terms, dtype, chunk, shards):
+    weights, rows_of = _whole(embedding, dtype, shards)
     result = result_type(dtype)
 
     def add_chunk(sums, rows):
@@ -249,11 +231,11 @@ def _loss_sum_fwd(hidden, embedding, targets, terms, dtype, chunk, pieces):
     (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
     if by_width:  # without the barrier, XLA would transpose both factors of a single chunk instead
         dembedding = jax.lax.optimization_barrier(dembedding).T
-    dembedding = pieces.scatter(dembedding) if pieces else dembedding
+    dembedding = shards.scatter(dembedding) if shards else dembedding
     return loss, (dhidden, dembedding.astype(embedding.dtype))
 
 
-def _loss_sum_bwd(terms, dtype, chunk, pieces, gradients, dloss):
+def _loss_sum_bwd(terms, dtype, chunk, shards, gradients, dloss):
     return *((gradient * dloss).astype(gradient.dtype) for gradient in gradients), None
 
 

@@ -11,7 +11,7 @@ so that each result has the layout in which it is stored, and nothing is transpo
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import chex
 import jax
@@ -24,97 +24,52 @@ from gpt2.ops.variants import variants
 from gpt2.utils.platform import target
 
 
-class Pieces(Protocol):
-    """How a kernel of which each device holds a piece is made whole: `gpt2.parallel.pieces`."""
-
-    def gather(self, piece: jax.Array) -> jax.Array:
-        """Returns the whole kernel."""
-
-    def scatter(self, gradient: jax.Array) -> jax.Array:
-        """Returns the piece of the sum of all devices' gradients."""
-
-    def without_axis(self, axis: int) -> "Pieces":
-        """Returns how parts of the kernel along an axis that is not split are split."""
-
-    def before_backward(self, piece: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns its arguments, of which the backward pass gathers and multiplies."""
-
-    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a kernel whose pieces have this shape."""
-
-
 def linear(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    x: jax.Array,  # [..., C1, .., Cn], n = `num_contract`
+    kernel: jax.Array,  # [C1, .., Cn, O1, .., Om], any m, e.g. [D, 3, N, H]
+    bias: jax.Array | None = None,  # [O1, .., Om]
     *,
     num_contract: int = 1,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
-    dtype: DTypeLike | None = None,
-    pieces: Pieces | None = None,
-    into_sum: bool = False,
-    follows_product: bool = False,
+    activation: Callable[[jax.Array], jax.Array] | None = None,  # elementwise
+    dtype: DTypeLike | None = None,  # of operands and result; that of `x` if not given
+    shards: Any = None,  # `gpt2.parallel.fsdp.Shards`, if `kernel` is a shard
+    into_sum: bool = False,  # the caller adds the result to something, which may add the bias too
+    follows_product: bool = False,  # `x` is what a product gave, and is not saved by a remat policy
 ) -> jax.Array:
-    """Contracts the last axes of `activation(x)` with the first of `kernel` and adds `bias`.
+    """Contracts `activation(x)` with `kernel`, in float32, and adds `bias`: `[..., O1, .., Om]`.
 
-    Operands are cast to `dtype` and multiplied with float32 accumulation. The gradient of a
-    float32 kernel stays in float32, so it loses nothing to a narrower compute type.
-
-    Args:
-        x: `[..., C1, .., Cn]`, n = `num_contract`.
-        kernel: `[C1, .., Cn, O1, .., Om]`, any m, e.g. `[D, 3, N, H]` for queries, keys, values.
-        bias: `[O1, .., Om]`.
-        num_contract: the number of contracted axes.
-        activation: an elementwise function or None. The backward pass keeps its input, and its
-            value only where the platform's variant does.
-        dtype: compute and result type; that of `x` if not given.
-        pieces: if given, `kernel` is a piece. The whole is gathered in `dtype`, once forward and
-            once backward, and never kept.
-        into_sum: whether the caller adds the result to something, which may then add the bias too.
-        follows_product: whether `x` is what a product gave, and no array that a policy of
-            rematerialisation saved. That product may then compute the activation.
-
-    Returns:
-        `[..., O1, .., Om]` in `dtype`.
+    The gradient of a float32 kernel stays in float32, so it loses nothing to a narrower type. A
+    sharded kernel is gathered in `dtype`, once forward and once backward, and never kept.
     """
-    _check_shapes(x, kernel, bias, num_contract, pieces)
+    _check_shapes(x, kernel, bias, num_contract, shards)
     dtype = jnp.dtype(dtype or x.dtype)
-    if target().plain and pieces is None:
+    if target().plain and shards is None:
         options = dict(num_contract=num_contract, activation=activation, dtype=dtype)
         return linear_reference(x, kernel, bias, **options)
     into_sum = into_sum and variants().sums_apart
     joins = follows_product and activation is gelu_tanh and variants().gelu_in_product
     joins = joins and dtype.itemsize == 2  # of float32 products XLA joins some, and pads none
     x = x.astype(dtype)
-    return _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins)
+    return _linear(x, kernel, bias, num_contract, activation, dtype, shards, into_sum, joins)
 
 
 def linear_parts(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    x: jax.Array,  # [..., C]
+    kernel: jax.Array,  # [C, P, O1, .., Om]
+    bias: jax.Array | None = None,  # [P, O1, .., Om]
     *,
     dtype: DTypeLike | None = None,
-    pieces: Pieces | None = None,
+    shards: Any = None,
 ) -> list[jax.Array]:
-    """Returns `linear` as a list of its results along the first new axis.
-
-    Args:
-        x, dtype, pieces: as for `linear`.
-        kernel: `[C, P, O1, .., Om]`.
-        bias: `[P, O1, .., Om]`.
-
-    Returns:
-        P arrays `[..., O1, .., Om]` in `dtype`.
-    """
+    """Returns `linear` as a list of P results `[..., O1, .., Om]`."""
     if target().plain or not variants().apart:
-        y = linear(x, kernel, bias, dtype=dtype, pieces=pieces)
+        y = linear(x, kernel, bias, dtype=dtype, shards=shards)
         axis = x.ndim - 1
         return [part.squeeze(axis) for part in jnp.split(y, kernel.shape[1], axis)]
-    _check_shapes(x, kernel, bias, 1, pieces)
+    _check_shapes(x, kernel, bias, 1, shards)
     dtype = jnp.dtype(dtype or x.dtype)
     kernels = [kernel[:, part] for part in range(kernel.shape[1])]
-    return _parts(x.astype(dtype), kernels, bias, dtype, pieces.without_axis(1) if pieces else None)
+    return _parts(x.astype(dtype), kernels, bias, dtype, shards.without_axis(1) if shards else None)
 
 
 def linear_reference(x, kernel, bias=None, *, num_contract=1, activation=None, dtype=None):
@@ -126,17 +81,17 @@ def linear_reference(x, kernel, bias=None, *, num_contract=1, activation=None, d
     return (y if bias is None else y + bias).astype(dtype)
 
 
-def _check_shapes(x, kernel, bias, num_contract, pieces=None):
+def _check_shapes(x, kernel, bias, num_contract, shards=None):
     """A bias of another shape than the outputs' would broadcast."""
     chex.assert_type([x, kernel], float)
-    shape = pieces.whole_shape(kernel.shape) if pieces else kernel.shape
+    shape = shards.whole_shape(kernel.shape) if shards else kernel.shape
     chex.assert_equal(shape[:num_contract], x.shape[-num_contract:])
     if bias is not None:
         chex.assert_shape(bias, shape[num_contract:])
 
 
-def _whole(kernel, dtype, pieces):
-    return pieces.gather(kernel.astype(dtype)) if pieces else kernel.astype(dtype)
+def _whole(kernel, dtype, shards):
+    return shards.gather(kernel.astype(dtype)) if shards else kernel.astype(dtype)
 
 
 def _flatten(x, kernel, num_contract):
@@ -147,8 +102,8 @@ def _flatten(x, kernel, num_contract):
     return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
 
 
-def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
-    kernel = _whole(kernel, dtype, pieces)
+def _product(x, kernel, bias, num_contract, dtype, shards, into_sum=False):
+    kernel = _whole(kernel, dtype, shards)
     rows, outputs = x.shape[: x.ndim - num_contract], kernel.shape[num_contract:]
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
     result = result_type(dtype)
@@ -160,12 +115,12 @@ def _product(x, kernel, bias, num_contract, dtype, pieces, into_sum=False):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))
-def _linear(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins):
+def _linear(x, kernel, bias, num_contract, activation, dtype, shards, into_sum, joins):
     x = activation(x) if activation else x
-    return _product(x, kernel, bias, num_contract, dtype, pieces, into_sum)
+    return _product(x, kernel, bias, num_contract, dtype, shards, into_sum)
 
 
-def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces, into_sum, joins):
+def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, shards, into_sum, joins):
     if joins:
         # XLA looks for this formula on the product's own result, which is a matrix.
         flat = x.reshape(-1, math.prod(kernel.shape[:num_contract]))
@@ -173,16 +128,16 @@ def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, pieces, into_s
     else:
         activated = activation(x) if activation else x
     kept = activated if activation and variants().keep_activations else None
-    y = _product(activated, kernel, bias, num_contract, dtype, pieces, into_sum)
+    y = _product(activated, kernel, bias, num_contract, dtype, shards, into_sum)
     return y, (bits(x), kept, kernel, bias)
 
 
-def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, joins, residuals, dy):
+def _linear_bwd(num_contract, activation, dtype, shards, into_sum, joins, residuals, dy):
     x, kept, kernel, bias = residuals
-    if pieces:
-        kernel, dy = pieces.before_backward(kernel, dy)
+    if shards:
+        kernel, dy = shards.before_backward(kernel, dy)
     x_shape, kernel_type = x.shape, kernel.dtype
-    kernel = _whole(kernel, dtype, pieces)
+    kernel = _whole(kernel, dtype, shards)
     kernel_shape = kernel.shape
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
     rows = range(x.ndim - num_contract)  # the axes over which examples and positions run
@@ -200,8 +155,8 @@ def _linear_bwd(num_contract, activation, dtype, pieces, into_sum, joins, residu
         (dx,) = derive(dx)
         x = x if kept is None else kept.reshape(x.shape)
     dkernel = dot(x, dy, rows, rows).astype(kernel_type).reshape(kernel_shape)
-    if pieces:
-        dkernel = pieces.scatter(dkernel)
+    if shards:
+        dkernel = shards.scatter(dkernel)
     dx = dx.reshape(x_shape)
     if bias is None:
         return dx, dkernel, None
@@ -213,24 +168,24 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _parts(x, kernels, bias, dtype, pieces):
+def _parts(x, kernels, bias, dtype, shards):
     # Cast before they are cut apart, or XLA:GPU takes a kernel for each.
     biases = [None] * len(kernels) if bias is None else bias.astype(result_type(dtype))
     return [
-        _product(x, kernel, biases[part], 1, dtype, pieces) for part, kernel in enumerate(kernels)
+        _product(x, kernel, biases[part], 1, dtype, shards) for part, kernel in enumerate(kernels)
     ]
 
 
-def _parts_fwd(x, kernels, bias, dtype, pieces):
-    return _parts(x, kernels, bias, dtype, pieces), (bits(x), kernels, bias)
+def _parts_fwd(x, kernels, bias, dtype, shards):
+    return _parts(x, kernels, bias, dtype, shards), (bits(x), kernels, bias)
 
 
-def _parts_bwd(dtype, pieces, residuals, dys):
+def _parts_bwd(dtype, shards, residuals, dys):
     """Adds up gradients of `x` inside the products, as cuBLAS can."""
     x, kernels, bias = residuals
     dx, dkernels = None, []
     for kernel, dy in zip(kernels, dys, strict=True):
-        options = 1, None, dtype, pieces, False, False
+        options = 1, None, dtype, shards, False, False
         dx_part, dkernel, _ = _linear_bwd(*options, (x, None, kernel, None), dy)
         dx = dx_part if dx is None else dx_part + dx  # in this order XLA adds in the product
         dkernels.append(dkernel)

@@ -19,26 +19,17 @@ from gpt2.utils.platform import target
 
 
 def norm(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array | None = None,
+    x: jax.Array,  # [..., D], any float type
+    scale: jax.Array,  # [D]
+    bias: jax.Array | None = None,  # [D]
     *,
     center: bool = True,
     eps: float = 1e-5,
-    dtype: DTypeLike | None = None,
+    dtype: DTypeLike | None = None,  # of the result; that of `x` if not given
 ) -> jax.Array:
-    """Divides rows by their root mean square, and multiplies by `scale`.
+    """Divides rows by their root mean square, multiplies by `scale` and adds `bias`, in float32.
 
-    Args:
-        x: `[..., D]`, any float type; statistics and arithmetic are in float32.
-        scale: `[D]`.
-        bias: `[D]`, added at the end.
-        center: subtract the mean first, which makes it LayerNorm.
-        eps: added to the mean square.
-        dtype: of the result; that of `x` if not given.
-
-    Returns:
-        `[..., D]` in `dtype`.
+    With `center` the mean is subtracted first, which makes it LayerNorm; `eps` joins the square.
     """
     if target().plain:
         return norm_reference(x, scale, bias, center=center, eps=eps, dtype=dtype)

@@ -14,10 +14,7 @@ from gpt2.utils.platform import target
 def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines of the angles, each `[B or 1, T, 1, H / 2]` float32.
 
-    Args:
-        positions: `[B or 1, T]` int32.
-        head_size: H, even.
-        base: the longest wavelength over 2 pi, in tokens, for large H.
+    `positions` is `[B or 1, T]` int32; `base` is the longest wavelength over 2 pi, for large H.
     """
     half = head_size // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -26,15 +23,7 @@ def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Arr
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the vectors of `x` `[B, T, N, H]`, computed in float32.
-
-    Args:
-        x: queries or keys.
-        cos, sin: from `rotation`; no gradient reaches them.
-
-    Returns:
-        `[B, T, N, H]` in the type of `x`.
-    """
+    """Turns the vectors of `x` `[B, T, N, H]`, computed in float32, by `rotation`'s angles."""
     return (rotate_reference if target().plain else _rotate)(x, cos, sin)
 
 

@@ -17,18 +17,11 @@ def soft_cap(x: jax.Array, cap: float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """What happens to `q k^T` before softmax, beside biases and segments.
+    """What happens to `q k^T` before softmax, beside biases and segments."""
 
-    Attributes:
-        window: positions that one sees, itself included; 0: all before it (Mistral's and Gemma 2's
-            count).
-        softcap: c > 0 replaces scores x by c tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2).
-        scale: factor of the products; 0: 1 / sqrt(H).
-    """
-
-    window: int = 0
-    softcap: float = 0.0
-    scale: float = 0.0
+    window: int = 0  # positions that one sees, itself included (as Mistral's); 0: all before it
+    softcap: float = 0.0  # c > 0: scores x become c tanh(x / c) (Gemma 2, arXiv 2408.00118, sec. 2)
+    scale: float = 0.0  # factor of the products; 0: 1 / sqrt(H)
 
     def factor(self, head_size: int) -> float:
         """Returns the factor of the products."""
@@ -48,9 +41,8 @@ class Scoring:
 def alibi_slopes(num_heads: int) -> jax.Array:
     """Returns the slope of each head, `[N]` float32 (Press et al. 2022, section 3).
 
-    The score of a key is less by the slope times its distance. Slopes are a geometric series from
-    2^(-8/n) with that ratio. If N is no power of two, every second slope of the next larger power
-    follows those of the next smaller one, as in the paper's code.
+    A geometric series from 2^(-8/N) with that ratio. If N is no power of two, every second slope of
+    the next larger power follows those of the next smaller one, as in the paper's code.
     """
 
     def series(count: int) -> list[float]:

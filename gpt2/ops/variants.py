@@ -17,53 +17,44 @@ from gpt2.utils.platform import leaves_products_to_cublas, target
 
 @dataclasses.dataclass(frozen=True)
 class Variants:
-    """How operations are written.
+    """How operations are written."""
 
-    Attributes:
-        narrow_results: matrix products return 16-bit operands' type. They accumulate in float32
-            all the same, and nothing has to be cast.
-        flat: linear maps are products of two matrices. The bias then joins the product.
-        apart: queries, keys and values are a product each, so that none is copied out of a result.
-        ones_for_bias: a bias gradient is a product with so many rows of ones, if any. XLA:CPU
-            computes it at once (docs/performance.md, XLA:CPU note 6). XLA:TPU would join a sum, or
-            a product with a single row, with what makes the gradient of the result, which could
-            else join the product before.
-        bits: 16-bit floats are kept as integers.
-        keep_activations: the backward pass keeps an activation's value beside its input.
-        gelu_in_product: in a training step of 16 bits, GELU of what a product gave is written as
-            XLA looks for it, for cuBLAS to compute beside the product, from float32.
-        head_by_width: the gradient of the head's table adds up as `[D, V]` and is transposed at the
-            end, which is less to copy than the gradient of the logits. In float32 alone: XLA:CPU
-            lacks that product of 16-bit operands.
-        one_pass: statistics of a row are taken in one pass over it, which costs exponentials in a
-            softmax and divisions in a norm.
-        staged_sums: sums over rows are taken in two stages, of which the second joins what reads
-            it.
-        joint_biases: sums for the biases of queries, keys and values are one, for which a TPU would
-            first copy them into one array.
-        joint_norm: squares of all small gradients are one sum.
-        sums_apart: a branch's last product adds neither bias nor residual stream, which cuBLAS
-            would do in a copy of the stream. Both join the statistics of the norm that follows.
-        rounds_float32: products of float32 round their operands, to TF32 or bfloat16, unless told
-            otherwise. What stands beside one has to come from it.
-        branches: one of two results is computed, not chosen from both, which would need copies of
-            what is overwritten. A GPU would have to wait for the host to read the condition.
-    """
-
+    # Products return 16-bit operands' type. They add up in float32, and nothing has to be cast.
     narrow_results: bool = False
+    # Linear maps are products of two matrices. The bias then joins the product.
     flat: bool = False
+    # Queries, keys and values are a product each, so that none is copied out of a result.
     apart: bool = False
+    # A bias gradient is a product with so many rows of ones. XLA:CPU computes it at once
+    # (docs/performance.md, XLA:CPU note 6). XLA:TPU would join a sum, or a product with a single
+    # row, with what makes the gradient of the result, which could else join the product before.
     ones_for_bias: int = 0
+    # 16-bit floats are kept as integers.
     bits: bool = False
+    # The backward pass keeps an activation's value beside its input.
     keep_activations: bool = False
+    # In a training step of 16 bits, GELU of what a product gave is written as XLA looks for it, for
+    # cuBLAS to compute beside the product, from float32.
     gelu_in_product: bool = False
+    # The gradient of the head's table adds up as [D, V] and is transposed at the end, which is less
+    # to copy than the gradient of the logits. XLA:CPU lacks that product of 16-bit operands.
     head_by_width: bool = False
+    # Statistics of a row are taken in one pass, for exponentials in a softmax, divisions in a norm.
     one_pass: bool = False
+    # Sums over rows are taken in two stages, of which the second joins what reads it.
     staged_sums: bool = False
+    # Sums for the biases of queries, keys and values are one.
     joint_biases: bool = False
+    # Squares of all small gradients are one sum.
     joint_norm: bool = False
+    # A branch's last product adds neither bias nor residual stream, which cuBLAS would do in a copy
+    # of the stream. Both join the statistics of the norm that follows.
     sums_apart: bool = False
+    # Products of float32 round their operands, to TF32 or bfloat16. What stands beside one has to
+    # come from it.
     rounds_float32: bool = False
+    # One of two results is computed, not chosen from both, which would need copies of what is
+    # overwritten. A GPU would have to wait for the host to read the condition.
     branches: bool = False
 
 

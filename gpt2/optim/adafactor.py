@@ -1,6 +1,5 @@
 """Adafactor: second moments kept as a row and a column (Shazeer and Stern 2018)."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,35 +11,23 @@ from gpt2.optim.matrices import axes_for
 from gpt2.optim.parameters import Path, is_matrix, map_parameters, tensor_axes
 
 # Section 9 of the paper: epsilon_1, epsilon_2, d, and the exponent of the second moment's decay.
-_MIN_SQUARE = 1e-30
-_MIN_SCALE = 1e-3
-_MAX_RMS = 1.0
-_EXPONENT = -0.8
+_MIN_SQUARE, _MIN_SCALE, _MAX_RMS, _EXPONENT = 1e-30, 1e-3, 1.0, -0.8
 
 
 class AdafactorState(NamedTuple):
-    """Trees like the parameters, float32; each lacks the leaves that another one has.
+    """Trees like the parameters, float32; each lacks the leaves that another one has."""
 
-    Attributes:
-        count: int32 scalar, updates so far.
-        row: of matrices, mean squares over their output axes, which have length 1.
-        column: of matrices, mean squares over their input axes, which have length 1.
-        full: of vectors, squares.
-    """
-
-    count: jax.Array  # type: ignore[assignment] # as optax names it
-    row: Any
-    column: Any
-    full: Any
+    count: jax.Array  # type: ignore[assignment] # int32 scalar, updates so far; as optax names it
+    row: Any  # of matrices, mean squares over their output axes, which have length 1
+    column: Any  # of matrices, mean squares over their input axes, which have length 1
+    full: Any  # of vectors, squares
 
 
 def scale_by_adafactor() -> optax.GradientTransformation:
     """Returns algorithm 4 of the paper, without its relative steps: the schedule gives them.
 
-    Fused heads count as one matrix [in, out], and stacked layers as a matrix each. Without momentum
-    the update is `max(1e-3, RMS(parameter)) * clipped direction`. torch.optim.Adafactor takes the
-    same steps while its own bound on the learning rate, 1 / sqrt(step), and the least mean square
-    that it divides by do not act.
+    Fused heads count as one matrix [in, out], and stacked layers as a matrix each, which optax's
+    Adafactor does not know. It takes the steps of torch.optim.Adafactor where that bounds nothing.
     """
 
     def init_fn(params: Any) -> AdafactorState:
@@ -48,9 +35,9 @@ def scale_by_adafactor() -> optax.GradientTransformation:
 
     def update_fn(grads: Any, state: AdafactorState, params: Any = None):
         count = optax.safe_increment(state.count)
-        average = partial(_average, new_share=count.astype(jnp.float32) ** _EXPONENT)
+        new_share = count.astype(jnp.float32) ** _EXPONENT
         old = state.row, state.column, state.full
-        moments = _split(map_parameters(partial(_moments, average), grads, *old))
+        moments = _split(map_parameters(partial(_moments, new_share), grads, *old))
         updates = map_parameters(_direction, grads, params, *moments)
         return updates, AdafactorState(count, *moments)
 
@@ -67,13 +54,12 @@ class _Moments(NamedTuple):
 
 def _split(moments: Any) -> _Moments:
     """Returns a tree for each member, from a tree of all."""
-    is_leaf = lambda node: isinstance(node, _Moments)  # noqa: E731
-    return _Moments(
-        *(
-            jax.tree.map(lambda leaf, name=name: getattr(leaf, name), moments, is_leaf=is_leaf)
-            for name in _Moments._fields
-        )
-    )
+
+    def tree(index: int) -> Any:
+        is_leaf = lambda node: isinstance(node, _Moments)  # noqa: E731
+        return jax.tree.map(lambda leaf: leaf[index], moments, is_leaf=is_leaf)
+
+    return _Moments(*map(tree, range(3)))
 
 
 def _zeros(path: Path, param: jax.Array) -> _Moments:
@@ -88,7 +74,10 @@ def _zeros(path: Path, param: jax.Array) -> _Moments:
     return _Moments(row=without(columns), column=without(rows))
 
 
-def _moments(average: Callable, path: Path, grad: jax.Array, row, column, full) -> _Moments:
+def _moments(new_share: jax.Array, path: Path, grad: jax.Array, row, column, full) -> _Moments:
+    def average(old: jax.Array, new: jax.Array) -> jax.Array:
+        return (1 - new_share) * old + new_share * (new + _MIN_SQUARE)
+
     square = jnp.square(grad)
     if not is_matrix(path):
         return _Moments(full=average(full, square))
@@ -99,11 +88,8 @@ def _moments(average: Callable, path: Path, grad: jax.Array, row, column, full) 
     )
 
 
-def _average(old: jax.Array, new: jax.Array, new_share: jax.Array) -> jax.Array:
-    return (1 - new_share) * old + new_share * (new + _MIN_SQUARE)
-
-
 def _direction(path: Path, grad, param, row, column, full) -> jax.Array:
+    """Returns `max(1e-3, RMS(parameter)) * clipped direction`."""
     if is_matrix(path):
         rows, _ = _matrix_axes(path, grad)
         # The product of row and column may be too small for a float32.

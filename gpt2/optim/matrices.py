@@ -22,17 +22,11 @@ from gpt2.parallel.matrices import map_matrices
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Which axes of a kernel are those of its matrices. The other axes count matrices.
+    """Which axes of a kernel, counted from the last, are those of its matrices; others count."""
 
-    Attributes:
-        inputs: axes that are contracted, counted from the last.
-        outputs: new axes, which follow them.
-        to_width: whether the outputs are the model's width, and not the inputs.
-    """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    to_width: bool = False
+    inputs: tuple[int, ...]  # those that are contracted
+    outputs: tuple[int, ...]  # new ones, which follow them
+    to_width: bool = False  # whether the outputs are the model's width, and not the inputs
 
 
 _PLAIN = Axes((-2,), (-1,))
@@ -52,11 +46,7 @@ AXES = {
 
 
 def axes_for(path: Path) -> Axes:
-    """Returns which axes of the kernel at `path` are a matrix's.
-
-    Raises:
-        UserError: `AXES` does not name it.
-    """
+    """Returns which axes of the kernel at `path` are a matrix's."""
     axes = AXES.get("/".join(path[-3:-1]))
     if axes is None:
         raise UserError(
@@ -68,38 +58,16 @@ def axes_for(path: Path) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The matrices of one kernel.
-
-    Attributes:
-        shape: of the kernel.
-        axes: see `Axes`.
-    """
+    """The matrices of one kernel."""
 
     shape: tuple[int, ...]
     axes: Axes
 
-    @classmethod
-    def at(cls, path: tuple, leaf: Any) -> "Kernel":
-        """Returns the description of a parameter, or of anything in its shape.
-
-        Args:
-            path: of a tree of parameters, as `jax.tree_util` gives it.
-            leaf: with a shape.
-
-        Raises:
-            UserError: `AXES` does not name it.
-        """
-        return cls(leaf.shape, axes_for(tuple(key.key for key in path)))
-
     @property
     def counts(self) -> tuple[int, ...]:
         """The shape of the axes that count matrices: the layer's first, where it is scanned."""
-        return tuple(self.shape[axis] for axis in self._order[: -self._num_sides])
-
-    @property
-    def fan_in(self) -> int:
-        """The number of inputs of each matrix."""
-        return math.prod(self.shape[axis] for axis in self.axes.inputs)
+        num_sides = len(self.axes.inputs) + len(self.axes.outputs)
+        return tuple(self.shape[axis] for axis in self._order[:-num_sides])
 
     @property
     def fan_out(self) -> int:
@@ -109,7 +77,7 @@ class Kernel:
     @property
     def sides(self) -> tuple[int, int]:
         """Rows and columns of each matrix."""
-        sides = self.fan_in, self.fan_out
+        sides = math.prod(self.shape[axis] for axis in self.axes.inputs), self.fan_out
         return sides[::-1] if self.axes.to_width else sides
 
     def to_matrices(self, x: jax.Array) -> jax.Array:
@@ -122,10 +90,6 @@ class Kernel:
         return ordered.transpose([self._order.index(axis) for axis in range(len(self.shape))])
 
     @property
-    def _num_sides(self) -> int:
-        return len(self.axes.inputs) + len(self.axes.outputs)
-
-    @property
     def _order(self) -> tuple[int, ...]:
         """The kernel's axes: those that count, those of rows, those of columns."""
         inputs = tuple(axis % len(self.shape) for axis in self.axes.inputs)
@@ -135,12 +99,12 @@ class Kernel:
 
 
 def kernels(tree: Any) -> Any:
-    """Returns the `Kernel` of every leaf of a tree of hidden kernels.
+    """Returns the `Kernel` of every leaf of a tree of hidden kernels, each named in `AXES`."""
 
-    Raises:
-        UserError: a leaf is none that `AXES` names.
-    """
-    return jax.tree_util.tree_map_with_path(Kernel.at, tree)
+    def kernel(path: tuple, leaf: Any) -> Kernel:
+        return Kernel(leaf.shape, axes_for(tuple(key.key for key in path)))
+
+    return jax.tree_util.tree_map_with_path(kernel, tree)
 
 
 def to_matrices(tree: Any) -> Any:
@@ -159,9 +123,6 @@ def map_stacks(function: Callable, trees: tuple[Any, ...], *scalars: jax.Array) 
             of `trees`, and matrices that know nothing of each other.
         trees: of arrays `[k, ?, ?]`, with the same paths. Leaves of one path have the same k.
         scalars: arrays `[]`.
-
-    Returns:
-        For each of the function's results, a tree with the same paths.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]

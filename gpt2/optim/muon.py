@@ -20,15 +20,11 @@ UPDATE_RMS = 0.2
 
 
 class MuonState(NamedTuple):
-    """The state of `scale_by_muon`. Trees have the parameters' paths.
+    """The state of `scale_by_muon`. Trees have the parameters' paths."""
 
-    Attributes:
-        momentum: running means of gradients, in the parameters' shapes and types.
-        neurons: running means of the squares of each neuron's orthogonalised updates, float32
-            `[..., outputs]` behind the axes that count matrices. None for Muon.
-    """
-
-    momentum: Any
+    momentum: Any  # running means of gradients, in the parameters' shapes and types
+    # Running means of the squares of each neuron's orthogonalised updates, float32 [..., outputs]
+    # behind the axes that count matrices. None for Muon.
     neurons: Any
 
 
@@ -37,24 +33,16 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Returns the direction of Muon (Jordan et al. 2024), or of NorMuon (Li et al. 2025).
 
-    The direction is to be multiplied by a negative learning rate. The trees hold hidden kernels
-    only (`gpt2.optim.matrices.AXES`); other parameters are `optax.MaskedNode()`.
+    The trees hold hidden kernels only (`gpt2.optim.matrices.AXES`); other parameters are
+    `optax.MaskedNode()`. Muon is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. optax's
+    has another momentum and leaves every device with all matrices.
 
-    Muon is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. NorMuon divides the
-    orthogonalised update of each neuron by the root of its running mean square, and scales the
-    matrix to the same root mean square as Muon's (arXiv 2510.05491, algorithm 1). A neuron is an
-    output: a row of the paper's matrices, a column of this project's kernels.
+    NorMuon divides the orthogonalised update of each neuron by the root of its running mean square,
+    and scales the matrix to the same root mean square as Muon's (arXiv 2510.05491, algorithm 1). A
+    neuron is an output: a row of the paper's matrices, a column of this project's kernels.
 
-    Both cost 5 (4 m^2 n + 2 m^3) operations a step for a matrix of m by n, m the smaller. For GPT-2
-    that is 4.2 D / tokens of what its kernels cost in a step of that many tokens: as much as the
-    whole model for 124M on 2048 tokens, 0.6 % of its kernels' cost on half a million.
-
-    Args:
-        momentum: decay of the running mean of gradients.
-        nesterov: look one step ahead of that mean.
-        neurons: NorMuon, not Muon.
-        beta2: decay of NorMuon's mean squares. They start at 0 without a correction, which the
-            scaling would cancel.
+    Both cost 5 (4 m^2 n + 2 m^3) operations a step for a matrix of m by n, m the smaller: for GPT-2
+    4.2 D / tokens of what its kernels cost in a step of that many tokens.
     """
 
     def init(params: Any) -> MuonState:
@@ -82,8 +70,10 @@ def scale_by_muon(
             running = jax.tree.map(lambda v, x: _lerp(v, x, 1 - beta2), state.neurons, squares)
             scaled = jax.tree.map(_normalize, shapes, orthogonal, squares, running)
         else:
-            running = None
-            scaled = jax.tree.map(_scale, shapes, orthogonal)
+            running = None  # orthogonal: root mean squares follow from the sides (lemma 1 there)
+            scaled = jax.tree.map(
+                lambda kernel, x: x * (UPDATE_RMS * max(kernel.sides) ** 0.5), shapes, orthogonal
+            )
         direction = jax.tree.map(lambda kernel, x: kernel.from_matrices(x), shapes, scaled)
         return direction, MuonState(mean, running)
 
@@ -114,11 +104,7 @@ def newton_schulz(matrices: jax.Array) -> jax.Array:
 
 
 def _operand_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the type in which matrices travel and are multiplied.
-
-    It is bfloat16 where the hardware is made for it, as in the authors' code: the iteration does
-    not need more.
-    """
+    """Returns bfloat16 where the hardware is made for it, as in the authors' code."""
     return jnp.dtype(jnp.bfloat16) if platform() in ("gpu", "tpu") else dtype
 
 
@@ -144,19 +130,13 @@ def _normalize(
 ) -> jax.Array:
     """Divides each neuron's update by its running root mean square, and sets the matrix's own.
 
-    The mean squares of the result follow from those of the update, so that no device needs all of
-    a matrix.
+    Its mean squares follow from those of the update, so that no device needs all of a matrix.
     """
     divisor = jnp.sqrt(running) + 1e-10  # as the authors' code; an unused neuron's update is 0
     square = jnp.mean(squares / jnp.square(divisor), axis=-1, keepdims=True)
     factor = UPDATE_RMS / (divisor * jnp.sqrt(jnp.maximum(square, 1e-30)))
     sides = (-1, kernel.fan_out, 1) if kernel.axes.to_width else (-1, 1, kernel.fan_out)
     return matrices * factor.reshape(sides)
-
-
-def _scale(kernel: Kernel, matrices: jax.Array) -> jax.Array:
-    """Gives orthogonal matrices the root mean square `UPDATE_RMS` (arXiv 2502.16982, lemma 1)."""
-    return matrices * (UPDATE_RMS * max(kernel.sides) ** 0.5)
 
 
 def _lerp(x: jax.Array, y: jax.Array, weight: float) -> jax.Array:

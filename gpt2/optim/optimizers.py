@@ -15,12 +15,12 @@ import optax
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
 from gpt2.optim.adafactor import scale_by_adafactor
-from gpt2.optim.averages import average_parameters, schedule_free
 from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.parameters import decay_mask, is_hidden_kernel, map_parameters, unrolled_names
 from gpt2.optim.soap import scale_by_soap
 from gpt2.optim.transforms import (
     add_cautious_decay,
+    average_parameters,
     cautious,
     clip_by_global_norm,
     scale_parameters,
@@ -44,9 +44,6 @@ def make_optimizer(
             take steps smaller by this factor, or by its root under muon and normuon. As in
             microsoft/mup's MuAdam and MuAdamW, learning rate times `weight_decay` stays as it is:
             adam's decay grows by the factor first.
-
-    Raises:
-        UserError: the optimizer has no rule for a `width_ratio` other than 1.
     """
     direction = OPTIMIZERS[optim.name](optim, num_steps)
     if optim.masks_updates:
@@ -59,7 +56,10 @@ def make_optimizer(
         parts = [direction, *width_factors, _decay(optim)]
     optimizer = optax.chain(*parts, *_rate_factors(optim), optax.scale_by_learning_rate(schedule))
     if optim.name == "schedule_free":
-        optimizer = schedule_free(optimizer, schedule, optim.beta1)
+        # Averages, in place of a momentum and a schedule (Defazio et al. 2024, algorithm 1), weigh
+        # steps by the square of the rate. optax counts from 1 here.
+        rate = lambda count: schedule(count - 1)  # noqa: E731
+        optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema:
         optimizer = optax.chain(optimizer, average_parameters(optim.ema))
     if not optim.clip_norm:
@@ -68,38 +68,11 @@ def make_optimizer(
 
 
 def num_updates(opt_state: optax.OptState) -> jax.Array:
-    """Returns the number of updates that an optimizer has counted, an int32 scalar.
+    """Returns the number of updates so far, of which the schedule is a function: int32 scalar.
 
-    Its schedule is a function of this number. The number is less than the number of steps if
-    some were left out. All parts of a chain count alike.
+    It is less than the number of steps if some were skipped. All parts of a chain count alike.
     """
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
-
-
-def check_layer_rates(optim: OptimConfig, params: Any) -> None:
-    """Checks that each pattern of `optim.layer_rates` is the first to match some parameter.
-
-    Args:
-        optim: the `optim.` options.
-        params: arrays, or their shapes.
-
-    Raises:
-        UserError: a pattern would be ignored.
-    """
-    names = jax.tree.leaves(map_parameters(unrolled_names, params))
-    patterns = [pattern for pattern, _ in optim.rates]
-    matched = {_first_match(optim, name) for name in names}
-    unused = [p for i, p in enumerate(patterns) if p not in matched or p in patterns[:i]]
-    if unused:
-        raise UserError(
-            f"optim.layer_rates has {unused[0]!r}, which matches no parameter, or none that a "
-            "pattern before it leaves",
-            f"Patterns are for names such as {names[0]}",
-        )
-
-
-def _first_match(optim: OptimConfig, name: str) -> str | None:
-    return next((pattern for pattern, _ in optim.rates if re.search(pattern, name)), None)
 
 
 def _decay(optim: OptimConfig) -> optax.GradientTransformation:
@@ -112,14 +85,17 @@ def _hidden_mask(params: Any) -> Any:
     return map_parameters(lambda path, _: is_hidden_kernel(path), params)
 
 
+def _is_hidden(name: str) -> bool:
+    return is_hidden_kernel(tuple(name.split("/")))
+
+
 def _width_factors(optim: OptimConfig, width_ratio: float) -> list[optax.GradientTransformation]:
     if width_ratio == 1:
         return []
     if optim.name not in _WIDTH_POWERS:
         raise UserError(
-            f"optim.name={optim.name} has no rule for model.mup_base_width: it transfers rates for "
-            f"{', '.join(_WIDTH_POWERS)}",
-            "Use --config.model.mup_base_width=0, or --config.optim.name=adamw",
+            f"optim.name={optim.name} has no rule for model.mup_base_width",
+            f"Use one of {', '.join(_WIDTH_POWERS)}",
         )
     factor = width_ratio ** -_WIDTH_POWERS[optim.name]
     return [scale_parameters(lambda name: factor if _is_hidden(name) else 1.0)]
@@ -131,13 +107,36 @@ def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
         ratio = optim.adam_learning_rate / optim.learning_rate
         factors.append(scale_parameters(lambda name: 1.0 if _is_hidden(name) else ratio))
     if optim.rates:
-        rates = {None: 1.0} | dict(reversed(optim.rates))
-        factors.append(scale_parameters(lambda name: rates[_first_match(optim, name)]))
+        factors.append(_layer_rates(optim))
     return factors
 
 
-def _is_hidden(name: str) -> bool:
-    return is_hidden_kernel(tuple(name.split("/")))
+def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
+    """Multiplies updates by the factor of the first pattern of `layer_rates` that matches.
+
+    A pattern that is the first to match no parameter, which a run would ignore, is an error.
+    """
+
+    def first_match(name: str) -> int | None:
+        return next((i for i, (p, _) in enumerate(optim.rates) if re.search(p, name)), None)
+
+    def factor(name: str) -> float:
+        match = first_match(name)
+        return 1.0 if match is None else optim.rates[match][1]
+
+    def init(params: Any) -> optax.OptState:
+        names = jax.tree.leaves(map_parameters(unrolled_names, params))
+        matched = set(map(first_match, names))
+        for index, (pattern, _) in enumerate(optim.rates):
+            if index not in matched:
+                raise UserError(
+                    f"optim.layer_rates has {pattern!r}, which matches no parameter, or none that "
+                    "a pattern before it leaves",
+                    f"Patterns are for names such as {names[0]}",
+                )
+        return optax.EmptyState()
+
+    return optax.GradientTransformation(init, scale_parameters(factor).update)
 
 
 def _adam(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
@@ -185,24 +184,16 @@ def _ademamix(optim: OptimConfig, num_steps: int) -> optax.GradientTransformatio
 
 
 def _schedule_free(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
-    """Adam without its first moment, for which `schedule_free` averages."""
+    """Adam without its first moment, in whose place `make_optimizer` averages."""
     return optax.scale_by_rms(
         decay=optim.beta2, eps=optim.eps, eps_in_sqrt=False, bias_correction=True
     )
 
 
 def _muon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
-    return _with_adam(optim, _scale_by_muon(optim, neurons=False))
-
-
-def _normuon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
-    return _with_adam(optim, _scale_by_muon(optim, neurons=True))
-
-
-def _scale_by_muon(optim: OptimConfig, neurons: bool) -> optax.GradientTransformation:
-    return scale_by_muon(
-        momentum=optim.momentum, nesterov=optim.nesterov, neurons=neurons, beta2=optim.beta2
-    )
+    momentum = dict(momentum=optim.momentum, nesterov=optim.nesterov)
+    neurons = optim.name == "normuon"
+    return _with_adam(optim, scale_by_muon(**momentum, neurons=neurons, beta2=optim.beta2))
 
 
 def _soap(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
@@ -235,7 +226,7 @@ OPTIMIZERS = {
     "ademamix": _ademamix,
     "schedule_free": _schedule_free,
     "muon": _muon,
-    "normuon": _normuon,
+    "normuon": _muon,
     "soap": _soap,
 }
 # `optim.name` -> the power of the width with which the largest singular value of a hidden kernel's

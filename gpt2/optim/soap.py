@@ -15,24 +15,15 @@ class SoapState(NamedTuple):
     """The state of `scale_by_soap`. Trees have the parameters' paths.
 
     The matrices' axes are explained in `gpt2.optim.matrices`. Bases hold a vector in each column.
-
-    Attributes:
-        count: steps done, int32.
-        mu: running means of gradients, in the parameters' shapes.
-        nu: running means of squared gradients in the eigenbasis, in the parameters' shapes.
-        row_gram: running means of `G G^T`, `[..., rows, rows]` behind the axes that count matrices.
-        column_gram: running means of `G^T G`, `[..., columns, columns]`.
-        row_basis: eigenvectors of `row_gram`, as of the last refresh.
-        column_basis: eigenvectors of `column_gram`, as of the last refresh.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # tuples have a method of this name
-    mu: Any
-    nu: Any
-    row_gram: Any
-    column_gram: Any
-    row_basis: Any
-    column_basis: Any
+    count: jax.Array  # type: ignore[assignment]  # steps done, int32
+    mu: Any  # running means of gradients, in the parameters' shapes
+    nu: Any  # running means of squared gradients in the eigenbasis, in the parameters' shapes
+    row_gram: Any  # of G G^T, [..., rows, rows] behind the axes that count matrices
+    column_gram: Any  # of G^T G, [..., columns, columns]
+    row_basis: Any  # eigenvectors of `row_gram`, as of the last refresh
+    column_basis: Any  # eigenvectors of `column_gram`, as of the last refresh
 
 
 def scale_by_soap(
@@ -40,22 +31,14 @@ def scale_by_soap(
 ) -> optax.GradientTransformation:
     """Returns the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3).
 
-    The direction is to be multiplied by a negative learning rate. The trees hold hidden kernels
-    only (`gpt2.optim.matrices.AXES`); other parameters are `optax.MaskedNode()`.
-
-    As in the authors' code, the first step only finds the bases, and its direction is 0: no
-    gradient is judged in a basis that it shaped. Products are in float32 on every platform. The
-    state takes 2 + 2 (rows^2 + columns^2) / (rows * columns) times the memory of a kernel.
+    The trees hold hidden kernels only (`gpt2.optim.matrices.AXES`); other parameters are
+    `optax.MaskedNode()`. As in the authors' code, the first step only finds the bases, and its
+    direction is 0. Products are in float32 on every platform. The state takes
+    2 + 2 (rows^2 + columns^2) / (rows * columns) times the memory of a kernel. Bases are refreshed
+    after `every` steps, by a step of power iteration and a QR decomposition (algorithm 4).
 
     Layouts that round differently part sooner than with other optimizers: where the first gradient
     is nearly singular, rounding chooses between bases, and Adam's steps depend on the basis.
-
-    Args:
-        beta1: decay of the running mean of gradients.
-        beta2: decay of the running means of squares and of the Gram matrices.
-        eps: added to the root mean square, before the correction of its bias.
-        every: steps between refreshes of the bases, each one step of power iteration and a QR
-            decomposition (algorithm 4).
     """
     step = partial(_step, beta1=beta1, beta2=beta2, eps=eps, every=every)
 
@@ -111,10 +94,10 @@ def _advance(
     row_basis,
     column_basis,
     *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    every: int,
+    beta1,
+    beta2,
+    eps,
+    every,
 ):
     def project(x):
         return row_basis.mT @ x @ column_basis

@@ -1,12 +1,13 @@
-"""What the framework puts around an optimizer's direction: clipping, masks, decay, rates."""
+"""What stands around an optimizer's direction: clipping, masks, decay, rates and averages."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 from gpt2.ops.variants import variants
 from gpt2.optim.parameters import decay_mask, map_parameters, tensor_axes, unrolled_names
@@ -19,7 +20,8 @@ _SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
 def global_norm(grads: Any) -> jax.Array:
     """Returns the norm of all gradients together, a float32 scalar.
 
-    XLA:GPU takes a kernel or two for each tensor. In the form for GPUs the small ones are one.
+    XLA:GPU takes a kernel or two for each tensor. In the variant for one GPU the small ones are
+    one.
     """
     leaves = jax.tree.leaves(grads)
     if variants().joint_norm:
@@ -69,9 +71,7 @@ def add_cautious_decay(weight_decay: float) -> optax.GradientTransformation:
     """Adds decay where it does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
 
     def add(update: jax.Array, param: jax.Array, decayed: bool) -> jax.Array:
-        if not decayed:
-            return update
-        return update + weight_decay * param * (update * param >= 0)
+        return update + weight_decay * param * (update * param >= 0) if decayed else update
 
     return optax.stateless(
         lambda updates, params: jax.tree.map(add, updates, params, decay_mask(params))
@@ -79,17 +79,53 @@ def add_cautious_decay(weight_decay: float) -> optax.GradientTransformation:
 
 
 def scale_parameters(factor: Callable[[str], float]) -> optax.GradientTransformation:
-    """Multiplies each parameter's update.
-
-    Args:
-        factor: function of the name that the parameter has in unrolled layers.
-    """
+    """Multiplies updates by a function of the name that a parameter has in unrolled layers."""
 
     def scale(path: tuple[str, ...], update: jax.Array) -> jax.Array:
         factors = [factor(name) for name in unrolled_names(path, update)]
         if len(set(factors)) == 1:
             return update if factors[0] == 1 else update * factors[0]
-        column = np.array(factors, update.dtype).reshape(-1, *[1] * (update.ndim - 1))
-        return update * column
+        return update * np.array(factors, update.dtype).reshape(-1, *[1] * (update.ndim - 1))
 
     return optax.stateless(lambda updates, _: map_parameters(scale, updates))
+
+
+class AverageState(NamedTuple):
+    """The state of `average_parameters`: a tree like the parameters."""
+
+    average: Any
+
+
+def average_parameters(decay: float) -> optax.GradientTransformation:
+    """Keeps an exponential average of the new parameters; it begins with the initial ones.
+
+    It is the last of a chain, where updates are final. `decay` is the share that each step keeps
+    (Polyak and Juditsky 1992; the form is that of Tarvainen and Valpola 2017).
+    """
+
+    def init_fn(params: Any) -> AverageState:
+        return AverageState(jax.tree.map(jnp.copy, params))  # a buffer that may be donated
+
+    def update_fn(updates: Any, state: AverageState, params: Any = None):
+        average = jax.tree.map(
+            lambda old, param, update: decay * old + (1 - decay) * (param + update),
+            state.average,
+            params,
+            updates,
+        )
+        return updates, AverageState(average)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def averaged_params(opt_state: optax.OptState, params: Any) -> Any:
+    """Returns the parameters that are validated and exported: the optimizer's average, if any."""
+    kinds = (AverageState, ScheduleFreeState)
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    for node in nodes:
+        if isinstance(node, AverageState):
+            return node.average
+        if isinstance(node, ScheduleFreeState):
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+            return jax.jit(schedule_free_eval_params, out_shardings=shardings)(node, params)
+    return params

@@ -18,7 +18,7 @@ from gpt2 import launch
 from gpt2.config import Config
 from gpt2.model import GPT, num_params
 from gpt2.ops import Scoring, resolve
-from gpt2.optim import check_layer_rates, make_optimizer, make_schedule
+from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
@@ -93,7 +93,6 @@ class Program:
             width_ratio=config.model.width_ratio,
         )
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
-        check_layer_rates(config.optim, shapes)
         resolve_attention(config, devices[0])
         backend = make_backend(
             config.parallel,
