@@ -106,13 +106,6 @@ FAULTS = [
         VALUES + "rope_base",
     ),
     Fault(
-        "rope's gradient turns the wrong way",
-        "gpt2/ops/rope.py",
-        "rotate_reference(dy, cos, -sin)",
-        "rotate_reference(dy, cos, sin)",
-        "tests/test_ops.py -k rotate",
-    ),
-    Fault(
         "alibi favours far tokens",
         "gpt2/ops/attention.py",
         "slopes[:, None, None] * (key - query)",
@@ -325,7 +318,7 @@ FAULTS = [
     Fault(
         "adafactor takes one statistic for all stacked layers",
         "gpt2/optim/parameters.py",
-        'tuple(range(int("h" in path), leaf.ndim))',
+        "tuple(range(int(is_stacked(path)), leaf.ndim))",
         "tuple(range(leaf.ndim))",
         OPTIM + "formulas",
     ),

@@ -28,9 +28,6 @@ from gpt2.ops import (
     linear_reference,
     norm,
     norm_reference,
-    rotate,
-    rotate_reference,
-    rotation,
 )
 from gpt2.ops.arrays import sum_rows
 from gpt2.ops.attention import attention_cached, attention_reference, resolve, softmax
@@ -588,16 +585,3 @@ def test_activations_with_their_own_rule_have_the_derivative_of_their_formula(na
     np.testing.assert_allclose(ACTIVATIONS[name](x), formula(x))
     slopes = [jax.vmap(jax.grad(f))(x) for f in (ACTIVATIONS[name], formula)]
     np.testing.assert_allclose(*slopes)
-
-
-@few
-@given(heads=st.integers(1, 3), half=st.integers(1, 5), dtype=dtypes)
-def test_rotate_equals_reference_and_its_derivative(heads, half, dtype):
-    x = normal(0, 2, 7, heads, 2 * half).astype(dtype)
-    angles = rotation(jnp.arange(7)[None], 2 * half, 100.0)
-    assert_close(rotate(x, *angles), rotate_reference(x, *angles), dtype)
-    fast, plain = (
-        jax.grad(weighted(lambda x, op=op: op(x, *angles), *x.shape))(x)
-        for op in (rotate, rotate_reference)
-    )
-    assert_close(fast, plain, dtype)

@@ -444,21 +444,10 @@ def test_schedules_without_a_warmup_begin_at_the_peak():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(schedule="wsd", decay_steps=95), r"decay_steps=95 is longer than the 90 steps"),
-        (
-            dict(schedule="wsd", decay_percent=95.0),
-            r"decay_percent=95 is longer than the 90 steps",
-        ),
-        (dict(schedule="piecewise:5=0.5"), r"begins at step 5, in a warm-up of 10"),
-        (dict(schedule="piecewise:20=0.5,100=0.1"), r"changes at step 100, and train\.num_steps="),
-        (
-            dict(schedule="inverse_sqrt", warmup_steps=0, warmup_percent=0.1),
-            r"warmup_percent=0\.1 of 100 steps is no warm-up",
-        ),
-        (
-            dict(schedule="linear", warmup_steps=0, warmup_percent=0.1),
-            r"is no warm-up\. For example, use .*warmup_percent=0 .*warmup_steps=1",
-        ),
+        (dict(schedule="wsd", decay_steps=95), "95 steps, and 90 follow"),
+        (dict(schedule="wsd", decay_percent=95.0), "95 steps, and 90 follow"),
+        (dict(schedule="piecewise:5=0.5"), "warm-up of 10"),
+        (dict(schedule="piecewise:20=0.5,100=0.1"), "after the run of 100"),
     ],
 )
 def test_schedules_that_do_not_fit_the_run_are_refused(options, message):

@@ -1,8 +1,7 @@
 """The expensive operations: one function each, several implementations, one plain reference.
 
-What has a form written for speed, with its own backward rule, has a `*_reference` form written for
-reading beside it (activation, attention, cross_entropy, linear, norm, rope). Tests compare the
-values and gradients of the two.
+What has a variant for speed, with its own backward rule, has a `*_reference` for reading beside it
+(activation, attention, cross_entropy, linear, norm). Tests compare values and gradients of the two.
 """
 
 from gpt2.ops.activation import ACTIVATIONS, GATES, gelu_tanh, gelu_tanh_reference
@@ -11,7 +10,7 @@ from gpt2.ops.attention import attention, attention_cached, resolve
 from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference, positions_per_chunk
 from gpt2.ops.linear import linear, linear_parts, linear_reference
 from gpt2.ops.norm import norm, norm_reference
-from gpt2.ops.rope import rotate, rotate_reference, rotation
+from gpt2.ops.rope import rotate, rotation
 from gpt2.ops.scores import Scoring, alibi_slopes
 
 __all__ = [
@@ -34,6 +33,5 @@ __all__ = [
     "positions_per_chunk",
     "resolve",
     "rotate",
-    "rotate_reference",
     "rotation",
 ]

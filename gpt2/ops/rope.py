@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), with its own backward rule.
+"""Rotary position embedding (Su et al. 2021).
 
 A head's vector is split into halves a and b, as GPT-NeoX does: dimension i of either turns by the
 angle `position / base^(2 i / H)`.
@@ -7,8 +7,6 @@ angle `position / base^(2 i / H)`.
 import chex
 import jax
 import jax.numpy as jnp
-
-from gpt2.utils.platform import target
 
 
 def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Array, jax.Array]:
@@ -24,29 +22,7 @@ def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Arr
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turns the vectors of `x` `[B, T, N, H]`, computed in float32, by `rotation`'s angles."""
-    return (rotate_reference if target().plain else _rotate)(x, cos, sin)
-
-
-def rotate_reference(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Computes `rotate` with the derivative left to JAX."""
     B, T, _, H = x.shape
     chex.assert_shape([cos, sin], ({1, B}, T, 1, H // 2))
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
-
-
-@jax.custom_vjp
-def _rotate(x, cos, sin):
-    return rotate_reference(x, cos, sin)
-
-
-def _fwd(x, cos, sin):
-    return rotate_reference(x, cos, sin), (cos, sin)
-
-
-def _bwd(angles, dy):
-    cos, sin = angles
-    return rotate_reference(dy, cos, -sin), None, None  # the inverse turn
-
-
-_rotate.defvjp(_fwd, _bwd)

@@ -41,14 +41,19 @@ def is_hidden_kernel(path: Path) -> bool:
     return path[-1] == "kernel" and any(_LAYER.fullmatch(name) for name in path)
 
 
+def is_stacked(path: Path) -> bool:
+    """Returns whether a parameter has a leading layer axis."""
+    return "h" in path
+
+
 def tensor_axes(path: Path, leaf: jax.Array) -> tuple[int, ...]:
     """Returns the axes of a single layer's tensor."""
-    return tuple(range(int("h" in path), leaf.ndim))
+    return tuple(range(int(is_stacked(path)), leaf.ndim))
 
 
 def unrolled_names(path: Path, leaf: jax.Array) -> list[str]:
     """Returns a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
-    if "h" not in path:
+    if not is_stacked(path):
         return ["/".join(path)]
     return [
         "/".join(f"h_{index}" if name == "h" else name for name in path)

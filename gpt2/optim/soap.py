@@ -84,21 +84,9 @@ def _start(count, grads, mu, nu, row_gram, column_gram, row_basis, column_basis,
     return jnp.zeros_like(grads), mu, nu, row_gram, column_gram, *bases
 
 
-def _advance(
-    count,
-    grads,
-    mu,
-    nu,
-    row_gram,
-    column_gram,
-    row_basis,
-    column_basis,
-    *,
-    beta1,
-    beta2,
-    eps,
-    every,
-):
+def _advance(count, grads, mu, nu, *grams_and_bases, beta1, beta2, eps, every):
+    row_gram, column_gram, row_basis, column_basis = grams_and_bases
+
     def project(x):
         return row_basis.mT @ x @ column_basis
 
