@@ -1,13 +1,12 @@
-"""What a compiled step sends over the network, read from its HLO text."""
+"""What a compiled step sends over the network, read from its text (HLO)."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from gpt2.plan.hlo import array_bytes, called_by, split_computations, turns_of
 from gpt2.utils.text import format_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -51,7 +50,7 @@ class Collective:
 def collectives(text: str) -> list[Collective]:
     """Returns the collectives of a program as HLO, without those of a device with itself."""
     num_devices = _num_devices(text)
-    computations, entry = split_computations(text)
+    computations, entry = _split_computations(text)
     found = []
 
     def walk(name: str, times: int, unknown: bool, after: list[str]) -> None:
@@ -60,31 +59,28 @@ def collectives(text: str) -> list[Collective]:
             if _CHAIN in line and not _starts_chain(lines):
                 continue  # a part of a collective that has been counted
             if match := _INSTRUCTION.search(line):
-                collective = _parse(line, *match.groups(), num_devices=num_devices)
-                if name.startswith(_TPU_REDUCE_SCATTER) and collective.kind == "all-reduce":
-                    collective = dataclasses.replace(collective, kind="reduce-scatter")
-                if len(collective.group) > 1:
-                    during = _until_done(line, lines[i + 1 :], after, computations)
-                    found.append(
-                        dataclasses.replace(
-                            collective,
-                            times=times,
-                            loop_unknown=unknown,
-                            asynchronous=match[3] is not None or _CHAIN in line,
-                            overlapped=any(_has_product(x, computations) for x in during),
-                        )
-                    )
+                result, kind, start = match.groups()
+                group = _first_group(line, kind, num_devices)
+                size = _whole_bytes(result, kind, start, len(group))
+                if name.startswith(_TPU_REDUCE_SCATTER) and kind == "all-reduce":
+                    kind = "reduce-scatter"
+                during = _until_done(line, lines[i + 1 :], after, computations)
+                overlapped = any(_has_product(x, computations) for x in during)
+                asynchronous = start is not None or _CHAIN in line
+                found.append(
+                    Collective(kind, group, size, times, unknown, asynchronous, overlapped)
+                )
                 continue
             if " while(" not in line:
-                for called in called_by(line):
+                for called in _called_by(line):
                     walk(called, times, unknown, lines[i + 1 :])
                 continue
-            turns = turns_of(line, computations)
-            for called in called_by(line):
+            turns = _turns_of(line, computations)
+            for called in _called_by(line):
                 walk(called, times * (turns or 1), unknown or turns is None, [])
 
     walk(entry, 1, False, [])
-    return found
+    return [each for each in found if len(each.group) > 1]
 
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
@@ -107,6 +103,12 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
     return rows or {"collectives": "none"}
 
 
+_ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CALLED = re.compile(
+    r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
+    r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _CHAIN = "chain_id="  # in what a TPU's compiler writes of a collective in several fusions
 # A reduce-scatter of a TPU is a fusion that holds an all-reduce, and slices.
@@ -124,7 +126,7 @@ def _until_done(
         return [
             other
             for other in after
-            for called in called_by(other)
+            for called in _called_by(other)
             if any(chain[0] in x for x in computations.get(called, ()))
         ]
     name = re.match(r"\s*(?:ROOT )?(%?[\w.\-]+) = ", line)
@@ -141,7 +143,7 @@ def _has_product(line: str, computations: dict[str, list[str]], depth: int = 3) 
         return True
     return depth > 0 and any(
         _has_product(inner, computations, depth - 1)
-        for called in called_by(line)
+        for called in _called_by(line)
         for inner in computations.get(called, ())
     )
 
@@ -157,24 +159,22 @@ def _starts_chain(lines: list[str]) -> bool:
 
 def _num_devices(text: str) -> int:
     """Returns how many devices the program runs on, from the line that names the module."""
-    header = text.partition("\n")[0]
-    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     return math.prod(map(int, sizes))
 
 
-def _parse(line: str, result: str, kind: str, start: str | None, *, num_devices: int) -> Collective:
-    sizes = array_bytes(result)
-    group = _first_group(line, kind, num_devices)
-    total = sum(sizes)
+def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:
+    """Returns the bytes of the whole array, from the shape of an instruction's result."""
+    sizes = _array_bytes(result)
     if kind == "reduce-scatter" and not start:
-        total *= len(group)  # the result is a device's piece
-    elif kind in ("all-gather", "reduce-scatter") and start:
-        total = total * len(group) // (len(group) + 1)  # operands are part of the result
-    elif kind == "all-to-all" and start:
-        total //= 2  # here too
-    elif kind == "collective-permute" and start:
-        total = sizes[0]  # operands are part of this result too, with two words of state
-    return Collective(kind, group, total)
+        return sum(sizes) * group  # the result is a device's part
+    if kind in ("all-gather", "reduce-scatter") and start:
+        return sum(sizes) * group // (group + 1)  # operands are part of the result
+    if kind == "all-to-all" and start:
+        return sum(sizes) // 2  # here too
+    if kind == "collective-permute" and start:
+        return sizes[0]  # operands are part of this result too, with two words of state
+    return sum(sizes)
 
 
 def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
@@ -191,21 +191,15 @@ def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
         return tuple(range(num_devices))
     axes, order, used = mesh.groups()
     sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    shape = tuple(sizes.values())
-    devices = np.arange(num_devices)
-    if order:
-        written = re.fullmatch(_ORDER, order)
-        assert written is not None, order
-        devices = _device_ids(*written.groups())
+    written = re.fullmatch(_ORDER, order or "")
+    devices = _device_ids(*written.groups()) if written else np.arange(num_devices)
     # An axis may be used in part: 'a':(2)4 is the 4 when a is taken as 2 x 4 x the rest.
-    parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)
-    index, ids = [[0]] * len(shape), devices.reshape(shape)
-    for axis, before, size in parts:
-        number = list(sizes).index(axis)
+    index = {axis: [0] for axis in sizes}
+    for axis, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used):
         stride = sizes[axis] // (int(before) * int(size)) if before else 1
-        chosen = range(0, stride * int(size or sizes[axis]), stride)
-        index[number] = list(chosen)
-    return tuple(ids[np.ix_(*index)].ravel().tolist())
+        index[axis] = list(range(0, stride * int(size or sizes[axis]), stride))
+    ids = devices.reshape(tuple(sizes.values()))
+    return tuple(ids[np.ix_(*index.values())].ravel().tolist())
 
 
 _IOTA = r"<=(\[[\d,]+\])(?:T(\([\d,]+\)))?"  # [4,2]<=[2,4]T(1,0)
@@ -219,3 +213,51 @@ def _device_ids(shape: str, transpose: str | None) -> np.ndarray:
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def _split_computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Returns the lines of every computation by name, and the name of the entry."""
+    computations: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
+            current = computations.setdefault(header.group(2), [])
+            entry = header.group(2) if header.group(1) else entry
+        elif current is not None:
+            current.append(line)
+    return computations, entry
+
+
+def _called_by(line: str) -> list[str]:
+    """Returns the names of the computations that an instruction calls."""
+    return [name.strip("%{} ") for group in _CALLED.findall(line) for name in group.split(",")]
+
+
+def _turns_of(line: str, computations: Mapping[str, Sequence[str]]) -> int | None:
+    """Returns how often the loop of a `while` instruction runs, or None.
+
+    Programs for TPUs do not say it. There the condition compares the number of the turn, which
+    `lax.scan` counts from 0, to a constant.
+    """
+    if trips := _TRIP_COUNT.search(line):
+        return int(trips[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = computations.get(condition[1], []) if condition else []
+    root = next((line for line in lines if line.lstrip().startswith("ROOT")), "")
+    limit = re.search(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", root)
+    values = (
+        re.search(rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)", x) for x in lines if limit
+    )
+    return next((int(value[1]) for value in values if value), None)
+
+
+def _array_bytes(shape: str) -> list[int]:
+    """Returns the bytes of each array of a shape: `f32[2,3]`, or a tuple's, `(pred[], bf16[8])`.
+
+    The number in the name of a type is its bits: f32, bf16, u8, f8e4m3fn, s4.
+    """
+    sizes = []
+    for dtype, dims in _ARRAY.findall(shape):
+        bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+        sizes.append(bits * math.prod(int(size) for size in dims.split(",") if size) // 8)
+    return sizes

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import rich
-import rich.table
 from absl import flags
 
 from gpt2 import cli, interrupts
@@ -39,18 +37,13 @@ def define_flags() -> None:
         "visualize", None, "Draw how the arrays are split whose names match this REGEX; . for all."
     )
     flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
-    flags.DEFINE_integer(
-        "plan_devices", None, "As --plan, for this many simulated devices.", lower_bound=1
-    )
-    flags.DEFINE_string(
-        "plan_chips", None, "As --plan, for chips: v5e-8, h100-8, target.txtpb-8, ..."
-    )
-    flags.DEFINE_string("plan_text", None, "A file for the compiled step of a plan.")
+    flags.DEFINE_integer("plan_devices", None, "As --plan, for simulated devices.", lower_bound=1)
+    flags.DEFINE_string("plan_chips", None, "As --plan, for v5e-8, h100-8, target.txtpb-8, ...")
+    flags.DEFINE_string("plan_text", None, "As --plan, with a file for the compiled step.")
     flags.DEFINE_bool(
         "plan_search",
         False,
-        "As --plan, for a handful of layouts and kinds of remat, sorted by expected time. Options "
-        "of the config that are given as flags stay.",
+        "As --plan, for a handful of layouts, the fastest first. What --config. gives stays.",
     )
 
 
@@ -63,8 +56,7 @@ def is_asked() -> bool:
 def run(config: Config) -> int:
     """Does what the flags ask for, and returns the exit code: 1 if nothing fits."""
     interrupts.end_at_once()  # there is nothing to save
-    args = flags.FLAGS
-    devices = _find_devices()
+    args, devices = flags.FLAGS, _find_devices()
     kind = "simulated" if args.plan_devices else devices[0].device_kind
     if args.plan_search:
         return _search(config, devices, kind)
@@ -122,12 +114,10 @@ def _describe(plan: Plan, kind: str) -> dict[str, dict[str, str]]:
 
 
 def _print(sections: Mapping[str, Mapping[str, str]]) -> None:
-    table = rich.table.Table.grid(padding=(0, 2))
     for title, rows in sections.items():
-        table.add_row(f"[bold]{title}")
+        print(title)
         for name, value in rows.items():
-            table.add_row(f"  {name}", value)
-    rich.print(table)
+            print(f"  {name:<16} {value}")
 
 
 def _forecast(plan: Plan, board: str) -> str:
@@ -202,6 +192,8 @@ def _try(program: Program, board: str) -> tuple[bool, float, str]:
         plan = compile_plan(program)
     except OutOfMemory as error:
         return True, math.inf, f"does not fit: {error}"
+    except jax.errors.JaxRuntimeError as error:  # which loses no other layout
+        return True, math.inf, f"does not compile: {str(error).splitlines()[0]}"
     seconds, needed = plan.step_seconds(board), format_bytes(plan.bytes_needed)
     if plan.bytes_needed > usable_memory(board):
         return True, seconds, f"does not fit: needs {needed}"

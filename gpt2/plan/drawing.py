@@ -1,5 +1,6 @@
 """Draws on the terminal which devices hold which part of a run's arrays."""
 
+import math
 import re
 from typing import Any
 
@@ -39,12 +40,9 @@ def visualize(program: Program, pattern: str) -> None:
         print("\n".join(names[:_MOST_NAMES]) + (f"\nand {more} more" if more > 0 else ""))
         part = leaf.sharding.shard_shape(leaf.shape)
         print(f"  {leaf.dtype} {list(leaf.shape)}, by {leaf.sharding.spec}")
-        print(f"  a device holds {list(part)}, {format_bytes(_bytes(part, leaf.dtype))}")
+        size = format_bytes(math.prod(part) * leaf.dtype.itemsize)
+        print(f"  a device holds {list(part)}, {size}")
         _draw(leaf)
-
-
-def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return jax.ShapeDtypeStruct(shape, dtype).size * dtype.itemsize
 
 
 def _draw(leaf: Any) -> None:

@@ -17,7 +17,7 @@ from gpt2.config import Config
 from gpt2.data.tokenizer import tokens_by_name
 from gpt2.parallel import state_bytes
 from gpt2.plan.collectives import Collective, collectives
-from gpt2.telemetry.chips import BOARDS, find_chip
+from gpt2.telemetry.chips import BOARDS
 from gpt2.telemetry.flops import model_flops_per_token, recomputed_flops_per_token
 from gpt2.training.program import Program
 
@@ -105,12 +105,10 @@ def compute_seconds(config: Config, num_devices: int, board: str) -> float:
 
     Products computed again count.
     """
-    chip = find_chip(board)
-    assert chip is not None, board  # every board's chip is known
     model = config.gpt()
     per_token = model_flops_per_token(model) + recomputed_flops_per_token(model)
     flops = config.tokens_per_step * per_token / num_devices
-    return flops / (ATTAINABLE * chip.peak_flops(config.precision.compute))
+    return flops / (ATTAINABLE * BOARDS[board].peak_flops(config.precision.compute))
 
 
 def usable_memory(board: str) -> float:
