@@ -10,17 +10,6 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()  # before JAX is imported
 
-from gpt2 import cli
-from gpt2.plan import command as planning
-from gpt2.training import options
-
-if __name__ == "__main__":
-    cli.parse(
-        lambda: (options.define_flags(), planning.define_flags()),
-        options.check,
-        default_config="quickstart",
-    )
-
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -30,7 +19,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from gpt2 import interrupts
+from gpt2 import cli, interrupts
 from gpt2.config import Config
 from gpt2.data.dataset import Dataset, prepare
 from gpt2.errors import DivergedError, UserError, tell
@@ -41,6 +30,7 @@ from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import distributed, gather_whole
 from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.stop import Deadline, StopSignal
+from gpt2.plan import command as planning
 from gpt2.plan.drawing import visualize
 from gpt2.profile.profiler import Profiler
 from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
@@ -60,6 +50,12 @@ from gpt2.training.state import TrainState
 from gpt2.training.steps import next_token_loss
 from gpt2.utils.files import write_text
 from gpt2.weights import check_source, load_initial_params
+
+
+def define_flags() -> None:
+    """Defines the flags of runs and of plans."""
+    cli.define_run()
+    planning.define_flags()
 
 
 @distributed.ends_together()
@@ -288,4 +284,4 @@ def write_samples(workdir: Path, config: Config, dataset: Dataset, params: Any) 
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, define_flags, default_config="quickstart")

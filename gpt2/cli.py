@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, config_flags
 import configs
 from gpt2 import interrupts
 from gpt2.config import Config, is_record, no_option, read_options, require_option
-from gpt2.errors import UserError, exit_on_user_error, refuse, require_source
+from gpt2.errors import UserError, exit_on_user_error, refuse
 
 _earlier: dict[str, Any] = {}
 
@@ -177,16 +177,31 @@ def refuse_ignored(name: str, because: str) -> None:
     refuse(flags.FLAGS[name].present, f"--{name} would be ignored: {because}")
 
 
+def define_run() -> None:
+    """Defines the flags of a run: its options, its place, its time and its processes."""
+    define_config()
+    flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if not given.")
+    flags.DEFINE_float(
+        "max_seconds",
+        None,
+        "Stop, with all saved, before this process is so old; see docs/safety.md.",
+        lower_bound=1.0,
+    )
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
+    flags.DEFINE_integer("num_processes", None, "How many processes there are.", lower_bound=1)
+    flags.DEFINE_integer("process_index", None, "Number of this process, from 0.", lower_bound=0)
+    flags.register_validator("workdir", lambda given: given != "", "it names no folder")
+    flags.register_multi_flags_validator(
+        ["coordinator", "num_processes", "process_index"],
+        lambda given: len({value is None for value in given.values()}) == 1,
+        "--coordinator, --num_processes and --process_index go together",
+    )
+
+
 def define_source() -> None:
     """Defines the flags of commands that load a model."""
     text = partial(flags.DEFINE_string, flag_values=flags.FLAGS)
     text("workdir", None, "Directory of a run.")
     text("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
     text("checkpoint", "best", "best, latest or a step of the run.")
-
-
-def check_source() -> None:
-    """Raises a UserError unless the flags of `define_source` name one model."""
-    require_source(flags.FLAGS.workdir, flags.FLAGS.hf)
-    if flags.FLAGS.hf:
-        refuse_ignored("checkpoint", "--hf holds a single set of weights")
+    flags.mark_flags_as_mutual_exclusive(["workdir", "hf"], required=True)

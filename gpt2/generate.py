@@ -289,5 +289,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.parse(define_flags, cli.check_source)
-    cli.run(main)
+    cli.run(main, define_flags)

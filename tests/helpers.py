@@ -36,15 +36,8 @@ from gpt2 import launch
 launch.prepare_process()
 import train
 from gpt2 import cli
-from gpt2.plan import command as planning
-from gpt2.training import options
 {lines}
-cli.parse(
-    lambda: (options.define_flags(), planning.define_flags()),
-    options.check,
-    default_config="quickstart",
-)
-cli.run(train.main)
+cli.run(train.main, train.define_flags, default_config="quickstart")
 """
 
 

@@ -27,5 +27,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.parse(cli.define_config, default_config="quickstart")
-    cli.run(main)
+    cli.run(main, cli.define_config, default_config="quickstart")

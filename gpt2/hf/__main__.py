@@ -62,5 +62,4 @@ def _print_command(what: str, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.parse(define_flags, commands=tuple(_DIRECTORIES))
-    cli.run(main)
+    cli.run(main, define_flags, commands=tuple(_DIRECTORIES))

@@ -26,5 +26,4 @@ def main(*paths: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.parse(takes_files=True)
-    cli.run(main)
+    cli.run(main, takes_files=True)
