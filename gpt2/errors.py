@@ -65,7 +65,7 @@ def exit_on_user_error(main: Callable) -> Callable:
         except BrokenPipeError:
             _silence(sys.stdout)
             sys.exit(128 + signal.SIGPIPE)
-        except (UserError, OSError, KeyboardInterrupt) as error:
+        except (UserError, OSError, KeyboardInterrupt, RuntimeError) as error:
             if not (end := describe_end(error)):
                 raise
             message, code = end
@@ -94,6 +94,8 @@ def describe_end(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in _REFUSED:
         where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
         error = UserError(f"{error.strerror}{where}")
+    if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
+        error = UserError(str(error).splitlines()[0])  # of JAX, for JAX_PLATFORMS
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):

@@ -18,7 +18,6 @@ import optax
 import pytest
 from absl import flags
 
-from gpt2 import launch
 from gpt2.benchmark import __main__ as command
 from gpt2.benchmark import attention, first_step, loop, measure, ours, suite, tables
 from gpt2.benchmark.first_step import FirstStep, compare
@@ -559,27 +558,3 @@ def test_a_table_shows_the_columns_that_rows_fill():
     assert "MFU" not in title and set(rule) == set("| -")
     assert "200.00 ms" in ours and "2.50 (2.40 to 2.60)" in theirs
     assert len({len(line) for line in (title, rule, ours, theirs)}) == 1
-
-
-def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
-    monkeypatch.setattr(launch, "_has_glibc", lambda: True)
-    monkeypatch.setattr(launch, "has_old_xla", lambda: True)
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=4096")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
-    asked = launch.cpu_environment()
-    assert asked["GLIBC_TUNABLES"] == (
-        "glibc.malloc.mmap_threshold=4096"
-        ":glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=268435456"
-    )
-    assert asked["XLA_FLAGS"].startswith("--xla_cpu_max_isa=AVX2 --xla_cpu_scheduler_type=")
-    monkeypatch.setattr(launch, "_may_have_accelerators", lambda: False)
-    launch.prepare_process()
-    assert launch.cpu_environment() == {"GLIBC_TUNABLES": asked["GLIBC_TUNABLES"]}
-    monkeypatch.setenv("GLIBC_TUNABLES", asked["GLIBC_TUNABLES"])
-    assert launch.cpu_environment() == {}
-    # Sides compile anew, and ask libtpu for TPUs no more than this process does.
-    monkeypatch.setattr(launch, "_chosen", {launch._CACHE: "/x", "JAX_PLATFORMS": "cpu"})
-    monkeypatch.setenv(launch._CACHE, "/x")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    measured = launch.environment_to_measure()
-    assert measured["JAX_PLATFORMS"] == "cpu" and launch._CACHE not in measured
