@@ -12,61 +12,65 @@ from gpt2 import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import math
 from pathlib import Path
 
 import numpy as np
 from absl import flags
+from rich.console import Console
+from rich.table import Table
 
 from gpt2 import cli
 from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import Curve, read_curve, read_reference
 from gpt2.ablate.sweep import load_sweep
-from gpt2.config import Config, differences, leaves_training, load_config
-from gpt2.errors import UserError, require_writable_file
-from gpt2.utils.terminal import align, wrap
+from gpt2.config import differences, leaves_training, load_config
+from gpt2.errors import UserError
 from gpt2.utils.text import format_count, format_duration
 
-REFERENCE = flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
-LOG_X = flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs and time.")
-OUTPUT = flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
+_MOST_OPTIONS = 3  # that are named for a run; a line has no space for more
 
-_MOST_OPTIONS = 3  # that are named for a run; a line has no room for more
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
+    flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs and time.")
+    flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
 
 
 def main(*directories: str) -> None:
     """Draws the curves and prints where each ends."""
     if not directories:
         raise UserError("no run is named", "For example, give runs/first runs/second")
-    output = Path(OUTPUT.value)
-    if output.suffix != ".png":
-        raise UserError(f"--output={output} is no PNG file", "Name it like compare.png")
-    require_writable_file("output", output)
     workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
-    unit = "nats per token"
+    unit, reference = "nats per token", flags.FLAGS.reference
     curves = _read_curves(workdirs, "eval/loss", unit)
     configs = {name: load_config(workdirs[name][0]) for name in curves}
     if len({config.data.tokenizer for config in configs.values()}) > 1:
-        if REFERENCE.value:
+        if reference:
             raise UserError(
                 "runs with different tokenizers compare in bits per byte, a reference in nats",
-                "Leave out --reference, or the runs with another tokenizer",
+                "Compare them without --reference",
             )
         unit = "bits per byte"
         curves = _read_curves({name: workdirs[name] for name in curves}, "eval/bits_per_byte", unit)
     configs = {name: configs[name] for name in curves}
     if len({config.data.corpus for config in configs.values()}) > 1:
         print("the runs' corpora differ: their losses are of different texts")
-    if REFERENCE.value:
-        curves |= read_reference(Path(REFERENCE.value))
+    if reference:
+        curves |= read_reference(Path(reference))
+    output = Path(flags.FLAGS.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    plot_curves(output, curves, unit, log_x=LOG_X.value)
-    ends = {name: [c for c in members if len(c.scores)] for name, members in curves.items()}
-    first = next(iter(configs.values()))
-    changed = {name: _describe_differences(first, each) for name, each in configs.items()}
-    rows = [[name, *_describe(last), changed.get(name, "")] for name, last in ends.items()]
-    header = ["run", "tokens", "time in steps", f"validation ({unit})", "unlike the first"]
-    print(align([row if any(changed.values()) else row[:-1] for row in (header, *rows)]))
+    plot_curves(output, curves, unit, log_x=flags.FLAGS.log_x)
+    table = Table("run", "tokens", "time in steps", f"validation ({unit})", "unlike the first")
+    for name, members in curves.items():
+        unlike = ""
+        if name in configs:
+            found = differences(next(iter(configs.values())), configs[name])
+            names = sorted(found, key=lambda option: (leaves_training(option), option))
+            unlike = ", ".join(f"{option}={found[option][1]}" for option in names[:_MOST_OPTIONS])
+            unlike += ", ..." if len(names) > _MOST_OPTIONS else ""
+        table.add_row(name, *_describe([curve for curve in members if len(curve.scores)]), unlike)
+    Console(markup=False).print(table)
     print(f"see {output}")
 
 
@@ -81,43 +85,28 @@ def _workdirs(directory: Path) -> dict[str, list[Path]]:
     for run in load_sweep(directory).runs():
         if (run.workdir / "config.json").exists():
             workdirs.setdefault(f"{directory}: {run.arm}", []).append(run.workdir)
-    if not workdirs:
-        raise UserError(f"{directory} is a sweep without runs", "Wait for one")
     return workdirs
 
 
 def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict[str, list[Curve]]:
-    """Returns the curves of the runs that have validations, and tells of the others.
-
-    Raises:
-        UserError: none has.
-    """
+    """Returns the curves of the runs that have validations, and tells of the others."""
     curves = {name: [read_curve(each, score) for each in w] for name, w in workdirs.items()}
     for name in [name for name, each in curves.items() if not any(len(c.scores) for c in each)]:
-        print(wrap(f"{name} has no validation in {unit}, and is left out"))
+        print(f"{name} has no validation in {unit}, and is skipped")
         del curves[name]
     if not curves:
         raise UserError(f"no run has a validation in {unit} yet", "Wait for one")
     return curves
 
 
-def _describe_differences(first: Config, config: Config) -> str:
-    """Returns a few options that a run has otherwise, first those that decide what it learns."""
-    names = sorted(found := differences(first, config), key=leaves_training)
-    changed = [f"{name}={found[name][1]}" for name in names]
-    more = len(changed) - _MOST_OPTIONS
-    return ", ".join(changed[:_MOST_OPTIONS] + [f"and {more} more"] * (more > 0))
-
-
 def _describe(ends: list[Curve]) -> list[str]:
     """Returns the tokens, the time and the scores at the end of an arm's curves, as cells."""
-    scores = [curve.scores[-1] for curve in ends]
-    last = ends[0]
-    seconds = format_duration(last.seconds[-1]) if math.isfinite(last.seconds[-1]) else ""
+    scores, last = [curve.scores[-1] for curve in ends], ends[0]
+    seconds = format_duration(last.seconds[-1]) if np.isfinite(last.seconds[-1]) else ""
     deviation = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
     return [format_count(last.tokens[-1]), seconds, f"{np.mean(scores):.4f}{deviation}"]
 
 
 if __name__ == "__main__":
-    cli.parse(takes_files=True)
+    cli.parse(define_flags, takes_files=True)
     cli.run(main)

@@ -68,7 +68,7 @@ def print_table(figures: Sequence[Figure]) -> None:
         numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
         table.add_row(figure.task, figure.metric, *numbers)
         conventions.setdefault((figure.task, figure.convention), []).append(figure.metric)
-    Console().print(table)
+    Console(markup=False).print(table)
     for (task, convention), metrics in conventions.items():
         print(f"{task}, {', '.join(metrics)}: {convention}")
 
