@@ -13,6 +13,7 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -96,11 +97,8 @@ class _State(struct.PyTreeNode):
 
 def generate(params: Any, cfg: GPTConfig, prompts: Sequence[Sequence[int]], **options: Any) -> list:
     """Returns the new tokens of each prompt; the arguments are those of `stream`."""
-    new: list[list[int]] = [[] for _ in prompts]
-    for chunk in stream(params, cfg, prompts, **options):
-        for tokens, more in zip(new, chunk, strict=True):
-            tokens.extend(more)
-    return new
+    *_, tokens = stream(params, cfg, prompts, **options)
+    return tokens
 
 
 def stream(
@@ -115,7 +113,7 @@ def stream(
     vocab_size: int = 0,
     chunk: int = 0,
 ) -> Iterator[list[list[int]]]:
-    """Continues each prompt, and yields the new tokens of each, `chunk` at a time.
+    """Continues each prompt, and yields all new tokens of each so far, `chunk` more at a time.
 
     Sequence i of seed s is drawn with its own random numbers, whatever else is in the batch.
 
@@ -150,14 +148,12 @@ def stream(
     limits = dict(cfg=cfg, sampling=sampling, vocab_size=vocab_size or cfg.vocab_size)
     key = sample_key(seed)
     state = _prefill(params, tokens, lengths, key, end, cache_length=cache_length, **limits)
-    done = 0
-    while done < max_new_tokens:
+    for done in range(0, max_new_tokens, chunk or max_new_tokens):
         limit = min(done + chunk, max_new_tokens) if chunk else max_new_tokens
         state = _decode(params, state, limit, end, **limits)
-        new, ended = np.asarray(state.tokens[:, done:limit]), bool(state.ended.all())
-        yield [_until(row, end) for row in new]
-        done = limit
-        if ended:
+        rows = np.asarray(state.tokens[:, :limit])
+        yield [list(itertools.takewhile(lambda token: token != end, row.tolist())) for row in rows]
+        if state.ended.all():
             return
 
 
@@ -177,12 +173,6 @@ def sample_texts(
         vocab_size=tokenizer.vocab_size,
     )
     return [tokenizer.decode(tokens) for tokens in texts]
-
-
-def _until(tokens: np.ndarray, end: int) -> list[int]:
-    """Returns the tokens before the one that ends a sequence."""
-    (ends,) = np.nonzero(tokens == end)
-    return tokens[: ends[0] if ends.size else None].tolist()
 
 
 @partial(jax.jit, static_argnames=("cache_length", "cfg", "sampling", "vocab_size"))
@@ -235,17 +225,6 @@ def _append(state: _State, logits: jax.Array, end: jax.Array, sampling: Sampling
     )
 
 
-def _print_stream(tokenizer: Tokenizer, prompt: str, chunks: Iterator[list[list[int]]]) -> None:
-    """Prints one sequence as it grows, up to characters whose bytes are still coming."""
-    tokens, shown = [], ""
-    for (new,) in chunks:
-        tokens += new
-        text = prompt + tokenizer.decode(tokens).rstrip("\ufffd")
-        print(text[len(shown) :], end="", flush=True)
-        shown = text
-    print()
-
-
 def define_flags() -> None:
     """Defines the flags of this command."""
     flags.DEFINE_string("prompt", "", "Text to continue.")
@@ -281,11 +260,16 @@ def main() -> None:
         vocab_size=tokenizer.vocab_size,
         chunk=8 if args.num_samples == 1 else 0,
     )
-    if args.num_samples == 1:
-        _print_stream(tokenizer, args.prompt, chunks)
+    if args.num_samples > 1:
+        for index, tokens in enumerate(next(chunks)):
+            print(f"--- sample {index + 1}\n{args.prompt}{tokenizer.decode(tokens)}")
         return
-    for index, tokens in enumerate(next(chunks)):
-        print(f"--- sample {index + 1}\n{args.prompt}{tokenizer.decode(tokens)}")
+    shown = 0
+    for (tokens,) in chunks:
+        text = args.prompt + tokenizer.decode(tokens).rstrip("\ufffd")  # bytes are still to come
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print()
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("gpt_neox", dict(rotary_pct="absent"), "rotary_pct=0.25"),
         ("qwen3", dict(head_dim="absent"), "head_dim=128"),
         ("llama", dict(model_type="mistral"), "describes no GPT-2, Llama"),
-        ("llama", dict(hidden_size="absent"), "cannot be read: KeyError"),
+        ("llama", dict(hidden_size="absent"), "cannot be read .KeyError"),
     ],
 )  # fmt: skip
 def test_what_a_family_computes_only_elsewhere_is_refused_by_name(name, changes, message, tmp_path):
@@ -335,8 +335,14 @@ def write_nan(source):
         (lambda source: rewrite_config(source, n_layer=3), "h.2.ln_1.weight is missing"),
         (lambda source: rewrite_config(source, n_layer=1), "no tensor transformer.h.1"),
         (lambda source: (source / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda source: save_tokenizer(source, peer.characters(100), 96), "has 100 tokens"),
-        (lambda source: save_tokenizer(source, peer.characters(132), 96), "has 132 tokens"),
+        (
+            lambda source: save_tokenizer(source, peer.characters(100), 96),
+            "no tokenizer of its model",
+        ),
+        (
+            lambda source: save_tokenizer(source, peer.characters(132), 96),
+            "no tokenizer of its model",
+        ),
     ],
 )
 def test_a_damaged_directory_is_noticed_and_nothing_is_written(damage, message, tmp_path):

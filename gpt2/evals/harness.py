@@ -133,8 +133,7 @@ class HarnessModel(LM):
         )
         eot = self._tokenizer.eot
         prompts = [self._tokenizer.encode(text).tolist()[-longest:] or [eot] for text in contexts]
-        tokens: list[list[int]] = [[] for _ in prompts]
-        for chunk in stream(
+        for tokens in stream(
             self._params,
             self._cfg,
             prompts,
@@ -145,8 +144,6 @@ class HarnessModel(LM):
             vocab_size=self._tokenizer.vocab_size,
             chunk=TOKENS_PER_CHUNK,
         ):
-            for row, new in zip(tokens, chunk, strict=True):
-                row.extend(new)
             texts = [self._tokenizer.decode(row) for row in tokens]
             if all(any(stop in text for stop in stops) for text in texts):
                 break

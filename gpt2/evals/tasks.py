@@ -74,9 +74,5 @@ def validation_data(
             f"--val_fraction={share} may hold text that the run learnt from",
             f"The run held out {data.val_fraction}",
         )
-    return dataclasses.replace(
-        data,
-        corpus=corpus,
-        tokenizer="gpt2" if ready else str(tokenizer),
-        val_fraction=share,
-    )
+    named = "gpt2" if ready else str(tokenizer)
+    return dataclasses.replace(data, corpus=corpus, tokenizer=named, val_fraction=share)

@@ -40,9 +40,7 @@ def main(command: str) -> None:
     if command == "import":
         cfg = import_run(source, target)
         print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")
-        given = f"--workdir={target}"
-        _print_command("score", "eval.py", given, "--corpus=text:FILE")
-        _print_command("sample", "-m", "gpt2.generate", given, "--prompt=TEXT")
+        _print_command("score", "eval.py", f"--workdir={target}", "--corpus=text:FILE")
         weights = f"--config={target / 'config.json'}", f"--config.train.init_from=run:{target}"
         corpus = "--config.data.corpus=text:FILE"
         _print_command("train on", "train.py", *weights, corpus, "--workdir=DIR")

@@ -19,10 +19,6 @@ def read_config(directory: Path) -> GPTConfig:
     Dropout is 0: it is a choice of training, not a part of the weights.
     """
     path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"{directory} holds no config.json", "Give a Hugging Face model's directory"
-        )
     families = {family.model_type: family for family in FAMILIES}
     try:
         config = json.loads(path.read_text("utf-8"))
@@ -32,9 +28,18 @@ def read_config(directory: Path) -> GPTConfig:
                 f"{path} describes no {titles()} (its model_type is {kind})",
                 "Give another model; a run goes by --workdir, or through gpt2.hf export",
             )
-        return _read(path, family, dict(family.defaults) | _with_flat_rope(config, family))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read: {error!r}", "Download it again") from None
+        config = dict(family.defaults) | _with_flat_rope(config, family)
+        activations = family.activation_names()
+        _refuse_others(path, family, config, activations)
+        values = {ours: config[theirs] for ours, theirs in family.options.items()}
+        values["activation"] = activations[values["activation"]]
+        values["mlp_dim"] = values["mlp_dim"] or 4 * values["embed_dim"]
+        values["num_kv_heads"] = values.get("num_kv_heads") or 0
+        values = {name: float(v) if name in _FLOATS else v for name, v in values.items()}
+        return GPTConfig(**values, **family.switches).canonical()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        how = "Give the directory of a Hugging Face model"
+        raise UserError(f"{path} cannot be read ({error!r})", how) from None
 
 
 def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -50,35 +55,25 @@ def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     return config | {names.get(name, name): value for name, value in nested.items()}
 
 
-def _read(path: Path, family: Family, config: dict[str, Any]) -> GPTConfig:
-    activations = family.activation_names()
-    activation = family.options["activation"]
-    allowed = {name: [value] for name, value in _required(family, config).items()}
-    for name, choices in (allowed | {activation: list(activations)}).items():
-        if (found := config.get(name, choices[0])) not in choices:
-            raise UserError(
-                f"{path}: {name}={found} is not what {family.title} computes here",
-                f"Give weights of a model with {name}={' or '.join(map(str, choices))}",
-            )
-    values = {ours: config[theirs] for ours, theirs in family.options.items()}
-    values["activation"] = activations[values["activation"]]
-    values["mlp_dim"] = values["mlp_dim"] or 4 * values["embed_dim"]
-    values["num_kv_heads"] = values.get("num_kv_heads") or 0
-    values = {name: float(v) if name in _FLOATS else v for name, v in values.items()}
-    return GPTConfig(**values, **family.switches).canonical()
-
-
-def _required(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns options that must have one value where config.json gives them."""
-    required = dict(family.fixed)
+def _refuse_others(
+    path: Path, family: Family, config: dict[str, Any], activations: dict[str, str]
+) -> None:
+    """Refuses what the family computes in Hugging Face's code and not here."""
+    required: dict[str, tuple] = {name: (value,) for name, value in family.fixed.items()}
+    required[family.options["activation"]] = tuple(activations)
     if "rope_base" in family.options:
-        required |= {"rope_type": "default", family.rope_fraction: 1.0}
+        required |= {"rope_type": ("default",), family.rope_fraction: (1.0,)}
     if config.get("head_dim") is not None:
         heads = config[family.options["num_heads"]]
-        required["head_dim"] = config[family.options["embed_dim"]] // heads
+        required["head_dim"] = (config[family.options["embed_dim"]] // heads,)
     if layer_types := config.get("layer_types"):
-        required["layer_types"] = ["full_attention"] * len(layer_types)
-    return required
+        required["layer_types"] = (["full_attention"] * len(layer_types),)
+    for name, values in required.items():
+        if (found := config.get(name, values[0])) not in values:
+            raise UserError(
+                f"{path}: {name}={found} is not what {family.title} computes here",
+                f"Give weights of a model with {name}={' or '.join(map(str, values))}",
+            )
 
 
 def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:

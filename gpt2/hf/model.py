@@ -113,13 +113,13 @@ def require_new(directory: Path) -> None:
 
 def _read_weights(directory: Path) -> dict[str, np.ndarray]:
     """Reads the weights of a directory, from one file or from the shards that an index lists."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        shards, index = [name], directory / f"{name}.index.json"
-        if index.is_file():
-            shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        if index.is_file() or (directory / name).is_file():
-            return {k: v for shard in shards for k, v in _read_file(directory / shard).items()}
-    raise UserError(f"{directory} holds no weights", "Add its model.safetensors")
+    kinds, ending = ("model.safetensors", "pytorch_model.bin"), ".index.json"
+    present = {path.name.removesuffix(ending) for path in directory.iterdir()}
+    name = next((kind for kind in kinds if kind in present), kinds[0])
+    shards, index = {name}, directory / f"{name}{ending}"
+    if index.is_file():
+        shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    return {k: v for shard in sorted(shards) for k, v in _read_file(directory / shard).items()}
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:

@@ -14,47 +14,30 @@ from gpt2.data import tokenizer as ours
 from gpt2.data.byte_level import END_OF_TEXT, byte_alphabet
 from gpt2.errors import UserError
 
-# Programs pad a vocabulary to a multiple of 64 or 128, for faster matrix products, or leave rows
-# for tokens to come: Qwen 3 has 151,936 for 151,669 tokens, the largest Pythia 50,688 for 50,277.
-_MULTIPLE, _SPARE = 64, 0.01
-
 
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     """Reads tokenizer.json, or vocab.json and merges.txt; with neither, GPT-2's own if it fits."""
-    tokenizer = _read(Path(directory))
-    if tokenizer is None and cfg.vocab_size == ours.GPT2_END_OF_TEXT + 1:
+    tokenizer, rows = _read(Path(directory)), cfg.vocab_size
+    if tokenizer is None and rows == ours.GPT2_END_OF_TEXT + 1:
         tokenizer = ours.gpt2_tokenizer()
-    if tokenizer is None:
+    # Programs pad a vocabulary to a multiple of 64 or 128, for faster matrix products, or leave
+    # rows for tokens to come: Qwen 3 has 151,936 for 151,669 tokens, Pythia 50,688 for 50,277.
+    known = tokenizer.vocab_size if tokenizer else 0
+    is_padded = rows % 64 == 0 and known < rows <= max(-(-known // 128) * 128, 1.01 * known)
+    if tokenizer is None or not (rows == known or is_padded):
         raise UserError(
-            f"{directory} holds no tokenizer", "Add the tokenizer.json that the model came with"
-        )
-    if not _fits(tokenizer.vocab_size, cfg.vocab_size):
-        raise UserError(
-            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, and the model has "
-            f"{cfg.vocab_size}",
-            "Put the tokenizer there that the model was trained with",
+            f"{directory} holds no tokenizer of its model's {rows} tokens",
+            "Add the tokenizer.json that the model came with",
         )
     return tokenizer
 
 
 def count_tokens(directory: Path, cfg: GPTConfig) -> int:
-    """Returns how many of the model's `cfg.vocab_size` tokens are not padding.
-
-    The directory's tokenizer tells. Without one that fits, all of them count.
-    """
+    """Returns how many of the model's rows are tokens: all, if no tokenizer tells of padding."""
     try:
-        tokenizer = _read(directory)
-    except UserError:  # of weights alone, no tokenizer is asked
+        return load_tokenizer(directory, cfg).vocab_size
+    except UserError:
         return cfg.vocab_size
-    fits = tokenizer is not None and _fits(tokenizer.vocab_size, cfg.vocab_size)
-    return tokenizer.vocab_size if tokenizer and fits else cfg.vocab_size
-
-
-def _fits(tokens: int, rows: int) -> bool:
-    """Returns whether a model has as many rows as there are tokens, or those and padding."""
-    padded = -(-tokens // (2 * _MULTIPLE)) * 2 * _MULTIPLE
-    spare = rows % _MULTIPLE == 0 and tokens < rows <= max(padded, tokens * (1 + _SPARE))
-    return rows == tokens or spare
 
 
 def _read(directory: Path) -> ours.Tokenizer | None:
@@ -105,18 +88,19 @@ def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: i
 
 def _byte_level(model: models.BPE) -> dict[str, Any]:
     """Returns the tokenizer.json of GPT-2's kind of tokenizer; end-of-text comes last."""
-    backend = Backend(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
-    return json.loads(backend.to_str())
+    return _tree(model, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
 
 
 def _characters(characters: str, has_eot: bool) -> dict[str, Any]:
     """Returns a tokenizer.json with one token for each character."""
-    backend = Backend(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token=""))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
+    model = models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="")
+    split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return _tree(model, split, decoders.Fuse(), has_eot)
+
+
+def _tree(model: Any, pre_tokenizer: Any, decoder: Any, has_eot: bool = True) -> dict[str, Any]:
+    backend = Backend(model)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
     if has_eot:
         backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return json.loads(backend.to_str())
