@@ -43,7 +43,7 @@ def dunnett(means, variances, sizes, *, drop=False):
         df = (counted * dfs).sum(1)
         pooled = np.sqrt((counted * dfs * variances).sum(1) / df)
         error = pooled * math.sqrt(1 / sizes[0] + 1 / sizes[i])
-        quantiles = {each: dunnett_quantile(tuple(sizes), int(each), 0.95) for each in set(df)}
+        quantiles = {each: dunnett_quantile(tuple(sizes), int(each)) for each in set(df)}
         bound = np.vectorize(quantiles.get)(df) * error
         found[:, i - 1] = np.abs(means[:, i] - means[:, 0]) > bound
     return found

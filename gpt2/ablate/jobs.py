@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import itertools
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
+from typing import TextIO
 
 import configs
 from gpt2.ablate.runs import Outcome, Run
@@ -21,18 +22,13 @@ from gpt2.errors import UserError
 from gpt2.utils import files
 
 _POLL_SECONDS = 0.2
-_FULL_BYTES = 1 << 16  # a run that failed with less room has probably failed for want of it
 _DIVERGED = 3  # the exit code of train.py
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
+_BEGAN = time.time()
 
 
 class Stopped(Exception):
-    """A signal ended the sweep. Its runs have saved their states.
-
-    Args:
-        signal: which one.
-    """
+    """A signal ended the sweep. Its runs have saved their states."""
 
     def __init__(self, signal: signal.Signals):
         self.signal = signal
@@ -41,28 +37,20 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """What one run at a time has for itself.
-
-    Attributes:
-        cores: the CPUs that it may use.
-        environment: variables beside this process's own.
-    """
+    """What one run at a time has for itself: CPUs, and variables of the environment."""
 
     cores: frozenset[int]
     environment: dict[str, str]
 
 
 def make_slots(jobs: int) -> list[Slot]:
-    """Returns room for `jobs` runs at once: an accelerator each, or a share of the cores.
-
-    Raises:
-        UserError: there are not as many.
-    """
-    cores = _cores()
+    """Returns what `jobs` runs at once have: an accelerator each, or a share of the cores."""
+    cores = list(range(os.cpu_count() or 1))
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
     if jobs == 1:
         return [Slot(frozenset(cores), {})]
-    gpus = _gpus()
-    if gpus:
+    if gpus := _gpus():
         if jobs > len(gpus):
             raise UserError(f"--jobs={jobs} is more than the {len(gpus)} GPUs", "Use fewer")
         return [Slot(frozenset(cores), {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
@@ -72,64 +60,65 @@ def make_slots(jobs: int) -> list[Slot]:
     return [Slot(frozenset(cores[i * share : (i + 1) * share]), {}) for i in range(jobs)]
 
 
-def train_all(runs: Sequence[Run], slots: list[Slot], show: Callable[[list[Run]], None]) -> None:
-    """Trains the runs that have not ended yet. A run that fails does not end the others.
+def train_all(
+    runs: Sequence[Run],
+    slots: Sequence[Slot],
+    show: Callable[[Sequence[Run]], None] = lambda training: None,
+) -> None:
+    """Trains the runs that have not ended yet, beside other processes that do the same.
 
-    A run that was interrupted continues. One that failed is tried again; one that diverged would
-    diverge again.
-
-    Args:
-        runs: in the order in which they start.
-        slots: as many runs train at once.
-        show: called with the runs that are training, several times a second and after each end.
-
-    Raises:
-        Stopped: a signal came; all runs have saved their states and ended.
+    A run that was interrupted continues. One that failed before this process began is tried again;
+    one that diverged would diverge again. `show` receives the runs that train, now and then.
     """
-    waiting = [run for run in runs if run.outcome().state in ("waiting", "failed")]
-    free, training, told = list(slots), list[_Training](), set[Path]()
+    left, free, training = list(runs), list(slots), list[_Training]()
     with _signals() as received:
         try:
-            while waiting or training:
-                # A sweep that was killed leaves a run that still saves its state, and another job
-                # of an array may train one.
-                busy = [run for run in waiting if files.is_locked(run.workdir / ".lock")]
-                for run in [run for run in busy if run.folder not in told]:
-                    told.add(run.folder)
-                    print(f"{run.label} is trained by another process; waiting for it")
-                ready = [run for run in waiting if run not in busy]
-                while ready and free and not received:
-                    run = ready.pop(0)
-                    waiting.remove(run)
-                    if run.folder in told and run.outcome().state in ("finished", "diverged"):
-                        continue
-                    try:
-                        training.append(_Training(run, free[-1]))
-                        free.pop()
-                    except OSError as error:
-                        _keep(run, Outcome("failed", f"{error.strerror}: {run.folder}"))
-                if received:
-                    break
+            while not received:
+                left = [run for run in left if not _has_ended(run)]
+                for run in left[:]:
+                    if free and (lock := _take(run)):
+                        left.remove(run)
+                        training.append(_Training(run, free.pop(), lock))
                 for ended in [each for each in training if each.process.poll() is not None]:
                     training.remove(ended)
                     free.append(ended.slot)
-                    _keep(ended.run, ended.outcome())
+                    ended.end()
                 show([each.run for each in training])
+                if not left and not training:
+                    return
                 time.sleep(_POLL_SECONDS)
         finally:
             for each in training:
                 each.process.terminate()
             for each in training:
-                each.process.wait()
-    if received:
+                each.process.wait()  # which saves its state
         raise Stopped(received[0])
+
+
+def _has_ended(run: Run) -> bool:
+    state = run.outcome().state
+    failed_now = state == "failed" and (run.folder / "outcome.json").stat().st_mtime > _BEGAN
+    return state in ("finished", "diverged") or failed_now
+
+
+def _take(run: Run) -> TextIO | None:
+    """Returns the lock of a run, or None if another process trains it or has just ended it."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A sweep that was killed leaves a run that still saves its state.
+        if not files.is_locked(run.workdir / ".lock") and not _has_ended(run):
+            return lock
+    lock.close()
+    return None
 
 
 class _Training:
     """A run that is training."""
 
-    def __init__(self, run: Run, slot: Slot):
-        self.run, self.slot = run, slot
+    def __init__(self, run: Run, slot: Slot, lock: TextIO):
+        self.run, self.slot, self._lock = run, slot, lock
         run.prepare()
         parent = os.getpid()
         with open(run.folder / "log.txt", "ab") as log:
@@ -144,21 +133,22 @@ class _Training:
                 preexec_fn=lambda: _at_start(slot.cores, parent),
             )
 
-    def outcome(self) -> Outcome:
-        """Returns how the process ended."""
+    def end(self) -> None:
+        """Keeps how the process ended, and gives its lock back."""
         code = self.process.returncode
-        if code == 0:
-            return Outcome("finished")
-        error = last_error(self.run.folder / "log.txt", self._log_start)
+        outcome = Outcome("finished")
         if code == _DIVERGED:
             # The rest of the line names checkpoints, which depend on when the run was stopped.
-            found = re.search(r"the [a-z ]+ not finite at step \d+", error)
-            return Outcome("diverged", found[0] if found else error)
-        if code < 0:
-            error = f"killed by {signal.Signals(-code).name}"
-        if shutil.disk_usage(self.run.folder).free < _FULL_BYTES:
-            error += " (no room is left on the disk)"
-        return Outcome("failed", error or f"exit code {code}")
+            error = last_error(self.run.folder / "log.txt", self._log_start)
+            found = re.search(r"the [\w ]+ at step \d+", error)
+            outcome = Outcome("diverged", found[0] if found else error)
+        elif code < 0:
+            outcome = Outcome("failed", f"killed by {signal.Signals(-code).name}")
+        elif code:
+            error = last_error(self.run.folder / "log.txt", self._log_start)
+            outcome = Outcome("failed", error or f"exit code {code}")
+        self.run.write_outcome(outcome)
+        self._lock.close()
 
 
 def command(run: Run) -> list[str]:
@@ -166,34 +156,16 @@ def command(run: Run) -> list[str]:
     script = Path(configs.__file__).parents[1] / "train.py"
     if not script.exists():
         raise UserError(f"there is no {script}", "Install by pip install -e . in a clone")
-    return [
-        sys.executable,
-        str(script),
-        f"--config={run.folder / 'config.json'}",
-        f"--workdir={run.workdir}",
-    ]
+    options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
+    return [sys.executable, str(script), *options]
 
 
 def last_error(log: Path, start: int = 0) -> str:
-    """Returns the last line of a log that tells of an error, or its last line.
-
-    Args:
-        log: a text file.
-        start: byte at which to begin.
-    """
+    """Returns the last line from byte `start` of a log that tells of an error, or its last line."""
     text = log.read_bytes()[start:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or [""])[-1]
-
-
-def _keep(run: Run, outcome: Outcome) -> None:
-    """Keeps an outcome where the disk has room for it; the next command tries a run again."""
-    try:
-        run.write_outcome(outcome)
-    except OSError as error:
-        why = f" ({outcome.error})" if outcome.error else ""
-        print(f"{run.label} {outcome.state}{why}, which could not be kept: {error.strerror}")
 
 
 def _at_start(cores: frozenset[int], parent: int) -> None:
@@ -205,22 +177,16 @@ def _at_start(cores: frozenset[int], parent: int) -> None:
             os._exit(1)
 
 
-def _cores() -> list[int]:
-    """Returns the CPUs that this process may use."""
-    if sys.platform == "linux":
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 @contextlib.contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
     """Yields a list to which SIGTERM and SIGINT are added when they come."""
     received: list[signal.Signals] = []
 
-    def on_signal(number: int, _: FrameType | None) -> None:
+    def on_signal(number: int, _: object) -> None:
         received.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield received
     finally:

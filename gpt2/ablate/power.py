@@ -1,5 +1,10 @@
-"""The numbers behind verdicts: quantiles, power, seeds that are needed, intervals."""
+"""The numbers behind verdicts: quantiles, power, seeds that are needed, intervals.
 
+In all of them, `sizes` are the runs of the baseline, then of each arm, and `df` the degrees of
+freedom of a deviation.
+"""
+
+import bisect
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -10,128 +15,60 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+CONFIDENCE = 0.95  # of all intervals together
 POWER = 0.8  # of `Verdict.detectable`
 _NORMAL = np.linspace(-8, 8, 129)  # a normal variable, for integrals by the trapezoidal rule
 _NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2) / np.exp(-(_NORMAL**2) / 2).sum()
 
 
-def power_of(
-    difference: float,
-    deviation: float,
-    num: int,
-    *,
-    num_arms: int = 1,
-    confidence: float = 0.95,
-    paired: bool = False,
-) -> float:
-    """Returns how probably `compare` finds a true difference with its right sign.
+def power_of(shift: float, num: int, *, num_arms: int = 1, paired: bool = False) -> float:
+    """Returns how probably `compare` finds a true difference of one arm with its right sign.
 
-    Args:
-        difference: the true one, of one arm; its sign does not matter.
-        deviation: standard deviation between seeds, the same in all arms; paired, that of the
-            differences by seed.
-        num: seeds of each arm, and of the baseline.
-        num_arms: without the baseline.
-        paired: whether seeds are compared one by one.
-        confidence: of all intervals together.
-
-    Raises:
-        ValueError: a deviation of 0, fewer than two seeds, no arm, or a wrong confidence.
+    `shift` is the difference over the deviation between seeds (paired: of differences by seed),
+    `num` the seeds of each arm and of the baseline.
     """
-    check_share(confidence)
-    if not deviation > 0 or num < 2 or num_arms < 1:
-        raise ValueError(
-            "Power needs a deviation above 0, two seeds and one arm; given: deviation "
-            f"{deviation}, {num} seeds, {num_arms} arms."
-        )
-    shift = abs(difference) / deviation
     if paired:
-        quantile = pair_quantile(num - 1, num_arms, confidence)
-        return float(scipy.stats.nct.sf(quantile, num - 1, shift * math.sqrt(num)))
+        quantile = pair_quantile(num - 1, num_arms)
+        return float(scipy.stats.nct.sf(quantile, num - 1, abs(shift) * math.sqrt(num)))
     sizes = (num,) * (1 + num_arms)
-    half_widths, weights = _half_widths(sizes, num, sum(sizes) - len(sizes), confidence, (1.0,) * 3)
-    return float(weights @ scipy.special.ndtr((shift - half_widths) / math.sqrt(2 / num)))
+    half_widths, weights = _half_widths(sizes, num, sum(sizes) - len(sizes), (1.0,) * 3)
+    return float(weights @ scipy.special.ndtr((abs(shift) - half_widths) / math.sqrt(2 / num)))
 
 
-def seeds_needed(
-    deviation: float,
-    difference: float,
-    *,
-    num_arms: int = 1,
-    power: float = POWER,
-    confidence: float = 0.95,
-    paired: bool = False,
-) -> int:
-    """Returns the fewest seeds, of each arm and of the baseline, with which `power_of` is `power`.
-
-    Raises:
-        ValueError: as in `power_of`, or the difference is 0.
-    """
-    check_share(power)
-    if not difference:
-        raise ValueError("No number of seeds finds a difference of 0: give the least that matters.")
+def seeds_needed(shift: float, *, num_arms: int = 1, paired: bool = False) -> int:
+    """Returns the fewest seeds with which `power_of` a shift that is not 0 reaches `POWER`."""
 
     def suffices(num: int) -> bool:
-        found = power_of(
-            difference, deviation, num, num_arms=num_arms, confidence=confidence, paired=paired
-        )
-        return found >= power
+        return power_of(shift, num, num_arms=num_arms, paired=paired) >= POWER
 
-    low, high = 1, 2
+    high = 2
     while not suffices(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+        high *= 2
+    return bisect.bisect_left(range(high), True, lo=high // 2 + 1, key=suffices)
 
 
-def deviation_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Returns the chi-square interval, (low, high), of the standard deviation of normal values.
-
-    Raises:
-        ValueError: fewer than two values, one is not finite, or the confidence is wrong.
-    """
-    check_share(confidence)
-    if len(values) < 2 or not np.isfinite(values).all():
-        raise ValueError(f"A deviation needs two values or more, all finite; given: {values}.")
-    tails = scipy.stats.chi2.isf([(1 - confidence) / 2, (1 + confidence) / 2], len(values) - 1)
+def deviation_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the chi-square interval, (low, high), of the standard deviation of normal values."""
+    tails = scipy.stats.chi2.isf([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], len(values) - 1)
     low, high = np.sqrt(len(values) * np.var(values) / tails)
     return float(low), float(high)
 
 
 def ratio_interval(
-    values: Sequence[float],
-    others: Sequence[tuple[float, int]] = (),
-    *,
-    confidence: float = 0.95,
+    values: Sequence[float], others: Sequence[tuple[float, int]] = ()
 ) -> tuple[float, float, float]:
-    """Returns the geometric mean of ratios and the t interval of its logarithm, as ratios.
+    """Returns the geometric mean of ratios and the t interval of its logarithm: (mean, low, high).
 
-    Args:
-        values: one for each run, such as tokens to reach a loss over the baseline's: inf if the
-            run did not reach it, 0 if the baseline did not.
-        others: what else is uncertain in the logarithm of the mean, independently: the square of
-            each standard error and its degrees of freedom.
-        confidence: of this interval alone.
-
-    Returns:
-        (mean, low, high). The mean is inf or 0 if a value is, nan if there are both. The ends are
-        nan then, for a single value, and where another part has no degree of freedom.
-
-    Raises:
-        ValueError: no value, a negative or nan value, or a wrong confidence.
+    `others` is what else is uncertain in that logarithm, independently: squared standard errors and
+    their degrees of freedom. The ends are nan where a ratio is 0 or inf, and for a single one.
     """
-    check_share(confidence)
-    if not len(values) or not all(value >= 0 for value in values):
-        raise ValueError(f"Ratios are one or more numbers from 0 to inf; given: {values}.")
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(np.asarray(values, np.float64))
         mean = logs.mean()
     half_width = math.nan
     if len(logs) > 1 and np.isfinite(mean) and all(df > 0 for _, df in others):
         parts = [(float(logs.var(ddof=1)) / len(logs), len(logs) - 1), *others]
-        quantile = scipy.stats.t.ppf((1 + confidence) / 2, satterthwaite(parts))
+        quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, satterthwaite(parts))
         half_width = quantile * math.sqrt(sum(square for square, _ in parts))
     middle, low, high = np.exp([mean, mean - half_width, mean + half_width])
     return float(middle), float(low), float(high)
@@ -140,8 +77,7 @@ def ratio_interval(
 def satterthwaite(parts: Sequence[tuple[float, int]]) -> float:
     """Returns the degrees of freedom of a sum of variances (Satterthwaite 1946, Biometrics 2).
 
-    Args:
-        parts: each variance and its own degrees of freedom, above 0.
+    Each part is a variance and its own degrees of freedom, above 0.
     """
     variances, dfs = np.array(parts).T
     variances = np.maximum(variances, 1e-100)  # not 0 / 0
@@ -159,13 +95,8 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     """Returns how probably no arm's |t| is above `bound` if no arm differs.
 
     Given the baseline's mean and the pooled deviation, the arms are independent, which leaves two
-    integrals (Dunnett 1955, section 3). scipy.stats.dunnett draws at random instead, with errors
-    of about 4e-5 and a hundred times the time.
-
-    Args:
-        bound: positive.
-        sizes: runs of the baseline, then of each arm.
-        df: degrees of freedom of the pooled deviation.
+    integrals (Dunnett 1955, section 3). scipy.stats.dunnett draws at random, and takes 100 times
+    the time.
     """
     noise, weights = _chi(df)
     nums, counts = np.unique(sizes[1:], return_counts=True)
@@ -180,32 +111,27 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 
 @cache
-def dunnett_quantile(sizes: tuple[int, ...], df: int, confidence: float) -> float:
-    """Returns the |t| that no arm exceeds with probability `confidence`, if no arm differs."""
+def dunnett_quantile(sizes: tuple[int, ...], df: int) -> float:
+    """Returns the |t| that no arm exceeds with probability `CONFIDENCE`, if no arm differs."""
 
     def excess(bound: float) -> float:
-        return dunnett_probability(bound, sizes, df) - confidence
+        return dunnett_probability(bound, sizes, df) - CONFIDENCE
 
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     one_arm, bonferroni = scipy.stats.t.isf([tail, tail / (len(sizes) - 1)], df)  # on either side
     return float(scipy.optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni))
 
 
 @cache
 def group_difference(
-    sizes: tuple[int, ...], num: int, df: int, confidence: float, variances: tuple[float, ...]
+    sizes: tuple[int, ...], num: int, df: int, variances: tuple[float, ...]
 ) -> float:
-    """Returns the true difference that groups find with `POWER`.
+    """Returns the true difference of an arm of `num` runs that groups find with `POWER`.
 
-    Args:
-        sizes: runs of the baseline, then of each arm.
-        num: runs of the arm in question, one of `sizes`.
-        df: degrees of freedom of the pooled deviation.
-        confidence: of all intervals together.
-        variances: of the baseline, of the arm, and of the other arms together, as if those measured
-            were the true ones.
+    `variances` are those of the baseline, of the arm, and of the other arms together, as if those
+    measured were the true ones.
     """
-    half_widths, weights = _half_widths(sizes, num, df, confidence, variances)
+    half_widths, weights = _half_widths(sizes, num, df, variances)
     error = math.sqrt(max(variances[0] / sizes[0] + variances[1] / num, 1e-100))
 
     def lack(difference: float) -> float:
@@ -214,19 +140,13 @@ def group_difference(
     return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10 * error))
 
 
-def pair_quantile(df: int, num_arms: int, confidence: float) -> float:
+def pair_quantile(df: int, num_arms: int) -> float:
     """Returns the |t| that an arm's pairs have to exceed, by Šidák's formula (1967, JASA 62)."""
-    return float(scipy.stats.t.ppf((1 + confidence ** (1 / num_arms)) / 2, df))
+    return float(scipy.stats.t.ppf((1 + CONFIDENCE ** (1 / num_arms)) / 2, df))
 
 
 def pair_difference(error: float, quantile: float, df: int) -> float:
-    """Returns the true difference that pairs find with `POWER`.
-
-    Args:
-        error: the standard error of the mean difference.
-        quantile: that the test's statistic has to exceed.
-        df: its degrees of freedom.
-    """
+    """Returns the true difference that pairs find with `POWER`; `error` is that of their mean."""
 
     def lack(shift: float) -> float:
         return POWER - float(scipy.stats.nct.sf(quantile, df, shift))
@@ -235,21 +155,18 @@ def pair_difference(error: float, quantile: float, df: int) -> float:
 
 
 def _half_widths(
-    sizes: tuple[int, ...], num: int, df: int, confidence: float, variances: tuple[float, ...]
+    sizes: tuple[int, ...], num: int, df: int, variances: tuple[float, ...]
 ) -> tuple[Array, Array]:
-    """Returns half-widths that true variances lead to, and their weights.
-
-    Arguments are as for `group_difference`.
-    """
+    """Returns half-widths that true variances lead to, and their weights; see group_difference."""
     dfs = sizes[0] - 1, num - 1, df - (sizes[0] - 1) - (num - 1)  # the last: of all other arms
     noises, weights = zip(*map(_chi, dfs, (24, 24, 12)), strict=True)
     estimates = (x * noise**2 for x, noise in zip(variances, noises, strict=True))
     variance0, variance, others = np.meshgrid(*estimates, indexing="ij")
     pooled = sum(each * x for each, x in zip(dfs, (variance0, variance, others), strict=True)) / df
     welch_error, welch_df = welch(variance0[..., 0], variance[..., 0], sizes[0], num)
-    level = (1 - confidence) / math.sqrt(len(sizes) - 1)
+    level = (1 - CONFIDENCE) / math.sqrt(len(sizes) - 1)
     half_widths = np.maximum(
-        dunnett_quantile(sizes, df, confidence) * np.sqrt(pooled * (1 / sizes[0] + 1 / num)),
+        dunnett_quantile(sizes, df) * np.sqrt(pooled * (1 / sizes[0] + 1 / num)),
         (scipy.stats.t.isf(level / 2, welch_df) * welch_error)[..., None],
     )
     return half_widths.ravel(), np.einsum("i,j,k->ijk", *weights).ravel()
@@ -265,9 +182,3 @@ def _chi(df: int, num: int = 40) -> tuple[Array, Array]:
     values = low + (high - low) * (nodes + 1) / 2
     weights = weights * scipy.stats.chi.pdf(values, df)
     return values / math.sqrt(df), weights / weights.sum()
-
-
-def check_share(share: float) -> None:
-    """Raises a ValueError unless a confidence or a power lies between 0 and 1."""
-    if not 0 < share < 1:
-        raise ValueError(f"Confidence and power lie between 0 and 1; given: {share}.")

@@ -1,93 +1,76 @@
 """What the runs of a sweep gave: final scores, curves, and results.csv."""
 
-import csv
 import dataclasses
-import io
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from gpt2.ablate.equal import step_flops
 from gpt2.ablate.runs import Outcome, Run, describe
+from gpt2.ablate.terms import step_flops
 from gpt2.config import load_config
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.files import write_text
 
+_METRICS = ("eval/loss", "eval/bits_per_byte", "train/loss")  # in results.csv
+
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """The validations of a run, oldest first; arrays `[number of validations]`, float64.
+    """The validations of a run, oldest first; arrays `[number of validations]`, float64."""
 
-    Attributes:
-        tokens: read by training so far.
-        flops: spent so far, by the model's formula.
-        seconds: of training steps so far, without validation, checkpoints and compilation.
-        scores: the metric in which runs are compared.
+    tokens: np.ndarray  # read by training so far
+    flops: np.ndarray  # spent so far, by the model's formula
+    seconds: np.ndarray  # of training steps, without validation, checkpoints and compilation
+    scores: np.ndarray  # the metric in which runs are compared
+
+
+def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
+    """Returns a row for each run: what results.csv tells of it, its score and its curve.
+
+    The score, the metric in which runs are compared, is nan for a run that has not finished.
     """
-
-    tokens: np.ndarray
-    flops: np.ndarray
-    seconds: np.ndarray
-    scores: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run gave.
-
-    Attributes:
-        run: whose.
-        state: see `gpt2.ablate.runs.Outcome`.
-        error: why it has not finished, if it broke.
-        steps: how many it trained.
-        metrics: those of its last line of metrics; empty if there is none.
-        curve: of its validations.
-    """
-
-    run: Run
-    state: str
-    error: str
-    steps: int
-    metrics: dict[str, Any]
-    curve: Curve
-
-    def score(self, name: str) -> float:
-        """Returns a metric of the last validation of a run that has finished; else nan."""
-        value = self.metrics.get(name) if self.state == "finished" else None
-        return math.nan if value is None else value
+    rows = []
+    for run in runs:
+        outcome, curve = run.outcome(), read_curve(run.workdir, score)
+        last = (read_metrics(run.workdir / "metrics.jsonl") or [{}])[-1]
+        if outcome.state == "finished" and last.get(score) is None:
+            outcome = Outcome("failed", f"its last {score} is gone from metrics.jsonl")
+        row = {
+            "arm": run.arm,
+            "purpose": "choose" if run.chooses else "compare",
+            "values": describe(run.tuned),
+            "seed": run.seed,
+            "state": outcome.state,
+            "steps": last.get("step", 0),
+            "tokens": last.get("step", 0) * run.config.tokens_per_step,
+            "flops": curve.flops[-1] if len(curve.flops) else math.nan,
+        }
+        row |= {name: last.get(name) for name in _METRICS}
+        row |= {"error": outcome.error, "folder": run.folder, "run": run.label, "curve": curve}
+        # The only column of results.csv that two runs of one command may differ in.
+        row["seconds"] = curve.seconds[-1] if len(curve.seconds) else math.nan
+        row["score"] = last[score] if outcome.state == "finished" else math.nan
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
-def read_result(run: Run, score: str) -> Result:
-    """Reads what a run has given so far.
-
-    Args:
-        run: of this sweep.
-        score: the metric in which runs are compared.
-    """
-    outcome = run.outcome()
-    records = read_metrics(run.workdir / "metrics.jsonl")
-    if outcome.state == "finished" and (not records or records[-1].get(score) is None):
-        outcome = Outcome("failed", f"its last {score} is gone from metrics.jsonl")
-    return Result(
-        run,
-        outcome.state,
-        outcome.error,
-        records[-1]["step"] if records else 0,
-        records[-1] if records else {},
-        read_curve(run.workdir, score),
-    )
+def write_csv(path: Path, results: pd.DataFrame) -> None:
+    """Writes results.csv, a row for each run."""
+    table = results.drop(columns=["run", "curve", "score"])
+    table["folder"] = [folder.relative_to(path.parent) for folder in table["folder"]]
+    for column, form in (("flops", "{:.0f}"), ("seconds", "{:.2f}")):
+        table[column] = table[column].map(form.format, na_action="ignore")
+    write_text(path, table.to_csv(index=False))
 
 
 def read_curve(workdir: Path, score: str) -> Curve:
-    """Reads the validations of a workdir of train.py.
+    """Reads the validations of a workdir of train.py, which may lack any file.
 
-    Args:
-        workdir: may lack any file.
-        score: a metric of validations. Validations without a finite one are left out.
+    Validations without a finite score are skipped.
     """
     try:
         config = load_config(workdir)
@@ -106,48 +89,31 @@ def read_curve(workdir: Path, score: str) -> Curve:
 
 
 def read_reference(path: Path) -> dict[str, list[Curve]]:
-    """Reads published points: by name, a curve over tokens alone.
-
-    Raises:
-        UserError: the file cannot be read as `tokens,loss`, with or without `name`.
-    """
-    points: dict[str, list[tuple[float, float]]] = {}
+    """Reads published points, a CSV file of `tokens,loss`: by its column `name`, a curve each."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file)
-            if missing := {"tokens", "loss"}.difference(table.fieldnames or ()):
-                raise ValueError(f"it has no column {' and no column '.join(sorted(missing))}")
-            for row in table:
-                point = float(row["tokens"]), float(row["loss"])
-                if not all(map(math.isfinite, point)):
-                    raise ValueError(f"{point} is not finite")
-                points.setdefault(row.get("name") or path.stem, []).append(point)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})", "Check --reference") from None
-    except (TypeError, ValueError, csv.Error) as error:
+        table = pd.read_csv(path)
+        points = table[["tokens", "loss"]].astype(float)
+        if table.empty or not np.isfinite(points).all(axis=None):
+            raise ValueError("a number is missing")
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{path} is not a table of points ({error})",
             "Begin it with the line tokens,loss and give two numbers in each line below",
         ) from None
-    if not points:
-        raise UserError(f"{path} holds no point", "Give two numbers in each line: tokens,loss")
+    names = table.get("name", pd.Series(path.stem, index=table.index)).fillna(path.stem)
     curves = {}
-    for name, members in points.items():
-        tokens, losses = np.array(sorted(members)).T
-        unknown = np.full(len(tokens), np.nan)
-        curves[name] = [Curve(tokens, unknown, unknown, losses)]
+    for name, group in points.groupby(names, sort=False):
+        rows = group.sort_values("tokens")
+        unknown = np.full(len(rows), np.nan)
+        curves[str(name)] = [Curve(rows.tokens.to_numpy(), unknown, unknown, rows.loss.to_numpy())]
     return curves
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
     """Returns the amount at which a curve first comes down to a score.
 
-    It is inf if the curve never does, and nan if the first validation is there already.
-
-    Args:
-        amounts: tokens, FLOPs or seconds of each validation.
-        scores: its score.
-        target: between two validations, the curve is a straight line.
+    Between two validations, the curve is a straight line. It is inf if the curve never comes down,
+    and nan if the first validation is there already.
     """
     if (i := _first_below(scores, target)) is None:
         return math.inf
@@ -168,39 +134,3 @@ def log_amount_per_score(amounts: np.ndarray, scores: np.ndarray, target: float)
 def _first_below(scores: np.ndarray, target: float) -> int | None:
     below = np.flatnonzero(scores <= target)
     return int(below[0]) if len(below) else None
-
-
-_COLUMNS = (
-    *("arm", "purpose", "values", "seed", "state", "steps", "tokens", "flops"),
-    *("eval/loss", "eval/bits_per_byte", "train/loss", "error", "folder"),
-    "seconds",  # the only column that two runs of one command may differ in
-)
-
-
-def write_csv(path: Path, results: Iterable[Result], root: Path) -> None:
-    """Writes results.csv, a row for each run."""
-    text = io.StringIO(newline="")
-    table = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
-    table.writeheader()
-    for result in results:
-        run, curve = result.run, result.curve
-        table.writerow(
-            {
-                "arm": run.arm,
-                "purpose": "choose" if run.chooses else "compare",
-                "values": describe(run.tuned),
-                "seed": run.seed,
-                "state": result.state,
-                "steps": result.steps,
-                "tokens": result.steps * run.config.tokens_per_step,
-                "flops": f"{curve.flops[-1]:.0f}" if len(curve.flops) else "",
-                "error": result.error,
-                "folder": run.folder.relative_to(root),
-                "seconds": f"{curve.seconds[-1]:.2f}" if len(curve.seconds) else "",
-            }
-            | {
-                name: result.metrics.get(name, "")
-                for name in ("eval/loss", "eval/bits_per_byte", "train/loss")
-            }
-        )
-    write_text(path, text.getvalue())

@@ -1,7 +1,7 @@
 """The runs of a sweep, each a folder of its own.
 
 runs/ARM/seed-SEED/    a run that is compared; tune/ARM/VALUES/seed-SEED/ one that tries VALUES;
-                       measure/ARM/ one that only shows how long a step takes
+                       measure/ARM-MARK/ one that only shows how long a step takes
     config.json        the options that it was asked to train with
     log.txt            what it printed
     outcome.json       how it ended, once it has
@@ -10,34 +10,32 @@ runs/ARM/seed-SEED/    a run that is compared; tune/ARM/VALUES/seed-SEED/ one th
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gpt2.config import DEFAULTS, Config, differences, read_record, with_options
-from gpt2.errors import UserError
+from gpt2.config import DEFAULTS, Config, with_options
 from gpt2.utils.files import write_json
 
-State = Literal["finished", "diverged", "failed", "waiting"]
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    state: str  # finished, diverged (its loss was NaN or Inf), failed otherwise, or waiting
+    error: str = ""  # the line that says why
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of train.py.
+    """One run of train.py."""
 
-    Attributes:
-        arm: the name of its arm.
-        config: all of its options.
-        folder: see the module.
-        tuned: for a run that chooses between values, those that it tries; else those chosen.
-        chooses: whether it only chooses between values.
-    """
-
-    arm: str
+    arm: str  # its name
     config: Config
     folder: Path
-    tuned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    chooses: bool = False
+    tuned: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values tried, or chosen
+    chooses: bool = False  # whether it only chooses between values
 
     @property
     def seed(self) -> int:
@@ -55,14 +53,14 @@ class Run:
         values = f" {describe(self.tuned)}" if self.chooses else ""
         return f"{self.arm}{values} seed {self.seed}"
 
-    def outcome(self) -> "Outcome":
+    def outcome(self) -> Outcome:
         """Returns how it ended; `waiting` if it has not."""
         try:
             return Outcome(**json.loads((self.folder / "outcome.json").read_text()))
-        except (FileNotFoundError, ValueError, TypeError, RecursionError):
+        except (FileNotFoundError, ValueError, TypeError):
             return Outcome("waiting")
 
-    def write_outcome(self, outcome: "Outcome") -> None:
+    def write_outcome(self, outcome: Outcome) -> None:
         """Keeps how it ended."""
         write_json(self.folder / "outcome.json", dataclasses.asdict(outcome))
 
@@ -71,35 +69,6 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "outcome.json").unlink(missing_ok=True)  # of an earlier try
         write_json(self.folder / "config.json", self.config.to_dict())
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a run ended.
-
-    Attributes:
-        state: `diverged` if its loss was not finite, `failed` if it broke for another reason.
-        error: the line that says why.
-    """
-
-    state: State
-    error: str = ""
-
-
-def make_run(root: Path, arm: str, config: Config, seed: int, tuned: Mapping[str, Any]) -> Run:
-    """Returns a run that is compared."""
-    config = with_options(config, {**tuned, "seed": seed})
-    return Run(arm, config, root / "runs" / arm / f"seed-{seed}", tuned)
-
-
-def make_choosing_run(
-    root: Path, arm: str, config: Config, seed: int, tuned: Mapping[str, Any]
-) -> Run:
-    """Returns a run that tries values of the options that are tuned."""
-    config = with_options(config, {**tuned, "seed": seed})
-    return Run(
-        arm, config, root / "tune" / arm / describe(tuned) / f"seed-{seed}", tuned, chooses=True
-    )
 
 
 def make_measuring_run(root: Path, arm: str, config: Config, num_steps: int) -> Run:
@@ -122,44 +91,10 @@ def make_measuring_run(root: Path, arm: str, config: Config, num_steps: int) -> 
         "optim.decay_percent": 0.0,
     }
     config = with_options(config, options)
-    return Run(arm, config, root / "measure" / arm)
+    mark = zlib.crc32(json.dumps(config.to_dict()).encode())  # other options take another time
+    return Run(arm, config, root / "measure" / f"{arm}-{mark:08x}")
 
 
 def describe(options: Mapping[str, Any]) -> str:
     """Writes options as `optim.learning_rate=0.001,optim.beta2=0.95`."""
     return ",".join(f"{name}={value}" for name, value in options.items())
-
-
-def changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Returns the options, old and new, that would make another run of a sweep's.
-
-    How many checkpoints stay changes no result, and had another default once.
-    """
-    found = differences(old, new)
-    if new.train.keep_checkpoints == DEFAULTS.train.keep_checkpoints:
-        found.pop("train.keep_checkpoints", None)
-    return found
-
-
-def is_unchanged(run: Run) -> bool:
-    """Returns whether a run, if it has begun, was asked for with the same options."""
-    path = run.folder / "config.json"
-    return not path.exists() or not changes(Config.from_dict(read_record(path)), run.config)
-
-
-def check_unchanged(runs: list[Run]) -> None:
-    """Checks that runs which have begun were asked for with the same options.
-
-    Raises:
-        UserError: one was not. The message names the option.
-    """
-    for run in runs:
-        path = run.folder / "config.json"
-        if not path.exists():
-            continue
-        before = Config.from_dict(read_record(path))
-        for name, (old, new) in changes(before, run.config).items():
-            raise UserError(
-                f"{run.folder} holds a run with {name}={old}, not {new}",
-                "Give another --workdir, or the old value of the option",
-            )

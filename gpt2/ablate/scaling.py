@@ -1,81 +1,16 @@
-"""Loss against compute: the same arms at several sizes, and the power law through them."""
+"""Loss against compute: the power law through the runs of an arm at several sizes."""
 
 import dataclasses
 import math
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import scipy  # loads its parts when they are used
 
-from gpt2.ablate.arms import Arm
-from gpt2.ablate.equal import with_length
 from gpt2.ablate.power import satterthwaite
-from gpt2.config import Config, with_options
-from gpt2.errors import UserError
-from gpt2.telemetry.flops import count_compute_parameters
 
-MIN_SIZES = 3  # for a line and its error
 _MAX_LOG = math.log(sys.float_info.max)
-
-
-def at_sizes(
-    arms: Sequence[Arm], sizes: Sequence[str], vocab_size: Callable[[Config], int]
-) -> list[Arm]:
-    """Returns every arm at every size, size by size.
-
-    The width of a head stays. Tokens grow in proportion to the baseline's parameters, as
-    compute-optimal training has them (Hoffmann et al. 2022, arXiv 2203.15556).
-
-    Args:
-        arms: the baseline first, at the size of its config.
-        sizes: LAYERSxWIDTH each, such as `4x128`.
-        vocab_size: the number of tokens of a config's tokenizer.
-
-    Raises:
-        UserError: there are too few sizes, or an arm cannot have one of them.
-    """
-    if len(set(sizes)) < MIN_SIZES or len(set(sizes)) < len(sizes):
-        raise UserError(
-            f"--scaling={','.join(sizes)} is not {MIN_SIZES} different sizes or more",
-            "For example, use --scaling=2x64,4x128,6x192",
-        )
-
-    def parameters(config: Config) -> int:
-        return count_compute_parameters(config.with_vocabulary(vocab_size(config)).gpt())
-
-    base = arms[0].config
-    scaled = []
-    for size in sizes:
-        share = parameters(_resized(arms[0], size).config) / parameters(base)
-        steps = max(1, round(base.train.num_steps * share))
-        for arm in arms:
-            resized = _resized(arm, size)
-            config = with_length(resized.config, steps)
-            scaled.append(dataclasses.replace(resized, config=config))
-    return scaled
-
-
-def _resized(arm: Arm, size: str) -> Arm:
-    """Returns an arm with the layers and the width of a size."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
-    if not match:
-        raise UserError(f"--scaling has the size {size!r}", "Write LAYERSxWIDTH, such as 4x128")
-    layers, width = map(int, match.groups())
-    model = arm.config.model
-    if model.mlp_dim or model.num_kv_heads or width % model.head_size:
-        raise UserError(
-            f"the arm {arm.change} cannot have the size {size}: widths are multiples of its head's "
-            f"{model.head_size}, and neither model.mlp_dim nor model.num_kv_heads is set",
-            "Use other sizes, or model.mlp_ratio",
-        )
-    shape = {"num_layers": layers, "embed_dim": width, "num_heads": width // model.head_size}
-    options = {f"model.{name}": value for name, value in shape.items()}
-    try:
-        return Arm(arm.change, with_options(arm.config, options), size)
-    except UserError as error:
-        raise UserError(f"the arm {arm.change} cannot have the size {size}", str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +65,6 @@ def fit_power_law(flops: Sequence[float], losses: Sequence[float]) -> Fit:
 
     Three or four sizes cannot tell an irreducible loss from a small exponent, so there is none in
     the law: it describes the range of the sizes and should not be carried far beyond.
-
-    Args:
-        flops: of each run, three or more that are not all the same.
-        losses: final, of each run.
     """
     x, y = np.log(flops), np.log(losses)
     line = scipy.stats.linregress(x, y)
@@ -156,9 +87,6 @@ def _misfit(residuals: Sequence[np.ndarray]) -> tuple[float, float]:
     """Returns how far the residuals of a line lie from 0 in the mean of a place, and its p-value.
 
     That is the F-test for lack of fit (Draper and Smith 1998, section 2.1).
-
-    Args:
-        residuals: of the runs at each place.
     """
     means = [float(each.mean()) for each in residuals]
     farthest, free = max(map(abs, means)), len(residuals) - 2

@@ -1,154 +1,71 @@
-"""What the person at the terminal sees while a sweep trains."""
+"""What the person at the terminal sees: runs that end, runs that train, and what a sweep takes."""
 
-import math
+import dataclasses
 import re
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 
-from gpt2.ablate.results import read_result
-from gpt2.ablate.runs import Run
+from rich.progress import Progress, TaskID
+
+from gpt2.ablate.arms import Arm
+from gpt2.ablate.jobs import Slot, train_all
+from gpt2.ablate.results import read_results
+from gpt2.ablate.runs import Run, make_measuring_run
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.tables import judge, samples
 from gpt2.config import Config
+from gpt2.errors import UserError
+from gpt2.telemetry.metrics import read_metrics
+from gpt2.utils import files
 from gpt2.utils.terminal import on_terminal
-from gpt2.utils.text import counted, format_duration
+from gpt2.utils.text import format_duration
 
-_REFRESH_SECONDS = 2.0
+_MEASURED_STEPS = 40
 _END_BYTES = 4096  # of metrics.jsonl, which hold its last lines
+_SPEED_SECONDS = 600  # over which the time left is estimated
 
 
 class Screen:
-    """Shows runs as they end, the time left, and the verdicts so far; a context manager.
+    """Prints a line as a run ends; on a terminal, bars show those that train. A context manager."""
 
-    On a terminal a table stays at the bottom. Elsewhere each end of a run prints a line.
-
-    Args:
-        sweep: what is trained.
-        runs: all runs of this phase.
-        title: of the phase.
-        step_cost: what a step of a config costs beside those of others, such as its FLOPs.
-    """
-
-    def __init__(
-        self,
-        sweep: Sweep,
-        runs: Sequence[Run],
-        title: str,
-        step_cost: Callable[[Config], float],
-    ):
-        self._sweep, self._runs, self._title = sweep, list(runs), title
-        self._costs = {run.folder: step_cost(run.config) for run in self._runs}
-        self._states = {run.folder: run.outcome().state for run in self._runs}
-        self._began, self._spent_before = time.monotonic(), self._spent()
-        self._drawn, self._ended_runs = 0.0, sum(map(self._ended, self._runs))
-        self._before = self._ended_runs
-        self._live = _make_live() if on_terminal() else None
+    def __init__(self, sweep: Sweep, runs: Sequence[Run], title: str):
+        self._sweep, self._runs = sweep, {run.folder: run for run in runs}
+        self._ended = {run.folder for run in runs if run.outcome().state != "waiting"}
+        self._progress = Progress(disable=not on_terminal(), speed_estimate_period=_SPEED_SECONDS)
+        self._all = self._progress.add_task(title, total=len(runs))
+        self._bars: dict[Path, TaskID] = {}
 
     def __enter__(self) -> "Screen":
-        before = f", {self._before} ended before" if self._before else ""
-        print(f"{self._title}: {counted(len(self._runs), 'run')}{before}", flush=True)
-        if self._live:
-            self._live.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._live:
-            self._live.stop()
+        self._progress.stop()
 
-    def show(self, training: list[Run]) -> None:
-        """Shows what has ended since the last call, and every few seconds what is under way."""
-        ended = []
-        for run in self._runs:
-            if (state := run.outcome().state) != self._states[run.folder]:
-                self._states[run.folder] = state
-                if state == "waiting":  # another try of a run that failed
-                    self._ended_runs -= 1
-                else:
-                    ended.append(run)
-        for run in ended:
-            self._print(self._line(run))
-        if self._live and (ended or time.monotonic() - self._drawn > _REFRESH_SECONDS):
-            self._drawn = time.monotonic()
-            self._live.update(self._table(training), refresh=True)
-
-    def _line(self, run: Run) -> str:
-        self._ended_runs += 1
-        number = min(self._ended_runs, len(self._runs))
-        outcome = run.outcome()
-        if outcome.state == "finished":
-            score = read_result(run, self._sweep.score).score(self._sweep.score)
-            what = f"{score:.4f} {self._sweep.unit}"
-        else:
-            what = f"{outcome.state}: {outcome.error}"
-        left = self._left()
-        return f"{number}/{len(self._runs)}  {run.label}  {what}" + (f"  {left}" if left else "")
-
-    def _spent(self) -> float:
-        """Returns what the steps that all runs have trained cost."""
-        return sum(self._costs[run.folder] * _steps(run) for run in self._runs)
-
-    def _left(self) -> str:
-        """Returns the time left in words: none before a step tells, and none after the last one.
-
-        Runs that have trained their last step still save and draw.
-        """
-        seconds = self._seconds_left()
-        known = math.isfinite(seconds) and round(seconds) > 0
-        return f"{format_duration(seconds)} left" if known else ""
-
-    def _seconds_left(self) -> float:
-        spent, total = self._spent(), 0.0
-        for run in self._runs:
-            steps = _steps(run) if self._ended(run) else run.config.train.num_steps
-            total += self._costs[run.folder] * steps
-        done = spent - self._spent_before
-        elapsed = time.monotonic() - self._began
-        return elapsed / done * (total - spent) if done else float("inf")
-
-    def _ended(self, run: Run) -> bool:
-        return self._states[run.folder] != "waiting"
-
-    def _table(self, training: list[Run]):
-        from rich.table import Table
-        from rich.text import Text
-
-        results = self._sweep.results() if not self._runs[0].chooses else []
-        verdicts = judge(self._sweep, results) if results else {}
-        scores = samples(self._sweep, results) if results else {}
-        states = Counter(self._states.values())
-        broken = states["failed"] + states["diverged"]
-        table = Table(
-            title=f"{self._title}: {states['finished']} of {counted(len(self._runs), 'run')} done"
-            + (f", {broken} broke" if broken else "")
-            + (f", {left}" if (left := self._left()) else ""),
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-        )
-        table.show_header = bool(scores)
-        for column in ("arm", "runs", "mean", "difference", "so far"):
-            table.add_column(column, justify="left" if column in ("arm", "so far") else "right")
-        for name, sample in scores.items():
-            values = list(sample.scores.values())
-            verdict = verdicts.get(name)
-            table.add_row(
-                Text(name),
-                str(len(values)),
-                f"{sum(values) / len(values):.4f}" if values else "-",
-                f"{verdict.difference:+.4f}" if verdict and values else "",
-                verdict.words if verdict and values else "",
-            )
+    def show(self, training: Sequence[Run]) -> None:
+        """Shows what has ended since the last call, and what is under way."""
+        ended = {f for f, run in self._runs.items() if run.outcome().state != "waiting"}
+        for folder in sorted(ended - self._ended):
+            self._print_end(self._runs[folder], len(ended))
+        self._ended = ended
+        self._progress.update(self._all, completed=len(ended))
+        for folder in self._bars.keys() - {run.folder for run in training}:
+            self._progress.remove_task(self._bars.pop(folder))
         for run in training:
-            done = f"step {_steps(run)}/{run.config.train.num_steps}"
-            table.add_row(Text(run.label, "cyan"), "", "", "", Text(done, "cyan"))
-        return table
+            if run.folder not in self._bars:
+                num_steps = run.config.train.num_steps
+                self._bars[run.folder] = self._progress.add_task(run.label, total=num_steps)
+            self._progress.update(self._bars[run.folder], completed=_steps(run))
 
-    def _print(self, text: str) -> None:
-        if self._live:
-            self._live.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, flush=True)
+    def _print_end(self, run: Run, number: int) -> None:
+        outcome = run.outcome()
+        what = f"{outcome.state}: {outcome.error}"
+        if outcome.state == "finished":
+            score = read_results([run], self._sweep.score).score[0]
+            what = f"{score:.4f} {self._sweep.unit}"
+        line = f"{number}/{len(self._runs)}  {run.label}  {what}"
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _steps(run: Run) -> int:
@@ -162,7 +79,60 @@ def _steps(run: Run) -> int:
     return int(steps)
 
 
-def _make_live():
-    from rich.live import Live
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How long the runs of an arm take, but for validations and checkpoints along the way."""
 
-    return Live(auto_refresh=False)
+    step: float  # seconds of a training step
+    around: float  # of a run beside its steps: it starts, compiles, and validates on a batch
+
+    def seconds(self, config: Config) -> float:
+        """Returns how long a run takes."""
+        return self.around + config.train.num_steps * self.step
+
+
+def measure(root: Path, arm: Arm, slot: Slot) -> Pace:
+    """Returns how long the runs of an arm take in a slot, by one that is trained once and kept."""
+    run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
+    with files.locked(run.folder.parent / f"{run.folder.name}.lock"):
+        if run.outcome().state != "finished":
+            shutil.rmtree(run.folder, ignore_errors=True)
+            print(f"measuring a step of {arm.name}", flush=True)
+            train_all([run], [slot])
+    if run.outcome().state != "finished":
+        error = run.outcome().error
+        raise UserError(f"{arm.name} cannot be measured ({error})", f"See {run.folder}/log.txt")
+    records = read_metrics(run.workdir / "metrics.jsonl")
+    steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
+    step = median(steps[1:] or steps)
+    whole = max(r.get("perf/total_seconds", 0.0) for r in records)
+    return Pace(step, max(0.0, whole - _MEASURED_STEPS * step))
+
+
+def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
+    """Returns the list of a sweep's runs and what they would take, by measured steps."""
+    paces: dict[str, Pace] = {}
+    arms, total, lines = {arm.name: arm for arm in sweep.arms}, 0.0, []
+
+    def seconds(name: str, config: Config) -> float:
+        if name not in paces:
+            paces[name] = measure(sweep.root, arms[name], slots[0])
+        return paces[name].seconds(config)
+
+    for run in (*sweep.choosing_runs(), *sweep.runs()):
+        took = run.outcome().state
+        if took in ("waiting", "failed") and not (run.chooses and run.arm in sweep.chosen):
+            total += (needed := seconds(run.arm, run.config))
+            took = format_duration(needed)
+        lines.append(f"{run.label}  {run.config.train.num_steps} steps  {took}")
+    for arm in sweep.undecided:
+        total += sweep.num_seeds * seconds(arm.name, arm.config)
+        lines.append(f"then {sweep.num_seeds} seeds of {arm.name} with the values it chooses")
+    if not paces:
+        return "\n".join([*lines, "no run is left to train"])
+    lines.append(
+        f"about {format_duration(total / len(slots))} with --jobs={len(slots)}: steps, starts and "
+        f"compilation, by a run of {_MEASURED_STEPS} steps of each arm, kept in "
+        f"{sweep.root / 'measure'}; validations and checkpoints come on top"
+    )
+    return "\n".join(lines)

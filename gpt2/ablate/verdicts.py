@@ -39,8 +39,8 @@ import numpy as np
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.power import (
+    CONFIDENCE,
     Array,
-    check_share,
     dunnett_probability,
     dunnett_quantile,
     group_difference,
@@ -50,36 +50,21 @@ from gpt2.ablate.power import (
 )
 from gpt2.utils.text import counted
 
-NO_DIFFERENCE = "no difference larger than"
 _ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
 _OUTLYING = 10  # times the median variance of the groups, above which an arm is not pooled
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The runs of one arm, or of the baseline.
+    """The runs of one arm, or of the baseline."""
 
-    Attributes:
-        scores: final losses of the finished runs, by seed.
-        diverged: how many runs diverged; these have no score.
-        failed: how many runs broke for other reasons, which say nothing about the arm.
-
-    Raises:
-        ValueError: a score is nan or infinite, or a count is negative.
-    """
-
-    scores: Mapping[int, float]
-    diverged: int = 0
-    failed: int = 0
+    scores: Mapping[int, float]  # final losses of the finished runs, by seed
+    diverged: int = 0  # runs without a score
+    failed: int = 0  # runs that broke for other reasons, which say nothing about the arm
 
     def __post_init__(self) -> None:
-        for seed, score in self.scores.items():
-            if not math.isfinite(score):
-                raise ValueError(f"Seed {seed} scored {score}. Count it in `diverged` instead.")
-        if self.diverged < 0 or self.failed < 0:
-            raise ValueError(
-                f"A count is negative: {self.diverged} diverged, {self.failed} failed."
-            )
+        if not all(map(math.isfinite, self.scores.values())):
+            raise ValueError(f"A run of {self.scores} diverged. Count it in `diverged` instead.")
 
     @property
     def values(self) -> Array:
@@ -94,32 +79,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs say about one arm.
+    """What the runs say about one arm; differences are arm - baseline."""
 
-    Attributes:
-        num: finished runs.
-        mean: their mean score; nan without a run.
-        deviation: their standard deviation (n - 1); nan for fewer than two runs.
-        difference: arm - baseline; paired, over the seeds that both have.
-        low: lower end of the difference's interval, at once with the other arms'. -inf where more
-            runs are needed, nan where they would not help, as after a divergence.
-        high: upper end, likewise.
-        p_value: adjusted for the number of arms; nan without a test.
-        detect: computes `detectable`, which takes milliseconds.
-        words: "better", "worse", "no difference larger than 0.0123", or why there is no verdict.
-        method: the test, for a report; empty without one.
-    """
-
-    num: int
-    mean: float
-    deviation: float
-    difference: float
-    low: float
-    high: float
-    p_value: float
+    difference: float  # paired, over the seeds that both have
+    low: float  # of its interval, at once with the other arms'; -inf where more runs are needed,
+    high: float  # nan where they would not help, as after a divergence
+    p_value: float  # adjusted for the number of arms; nan without a test
+    words: str  # better, worse, no difference larger than 0.0123, or why there is no verdict
+    method: str  # the test, for a report; empty without one
     detect: Callable[[], float] = field(repr=False, compare=False)
-    words: str
-    method: str
 
     @property
     def detectable(self) -> float:
@@ -145,34 +113,23 @@ _IMPOSSIBLE = _Test(math.nan, math.nan, lambda: math.nan, "")
 
 
 def compare(
-    baseline: Sample, arms: Mapping[str, Sample], *, paired: bool = False, confidence: float = 0.95
+    baseline: Sample, arms: Mapping[str, Sample], *, paired: bool = False
 ) -> dict[str, Verdict]:
     """Judges each arm against the baseline, by the tests of the module's docstring.
 
     An arm with a diverged run is neither better nor worse: its survivors are not a fair sample.
-    Their difference is given, and they take no part in the tests of the other arms.
-
-    Args:
-        baseline: what all arms are compared with.
-        arms: by name.
-        paired: runs of one seed share data or initial parameters. The test is then the t-test of
-            their differences, adjusted by Šidák's formula.
-        confidence: of all intervals together.
-
-    Returns:
-        Verdicts by name, in the order of `arms`.
-
-    Raises:
-        ValueError: the confidence is not between 0 and 1.
+    Their difference is given, and they take no part in the tests of the other arms. `paired`: runs
+    of one seed share data or initial parameters; their differences are tested at Šidák's level.
     """
-    check_share(confidence)
     obstacles = {name: _obstacle(baseline, arm, paired) for name, arm in arms.items()}
     judged = {name: arm for name, arm in arms.items() if not obstacles[name]}
     test_all = _test_pairs if paired else _test_groups
-    tests = test_all(baseline, judged, confidence) if judged else {}
+    tests = test_all(baseline, judged) if judged else {}
     verdicts = {}
     for name, arm in arms.items():
-        difference, words = _difference(baseline, arm, paired), obstacles[name]
+        difference, words = _mean(arm.values) - _mean(baseline.values), obstacles[name]
+        if paired:
+            difference = _mean(_paired_differences(baseline, arm))
         test = tests[name] if name in tests else _without_test(baseline, arm)
         low, high = difference - test.half_width, difference + test.half_width
         if math.isinf(test.half_width):  # the difference may be nan
@@ -180,18 +137,10 @@ def compare(
         if not words and math.isnan(test.half_width):
             words = f"the same {'difference' if paired else 'score'} for every seed: no verdict"
         elif not words and low <= 0 <= high:
-            words = f"{NO_DIFFERENCE} {max(-low, high):.3g}"
+            words = f"no difference larger than {max(-low, high):.3g}"
+        words = words or ("better" if high < 0 else "worse")
         verdicts[name] = Verdict(
-            num=len(arm.scores),
-            mean=_mean(arm.values),
-            deviation=float(arm.values.std(ddof=1)) if len(arm.scores) > 1 else math.nan,
-            difference=difference,
-            low=low,
-            high=high,
-            p_value=test.p_value,
-            detect=test.detect,
-            words=words or ("better" if high < 0 else "worse"),
-            method=test.method,
+            difference, low, high, test.p_value, words, test.method, test.detect
         )
     return verdicts
 
@@ -201,10 +150,7 @@ def widest(verdicts: Mapping[str, Verdict]) -> float:
 
     Such a rule stops early where the spread is small by chance. In simulation from three seeds on,
     the 5 % of false verdicts rose to 7 % with one arm (paired: 10 %), and not at all with five.
-
-    Returns:
-        In the unit of the scores. inf if an arm needs more runs. Arms that more runs do not help
-        are left out; 0 if there are no others.
+    It is inf if an arm needs more runs; arms that more runs do not help are skipped.
     """
     widths = [(verdict.high - verdict.low) / 2 for verdict in verdicts.values()]
     return max((width for width in widths if not math.isnan(width)), default=0.0)
@@ -217,14 +163,11 @@ def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
         return f"diverged in {arm.diverged_share}{also}"
     if baseline.diverged:
         return f"the baseline diverged in {baseline.diverged_share}: no verdict"
-    if len(arm.scores) == len(baseline.scores) == 1:
-        return "one run each: no verdict"
     for sample, whose in ((arm, ""), (baseline, " of the baseline")):
         if len(sample.scores) < 2:
             return f"{'one' if sample.scores else 'no'} run{whose} finished: no verdict"
-    shared = len(_paired_differences(baseline, arm))
-    if paired and shared < 2:
-        return f"{'one seed' if shared else 'no seed'} shared with the baseline: no verdict"
+    if paired and len(_paired_differences(baseline, arm)) < 2:
+        return "fewer than two seeds shared with the baseline: no verdict"
     return ""
 
 
@@ -239,19 +182,11 @@ def _paired_differences(baseline: Sample, arm: Sample) -> Array:
     return np.array([arm.scores[seed] - baseline.scores[seed] for seed in seeds], np.float64)
 
 
-def _difference(baseline: Sample, arm: Sample, paired: bool) -> float:
-    if paired:
-        return _mean(_paired_differences(baseline, arm))
-    return _mean(arm.values) - _mean(baseline.values)
-
-
 def _mean(values: Array) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
-def _test_pairs(
-    baseline: Sample, arms: Mapping[str, Sample], confidence: float
-) -> dict[str, _Test]:
+def _test_pairs(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Test]:
     """Tests the differences by seed, each arm with its own variance."""
     tests = {}
     for name, arm in arms.items():
@@ -261,7 +196,7 @@ def _test_pairs(
         if error <= _ROUNDING * np.abs(baseline.values).max():
             tests[name] = _IMPOSSIBLE
             continue
-        quantile = pair_quantile(num - 1, num_arms, confidence)
+        quantile = pair_quantile(num - 1, num_arms)
         p_value = 2 * scipy.stats.t.sf(abs(differences.mean()) / error, num - 1)
         tests[name] = _Test(
             half_width=quantile * error,
@@ -273,14 +208,12 @@ def _test_pairs(
     return tests
 
 
-def _test_groups(
-    baseline: Sample, arms: Mapping[str, Sample], confidence: float
-) -> dict[str, _Test]:
+def _test_groups(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Test]:
     """Tests by Dunnett's and Welch's methods, as the module's docstring says."""
     groups = [baseline.values, *(arm.values for arm in arms.values())]
     sizes = tuple(len(group) for group in groups)
     strictness = math.sqrt(len(arms))  # of Welch's test
-    level = (1 - confidence) / strictness
+    level = (1 - CONFIDENCE) / strictness
     tests = {}
     for i, (name, group) in enumerate(zip(arms, groups[1:], strict=True), start=1):
         pooled, df, rest = _pooled_deviation(groups, i)
@@ -291,7 +224,7 @@ def _test_groups(
         variances = groups[0].var(ddof=1), group.var(ddof=1)
         welch_error, welch_df = welch(*variances, sizes[0], len(group))
         half_widths = (
-            dunnett_quantile(sizes, df, confidence) * error,
+            dunnett_quantile(sizes, df) * error,
             scipy.stats.t.isf(level / 2, welch_df) * welch_error,
         )
         distance = abs(group.mean() - groups[0].mean())
@@ -299,14 +232,11 @@ def _test_groups(
             1 - dunnett_probability(distance / error, sizes, df),
             strictness * 2 * scipy.stats.t.sf(distance / welch_error, welch_df),
         )
+        measured = (*map(float, variances), rest)
         tests[name] = _Test(
             half_width=float(max(half_widths)),
             p_value=float(np.clip(max(p_values), 0, 1)),
-            detect=partial(
-                group_difference,
-                *(sizes, len(group), df, confidence),
-                (*map(float, variances), rest),
-            ),
+            detect=partial(group_difference, sizes, len(group), df, measured),
             method=f"two-sided, for {counted(len(arms), 'arm')}: Dunnett's test with pooled "
             f"variances, and Welch's t-test of each pair at {level:.1%}; the wider interval counts",
         )
@@ -316,12 +246,9 @@ def _test_groups(
 def _pooled_deviation(groups: Sequence[Array], index: int) -> tuple[float, int, float]:
     """Returns the deviation within groups to judge one of them by, and its degrees of freedom.
 
-    An arm that is far noisier than most says nothing about the noise of the others. The last of
-    what is returned is the variance of all that count but the baseline and the one, 0 for none.
-
-    Args:
-        groups: the baseline, then the arms.
-        index: of the arm in question. It and the baseline always count.
+    An arm that is far noisier than most says nothing about the noise of the others. The baseline,
+    groups[0], and the arm at `index` always count. The last of what is returned is the variance of
+    all others that count, 0 for none.
     """
     variances = np.array([group.var(ddof=1) for group in groups])
     usual = float(np.median(variances))
