@@ -176,5 +176,4 @@ def _report(sweep: Sweep) -> int:
 
 
 if __name__ == "__main__":
-    cli.parse(define_flags, default_config="quickstart")
-    cli.run(main)
+    cli.run(main, define_flags, default_config="quickstart")

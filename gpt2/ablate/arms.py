@@ -115,8 +115,8 @@ def _apply(config: Config, values: Sequence[Value], name: str) -> Config:
         options |= value
     try:
         if recipe := options.pop(_RECIPE, None):  # what the command line sets holds for all arms
-            given = {each: option(config, each) for each in cli.overrides()}
-            config = with_options(read_config_file(str(recipe)), given)
+            read = read_config_file(str(recipe))
+            config = with_options(read, {each: option(config, each) for each in cli.overrides()})
         return with_options(config, options)
     except UserError as error:
         raise UserError(f"the arm {name} cannot work", str(error)) from None

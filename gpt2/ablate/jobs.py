@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -71,28 +71,33 @@ def train_all(
     one that diverged would diverge again. `show` receives the runs that train, now and then.
     """
     left, free, training = list(runs), list(slots), list[_Training]()
-    with _signals() as received:
-        try:
-            while not received:
-                left = [run for run in left if not _has_ended(run)]
-                for run in left[:]:
-                    if free and (lock := _take(run)):
-                        left.remove(run)
-                        training.append(_Training(run, free.pop(), lock))
-                for ended in [each for each in training if each.process.poll() is not None]:
-                    training.remove(ended)
-                    free.append(ended.slot)
-                    ended.end()
-                show([each.run for each in training])
-                if not left and not training:
-                    return
-                time.sleep(_POLL_SECONDS)
-        finally:
-            for each in training:
-                each.process.terminate()
-            for each in training:
-                each.process.wait()  # which saves its state
-        raise Stopped(received[0])
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while True:
+            left = [run for run in left if not _has_ended(run)]
+            for run in left[:]:
+                if free and (lock := _take(run)):
+                    left.remove(run)
+                    training.append(_Training(run, free.pop(), lock))
+            for ended in [each for each in training if each.process.poll() is not None]:
+                training.remove(ended)
+                free.append(ended.slot)
+                ended.end()
+            show([each.run for each in training])
+            if not left and not training:
+                return
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in training:
+            each.process.terminate()
+        for each in training:
+            each.process.wait()  # which saves its state
+
+
+def _stop(number: int, _: object) -> None:
+    raise Stopped(signal.Signals(number))
 
 
 def _has_ended(run: Run) -> bool:
@@ -175,23 +180,6 @@ def _at_start(cores: frozenset[int], parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it was killed before this line
             os._exit(1)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-    """Yields a list to which SIGTERM and SIGINT are added when they come."""
-    received: list[signal.Signals] = []
-
-    def on_signal(number: int, _: object) -> None:
-        received.append(signal.Signals(number))
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _gpus() -> list[str]:

@@ -98,10 +98,10 @@ class Sweep:
 
     def tuning(self) -> dict[str, list[tuple[dict[str, Any], float]]]:
         """Returns each arm's choices and their mean scores; nan where a run has no score."""
+        if not self.tune:
+            return {}
         results = read_results(self.choosing_runs(), self.score)
-        means = {
-            key: mean(rows.score) for key, rows in results.groupby(["arm", "values"], sort=False)
-        }
+        means = {key: mean(rows.score) for key, rows in results.groupby(["arm", "values"])}
         return {
             arm.name: [(each, means[arm.name, describe(each)]) for each in self.choices()]
             for arm in self.arms

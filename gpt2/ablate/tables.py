@@ -148,7 +148,7 @@ def describe_share(shares: Sequence[float], noise: Sequence[tuple[float, int]]) 
 def tuning_table(sweep: Sweep) -> pd.DataFrame:
     """Returns what each arm chose among the values that are tuned."""
     rows, scores = [], sweep.tuning()
-    for name, choice in sweep.chosen.items():
+    for name, choice in sweep.chosen.items() if sweep.tune else ():
         if choice is None:
             rows.append({"arm": name, "chosen": "nothing: every choice diverged"})
             continue
