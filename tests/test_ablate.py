@@ -231,7 +231,7 @@ def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
 def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     sweep = filled(tmp_path / "a<b", num_seeds=5)
     text = report_of(sweep)
-    row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \| *$", re.MULTILINE)
+    row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", re.MULTILINE)
     words = dict(row.findall(text.split("## Curves")[0]))
     assert words["optim.name=lion"] == "better"
     assert words["optim.name=muon"].startswith("no difference larger than 0.0")
@@ -571,7 +571,7 @@ def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
         worse = 0.2 * ("lion" in run.arm)
         write_run(run, 4.5 - 0.3 * sizes.index(run.arm.partition(",")[0]) + worse, noise=rng)
     text = report_of(sweep)
-    assert len(re.findall(r"^\| \dx\d+,optim\.name=lion \| 3 .* worse \|", text, re.MULTILINE)) == 3
+    assert len(re.findall(r"^\| \dx\d+,optim\.name=lion \| 3 .* worse \|$", text, re.MULTILINE)) == 3
     law = r"^\| optim\.name=lion \| 9 \| .* \| 0\.\d+ ± .* \| (\S+) \("
     assert float(re.search(law, text, re.MULTILINE)[1]) > 1.2
     assert (tmp_path / "scaling.png").exists()

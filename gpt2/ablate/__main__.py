@@ -38,6 +38,7 @@ from gpt2.utils import files
 from gpt2.utils.terminal import align
 
 FLAGS = flags.FLAGS
+_COMMAND = shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])
 _LEAST_SEEDS = 3  # where --until may begin: with two, widths are often small by chance
 _SHOWN = ["arm", "runs", "mean ± sd", "difference", "95 % interval", "verdict"]
 
@@ -92,7 +93,7 @@ def _sweep(root: Path) -> int:
     vocab_size = _vocabularies(arms)
     sweep = Sweep(
         root=root,
-        commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
+        commands=[_COMMAND],
         arms=tuple(_on_equal_terms(root, arms, vocab_size, slots[0])),
         score=score,
         equal=FLAGS.equal,
