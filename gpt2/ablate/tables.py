@@ -88,8 +88,9 @@ def noise_table(sweep: Sweep, by_arm: Mapping[str, Sample]) -> pd.DataFrame:
             has_pairs = arm != baseline and len(pairs) >= _SEEDS_FOR_NOISE
             if has_pairs:
                 correlation = scipy.stats.pearsonr(*zip(*pairs, strict=True))
-                ends = _interval(*correlation.confidence_interval(), "+.2f")
-                row["correlation by seed"] = f"{correlation.statistic:+.2f} {ends}"
+                ends = correlation.confidence_interval()
+                span = _interval(ends.low, ends.high, "+.2f")
+                row["correlation by seed"] = f"{correlation.statistic:+.2f} {span}"
             if sweep.paired:
                 deviation = stdev(b - a for a, b in pairs) if has_pairs else 0.0
             if deviation:
