@@ -1,4 +1,4 @@
-"""A part of `python -m tests.faults`, and that it would see what it looks for."""
+"""A part of `python -m tests.faults`, that it can fail, and that planted faults follow the code."""
 
 import shutil
 
@@ -6,6 +6,11 @@ import pytest
 
 from tests.faults.__main__ import main
 from tests.faults.laboratory import Broken, check_start, compare
+from tests.mutations import faults, misplaced
+
+
+def test_planted_faults_still_stand_in_the_code():
+    assert not misplaced(faults())
 
 
 @pytest.mark.thorough

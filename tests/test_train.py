@@ -4,12 +4,12 @@ import json
 import re
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gpt2 import launch
+from gpt2.training.checkpoint_files import latest_step
 from tests.helpers import TINY, finish, metrics_of, params_of, run, start, wait_for_step
 
 
@@ -49,16 +49,14 @@ def test_a_run_leaves_every_file_of_its_workdir(finished):
         ".lock",
     }
     assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(
-        r"validation loss \d\.\d{4}, perplexity [\d.]+, \d\.\d{3} bits per byte\n", stdout
-    )
+    assert re.search(r"validation loss \d\.\d{4}, perplexity [\d.]+, \d\.\d{3} bits per b", stdout)
 
 
 def test_metrics_have_their_names_and_each_step_once(finished):
     lines = metrics_of(finished[0])
     assert [line["step"] for line in lines] == list(range(1, 9))
     always = {"tokens", "train/loss", "train/grad_norm", "train/learning_rate"}
-    speed = {"perf/step_seconds", "perf/tokens_per_second", "perf/mfu", "perf/data_wait_seconds"}
+    speed = {"perf/step_seconds", "perf/tokens_per_second", "perf/data_wait_seconds"}
     scores = {"eval/loss", "eval/perplexity", "eval/bits_per_byte"}
     for line in lines:
         assert always | speed <= line.keys()
@@ -80,14 +78,6 @@ def test_a_run_is_repeated_from_its_record(finished, tmp_path):
         ]
 
     assert figures(again) == figures(finished[0])
-
-
-def test_a_record_alone_does_not_say_where_its_repetition_lives(finished, tmp_path):
-    record = finished[0] / "config.json"
-    code, _, stderr = run(None, f"--config={record}", cwd=tmp_path)
-    assert code == 2 and stderr.count("\n") == 1
-    assert stderr.startswith(f"error: --config={record} is the record of a run")
-    assert not any(tmp_path.iterdir())
 
 
 def test_eval_scores_the_checkpoint_as_training_did(finished):
@@ -115,34 +105,31 @@ def test_a_run_that_learns_nothing_keeps_the_weights_it_began_with(
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
-def wait_for_file(process, path):
-    while process.poll() is None and not path.exists():
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize(
     "kill_at",
     [
-        3,
+        "checkpoints/4",
         *(
             pytest.param(each, marks=pytest.mark.thorough)
-            for each in ("config.json", "checkpoints")
+            for each in ("config.json", "checkpoints/2")
         ),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (".lock", 1, 6)),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (".lock", "checkpoints/6")),
     ],
 )
 def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, kill_at):
     workdir = tmp_path / "killed"
     process = start(workdir, *TINY, *corpus)
-    if isinstance(kill_at, int):
-        wait_for_step(process, workdir, kill_at)
-    else:
-        wait_for_file(process, workdir / kill_at)
+    while process.poll() is None and not (workdir / kill_at).exists():
+        time.sleep(0.001)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert not (workdir / "samples.txt").exists()
+    saved = latest_step(workdir) or 0
     code, _, stderr = run(workdir, *TINY, *corpus)
     assert code == 0, stderr
+    starts = (workdir / "environment.jsonl").read_text().splitlines()
+    assert json.loads(starts[-1])["step"] == saved
+    assert (saved > 0) == kill_at.startswith("checkpoints")  # it resumed
     expected, restarted = params_of(finished[0]), params_of(workdir)
     assert expected.keys() == restarted.keys()
     for name in expected:
@@ -172,10 +159,8 @@ def test_divergence_names_its_step_and_exits_with_3(corpus, tmp_path):
         "--config.optim.clip_norm=0.0",
     )  # fmt: skip
     assert code == 3
-    assert re.fullmatch(
-        r"error: the loss is not finite at step \d+: the first tensor that is not finite is the "
-        r"(in|out)put of [\w/]+\. Lower .*\n",
-        stderr,
+    assert re.search(
+        r"at step \d+: in its micro-batch 1 the output of [\w/]+ was the first", stderr
     )
 
 
@@ -189,63 +174,6 @@ def test_a_diverged_state_is_never_saved(corpus, tmp_path):
     ]
 
 
-def test_continuing_on_another_text_is_refused(finished, tmp_path):
-    workdir, _ = finished
-    (tmp_path / "0.txt").write_text("another text " * 500)
-    saved = json.loads((workdir / "config.json").read_text())["data"]["corpus"]
-    tokenizer = (workdir / "tokenizer.json").read_bytes()
-    documents = Path(saved.partition(":")[2]).parent
-    kept = (documents / "0.txt").read_text()
-    (documents / "0.txt").write_text("another text " * 500)
-    try:
-        code, _, stderr = run(
-            workdir, *TINY, f"--config.data.corpus={saved}", "--config.data.val_fraction=0.1"
-        )
-    finally:
-        (documents / "0.txt").write_text(kept)
-    assert code == 2 and "no longer what" in stderr
-    assert (workdir / "tokenizer.json").read_bytes() == tokenizer
-
-
-def test_continuing_under_other_options_is_refused(finished, corpus):
-    workdir, _ = finished
-    before = (workdir / "config.json").read_text()
-    code, _, stderr = run(workdir, *TINY, *corpus, "--config.optim.beta2=0.5")
-    assert code == 2
-    assert "holds a run with optim.beta2=0.95, not 0.5" in stderr
-    assert (workdir / "config.json").read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--config.model.num_layer=3"], "no option --config.model.num_layer. Did you mean"),
-        (
-            ["--config.optim.beta2=0.9", "--config=configs/modern.py"],
-            "stands before --config, whose options it changes. Put --config first.",
-        ),
-        (["--workdr=x"], "no option --workdr. Did you mean --workdir?"),
-        (["--config=configs/none.py"], "--config=configs/none.py is not a file"),
-        (["--config.optim.learning_rate=fast"], "is not of type float"),
-        (["surplus"], "surplus is not a flag"),
-        (["--config.data.corpus=text:none/*.txt"], "no file matches"),
-        (["--config.data.corpus=novel"], "not a known corpus"),
-        (["--config.data.tokenizer=word"], "tokenizer"),
-        (["--config.parallel.fsdp=3"], "takes 3 devices; found: 1."),
-        (["--config.model.attention=cudnn"], "needs an NVIDIA GPU"),
-        (["--config.data.batch_size=100000000"], "windows"),
-        (["--config.train.init_from=run:nowhere"], "nowhere holds no run"),
-    ],
-)
-def test_a_mistake_gives_one_line_and_no_workdir(tmp_path, corpus, options, message):
-    workdir = tmp_path / "run"
-    code, _, stderr = run(workdir, *TINY, *corpus, *options)
-    assert code == 2
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1
-    assert message in stderr
-    assert not workdir.exists()
-
-
 def test_weights_that_are_not_there_are_told_before_a_corpus_is_prepared(tmp_path):
     options = [
         "--config.train.init_from=run:nowhere",
@@ -254,17 +182,6 @@ def test_weights_that_are_not_there_are_told_before_a_corpus_is_prepared(tmp_pat
     code, told, stderr = run(tmp_path / "run", *TINY, *options)
     assert code == 2 and "nowhere holds no run" in stderr
     assert told == "" and not (tmp_path / "data").exists()
-
-
-def test_openwebtext_out_of_reach_names_the_corpus_that_is_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:9")  # where nothing answers
-    began = time.monotonic()
-    options = ["--config=configs/gpt2_124m.py", f"--config.data.data_dir={tmp_path / 'data'}"]
-    code, _, stderr = run(tmp_path / "run", *options, imports=True)  # which read the variable
-    assert time.monotonic() - began < 20
-    assert code == 2 and stderr.count("\n") == 1
-    assert "http://localhost:9" in stderr and "--config.data.corpus=pystdlib" in stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_cpu_run_starts_again_before_slow_imports_and_says_so(corpus, tmp_path, monkeypatch):
@@ -278,3 +195,39 @@ def test_a_cpu_run_starts_again_before_slow_imports_and_says_so(corpus, tmp_path
     assert code == 0
     assert imported.count("gpt2.launch") == 2 and imported.count("jax") == 1
     assert stdout.count("the program started itself again with GLIBC_TUNABLES") == 1
+
+
+@pytest.mark.thorough
+def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
+    workdir = tmp_path / "run"
+    options = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=2"]
+    options += ["--config.train.eval_batches=1"]  # whose share gives no bits per byte
+
+    def again(*more):
+        code, stdout, stderr = run(workdir, *options, *more)
+        return code, stdout + stderr
+
+    code, output = again()
+    assert code == 0 and "validation loss" in output and "per byte" not in output, output
+    before = {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()}
+    code, output = again()
+    assert code == 0 and f"{workdir} is finished at step 2" in output
+    assert "compiled" not in output
+    assert {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()} == before
+
+    code, output = again("--config.train.num_steps=1")
+    assert code == 2 and "holds a run of 2 steps, more than train.num_steps=1" in output
+
+    # Killed between its last checkpoint and its samples, a run makes up for them.
+    (workdir / "samples.txt").unlink()
+    code, output = again()
+    assert code == 0 and (workdir / "samples.txt").exists(), output
+    assert [line["step"] for line in metrics_of(workdir)] == [1, 2]
+
+    # Samples of an earlier end are not taken for those of the later.
+    (workdir / "samples.txt").write_text("of step 2")
+    code, output = again("--config.train.num_steps=3")
+    assert code == 0 and (workdir / "samples.txt").read_text() != "of step 2", output
+    assert [line["step"] for line in metrics_of(workdir)] == [1, 2, 3]
+    starts = (workdir / "environment.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in starts] == [0, 2, 2]

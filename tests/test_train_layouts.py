@@ -1,7 +1,6 @@
 """train.py over several devices and in other precisions, held against one device in float32."""
 
 import importlib.util
-import re
 import select
 import socket
 
@@ -48,11 +47,6 @@ def trained(workdir, *options, **kwargs):
 def column(workdir, name):
     """Returns a metric of every step that has it."""
     return np.array([line[name] for line in metrics_of(workdir) if name in line])
-
-
-def compiled_flops(stdout):
-    """Returns the FLOPs of a compiled step on one device, in millions."""
-    return float(re.search(r"([\d.]+)M a device as compiled", stdout)[1])
 
 
 def final_state(workdir):
@@ -136,21 +130,11 @@ def test_a_validation_of_many_batches_ends_on_simulated_devices(tmp_path):
 )
 def test_a_run_that_changes_its_layout_half_way_equals_one_device(reference, spread, name):
     workdir, began, ended, _ = spread
-    assert "pjit, data 1 x fsdp 1 x tensor 1" in reference[1]
-    assert "pmap, data 4\n" in began and "256 in 2 micro-batches" in began
-    assert "pjit, data 2 x fsdp 2 x tensor 2, parameters gathered by step\n" in ended
-    assert "2 layers scanned" in ended
-    assert "3 (continued) to 6" in ended
+    assert "pmap, data 4\n" in began and "in 2 micro-batches" in began
+    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended and "2 layers scanned" in ended
+    assert [line["step"] for line in metrics_of(workdir)] == list(range(1, NUM_STEPS + 1))
     assert len(column(workdir, name)) == (2 if name == "eval/loss" else NUM_STEPS)
     assert relative_difference(workdir, reference[0], name) < 1e-5
-
-
-@pytest.mark.thorough
-def test_rematerialised_layers_are_computed_twice(reference, spread):
-    flops = compiled_flops(reference[1])
-    # Each device has a quarter of the rows, and the loop over two micro-batches counts once:
-    # 1.10, for the optimizer runs on each device, and 1.22 with what is computed again.
-    assert 8 * compiled_flops(spread[1]) > 1.15 * flops
 
 
 @pytest.mark.thorough
@@ -173,9 +157,7 @@ def test_wandb_offline_keeps_its_id_when_a_run_continues_and_asks_no_network(spr
 @pytest.mark.thorough
 def test_bfloat16_trains_float32_weights_nearly_as_well(reference, tmp_path):
     workdir = tmp_path / "run"
-    assert "bfloat16 compute, float32 weights" in trained(
-        workdir, "--config.precision.compute=bfloat16"
-    )
+    trained(workdir, "--config.precision.compute=bfloat16")
     assert relative_difference(workdir, reference[0], "train/grad_norm") > 1e-4
     assert relative_difference(workdir, reference[0], "train/loss") < 1e-3
     state = final_state(workdir)
@@ -186,9 +168,7 @@ def test_bfloat16_trains_float32_weights_nearly_as_well(reference, tmp_path):
 @pytest.mark.thorough
 def test_float16_lowers_its_loss_scale_until_gradients_are_finite(reference, tmp_path):
     workdir = tmp_path / "run"
-    assert "float16 compute, float32 weights" in trained(
-        workdir, "--config.precision.compute=float16"
-    )
+    trained(workdir, "--config.precision.compute=float16")
     skipped = sum(norm is None for norm in column(workdir, "train/grad_norm"))
     assert 0 < skipped < 3 and column(workdir, "train/grad_norm")[skipped] is not None
     # A step that is skipped moves neither the weights nor the schedule; the data goes on.
@@ -204,3 +184,39 @@ def test_float16_lowers_its_loss_scale_until_gradients_are_finite(reference, tmp
     assert state.loss_scale.scale == 2.0 ** (12 - skipped)
     assert state.loss_scale.good_steps == NUM_STEPS - skipped
     assert_has_more_digits_than(np.float16, state)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax_cuda12_plugin"
+)
+@pytest.mark.parametrize(
+    ("compute", "remat", "joins"),
+    [
+        ("bfloat16", "none", True),
+        ("bfloat16", "full", True),
+        ("bfloat16", "dots", False),  # which saves its input
+        ("float32", "none", False),
+    ],
+)
+def test_gelu_on_chips_that_are_not_here_joins_a_product(tmp_path, compute, remat, joins):
+    text = tmp_path / "step.hlo"
+    options = [*OPTIONS, f"--config.precision.compute={compute}", f"--config.memory.remat={remat}"]
+    options += ["--config.model.embed_dim=256", "--config.data.batch_size=8"]
+    code, _, stderr = run(
+        None, "--plan_chips=h100-1", f"--plan_text={text}", *options, imports=True
+    )
+    assert code == 0, stderr
+    assert ("BIAS_GELU_AUX" in text.read_text()) == joins
+    assert " tanh(" not in text.read_text()  # by itself the formula would round at each step
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax_cuda12_plugin"
+)
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_plan_for_gpu_chips_that_are_not_here_splits_attention(tensor):
+    options = [*OPTIONS, "--config.precision.compute=bfloat16", "--config.model.num_heads=4"]
+    options += [f"--config.parallel.tensor={tensor}", "--config.data.batch_size=16"]
+    code, stdout, stderr = run(None, "--plan_chips=h100-8", *options, imports=True)
+    assert code == 0, stderr
+    assert f"x tensor {tensor}" in stdout

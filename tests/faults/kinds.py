@@ -1,0 +1,282 @@
+"""The faults: signals, damaged checkpoints, disks, texts, and processes of which one ends."""
+
+import contextlib
+import itertools
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from tests.faults.laboratory import (
+    LIMIT,
+    PHASES,
+    SHORT,
+    Broken,
+    Laboratory,
+    Watched,
+    check_start,
+    compare,
+    newest_saved,
+)
+
+Fault = tuple[str, int, Callable[[], float]]  # what, how often, and what makes it
+STEPS = 440  # so many that signals run out first
+# Seconds of a phase that may pass before a signal: about as many as it lasts.
+DELAYS = {
+    **{"start": 1.5, "preparation": 0.5, "compile": 3.0, "step": 0.3, "save": 0.1, "report": 0.6}
+}
+# Exit codes of a process that finds itself alone; 5 where it does so in a save.
+ALONE = (1, 4, 5, -signal.SIGABRT)
+SMALL_DISK = ("-t", "tmpfs", "-o", "size=32m", "tmpfs")
+
+
+def signals(lab: Laboratory, number: signal.Signals, times: int) -> Iterator[Fault]:
+    """Sends a signal to one run, so many times, at random moments of random phases."""
+    workdir, times = lab.directory / number.name, min(times, lab.most)
+    data_dir, hits = lab.directory / f"{number.name}-data", Counter[str]()
+    cold = {"JAX_COMPILATION_CACHE_DIR": str(lab.directory / f"{number.name}-cache")}
+
+    def make() -> float:
+        longest, saved = 0.0, 0
+        moments = ["preparation", *itertools.islice(itertools.cycle(PHASES[2:5]), times)][:times]
+        for phase in moments:
+            where = cold if phase == "compile" else {}
+            with lab.run(workdir, STEPS, data_dir=data_dir, **where) as run:
+                run.until_phase(phase)
+                run.until(
+                    lambda end=time.monotonic() + lab.random.uniform(0, DELAYS[phase]): (  # noqa: B023
+                        time.monotonic() > end
+                    )
+                )
+                hits[strike(run, number, saved)] += 1
+            longest, saved = max(longest, run.quiet), newest_saved(workdir)
+        print(f"{number.name}: {dict(hits)}", flush=True)
+        return max(longest, lab.finish(workdir, STEPS, saved, data_dir=data_dir))
+
+    yield f"{number.name} at random moments", times, make
+
+
+def strike(run: Watched, number: signal.Signals, saved: int) -> str:
+    """Sends a signal, and returns the phase it came in.
+
+    Broken: the run does not end as it should, or did not begin from step `saved`.
+    """
+    run.stop()  # or the phase could change while it is looked at
+    hit, shown = run.phase(), newest_saved(run.workdir)
+    run.process.send_signal(number)
+    run.go_on()
+    code = 128 + number
+    codes = {signal.SIGKILL: [-number], signal.SIGINT: [code]}.get(number, [code, -number])
+    # Where no step is left, the run ends as it would have.
+    run.wait(*codes, *([0] if hit == "report" and number != signal.SIGKILL else []))
+    if hit not in ("start", "preparation"):
+        check_start(run.workdir, saved)
+    told = re.search(r"stopped by \w+ at step (\d+)", run.stdout())
+    if number != signal.SIGKILL and hit in ("step", "save") and not told:
+        raise Broken(f"{number.name} in {hit} did not stop it after its step: {run.stderr()!r}")
+    if newest_saved(run.workdir) < max(shown, int(told[1]) if told else 0):
+        raise Broken(f"what was saved in {hit} is gone")
+    return hit
+
+
+def damages(lab: Laboratory) -> Iterator[Fault]:
+    """Damages files of the newest checkpoint, one at a time; the run trains to it again."""
+    newest = lab.unharmed(SHORT) / "checkpoints" / str(SHORT)
+    files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
+    by_size = sorted(files, key=lambda file: (newest / file).stat().st_size)
+    largest = list({file.parts[0]: file for file in by_size}.values())  # of each item
+
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2 : len(data) // 2 + 1] = bytes([data[len(data) // 2] ^ 1])
+        path.write_bytes(data)
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def harm(damage: Callable[[Path], None], chosen: list[Path]) -> float:
+        quiet = 0.0
+        for file in chosen:
+            workdir = lab.copy(SHORT, f"{damage.__name__}-{str(file).replace('/', '-')}")
+            if (workdir / "checkpoints" / str(SHORT) / file).stat().st_size:
+                damage(workdir / "checkpoints" / str(SHORT) / file)
+            try:
+                quiet = max(quiet, lab.finish(workdir, SHORT, SHORT - 10))
+            except Broken as broken:
+                raise Broken(f"{file}: {broken}") from broken
+            shutil.rmtree(workdir)
+        return quiet
+
+    for what, damage, chosen in (
+        ("a flipped byte in each file", flip, files),
+        ("the largest file of each item cut to half", cut, largest),
+        ("the largest file of each item missing", Path.unlink, largest),
+    ):
+        chosen = chosen[: lab.most]
+        yield f"the newest checkpoint: {what}", len(chosen), partial(harm, damage, chosen)
+
+
+@contextlib.contextmanager
+def mounted(path: Path, *options: str) -> Iterator[Callable[..., None]]:
+    """Mounts a disk at a folder, which is created, and yields what mounts it with other options."""
+    path.mkdir(exist_ok=True)
+
+    def mount(*options: str) -> None:
+        subprocess.run(["mount", *options, path], check=True, capture_output=True)
+
+    mount(*options)
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+@contextlib.contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """Leaves a disk no room while inside."""
+    with (disk / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    yield
+    (disk / "filling").unlink()
+
+
+def disks(lab: Laboratory) -> Iterator[Fault]:
+    """Fills the disk of a run or of its prepared text, or makes it read-only. It takes root."""
+
+    def check_told(run: Watched) -> None:
+        told = re.findall(r"^warning: the state of step \d+ is not", run.stderr(), re.M)
+        if not told or f"error: the state of step {SHORT} is not saved" not in run.stderr():
+            raise Broken(f"it does not tell of its saves: {run.stderr()!r}")
+
+    def full_during_a_save(index: int) -> float:
+        with mounted(disk := lab.directory / f"disk-{index}", *SMALL_DISK):
+            with lab.run(disk / disk.name, SHORT) as run:
+                run.until_phase("save", saved=10)
+                run.stop()
+                saved = newest_saved(run.workdir)
+                with filled(disk):
+                    run.go_on()
+                    run.wait(5)
+            check_told(run)
+            return max(run.quiet, lab.finish(run.workdir, SHORT, saved))
+
+    def full_during_preparation(index: int) -> float:
+        disk, workdir = lab.directory / f"data-disk-{index}", lab.directory / f"unprepared-{index}"
+        with mounted(disk, *SMALL_DISK):
+            with lab.run(workdir, SHORT, data_dir=disk) as run:
+                run.until_phase("preparation")
+                run.stop()
+                with filled(disk):
+                    run.go_on()
+                    run.wait(2)
+            return max(run.quiet, lab.finish(workdir, SHORT, data_dir=disk))
+
+    def read_only(index: int) -> float:
+        with mounted(disk := lab.directory / f"read-only-{index}", *SMALL_DISK) as mount:
+            with lab.run(disk / disk.name, SHORT) as run:
+                run.until_step(21)
+            saved = newest_saved(run.workdir)
+            mount("-o", "remount,ro")
+            with lab.run(run.workdir, SHORT) as again:
+                again.wait(2)
+            mount("-o", "remount,rw")
+            return max(run.quiet, again.quiet, lab.finish(run.workdir, SHORT, saved))
+
+    for make, times in (full_during_a_save, 3), (full_during_preparation, 2), (read_only, 1):
+        times = min(times, lab.most)
+        what = f"a disk that is {make.__name__.replace('_', ' ')}"
+        yield what, times, lambda make=make, times=times: max(map(make, range(times)))
+
+
+def texts(lab: Laboratory) -> Iterator[Fault]:
+    """Deletes or changes a text: its run does not see it, and is refused until it is undone."""
+
+    def lengthen(path: Path) -> None:
+        path.write_text(path.read_text() + " more")
+
+    def harm(what: str, change: Callable[[Path], object]) -> float:
+        workdir, corpus = lab.directory / what, lab.write_corpus(f"{what}-corpus")
+        text = corpus / "29.txt"
+        whole = text.read_text()
+        with lab.run(workdir, SHORT, corpus=corpus) as run:
+            run.until_step(11)
+            change(text)
+            run.until_step(22)
+        saved = newest_saved(workdir)
+        with lab.run(workdir, SHORT, corpus=corpus) as again:
+            again.wait(2)
+        text.write_text(whole)
+        return max(run.quiet, again.quiet, lab.finish(workdir, SHORT, saved, corpus=corpus))
+
+    for what, change in (("deleted", Path.unlink), ("changed", lengthen)):
+        yield f"a text {what} while a run trains on it", 1, partial(harm, what, change)
+
+
+def processes(lab: Laboratory) -> Iterator[Fault]:
+    """Kills or stops one of two processes, while they compile and while they train."""
+
+    @contextlib.contextmanager
+    def pair(workdir: Path) -> Iterator[list[Watched]]:
+        with socket.socket() as sock:
+            sock.bind(("localhost", 0))
+            port = sock.getsockname()[1]
+        options = [f"--coordinator=localhost:{port}", "--num_processes=2"]
+        options += ["--config.train.hang_seconds=20"]
+        with contextlib.ExitStack() as stack:
+            yield [
+                stack.enter_context(
+                    lab.run(workdir, SHORT, *options, f"--process_index={i}", process=i)
+                )
+                for i in range(2)
+            ]
+
+    def finish(workdir: Path) -> None:
+        with pair(workdir) as runs:
+            for run in runs:
+                run.wait(0)
+
+    reference = lab.directory / "pair"
+
+    def harm(number: signal.Signals, index: int, phase: str) -> float:
+        """Returns the seconds until the other process has ended."""
+        if not reference.exists():
+            finish(reference)
+        workdir = lab.directory / f"pair-{number.name}-{index}-{phase}"
+        with pair(workdir) as runs:
+            runs[0].until_phase(phase, saved=10 if phase == "step" else 0)
+            saved, seconds = newest_saved(workdir), []
+            for run, signaled in (runs[1 - index], number), (runs[index], signal.SIGCONT):
+                runs[index].process.send_signal(signaled)
+                began = time.monotonic()
+                run.forget_quiet()
+                run.wait(*ALONE, -number)
+                seconds.append(time.monotonic() - began)
+        if max(seconds) > LIMIT:
+            raise Broken(f"process {index} in {phase}: it took {max(seconds):.0f} s to end")
+        finish(workdir)
+        check_start(workdir, saved)
+        compare(workdir, reference)
+        return max(seconds)
+
+    for number, what in (signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped"):
+        moments = list(itertools.product((0, 1), ("step", "compile")))[: lab.most]
+        make = lambda number=number, moments=moments: max(harm(number, *m) for m in moments)  # noqa: E731
+        yield f"one of two processes {what}", len(moments), make
+
+
+KINDS: dict[str, Callable[[Laboratory], Iterator[Fault]]] = {
+    "kill": partial(signals, number=signal.SIGKILL, times=10),
+    "term": partial(signals, number=signal.SIGTERM, times=5),
+    "int": partial(signals, number=signal.SIGINT, times=5),
+    "damage": damages,
+    "disk": disks,
+    "text": texts,
+    "processes": processes,
+}
