@@ -184,17 +184,16 @@ def test_weights_that_are_not_there_are_told_before_a_corpus_is_prepared(tmp_pat
     assert told == "" and not (tmp_path / "data").exists()
 
 
-def test_a_cpu_run_starts_again_before_slow_imports_and_says_so(corpus, tmp_path, monkeypatch):
+def test_a_cpu_run_starts_again_before_slow_imports(corpus, tmp_path, monkeypatch):
     if not launch._has_glibc():
         pytest.skip("the settings are glibc's")
     monkeypatch.delenv("GLIBC_TUNABLES")
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # a line on stderr for each import
     options = [*TINY, "--config.train.num_steps=1"]
-    code, stdout, stderr = run(tmp_path / "run", *corpus, *options, imports=True)
+    code, _, stderr = run(tmp_path / "run", *corpus, *options, imports=True)
     imported = [line.rpartition("|")[2].strip() for line in stderr.splitlines()]
     assert code == 0
     assert imported.count("gpt2.launch") == 2 and imported.count("jax") == 1
-    assert stdout.count("the program started itself again with GLIBC_TUNABLES") == 1
 
 
 @pytest.mark.thorough

@@ -28,9 +28,7 @@ from tests.faults.laboratory import (
 Fault = tuple[str, int, Callable[[], float]]  # what, how often, and what makes it
 STEPS = 440  # so many that signals run out first
 # Seconds of a phase that may pass before a signal: about as many as it lasts.
-DELAYS = {
-    **{"start": 1.5, "preparation": 0.5, "compile": 3.0, "step": 0.3, "save": 0.1, "report": 0.6}
-}
+DELAYS = {"preparation": 0.5, "compile": 3.0, "step": 0.3, "save": 0.1}
 # Exit codes of a process that finds itself alone; 5 where it does so in a save.
 ALONE = (1, 4, 5, -signal.SIGABRT)
 SMALL_DISK = ("-t", "tmpfs", "-o", "size=32m", "tmpfs")
@@ -44,22 +42,24 @@ def signals(lab: Laboratory, number: signal.Signals, times: int) -> Iterator[Fau
 
     def make() -> float:
         longest, saved = 0.0, 0
-        moments = ["preparation", *itertools.islice(itertools.cycle(PHASES[2:5]), times)][:times]
+        moments = [*DELAYS, *itertools.islice(itertools.cycle(PHASES[2:5]), times)][:times]
         for phase in moments:
             where = cold if phase == "compile" else {}
             with lab.run(workdir, STEPS, data_dir=data_dir, **where) as run:
                 run.until_phase(phase)
-                run.until(
-                    lambda end=time.monotonic() + lab.random.uniform(0, DELAYS[phase]): (  # noqa: B023
-                        time.monotonic() > end
-                    )
-                )
+                pause(run, lab.random.uniform(0, DELAYS[phase]))
                 hits[strike(run, number, saved)] += 1
             longest, saved = max(longest, run.quiet), newest_saved(workdir)
         print(f"{number.name}: {dict(hits)}", flush=True)
         return max(longest, lab.finish(workdir, STEPS, saved, data_dir=data_dir))
 
     yield f"{number.name} at random moments", times, make
+
+
+def pause(run: Watched, seconds: float) -> None:
+    """Lets a run go on for a while."""
+    end = time.monotonic() + seconds
+    run.until(lambda: time.monotonic() > end)
 
 
 def strike(run: Watched, number: signal.Signals, saved: int) -> str:
@@ -94,7 +94,7 @@ def damages(lab: Laboratory) -> Iterator[Fault]:
 
     def flip(path: Path) -> None:
         data = bytearray(path.read_bytes())
-        data[len(data) // 2 : len(data) // 2 + 1] = bytes([data[len(data) // 2] ^ 1])
+        data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
     def cut(path: Path) -> None:
