@@ -5,9 +5,11 @@ import difflib
 import errno
 import functools
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
@@ -112,6 +114,11 @@ def tell(message: str, stream: TextIO | None = None) -> None:
     """Prints a message at once, on stderr unless `stream` is given. It may be lost: `unheard`."""
     stream = stream or sys.stderr
     with unheard(stream):
+        if stream.isatty():  # which would break within words
+            kept = dict(break_long_words=False, break_on_hyphens=False)
+            width = shutil.get_terminal_size().columns
+            lines = [textwrap.fill(line, width, **kept) for line in message.split("\n")]
+            message = "\n".join(lines)
         print(message, file=stream, flush=True)
 
 

@@ -31,7 +31,6 @@ from gpt2.config import MAX_SEED, GPTConfig
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
-from gpt2.utils.buckets import bucket
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
 from gpt2.weights import load_model
@@ -99,6 +98,11 @@ def generate(params: Any, cfg: GPTConfig, prompts: Sequence[Sequence[int]], **op
     """Returns the new tokens of each prompt; the arguments are those of `stream`."""
     *_, tokens = stream(params, cfg, prompts, **options)
     return tokens
+
+
+def bucket(length: int, limit: int) -> int:
+    """Returns the smallest 32 * 2^i that holds `length`, at most `limit`: few programs compile."""
+    return min(32 * 2 ** max(0, math.ceil(math.log2(max(1, length) / 32))), limit)
 
 
 def stream(

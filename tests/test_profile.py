@@ -209,17 +209,6 @@ def test_no_trace_unless_asked_for_and_no_page_without_a_step(tmp_path, capsys):
     assert "warning: there is no profile.md" in capsys.readouterr().err
 
 
-def test_a_trace_says_before_which_steps_it_waits_for_others(tmp_path, monkeypatch):
-    for name in ("start_trace", "stop_trace"):
-        monkeypatch.setattr(jax.profiler, name, lambda *args, **kwargs: None)
-    profiler, waited = Profiler(tmp_path, 2, 3, str), []
-    for step in range(8):
-        if profiler.waits_at(step):
-            waited.append(step)
-        profiler.step(step, jnp.ones(1))
-    assert waited == [2, 5]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "fault, named, least, most",

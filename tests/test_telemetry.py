@@ -25,7 +25,7 @@ from gpt2.telemetry import chips, compile_watch, flops, metrics, plots, progress
 from gpt2.telemetry.event_file import NUM_BUCKETS, Histogram, Writer
 from gpt2.telemetry.reporter import Reporter
 from gpt2.telemetry.throughput import StepClock
-from gpt2.utils import terminal, text
+from gpt2.utils import terminal
 
 
 def open_writer(workdir, resume_step=0, **options):
@@ -72,8 +72,9 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
         for step in range(1, 6):
             writer.write(step, {"train/loss": 10.0 - step, "perf/total_seconds": 2.0 * step})
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 3, "train/lo')
+        file.write('garbage\n\n{}\n[1]\n{"step": "x"}\n{"step": 3, "train/lo')
     assert metrics.seconds_taken(tmp_path / "metrics.jsonl", 4) == 8.0
+    assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 5
     assert metrics.seconds_taken(tmp_path / "none", 4) == 0.0
     with open_writer(tmp_path, resume_step=3) as writer:
         assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
@@ -83,13 +84,6 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
     assert lines(tmp_path)[2]["train/loss"] == 7.0 and lines(tmp_path)[2]["eval/loss"] == 7.5
     open_writer(tmp_path).close()
     assert lines(tmp_path) == []
-
-
-def test_bad_lines_are_skipped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    bad = ["garbage", "", "{}", "[1]", "\0" * 20, '{"step": "x"}']
-    path.write_text("".join(f'{{"step": {n}}}\n{line}\n' for n, line in enumerate(bad)))
-    assert [record["step"] for record in metrics.read_metrics(path)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_start_reads_the_end_of_a_long_file_alone(tmp_path, monkeypatch):
@@ -194,15 +188,6 @@ def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
             writer.write(2, {"train/loss": 2.0})
     assert starts[0]["id"] == starts[1]["id"] and starts[0]["name"] == tmp_path.name
     assert logged == [(2, {"train/loss": 2.0})] * 2
-
-
-def test_metrics_load_nothing_heavy():
-    code = (
-        "import sys, gpt2.telemetry.metrics, gpt2.telemetry.progress, gpt2.telemetry.plots\n"
-        "heavy = {'matplotlib', 'tensorboardX', 'wandb', 'rich', 'jax'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # Reporter and watchdog
@@ -359,23 +344,6 @@ def test_lines_and_tables_break_between_words_on_a_terminal_alone(monkeypatch):
     assert terminal.wrap(path).split() == path.split()
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        (text.format_count(9_500), "9,500"),
-        (text.format_count(124_439_808), "124.4M"),
-        (text.format_count(9e9), "9B"),
-        (text.format_rate(31_000), "31.0k"),
-        (text.format_bytes(3.4 * 2**30), "3.4 GiB"),
-        (text.format_duration(42.4), "42s"),
-        (text.format_duration(7_530), "2h 05m"),
-        (text.format_duration(3 * 86_400 + 4 * 3_600), "3d 04h"),
-    ],
-)
-def test_figures_read_well(written, expected):
-    assert written == expected
-
-
 @pytest.mark.parametrize("steps", [0, 1, 100])
 def test_curves_are_drawn_for_short_and_long_runs(tmp_path, steps):
     with open_writer(tmp_path) as writer:
@@ -394,19 +362,18 @@ def test_curves_are_drawn_for_short_and_long_runs(tmp_path, steps):
 # Speed
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"tie_embeddings": False},
+        {"tie_embeddings": False, "bias": False},
         {"activation": "swiglu", "qk_norm": True},
         {"norm": "rmsnorm", "position": "rope"},
     ],
 )
-def test_compute_parameters_are_those_of_the_model(options, bias):
+def test_compute_parameters_are_those_of_the_model(options):
     size = dict(vocab_size=97, context_length=16, num_layers=3, num_heads=4, embed_dim=32)
-    cfg = GPTConfig(**size, bias=bias, **options)
+    cfg = GPTConfig(**size, **options)
     tokens = jnp.zeros((1, 16), jnp.int32)
     params = jax.eval_shape(GPT(cfg).init, jax.random.key(0), tokens)["params"]
     looked_up = {"wpe"} if cfg.tie_embeddings else {"wpe", "wte"}
@@ -428,13 +395,9 @@ def test_flops_per_token_follow_the_published_formula():
     [
         ("NVIDIA H100 80GB HBM3", 989.5, 494.5, "H100"),
         ("NVIDIA H100 PCIe", 756.5, 378.0, None),
-        ("NVIDIA GH200 480GB", 989.5, 494.5, None),
-        ("NVIDIA B200", 2250.0, 1125.0, "B200"),
         ("NVIDIA A100-SXM4-40GB", 312.0, 156.0, "A100 40GB"),
         ("NVIDIA A100 80GB PCIe", 312.0, 156.0, "A100"),
-        ("NVIDIA L40S", 362.0, 183.0, None),
         ("Tesla T4", 8.1, 8.1, "T4"),
-        ("TPU v4", 275.0, 275.0, "TPU v4"),
         ("TPU v5 lite", 197.0, 197.0, "TPU v5e"),
         ("TPU v5", 459.0, 459.0, "TPU v5p"),
         ("TPU v6 lite", 918.0, 918.0, "TPU v6e"),

@@ -186,7 +186,7 @@ def _write(
             "files": digests.digest_folder(partial),
         }
         files.write_json(partial / "prepared.json", digests.seal(about | facts))
-        files.sync_directory(partial)
+        files.sync_tree(partial)
         if directory.exists():  # damaged; others may read from it until now
             directory.rename(old)
         partial.rename(directory)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from gpt2.errors import UserError
-from gpt2.utils.buckets import bucket
+from gpt2.generate import bucket
 from gpt2.utils.text import counted
 
 # On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers

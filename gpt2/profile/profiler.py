@@ -27,17 +27,13 @@ class Profiler:
         self._annotation = contextlib.ExitStack()  # of the step under way
         self._sampler = contextlib.ExitStack()
 
-    def waits_at(self, step: int) -> bool:
-        """Returns whether `step` would wait for earlier steps: where the trace begins or ends."""
-        return (step in self._steps) != self._tracing
-
     def step(self, step: int, in_flight: Any) -> None:
         """Begins or ends the trace where `step`, the next to be dispatched, is its first or last.
 
         It then waits for the arrays `in_flight` of earlier steps: a trace holds whole steps.
         """
         self._annotation.close()
-        if self.waits_at(step):
+        if (step in self._steps) != self._tracing:
             jax.block_until_ready(in_flight)
             self._stop() if self._tracing else self._start()
         if self._tracing:

@@ -4,10 +4,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-
-_CACHE_HIT = "/jax/compilation_cache/cache_hits"
-
 
 class RecompileError(RuntimeError):
     """A function that is compiled once was about to be compiled again."""
@@ -33,13 +29,11 @@ class CompiledStep:
     Attributes:
         name: for messages.
         compile_seconds: tracing, lowering and compiling.
-        from_cache: whether the persistent compilation cache had it.
         memory: `MemoryUse`, or None if the platform does not say.
     """
 
-    def __init__(self, name: str, compiled: Any, seconds: float, from_cache: bool):
-        self.name, self.compile_seconds, self.from_cache = name, seconds, from_cache
-        self._compiled = compiled
+    def __init__(self, name: str, compiled: Any, seconds: float):
+        self.name, self.compile_seconds, self._compiled = name, seconds, compiled
         sizes = [f"{kind}_size_in_bytes" for kind in ("argument", "output", "alias", "temp")]
         memory = compiled.memory_analysis()
         self.memory = memory and MemoryUse(*(getattr(memory, size) for size in sizes))
@@ -68,17 +62,7 @@ def compile_once(
     Arguments are arrays, or `jax.ShapeDtypeStruct`s with shardings: nothing runs. `options` are
     those of XLA's compiler.
     """
-    events: list[str] = []
-
-    def note(event: str, **_: str | int) -> None:
-        events.append(event)
-
-    jax.monitoring.register_event_listener(note)
-    try:
-        began = time.perf_counter()
-        compiled = function.lower(*arguments).compile(dict(options or {}))
-        seconds = time.perf_counter() - began
-    finally:
-        jax.monitoring.unregister_event_listener(note)
+    began = time.perf_counter()
+    compiled = function.lower(*arguments).compile(dict(options or {}))
     name = name or getattr(function, "__name__", "function")
-    return CompiledStep(name, compiled, seconds, from_cache=_CACHE_HIT in events)
+    return CompiledStep(name, compiled, time.perf_counter() - began)

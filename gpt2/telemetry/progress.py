@@ -39,8 +39,8 @@ def format_metrics(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(
 
 
 @contextlib.contextmanager
-def told_if_slow(text: str, seconds: float = 1.0, *, silent: bool = False) -> Iterator[None]:
-    """Shows on a terminal what goes on and for how long; elsewhere a line if it takes `seconds`.
+def told_if_slow(text: str, *, silent: bool = False) -> Iterator[None]:
+    """Shows on a terminal what goes on and for how long; elsewhere a line tells after a second.
 
     All processes but the first are `silent`.
     """
@@ -52,7 +52,7 @@ def told_if_slow(text: str, seconds: float = 1.0, *, silent: bool = False) -> It
             shown.add_task(text, total=None)
             yield
         return
-    timer = threading.Timer(seconds, tell, (text, sys.stdout))
+    timer = threading.Timer(1.0, tell, (text, sys.stdout))
     timer.daemon = True
     if not silent:
         timer.start()
@@ -71,7 +71,7 @@ class Progress(Writer):
     """
 
     def __init__(self, total: int, start: int = 0):
-        self._total, self._start, self._step = total, start, start
+        self._total, self._start = total, start
         self._newest: dict[str, float] = {}
         self._ends = -math.inf  # as the newest line of steps estimates, by `time.perf_counter`
         self._live = self._make_bar() if on_terminal() else None
@@ -88,7 +88,7 @@ class Progress(Writer):
 
         count, figures = (Column(no_wrap=True) for _ in range(2))  # the bar gives way
         columns = MofNCompleteColumn(table_column=count), BarColumn(None), Figures(figures)
-        bar = Shown(*columns, expand=True)
+        bar = Shown(*columns, expand=True, refresh_per_second=2)
         bar.add_task("", total=self._total, completed=self._start)
         return bar
 
@@ -118,7 +118,7 @@ class Progress(Writer):
                 self._live.stop()
 
     def step(self, step: int) -> None:
-        """Moves the bar, which another thread draws ten times a second."""
+        """Moves the bar, which another thread draws twice a second."""
         if self._live:
             self._live.update(self._live.task_ids[0], completed=step)
 

@@ -49,11 +49,7 @@ class Reporter:
         self._late = step, metrics, note, statistics
 
     def catch_up(self) -> None:
-        """Waits for the newest step and reports its metrics.
-
-        Raises:
-            DivergedError: its loss or its gradients are NaN or Inf.
-        """
+        """Waits for the newest step and reports it; a DivergedError if it holds NaN or Inf."""
         if self._late is None:
             return
         (step, metrics, note, statistics), self._late = self._late, None

@@ -36,12 +36,11 @@ def format_duration(seconds: float) -> str:
     """Writes a duration in its two leading units: 42s, 1m 23s, 2h 05m, 3d 04h."""
     if not math.isfinite(seconds):
         return "?"
-    seconds = round(seconds)
-    for size, unit, below, below_unit in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
-        if seconds >= size:
-            return f"{seconds // size}{unit} {seconds % size // below:02d}{below_unit}"
-    return f"{seconds}s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    pairs = [(days, "d"), (hours, "h"), (minutes, "m"), (seconds, "s")]
+    while len(pairs) > 1 and not pairs[0][0]:
+        pairs.pop(0)
+    (number, unit), *rest = pairs
+    return f"{number}{unit}" + (f" {rest[0][0]:02d}{rest[0][1]}" if rest else "")
