@@ -1,6 +1,5 @@
 """The command line: flags, options by `--config`, and one line for a mistake."""
 
-import difflib
 import io
 import re
 import sys
@@ -14,35 +13,13 @@ from ml_collections import ConfigDict, config_flags
 
 import configs
 from gpt2 import interrupts
-from gpt2.config import Config, is_record, no_option, read_options, require_option
+from gpt2.config.options import no_option, require_option
+from gpt2.config.run import Config, is_record, read_options
 from gpt2.errors import UserError, exit_on_user_error, refuse
-
-_earlier: dict[str, Any] = {}
-
-
-def parse(
-    define_flags: Callable[[], object] | None = None,
-    check: Callable[..., object] | None = None,
-    **options: Any,
-) -> None:
-    """Keeps for `run` what it should parse."""
-    _earlier.update(options, define_flags=define_flags, check=check)
-
-
-def run(main: Callable[..., int | None], *args: Any, **options: Any) -> None:
-    """Parses the command line, calls `main` and exits: `_run`."""
-    check = _earlier.pop("check", None)
-
-    def checked(*arguments: str) -> int | None:
-        if check:
-            check(*arguments)
-        return main(*arguments)
-
-    _run(checked, *args, **(_earlier | options))
 
 
 @exit_on_user_error
-def _run(
+def run(
     main: Callable[..., int | None],
     define_flags: Callable[[], object] | None = None,
     *,
@@ -106,12 +83,10 @@ def parse_flags(argv: list[str]) -> list[str]:
     except SystemExit as end:
         sys.exit(0 if end.code == 1 else end.code)  # absl ends --help with 1, as if it had failed
     except flags.UnrecognizedFlagError as error:
-        if has_config:
-            known = {name: f"--{name}" for name in flags.FLAGS if "." not in name}
-            raise no_option(error.flagname, "--config.", known) from None
-        near = difflib.get_close_matches(error.flagname, flags.FLAGS, n=1)
-        how = f"Did you mean --{near[0]}?" if near else "See --help"
-        raise UserError(f"there is no flag --{error.flagname}", how) from None
+        if not has_config:
+            raise UserError(str(error)) from None  # it proposes the nearest
+        known = {name: f"--{name}" for name in flags.FLAGS if "." not in name}
+        raise no_option(error.flagname, "--config.", known) from None
     except (flags.Error, OSError, TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), "See --help") from None
 

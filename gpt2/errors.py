@@ -22,18 +22,10 @@ MALFORMED = (
 
 
 class UserError(Exception):
-    """A mistake in a command, a config or a file, told in one line.
+    """A mistake that a person can mend, told in one line: `what` is wrong, and `how` to mend it."""
 
-    Args:
-        what: what is wrong, naming the option or file.
-        how: how to mend it, where that is one obvious thing.
-        exit_code: the exit code of the command.
-    """
-
-    EXIT_CODE = 2
-
-    def __init__(self, what: str, how: str = "", exit_code: int = EXIT_CODE):
-        self.exit_code, self.what, self.how = exit_code, what.rstrip("."), how
+    def __init__(self, what: str, how: str = "", exit_code: int = 2):
+        self.exit_code, self.what = exit_code, what.rstrip(".")
         told = ". ".join(filter(None, [self.what, how.rstrip(".")]))
         told += "" if told.endswith("?") else "."
         # Names of files and flags may hold any character.
@@ -41,13 +33,7 @@ class UserError(Exception):
 
 
 class DivergedError(ArithmeticError):
-    """A number that a run depends on is NaN or Inf.
-
-    Args:
-        step: the optimizer step that gave it.
-        what: which number.
-        before: whether it was computed from the state before the step, not after it.
-    """
+    """`what` is NaN or Inf at a step, computed from the state `before` the step or after it."""
 
     def __init__(self, step: int, what: str, *, before: bool):
         self.step, self.before = step, before
@@ -123,18 +109,8 @@ def tell(message: str, stream: TextIO | None = None) -> None:
 
 
 @contextlib.contextmanager
-def paths_are_checked() -> Iterator[None]:
-    """Leaves the body its tracebacks."""
-    yield
-
-
-@contextlib.contextmanager
 def unheard(stream: TextIO) -> Iterator[None]:
-    """Lets the body print on `stream`. What cannot be printed is lost, and the program goes on.
-
-    The pipe of a screen may have lost its reader, since Ctrl-C ends `tee` too. The disk of a log
-    may be full.
-    """
+    """Lets the body print, and loses what cannot be: Ctrl-C ends `tee` too, a disk is full."""
     try:
         yield
     except OSError:
@@ -153,7 +129,7 @@ def refuse(wrong: object, what: str, how: str = "") -> None:
         raise UserError(what, how)
 
 
-def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool = False) -> None:
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises a UserError unless `value` is one of `choices`; it proposes the nearest."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
@@ -162,28 +138,12 @@ def require_choice(name: str, value: str, choices: tuple[str, ...], flag: bool =
 
 
 def require_writable(flag: str, directory: Path) -> None:
-    """Raises a UserError unless `directory`, or its nearest existing parent, is writable.
-
-    Tries to write, since permissions do not tell for root or for a disk mounted read-only.
-    """
+    """Raises a UserError unless a file can be written in `directory`, or in its nearest parent."""
     directory = directory.absolute()
     try:
         nearest = next(path for path in (directory, *directory.parents) if path.exists())
         with tempfile.TemporaryDirectory(dir=nearest, suffix=".tmp"):
             pass
     except OSError as error:
-        raise UserError(
-            f"nothing can be written in {directory} ({error.strerror})", f"Give another --{flag}"
-        ) from error
-
-
-def require_writable_file(flag: str, path: Path) -> None:
-    """Raises a UserError unless `path` is no directory, and lies where files can be written."""
-    require_writable(flag, path.parent)
-    refuse(path.is_dir(), f"--{flag}={path} is a directory", "Give a file")
-
-
-def require_source(workdir: str | Path | None, hf_directory: str | Path | None) -> None:
-    """Raises a UserError unless exactly one source of weights is given."""
-    refuse(workdir and hf_directory, "--workdir and --hf both name weights", "Give one of them")
-    refuse(not (workdir or hf_directory), "no weights are named", "Give --workdir or --hf")
+        what = f"nothing can be written in {directory} ({error.strerror})"
+        raise UserError(what, f"Give another --{flag}") from error

@@ -9,7 +9,7 @@ import jax
 from gpt2 import hf
 from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
-from gpt2.errors import UserError, require_source
+from gpt2.errors import UserError, refuse
 from gpt2.hf.config import read_config
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
 from gpt2.training.checkpoint import load_params
@@ -29,7 +29,7 @@ def load_model(
 
     One of the two directories is None. `checkpoint` is a run's `best`, `latest` or a step.
     """
-    require_source(workdir, hf_directory)
+    refuse(bool(workdir) == bool(hf_directory), "weights are in a workdir or in Hugging Face's")
     if workdir:
         config, params = load_params(workdir, checkpoint)
         return config.gpt(), params, tokenizers.load(Path(workdir) / "tokenizer.json")

@@ -116,7 +116,7 @@ MISTAKES = [  # a command, and a word of the line
     (["eval.py", RUN, "--tasks=lambda"], "lambada"),
     (["gpt2.generate", RUN, "--hf=hf"], "hf"),
     (["gpt2.generate", RUN, "--top_p=2"], "top_p"),
-    (["gpt2.generate", RUN, "--temprature=1"], "--temperature"),
+    (["gpt2.generate", RUN, "--temprature=1"], "temperature"),
     (["gpt2.generate", "--hf=cut", "--prompt=1"], "cut"),
     (["gpt2.hf", "copy"], "import"),
     (["gpt2.hf", "export", RUN], "--to"),

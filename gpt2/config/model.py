@@ -88,6 +88,17 @@ class ModelConfig(Options, group="model"):
         return self.embed_dim / self.mup_base_width if self.mup_base_width else 1.0
 
 
+# Fields of GPTConfig, and the options that they are in a run.
+COMPUTED = {
+    "param_dtype": "precision.params",
+    "compute_dtype": "precision.compute",
+    "logits_dtype": "precision.logits",
+    "remat": "memory.remat",
+    "scan_layers": "memory.scan_layers",
+    "scan_unroll": "memory.scan_unroll",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class GPTConfig(ModelConfig):
     """All that `gpt2.model.GPT` needs: the `model.` options, and how to compute them."""
@@ -103,10 +114,8 @@ class GPTConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse(self.vocab_size == 0, "model.vocab_size=0 is not known yet")
-        check_value("precision.compute", self.param_dtype)
-        check_value("precision.compute", self.compute_dtype)
-        check_value("precision.logits", self.logits_dtype)
-        check_value("memory.remat", self.remat)
+        for name, option in COMPUTED.items():
+            check_value(option, getattr(self, name))
 
     @property
     def loops_over_layers(self) -> bool:

@@ -38,9 +38,7 @@ class OptimConfig(Options, group="optim"):
                 raise UserError(f"optim.name={self.name} would ignore optim.{option}")
         for part in ("warmup", "decay"):
             both = getattr(self, f"{part}_steps") and getattr(self, f"{part}_percent")
-            refuse(
-                both, f"optim.{part}_steps and {part}_percent are both given", "Set one of them 0"
-            )
+            refuse(both, f"optim.{part}_steps and {part}_percent are both given", "Set one 0")
         decays = self.decay_steps or self.decay_percent
         refuse(decays and self.schedule != "wsd", "optim.decay_steps and _percent are for wsd")
         warms_up = self.warmup_steps or self.warmup_percent
@@ -49,36 +47,18 @@ class OptimConfig(Options, group="optim"):
         ends = self.schedule in ("cosine", "linear", "wsd")
         refuse(ends and rises, "optim.end_learning_rate is above optim.learning_rate")
         averages, masks = self.name == "schedule_free", f"optim.cautious={self.cautious}"
+        falls = averages and self.schedule != "constant"
+        refuse(falls, "optim.name=schedule_free averages in place of a schedule", "Use constant")
         refuse(averages and self.ema, "optim.name=schedule_free averages without optim.ema")
-        refuse(
-            averages and self.schedule != "constant",
-            f"optim.name=schedule_free averages in place of optim.schedule={self.schedule}",
-            "Use --config.optim.schedule=constant",
-        )
         plain = averages or self.name == "adafactor"
-        refuse(self.masks_updates and plain, f"{masks} needs an optim.name with momentum")
-        decoupled = self.weight_decay and not self.couples_decay
-        refuse(self.masks_decay and not decoupled, f"{masks} finds no separate decay to mask")
+        refuse(plain and self.cautious in ("updates", "both"), f"{masks} needs momentum")
+        coupled = self.name in ("adam", "sgd") or not self.weight_decay
+        refuse(coupled and self.cautious in ("decay", "both"), f"{masks} finds no decay to mask")
 
     @property
     def schedule_name(self) -> str:
         """The schedule without its values."""
         return self.schedule.partition(":")[0]
-
-    @property
-    def couples_decay(self) -> bool:
-        """Whether weight decay is part of the gradient, as in torch.optim.Adam and SGD."""
-        return self.name in ("adam", "sgd")
-
-    @property
-    def masks_updates(self) -> bool:
-        """Whether updates against their gradient are dropped."""
-        return self.cautious in ("updates", "both")
-
-    @property
-    def masks_decay(self) -> bool:
-        """Whether decay against its update is dropped."""
-        return self.cautious in ("decay", "both")
 
     @property
     def keeps_average(self) -> bool:

@@ -16,12 +16,11 @@ from absl import flags
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from configs import default
-from gpt2.errors import UserError, require_choice
+from gpt2.errors import UserError, refuse, require_choice
 
 DEFAULTS = FrozenConfigDict(default.get_config())
-ALIASES, CHOICES = default.ALIASES, default.CHOICES
+CHOICES = default.CHOICES
 MAX_SEED = 2**32 - 1
-MAX_INT = 2**31 - 1
 
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
@@ -45,18 +44,15 @@ def _group(name: str) -> dict[str, Any]:
 
 
 def no_option(name: str, prefix: str = "", others: Mapping[str, str] | None = None) -> UserError:
-    """Returns the error for a name that is no option, which proposes the nearest one.
+    """Returns the error for a name that is no option; it proposes the nearest, behind `prefix`.
 
-    Args:
-        name: as given, without dashes.
-        prefix: of the proposal, such as `--config.`.
-        others: what else may be meant, by its spelling.
+    `others` are further names that may be meant, by their spelling.
     """
     if any(option.startswith(f"{name}.") for option in _FLAT):
         return UserError(f"{name} is a group of options", "Set one of them")
     spellings = {option.rpartition(".")[2]: prefix + option for option in reversed(_FLAT)}
-    spellings |= {option: prefix + option for option in _FLAT}
-    spellings |= {alias: prefix + option for alias, option in ALIASES.items()} | dict(others or {})
+    spellings |= {spelling: prefix + option for spelling, option in default.ALIASES.items()}
+    spellings |= {option: prefix + option for option in _FLAT} | dict(others or {})
     for spelling in (name, name.rpartition(".")[2]):
         if near := difflib.get_close_matches(spelling, spellings, n=1, cutoff=0.8):
             return UserError(f"there is no option {name}", f"Did you mean {spellings[near[0]]}?")
@@ -75,25 +71,22 @@ def complete(tree: Mapping | ConfigDict, group: str = "") -> dict[str, Any]:
     Raises:
         UserError: `tree` has something that is no option, or of another type.
     """
-    defaults, prefix = _group(group), f"{group}." if group else ""
+    prefix = f"{group}." if group else ""
     if not isinstance(tree, Mapping | ConfigDict):
         raise UserError(f"{group or 'the config'}={tree!r} is no group of options")
     for name in tree:
-        if name not in defaults:
-            raise no_option(f"{prefix}{name}")
+        if name not in _group(group):
+            raise no_option(prefix + name)
     options = {}
-    for name, usual in defaults.items():
+    for name, usual in _group(group).items():
         value = tree.get(name, usual)
+        value = value.item() if isinstance(value, np.generic) else value
         if isinstance(usual, Mapping):
-            options[name] = complete(value, prefix + name)
-            continue
-        if isinstance(value, np.generic):
-            value = value.item()
-        if isinstance(usual, float) and type(value) is int:
+            value = complete(value, prefix + name)
+        elif isinstance(usual, float) and type(value) is int:
             value = float(value)
-        if type(value) is not type(usual):
-            kind = type(usual).__name__
-            raise UserError(f"{prefix}{name}={value!r} is not of type {kind}")
+        elif type(value) is not type(usual):
+            raise UserError(f"{prefix}{name}={value!r} is not of type {type(usual).__name__}")
         options[name] = value
     return options
 
@@ -113,12 +106,12 @@ def check_value(name: str, value: Any) -> None:
     if name in CHOICES:
         choice = value.partition(":")[0] if name == "optim.schedule" else value
         require_choice(name, choice, CHOICES[name])
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif type(value) in (int, float):
         interval = default.RANGES.get(name, "[0, inf)")
         low, high = map(float, interval[1:-1].split(","))
-        above = low < value if interval[0] == "(" else low <= value
-        if not (above and (value < high if interval[-1] == ")" else value <= high)):
-            raise UserError(f"{name}={value} is not in {interval}")
+        inside = low < value < high
+        inside |= (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)
+        refuse(not inside, f"{name}={value} is not in {interval}")
 
 
 class Options:
@@ -137,7 +130,7 @@ class Options:
     _prefix: ClassVar[str]
 
     def __init_subclass__(cls, group: str | None = None) -> None:
-        if group is None:  # the group of its parent, with further fields
+        if group is None:  # a parent's group, with further fields
             return
         cls._prefix = f"{group}." if group else ""
         groups = inspect.get_annotations(cls)

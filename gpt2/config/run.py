@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import operator
+import re
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from gpt2.config.model import GPTConfig, ModelConfig
+from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
 from gpt2.config.optim import OptimConfig
 from gpt2.config.options import DEFAULTS, Options, complete, flatten, require_option
 from gpt2.errors import UserError, refuse
@@ -131,44 +132,25 @@ class Config(Options, group=""):
         super().__post_init__()
         model, data, train, memory = self.model, self.data, self.train, self.memory
         refuse(data.val_fraction == 1, "data.val_fraction=1 leaves no training text")
-        refuse(
-            data.batch_size % train.accumulate_steps,
-            f"data.batch_size={data.batch_size} does not split into "
-            f"train.accumulate_steps={train.accumulate_steps} micro-batches",
-        )
-        refuse(
-            self.precision.logits not in ("float32", self.precision.compute),
-            f"precision.logits={self.precision.logits} is for the same precision.compute alone",
-        )
+        rest, parts = data.batch_size % train.accumulate_steps, train.accumulate_steps
+        refuse(rest, f"train.accumulate_steps={parts} does not divide data.batch_size")
+        finer = self.precision.logits not in ("float32", self.precision.compute)
+        refuse(finer, f"precision.logits={self.precision.logits} is for that compute type alone")
         unsaved = train.keep_every and train.keep_every % (train.checkpoint_every or math.inf)
         refuse(unsaved, "train.keep_every is no multiple of train.checkpoint_every")
-        prefix, _, place = train.init_from.partition(":")
-        drawn = ("init", "init_std", "zero_init_projections")
-        if train.init_from:
-            refuse(
-                prefix not in ("hf", "run") or not place,
-                f"train.init_from={train.init_from} names no weights",
-                "Use hf:DIR, run:DIR or run:DIR@STEP",
-            )
-            for name in drawn:
-                ignored = getattr(model, name) != DEFAULTS.model[name]
-                refuse(ignored, f"train.init_from draws no weights, and would ignore model.{name}")
-        refuse(
-            memory.scan_unroll > 1 and not memory.scan_layers,
-            "memory.scan_unroll is ignored without memory.scan_layers=True",
-        )
-        refuse(
-            model.num_layers % memory.scan_unroll,
-            "memory.scan_unroll does not divide model.num_layers",
-        )
+        unread = not re.fullmatch("((hf|run):.+)?", train.init_from)
+        refuse(unread, f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP")
+        for name in ("init", "init_std", "zero_init_projections") if train.init_from else ():
+            drawn = getattr(model, name) != DEFAULTS.model[name]
+            refuse(drawn, f"train.init_from draws no weights, and would ignore model.{name}")
+        once, unroll = not memory.scan_layers, memory.scan_unroll
+        refuse(once and unroll > 1, "memory.scan_unroll is ignored without memory.scan_layers")
+        refuse(model.num_layers % unroll, "memory.scan_unroll does not divide model.num_layers")
         # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
-        refuse(
-            memory.remat == "offload" and (not memory.scan_layers or memory.scan_unroll > 1),
-            "memory.remat=offload frees a device only with one layer in a turn of the loop",
-            "Use --config.memory.scan_layers=True with memory.scan_unroll=1",
-        )
-        traced = self.logging.profile_steps and self.logging.profile_start >= train.num_steps
-        refuse(traced, "logging.profile_start is after train.num_steps")
+        holds = memory.remat == "offload" and (once or unroll > 1)
+        refuse(holds, "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1")
+        late = self.logging.profile_steps and self.logging.profile_start >= train.num_steps
+        refuse(late, "logging.profile_start is after train.num_steps")
 
     @property
     def tokens_per_step(self) -> int:
@@ -197,32 +179,17 @@ class Config(Options, group=""):
         return dataclasses.asdict(self)
 
     def with_vocabulary(self, tokens: int) -> "Config":
-        """Returns the config with `model.vocab_size` as large as the tokenizer's, if it was 0.
-
-        Args:
-            tokens: how many the tokenizer has; 0: not known yet.
-        """
+        """Returns the config with a `model.vocab_size` of 0 set to the tokenizer's; 0: unknown."""
         size, tokenizer = self.model.vocab_size or tokens, f"data.tokenizer={self.data.tokenizer}"
-        refuse(size == 0, f"{tokenizer} tells no size", "Set --config.model.vocab_size")
-        refuse(
-            size < tokens,
-            f"model.vocab_size={size} is less than the {tokens} tokens of {tokenizer}",
-            "Use --config.model.vocab_size=0",
-        )
+        refuse(not size, f"{tokenizer} tells no size", "Set --config.model.vocab_size")
+        refuse(size < tokens, f"model.vocab_size={size} is less than the {tokens} of {tokenizer}")
         model = dataclasses.replace(self.model, vocab_size=size)
         return dataclasses.replace(self, model=model)
 
     def gpt(self) -> GPTConfig:
         """Returns the model's configuration; `model.vocab_size` must be resolved (not 0)."""
-        return GPTConfig(
-            **dataclasses.asdict(self.model),
-            param_dtype=self.precision.params,
-            compute_dtype=self.precision.compute,
-            logits_dtype=self.precision.logits,
-            remat=self.memory.remat,
-            scan_layers=self.memory.scan_layers,
-            scan_unroll=self.memory.scan_unroll,
-        )
+        computed = {name: option(self, path) for name, path in COMPUTED.items()}
+        return GPTConfig(**dataclasses.asdict(self.model), **computed)
 
 
 def option(config: Config, name: str) -> Any:
@@ -262,35 +229,28 @@ def read_config_file(name: str) -> Config:
 
 
 def read_options(name: str) -> dict[str, Any]:
-    """Returns all options of a config file, or of a run's config.json, by group.
-
-    Raises:
-        UserError: there is no such file, or it fails, or holds other things than options.
-    """
-    if is_record(name):
-        return read_record(Path(name))
-    if Path(name).suffix != ".py" or not Path(name).is_file():
-        raise UserError(f"--config={name} is no config file", "See configs/ for those there are")
+    """Returns all options of a config file or of a run's config.json, not yet checked together."""
+    path = Path(name)
+    refuse(path.suffix not in (".py", ".json"), f"--config={name} is no .py, nor a config.json")
+    refuse(not path.is_file(), f"--config={name} is no file", "See configs/ for those there are")
     try:
-        return complete(runpy.run_path(name)["get_config"]())
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
-    except Exception as error:  # it is code of any kind
-        raise UserError(f"--config={name} fails ({type(error).__name__}: {error})") from error
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Reads the options, by group, from a run's config.json, or a copy under another name."""
-    try:
-        tree = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error})") from None
-    if not isinstance(tree, dict) or "seed" not in tree:
-        raise UserError(f"{path} does not hold the options of a run")
-    try:
+        if is_record(name):
+            tree = json.loads(path.read_text("utf-8"))
+            refuse("seed" not in tree, "it does not hold the options of a run")
+        else:
+            tree = runpy.run_path(name)["get_config"]()
         return complete(tree)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{name}: {error}") from error
+    except Exception as error:  # a config file is code of any kind
+        raise UserError(f"{name} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def load_config(workdir: Path) -> Config:
+    """Reads the options of a run from its config.json."""
+    path = Path(workdir) / "config.json"
+    refuse(not path.is_file(), f"{workdir} holds no run", "Name a workdir of train.py")
+    return Config.from_dict(read_options(str(path)))
 
 
 def holds_run(directory: Path) -> bool:
@@ -300,19 +260,11 @@ def holds_run(directory: Path) -> bool:
     return has_more and (directory / "config.json").exists()
 
 
-def load_config(workdir: Path) -> Config:
-    """Reads the options of a run from its config.json."""
-    path = Path(workdir) / "config.json"
-    if not path.is_file():
-        raise UserError(f"{workdir} holds no run (no config.json)", "Name a workdir of train.py")
-    return Config.from_dict(read_record(path))
+def read_record(path: Path) -> dict[str, Any]:
+    """Returns all options of a run's config.json."""
+    return read_options(str(path))
 
 
-def complete_record(tree: Mapping, path: Path) -> dict:
+def complete_record(tree: Mapping, path: Path) -> dict[str, Any]:
     """Returns all options of a record."""
     return complete(tree)
-
-
-def propose_batch(batch_size: int, accumulate_steps: int, shards: int = 1) -> str:
-    """Returns what to change."""
-    return "Change data.batch_size or train.accumulate_steps"

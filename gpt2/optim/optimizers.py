@@ -46,10 +46,10 @@ def make_optimizer(
             adam's decay grows by the factor first.
     """
     direction = OPTIMIZERS[optim.name](optim, num_steps)
-    if optim.masks_updates:
+    if optim.cautious in ("updates", "both"):
         direction = cautious(direction)
     width_factors = _width_factors(optim, width_ratio)
-    if optim.couples_decay:
+    if optim.name in ("adam", "sgd"):
         wider = optax.add_decayed_weights(optim.weight_decay * (width_ratio - 1), _hidden_mask)
         parts = [_decay(optim), *[wider] * len(width_factors), direction, *width_factors]
     else:
@@ -76,7 +76,7 @@ def num_updates(opt_state: optax.OptState) -> jax.Array:
 
 
 def _decay(optim: OptimConfig) -> optax.GradientTransformation:
-    if optim.masks_decay:
+    if optim.cautious in ("decay", "both"):
         return add_cautious_decay(optim.weight_decay)
     return optax.add_decayed_weights(optim.weight_decay, decay_mask)
 
