@@ -147,11 +147,6 @@ def overrides() -> dict[str, Any]:
     return dict(config_flags.get_override_values(flags.FLAGS["config"]))
 
 
-def refuse_ignored(name: str, because: str) -> None:
-    """Raises a UserError if the flag `name` was given although the program would ignore it."""
-    refuse(flags.FLAGS[name].present, f"--{name} would be ignored: {because}")
-
-
 def define_run() -> None:
     """Defines the flags of a run: its options, its place, its time and its processes."""
     define_config()

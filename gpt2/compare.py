@@ -108,5 +108,4 @@ def _describe(ends: list[Curve]) -> list[str]:
 
 
 if __name__ == "__main__":
-    cli.parse(define_flags, takes_files=True)
-    cli.run(main)
+    cli.run(main, define_flags, takes_files=True)

@@ -14,12 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-# What Python raises where a file is no JSON, or holds values of other types than were expected.
-MALFORMED = (
-    *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
-    RecursionError,
-)
-
 
 class UserError(Exception):
     """A mistake that a person can mend, told in one line: `what` is wrong, and `how` to mend it."""

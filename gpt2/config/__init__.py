@@ -13,13 +13,10 @@ from gpt2.config.run import (
     PrecisionConfig,
     RulesConfig,
     TrainConfig,
-    complete_record,
     differences,
-    holds_run,
     leaves_training,
     load_config,
     option,
     read_config_file,
-    read_record,
     with_options,
 )

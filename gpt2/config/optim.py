@@ -95,10 +95,6 @@ class OptimConfig(Options, group="optim"):
         """Returns the steps of the warm-up in a run of `num_steps`."""
         return self.warmup_steps or _share(num_steps, self.warmup_percent)
 
-    def shorter_warmup(self, num_steps: int) -> str:
-        """Returns the flags with which a run of `num_steps` leaves its warm-up in time."""
-        return "--config.optim.warmup_percent=10 --config.optim.warmup_steps=0"
-
     def decay(self, num_steps: int) -> int:
         """Returns the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
         percent = self.decay_percent or _DECAY_PERCENT

@@ -251,20 +251,3 @@ def load_config(workdir: Path) -> Config:
     path = Path(workdir) / "config.json"
     refuse(not path.is_file(), f"{workdir} holds no run", "Name a workdir of train.py")
     return Config.from_dict(read_options(str(path)))
-
-
-def holds_run(directory: Path) -> bool:
-    """Returns whether a directory is that of a run: other programs, too, write a config.json."""
-    files = ("data.json", "checkpoints")  # of runs that were trained, and imported
-    has_more = any((directory / name).exists() for name in files)
-    return has_more and (directory / "config.json").exists()
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Returns all options of a run's config.json."""
-    return read_options(str(path))
-
-
-def complete_record(tree: Mapping, path: Path) -> dict[str, Any]:
-    """Returns all options of a record."""
-    return complete(tree)
