@@ -54,11 +54,7 @@ def make_backend(
 ) -> Backend:
     """Returns the backend that `parallel.backend` names, over all devices unless some are given.
 
-    Args:
-        parallel: the `parallel.` options.
-        logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
-        devices: all of the cluster's, if not given.
-        gather_by: what `parallel.fsdp_gather=auto` stands for.
+    `logical_axes` are those of `GPT.logical_axes`; `gather_by` is what `fsdp_gather=auto` means.
     """
     mesh = make_mesh(parallel, devices)
     if parallel.backend == "pmap":

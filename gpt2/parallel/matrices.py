@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from gpt2.parallel.rules import MESH_AXES, traced_mesh
+from gpt2.parallel.rules import MESH_AXES
+from gpt2.utils.platform import target
 
 
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -29,9 +30,8 @@ def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
     """Returns `function(stacks, *scalars)`, each device computing for whole matrices of its own.
 
     The matrices of a stack are dealt out over all mesh axes and come back stored by `matrix_spec`.
-    Each crosses the network once on its way in and once on its way out: in an all-to-all over the
-    axes that split it, and in an all-gather over the others, on its way out only. `function` sends
-    nothing. Outside a mesh, it is called as it is.
+    Each crosses the network once in, in an all-to-all over the axes that split it, and once out,
+    also in an all-gather over the others. `function` sends nothing.
 
     Args:
         function: maps a tree of arrays `[S, ?, ?]` to another one, for matrices that know nothing
@@ -39,7 +39,7 @@ def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
         stacks: a tree of arrays `[S, rows, columns]`, all of the same S.
         scalars: arrays `[]`, the same on all devices.
     """
-    mesh = traced_mesh()
+    mesh = target().mesh
     if mesh is None or mesh.size == 1:
         return function(stacks, *scalars)
     length = jax.tree.leaves(stacks)[0].shape[0]

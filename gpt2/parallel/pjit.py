@@ -31,12 +31,8 @@ from gpt2.parallel.state import State, optimizer_specs
 class PjitBackend:
     """Runs steps over a mesh. See `gpt2.parallel.make_backend`.
 
-    Args:
-        mesh: with the axes of `rules.MESH_AXES`.
-        logical_axes: names of every parameter's axes, as `GPT.logical_axes` gives them.
-        layout_rules: how everything is spread over the mesh.
-        gather_by: when parameters are gathered over `fsdp`: at each `step`, or by `layer` where the
-            rules cut some along an axis that layers gather.
+    `gather_by` says when parameters are gathered over `fsdp`: at each `step`, or by `layer` where
+    the rules cut some along an axis that layers gather.
     """
 
     def __init__(self, mesh: Mesh, logical_axes: Any, layout_rules: Rules, gather_by: str = "step"):
@@ -51,13 +47,8 @@ class PjitBackend:
         self._batch_sharding = batch_sharding(mesh)
         # Axes of size 1 are left out, since a collective over one is not always optimised away.
         self._batch_axes = tuple(axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1)
-        self._leaves = jax.tree.map(
-            self._make_leaf,
-            logical_axes,
-            self._optimizer,
-            self._compute,
-            is_leaf=lambda node: isinstance(node, PartitionSpec),
-        )
+        axes = logical_axes, self._optimizer, self._compute
+        self._leaves = jax.tree.map(self._make_leaf, *axes, is_leaf=rules.is_spec)
         if not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
             self.gather_by, self._by_layer = "step", False
 
@@ -223,41 +214,34 @@ class _Leaf:
 
     Attributes:
         before: its PartitionSpec when the step begins to use it.
-        dim: the axis that `fsdp` splits in the optimizer's state, and so in its gradient's sum, or
-            None.
+        dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients.
         by_layer: whether devices are given shards of it.
-        tensor: the number of parts into which `tensor` splits the axis `dim`, outside of `fsdp`; 0
-            if it does not.
+        tensor: into how many parts `tensor` splits the axis `dim`, outside of `fsdp`, or 0.
     """
 
     before: PartitionSpec
-    dim: int | None = None
+    dim: Any = None  # an int, where there is one
     by_layer: bool = False
     tensor: int = 0
 
     def given(self) -> PartitionSpec:
         """Returns the axes of the batch that split what a device is given."""
-        return self._fsdp_at(self.dim) if self.by_layer else PartitionSpec()
+        return PartitionSpec(*[None] * self.dim, "fsdp") if self.by_layer else PartitionSpec()
 
     def sent(self) -> PartitionSpec:
         """Returns the axes of the batch that split the sum of gradients."""
-        return PartitionSpec() if self.dim is None else self._fsdp_at(self.dim + (self.tensor > 0))
+        if self.dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * (self.dim + (self.tensor > 0)), "fsdp")
 
     def set_apart(self, grad: jax.Array) -> jax.Array:
         """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""
         if not self.tensor:
             return grad
-        assert self.dim is not None
         return grad.reshape(*grad.shape[: self.dim], self.tensor, -1, *grad.shape[self.dim + 1 :])
 
     def apart(self, compute: PartitionSpec) -> PartitionSpec:
         """Returns how `tensor` splits what `set_apart` has returned."""
         if not self.tensor:
             return compute
-        assert self.dim is not None
         return PartitionSpec(*compute[: self.dim + 1], None, *compute[self.dim + 1 :])
-
-    @staticmethod
-    def _fsdp_at(dim: int | None) -> PartitionSpec:
-        assert dim is not None
-        return PartitionSpec(*[None] * dim, "fsdp")

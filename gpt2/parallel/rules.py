@@ -7,7 +7,6 @@ activations. FSDP is the difference between the first and the third.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2.config import ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.parallel.fsdp import Shards, torus_sides
-from gpt2.utils.platform import platform, traced_for
+from gpt2.utils.platform import target, traced_for, tracing
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -81,24 +80,6 @@ class Rules:
         return cls(parallel.strategy, storage, table, compute, activations)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trace:
-    """Where a traced program will run.
-
-    Attributes:
-        mesh: splits activations.
-        rules: how.
-        has_shards: whether each device may hold shards of parameters.
-    """
-
-    mesh: Mesh
-    rules: Rules
-    has_shards: bool = False
-
-
-_trace: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("trace", default=None)
-
-
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
     """Returns the mesh axes of an array whose axes are called `names`."""
     entries = [table[name] for name in names]
@@ -129,49 +110,33 @@ def specs(logical_axes: Any, table: Table) -> Any:
                 )
         return spec(tuple(names), table)
 
-    return jax.tree_util.tree_map_with_path(
-        to_mesh, logical_axes, is_leaf=lambda node: isinstance(node, PartitionSpec)
-    )
+    return jax.tree_util.tree_map_with_path(to_mesh, logical_axes, is_leaf=is_spec)
+
+
+def is_spec(node: Any) -> bool:
+    """Returns whether a node of a tree is a PartitionSpec, which is a tuple."""
+    return isinstance(node, PartitionSpec)
 
 
 @contextlib.contextmanager
 def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Makes `constrain` spread activations over `mesh` for what is traced inside."""
-    target = traced_for(
-        mesh.devices.flat[0], splits_axes=mesh.shape["tensor"] > 1, several=mesh.size > 1
-    )
-    with _tracing(_Trace(mesh, rules)), target:
+    splits, several = mesh.shape["tensor"] > 1, mesh.size > 1
+    with (
+        traced_for(mesh.devices.flat[0], splits_axes=splits, several=several),
+        tracing(mesh=mesh, rules=rules),
+    ):
         yield
 
 
-@contextlib.contextmanager
-def holding_shards() -> Iterator[None]:
+def holding_shards() -> contextlib.AbstractContextManager[None]:
     """Says that what is traced inside holds shards of parameters, for `param_shards`."""
-    trace = _trace.get()
-    assert trace is not None
-    with _tracing(dataclasses.replace(trace, has_shards=True)):
-        yield
-
-
-@contextlib.contextmanager
-def _tracing(trace: _Trace) -> Iterator[None]:
-    token = _trace.set(trace)
-    try:
-        yield
-    finally:
-        _trace.reset(token)
-
-
-def traced_mesh() -> Mesh | None:
-    """Returns the mesh that the traced program is spread over, if it is."""
-    trace = _trace.get()
-    return trace.mesh if trace else None
+    return tracing(has_shards=True)
 
 
 def gathered_for(params: Any, micro_batch: Any) -> Any:
     """Returns parameters whose shards are gathered for this micro-batch, and not once for all."""
-    trace = _trace.get()
-    if trace is None or not trace.has_shards:
+    if not target().has_shards:
         return params
     return jax.lax.optimization_barrier((params, micro_batch))[0]
 
@@ -181,11 +146,8 @@ def param_shards(names: tuple[str, ...], *, forget: bool = False) -> Shards | No
 
     `names` are those of the parameter's axes, as the model declares them. None: it is whole.
     """
-    trace = _trace.get()
-    if trace is None or not trace.has_shards:
-        return None
-    mesh, rules = trace.mesh, trace.rules
-    axis = gathered_axis(names, mesh, rules)
+    mesh, rules = target().mesh, target().rules
+    axis = gathered_axis(names, mesh, rules) if target().has_shards else None
     if axis is None:
         return None
     compute = spec(names, rules.compute)
@@ -216,10 +178,8 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
 
 def is_spread(name: str) -> bool:
     """Returns whether the traced program splits activations' axes of this name over devices."""
-    trace = _trace.get()
-    if trace is None:
-        return False
-    return any(trace.mesh.shape[axis] > 1 for axis in trace.rules.activations[name])
+    mesh, rules = target().mesh, target().rules
+    return mesh is not None and any(mesh.shape[axis] > 1 for axis in rules.activations[name])
 
 
 def vocab_multiple() -> int:
@@ -229,13 +189,13 @@ def vocab_multiple() -> int:
     logits there.
     """
     whole = not is_spread("vocab")
-    return 1 if whole and platform() == "cpu" else VOCAB_MULTIPLE
+    return 1 if whole and target().platform == "cpu" else VOCAB_MULTIPLE
 
 
 def constrain(x: jax.Array, *names: str) -> jax.Array:
     """Spreads an activation by the names of its axes; does nothing where none can be split."""
-    trace = _trace.get()
-    if trace is None or trace.mesh.shape["tensor"] == 1:
+    trace = target()
+    if not trace.splits_axes:
         return x
     wanted = spec(names, trace.rules.activations)
     return jax.lax.with_sharding_constraint(x, on_trace(trace.mesh, wanted))
@@ -258,8 +218,8 @@ def map_devices(function: Callable, names: tuple[str, ...], constant_names: Any)
         names: of the axes of each of `arrays`, and of the result.
         constant_names: of the axes of each of `constants`.
     """
-    trace = _trace.get()
-    if trace is None or trace.mesh.shape["tensor"] == 1:
+    trace = target()
+    if not trace.splits_axes:
         return function
     table = trace.rules.activations
     array = spec(names, table)

@@ -19,12 +19,17 @@ class Target:
         splits_axes: whether XLA's partitioner splits axes of activations over devices.
         several: whether several devices run it together.
         plain: whether operations take their references in place of their own backward rules.
+        mesh, rules: what spreads the program, of `gpt2.parallel.rules`, or None.
+        has_shards: whether each device may hold shards of parameters, gathered by layer.
     """
 
     platform: str
     splits_axes: bool = False
     several: bool = False
     plain: bool = False
+    mesh: Any = None
+    rules: Any = None
+    has_shards: bool = False
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
