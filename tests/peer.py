@@ -123,12 +123,7 @@ SMALL = ("tied", "untied", "epsilon", *FAMILIES)
 _STDS = {
     "llama": {"": 0.2, "wte/embedding": 0.003},
     "llama_multi_head": {"": 0.2, "wte/embedding": 0.02},
-    "qwen3": {
-        "": 0.2,
-        "wte/embedding": 0.02,
-        "c_q/kernel": 0.0005,
-        "c_kv/kernel": 0.0005,
-    },
+    "qwen3": {"": 0.2, "wte/embedding": 0.02, "c_q/kernel": 0.0005, "c_kv/kernel": 0.0005},
     "gpt_neox": {"": 0.2, "wte/embedding": 0.003},
 }
 
@@ -166,6 +161,13 @@ def rewrite(directory: Path, change: Callable[[dict], dict], shards: int = 1) ->
         names |= dict.fromkeys(part, file)
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
+
+
+def rewrite_config(directory: Path, **changes: object) -> None:
+    """Changes options of a config.json, and removes those that are "absent"."""
+    config = json.loads((directory / "config.json").read_text()) | changes
+    kept = {name: value for name, value in config.items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(kept))
 
 
 def characters(count: int, first: int = 100) -> CharTokenizer:

@@ -1,4 +1,4 @@
-"""Tokenizers into Hugging Face's files and out of them."""
+"""Hugging Face's files: damaged ones, and tokenizers into them and out of them."""
 
 import json
 
@@ -174,3 +174,48 @@ def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path):
     save_tokenizer(tmp_path / "out", tokenizer, 64)
     again = Backend.from_file(str(tmp_path / "out" / "tokenizer.json"))
     assert again.encode(TEXT).ids == backend.encode(TEXT).ids
+
+
+def truncate(source):
+    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-100])
+
+
+def remove_shard(source):
+    peer.rewrite(source, dict, shards=3)
+    (source / "model-1.safetensors").unlink()
+
+
+def write_nan(source):
+    (source / "model.safetensors").write_bytes(
+        (source / "model.safetensors").read_bytes()[:-4] + b"\xff" * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "cannot be read"),
+        (remove_shard, "model-1.safetensors cannot be read"),
+        (write_nan, "NaN"),
+        (lambda source: peer.rewrite_config(source, n_embd=64), "wte.weight .*another shape"),
+        (lambda source: peer.rewrite_config(source, n_layer=3), "h.2.ln_1.weight is missing"),
+        (lambda source: peer.rewrite_config(source, n_layer=1), "no tensor transformer.h.1"),
+        (lambda source: (source / "config.json").write_text("{"), "config.json cannot be read"),
+        (
+            lambda source: save_tokenizer(source, peer.characters(100), 96),
+            "no tokenizer of its model",
+        ),
+        (
+            lambda source: save_tokenizer(source, peer.characters(132), 96),
+            "no tokenizer of its model",
+        ),
+    ],
+)
+def test_a_damaged_directory_is_noticed_and_nothing_is_written(damage, message, tmp_path):
+    source = peer.write_model(tmp_path / "source", "tied")
+    save_tokenizer(source, peer.characters(131), 96)
+    hf.load(source)
+    damage(source)
+    with pytest.raises(UserError, match=message):
+        import_run(source, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
