@@ -6,6 +6,7 @@ import sys
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import peer
 import pytest
@@ -103,6 +104,15 @@ def test_transformers_reads_an_export_and_what_it_saves_again_loads_the_same(nam
     assert not any(info.values())
     model.save_pretrained(tmp_path / "again")
     chex.assert_trees_all_equal(hf.load(tmp_path / "again"), hf.load(source))
+
+
+def test_16_bit_weights_load_as_float32(tmp_path):
+    directory = peer.write_model(tmp_path, "tied")
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), hf.load(directory)[1])
+    peer.rewrite(directory, lambda arrays: {k: v.astype(jnp.bfloat16) for k, v in arrays.items()})
+    _, loaded = hf.load(directory)
+    assert loaded["wpe"]["embedding"].dtype == np.float32
+    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: x.astype(np.float32), expected))
 
 
 @peer.needs_peers

@@ -185,6 +185,10 @@ def remove_shard(source):
     (source / "model-1.safetensors").unlink()
 
 
+def write_index(source):
+    (source / "model.safetensors.index.json").write_text('{"weight_map": 5}')
+
+
 def write_nan(source):
     (source / "model.safetensors").write_bytes(
         (source / "model.safetensors").read_bytes()[:-4] + b"\xff" * 4
@@ -196,6 +200,7 @@ def write_nan(source):
     [
         (truncate, "cannot be read"),
         (remove_shard, "model-1.safetensors cannot be read"),
+        (write_index, "cannot be read"),
         (write_nan, "NaN"),
         (lambda source: peer.rewrite_config(source, n_embd=64), "wte.weight .*another shape"),
         (lambda source: peer.rewrite_config(source, n_layer=3), "h.2.ln_1.weight is missing"),

@@ -115,24 +115,28 @@ def _read_weights(directory: Path) -> dict[str, np.ndarray]:
     """Reads the weights of a directory, from one file or from the shards that an index lists."""
     kinds, ending = ("model.safetensors", "pytorch_model.bin"), ".index.json"
     present = {path.name.removesuffix(ending) for path in directory.iterdir()}
-    name = next((kind for kind in kinds if kind in present), kinds[0])
-    shards, index = {name}, directory / f"{name}{ending}"
-    if index.is_file():
-        shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    return {k: v for shard in sorted(shards) for k, v in _read_file(directory / shard).items()}
-
-
-def _read_file(path: Path) -> dict[str, np.ndarray]:
+    path = directory / next((kind for kind in kinds if kind in present), kinds[0])
+    index, weights = path.with_name(path.name + ending), {}
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="np") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        import torch
-
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return {name: tensor.float().numpy() for name, tensor in state.items()}
+        paths = [path]
+        if index.is_file():
+            names = json.loads(index.read_text("utf-8"))["weight_map"].values()
+            paths = [directory / name for name in sorted(set(names))]
+        for path in paths:
+            weights |= _read_file(path)
+        return weights
     except ImportError:
         raise UserError(f"{path} needs PyTorch", "Install it, or give safetensors") from None
     except Exception as error:  # each library raises its own
         what = f"{path} cannot be read: {error}".partition("\n")[0]
         raise UserError(what, "Download it again") from None
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    import torch
+
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return {name: tensor.float().numpy() for name, tensor in state.items()}
