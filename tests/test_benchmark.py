@@ -42,7 +42,7 @@ def make_config(**options):
 
 @functools.cache
 def our_steps(**options):
-    return ours.Training(make_config(**options)).first_steps()[1]
+    return ours.Training(make_config(**options)).first_steps()
 
 
 def peers_module():
@@ -50,7 +50,7 @@ def peers_module():
 
 
 def their_steps(peer="torch", **options):
-    return peers_module().Training(peer, make_config(**options), "cpu").first_steps()[1]
+    return peers_module().Training(peer, make_config(**options), "cpu").first_steps()
 
 
 def difference(ours, theirs):
@@ -253,18 +253,14 @@ class Fake:
         self.name = name
         self.started[name] = command, environment
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         pass
 
     def ask(self, request):
         if request == 0:
             return {"peak_flops": 1e9, "flops_per_token": 1e6, "compile_seconds": 3.0}
         if isinstance(request, str):
-            Path(request).write_bytes(pickle.dumps(self.shown()))
-            return 9.0
+            return Path(request).write_bytes(pickle.dumps(self.shown()))
         return [100.0] + [0.5] * (request - 1) if request > 1 else [0.5]
 
     def shown(self):
@@ -278,20 +274,25 @@ def fake(monkeypatch):
     return monkeypatch
 
 
+def cases(subject="train", *peers, **options):
+    return dict.fromkeys(("jax", *peers), measure.Case(subject, make_config(**options)))
+
+
 def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
-    (row,) = measure.measure(measure.Case("train", make_config()), rounds=3, seconds=1.0)
+    (row,) = measure.measure(cases(), rounds=3, seconds=1.0)
     assert row["turns"] == [0.5] * 3 and row["device"] == "1 x cpu"
     assert row["compile_seconds"] == 3.0 + 100.0 - 0.5  # beyond a usual step
     assert row["tokens_per_second"] == 8 * 16 / 0.5 and row["mfu"] == 256 * 1e6 / 1e9
-    (row,) = measure.measure(measure.Case("generate", make_config()), rounds=1, seconds=0.0)
+    (row,) = measure.measure(cases("generate"), rounds=1, seconds=0.0)
     assert row["tokens_per_second"] == 8 * 8 / 0.5  # half of the context is new
 
 
 def test_sides_share_a_gpus_memory_unless_the_user_has_said_how(fake):
-    case, names = measure.Case("train", make_config()), measure._MEMORY
+    sides, names = cases("train", "torch"), measure._MEMORY
+    sides["b"] = sides["jax"].varied("optim.eps=1")
 
     def shares():
-        measure.measure(case, ["torch"], {"b": case.varied("optim.eps=1")}, rounds=1, seconds=0.0)
+        measure.measure(sides, rounds=1, seconds=0.0)
         return [[env.get(name) for name in names] for _, env in Fake.started.values()]
 
     for name in names:
@@ -304,20 +305,19 @@ def test_sides_share_a_gpus_memory_unless_the_user_has_said_how(fake):
 
 
 def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
-    case = measure.Case("train", make_config())
     fake.setattr(Fake, "shown", lambda self: FirstStep("float32", len(self.name), {}, {}, {}))
     with pytest.raises(UserError, match="torch does not compute what jax computes: loss differs"):
-        measure.measure(case, ["torch"], rounds=1, seconds=0.0)
+        measure.measure(cases("train", "torch"), rounds=1, seconds=0.0)
     fake.setattr(Fake, "device", property(lambda self: f"{len(self.name)} x H100"))
     with pytest.raises(UserError, match="torch runs on 5 x H100, and jax on 3 x H100"):
-        list(measure.verify(case, ["torch"]))
+        list(measure.verify(cases()["jax"], ["torch"]))
 
 
 def test_a_16_bit_timing_is_preceded_by_float32_in_two_sequences(fake):
     asked = []
     fake.setattr(measure, "verify", lambda case, peers: asked.append((case, peers)) or [])
-    case = measure.Case("train", make_config(**BFLOAT16))
-    measure.measure(case, ["torch_compile"], rounds=1, seconds=0.0)
+    sides = cases("train", "torch_compile", **BFLOAT16)
+    measure.measure(sides, rounds=1, seconds=0.0)
     ((exact, peers),) = asked
     assert peers == ["torch"]  # the model without its compiler
     assert exact.config == make_config(data__batch_size=2)
@@ -350,26 +350,24 @@ def player(code):
 
 def test_a_player_does_the_steps_it_is_asked_for_and_tells(tmp_path):
     code = "from types import SimpleNamespace as S; from gpt2.benchmark.measure import serve\n"
-    code += "n = []; work = S(step=lambda: n.append(1), first_steps=lambda: (2.5, n))\n"
+    code += "n = []; work = S(step=lambda: n.append(1), first_steps=lambda: n)\n"
     code += "serve('1 x H100', work, lambda: len(n))"
-    with player(code) as it:
+    with contextlib.closing(player(code)) as it:
         assert it.device == "1 x H100"
         assert len(it.ask(3)) == 3 and len(it.ask(1)) == 1 and it.ask(0) == 4
-        assert it.ask(str(tmp_path / "shown")) == 2.5
+        it.ask(str(tmp_path / "shown"))
         assert pickle.loads((tmp_path / "shown").read_bytes()) == [1] * 4
 
 
 def test_a_player_that_ends_early_ends_the_command():
-    with player("print(1, flush=True); input(); raise SystemExit(2)") as it:
+    it = player("print(1, flush=True); input(); raise SystemExit(2)")
+    for _ in range(2):  # also once it has ended
         with pytest.raises(SystemExit, match="2"):
             it.ask(1)
-        with pytest.raises(SystemExit, match="2"):  # it has ended before
-            it.ask(1)
-    with (
-        player("import os; print(1, flush=True); input(); os.abort()") as it,
-        pytest.raises(UserError, match="by signal 6"),
-    ):
-        it.ask(1)
+    it.close()
+    killed = player("import os; print(1, flush=True); input(); os.abort()")
+    with pytest.raises(UserError, match="by signal 6"):
+        killed.ask(1)
 
 
 def test_generation_fills_the_other_half_of_the_context():

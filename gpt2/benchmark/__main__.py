@@ -1,16 +1,12 @@
 r"""Measures what a training step takes, alone or beside PyTorch's.
 
-    python -m gpt2.benchmark train --config=configs/quickstart.py
-
-times the step of a config, which --config.a.b=v changes. For a first look, --rounds=1 is enough.
-
     python -m gpt2.benchmark train --config=configs/gpt2_124m.py --config.data.batch_size=2 \
         --peers=torch,torch_compile --vary=model.position=rope
 
-times it in turn with PyTorch's and with an option changed. Warm-up, compilation and data are
-outside the times; clipping and the optimizer are inside. Beside peers, dropout is 0, the rate
-constant and the vocabulary a multiple of 64. First steps from the same weights are compared, and
-what differs is not timed. `verify` compares alone.
+times the step of a config, in turn with PyTorch's and with an option changed. Warm-up, compilation
+and data are outside the times; clipping and the optimizer are inside. Beside peers, dropout is 0,
+the rate constant and the vocabulary a multiple of 64. First steps from the same weights are
+compared, and what differs is not timed. `verify` compares alone. For a first look, --rounds=1 does.
 
 `generate` continues prompts of half of the context to its end, greedily. `attention` compares an
 implementation with the reference: values, gradients and times. `loop` takes steps by train.py
@@ -83,7 +79,7 @@ def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
     if command == "machine":
         yield suite.describe_machine(output)
         return
-    config = make_config(args.peers)
+    config = make_config(peers := args.peers or ["torch"] * (command == "verify"))
     if command == "attention":
         from gpt2.benchmark.attention import check_attention
 
@@ -93,16 +89,14 @@ def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
 
         yield measure_loop(config, args.steps, output)
     elif command == "verify":
-        for name, agreements in measure.verify(measure.Case("train", config), args.peers):
-            worst = max(
-                agreements, key=lambda each: (not each.holds, each.found / (each.allowed or 1))
-            )
+        for name, agreements in measure.verify(measure.Case("train", config), peers):
+            worst = max(agreements, key=lambda each: (not each.holds, each.found))
             yield {"name": name, "passed": worst.holds, "check": str(worst)}
     else:
         case = measure.Case(command, config)
-        variations = {text: case.varied(text) for text in args.vary}
-        turns = dict(rounds=args.rounds, seconds=args.seconds)
-        yield from measure.measure(case, args.peers, variations, **turns)
+        cases = {measure.OURS: case} | dict.fromkeys(peers if command == "train" else (), case)
+        cases |= {text: case.varied(text) for text in args.vary}
+        yield from measure.measure(cases, rounds=args.rounds, seconds=args.seconds)
 
 
 def make_config(peers: list[str]) -> Config:
@@ -111,17 +105,18 @@ def make_config(peers: list[str]) -> Config:
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:
         return config
-    if set(peers) - {"torch", "torch_compile"}:
+    if set(peers) - set(measure.PEERS):
         raise UserError(f"--peers={','.join(peers)} is not known", "Use torch or torch_compile")
     if not importlib.util.find_spec("torch"):
         raise UserError("--peers needs PyTorch", "Install it: pip install -e '.[peers]'")
     if config.optim.name != "adamw":
         raise UserError("--peers have no other optimizer", "Use --config.optim.name=adamw")
-    options = {"schedule": "constant", "warmup_steps": 0, "warmup_percent": 0.0}
-    options["end_learning_rate"] = config.optim.learning_rate
-    vocab_size = 64 * math.ceil(config.model.vocab_size / 64)  # as nanoGPT trains
-    same = {f"optim.{name}": value for name, value in options.items()}
-    return with_options(config, same | {"model.dropout": 0.0, "model.vocab_size": vocab_size})
+    options = {
+        **{"optim.schedule": "constant", "optim.end_learning_rate": config.optim.learning_rate},
+        **{"optim.warmup_steps": 0, "optim.warmup_percent": 0.0, "model.dropout": 0.0},
+        "model.vocab_size": 64 * math.ceil(config.model.vocab_size / 64),  # as nanoGPT trains
+    }
+    return with_options(config, options)
 
 
 if __name__ == "__main__":

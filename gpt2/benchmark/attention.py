@@ -31,17 +31,13 @@ def check_attention(config: Config) -> Iterator[dict[str, Any]]:
     and grouped heads. At most eight sequences.
     """
     model, compute = config.model, config.precision.compute
-    name, dtype = (
-        resolve_attention(config, jax.devices()[0]),
-        compute.replace("float32", "bfloat16"),
-    )
+    name = resolve_attention(config, jax.devices()[0])
+    dtype = compute.replace("float32", "bfloat16")
     N, window = model.num_heads, model.window or model.context_length // 4
     shape = (min(config.micro_batch_size, 8), model.context_length, N, model.head_size)
-    grouped = max(k for k in range(1, N) if N % k == 0) if N > 1 else 1
-    for K, seen, documents in (
-        *((N, 0, False), (N, 0, True), (N, window, False), (N, window, True)),
-        (grouped, window, True),
-    ):
+    grouped = max((k for k in range(1, N) if N % k == 0), default=1)
+    checks = [(N, 0, False), (N, 0, True), (N, window, False), (N, window, True)]
+    for K, seen, documents in [*checks, (grouped, window, True)]:
         check = f"{dtype}, {K} of {N} heads" + f", window {seen}" * bool(seen)
         row = {"name": name, "check": check + ", documents" * documents}
         scoring = Scoring(window=seen, softcap=model.attention_softcap)
@@ -83,7 +79,7 @@ def compare(
     return {
         "passed": all(error <= TIMES * rounding + spare for error, rounding in errors.values()),
         "worst": max(error / rounding for error, rounding in errors.values() if rounding),
-        **{"errors": errors, "seconds": seconds, "reference_seconds": reference_seconds},
+        **{"seconds": seconds, "reference_seconds": reference_seconds, "errors": errors},
     }
 
 
@@ -93,8 +89,7 @@ def worst(found: Any, rounded: Any, exact: Any, parts: int) -> tuple[float, floa
     Each of `parts` equal parts of the first axes is judged alone: late positions average over many
     keys, so that their values are small beside those of the first.
     """
-    arrays = (np.asarray(x, np.float64).reshape(parts, -1) for x in (found, rounded, exact))
-    found, rounded, exact = arrays
+    found, rounded, exact = (np.float64(x).reshape(parts, -1) for x in (found, rounded, exact))
     norms = np.linalg.norm(exact, axis=1)
     errors, references = (np.linalg.norm(x - exact, axis=1) / norms for x in (found, rounded))
     part = np.argmax(errors - TIMES * references)  # of a part that is NaN, if there is one

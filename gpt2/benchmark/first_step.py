@@ -70,10 +70,8 @@ class Agreement(NamedTuple):
 def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the float32 weights of a name: a function of the name and the shape.
 
-    Kernels have about the size at which a branch keeps its input's, where variants of GELU differ
-    most. Tables are GPT-2's, small enough to show a norm's epsilon. Biases are drawn too, since
-    zeros would hide what multiplies them. The last norm's scale gives logits a deviation of about
-    2, so that gradients are long enough to be clipped.
+    Kernels keep a branch's size, where variants of GELU differ most; tables are small enough to
+    show a norm's epsilon. The last norm's scale makes gradients long enough to be clipped.
     """
     noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
     std = noise.size**-0.25 if name.endswith("kernel") else 0.02
@@ -97,7 +95,7 @@ def sample(name: str, values: np.ndarray) -> np.ndarray:
 
 def products_of(compute: str, matmul_precision: str | None, platform: str) -> str:
     """Returns the type in which a platform multiplies, by JAX's option for float32."""
-    if compute != "float32" or platform == "cpu" or matmul_precision in ("highest", "float32"):
+    if compute != "float32" or platform == "cpu" or matmul_precision == "highest":
         return compute
     return "bfloat16" if platform == "tpu" and matmul_precision != "high" else "tf32"
 

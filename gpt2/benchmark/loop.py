@@ -34,9 +34,10 @@ def describe_steps(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns figures of a run: medians over its logged lines, without the first third."""
     logged = [record for record in records if "perf/step_seconds" in record]
     steady = logged[len(logged) // 3 :]
-    figures = {"turns": [record["perf/step_seconds"] for record in steady]}  # means of lines
-    for name in ("step_seconds", "tokens_per_second", "mfu", "data_wait_seconds"):
-        if values := [line[f"perf/{name}"] for line in steady if f"perf/{name}" in line]:
-            figures[name] = statistics.median(values)
-    peak = [line["perf/peak_memory_bytes"] for line in steady if "perf/peak_memory_bytes" in line]
-    return {"name": "train.py", "peak_bytes": max(peak, default=None)} | figures
+    medians = {
+        name.removeprefix("perf/"): statistics.median(line[name] for line in steady if name in line)
+        for name in {name for line in steady for name in line if name.startswith("perf/")}
+    }
+    turns = [record["perf/step_seconds"] for record in steady]  # means of lines
+    peak = medians.pop("peak_memory_bytes", None)  # a CPU does not tell
+    return {"name": "train.py", "turns": turns, "peak_bytes": peak} | medians

@@ -1,8 +1,7 @@
 """Times a case here, beside peers and with other options, in turn.
 
 Each side runs in a process of its own, which sleeps until its turn comes: what takes short turns
-runs under the same load, heat and clocks, so that ratios compare what ran seconds apart. A peer is
-timed only once its first steps are seen to compute what ours compute.
+runs under the same load, heat and clocks, so that ratios compare what ran seconds apart.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ from gpt2.benchmark.first_step import Agreement, compare
 from gpt2.config import Config, read_option, with_options
 from gpt2.errors import UserError
 
-OURS = "jax"
+OURS, PEERS = "jax", ("torch", "torch_compile")
 Row = dict[str, Any]
 _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
@@ -59,7 +58,7 @@ class Case:
 
 
 class Player:
-    """A process that serves turns. It is a context manager, which ends the process."""
+    """A process that serves turns, until it is closed."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]):
         self.name = name
@@ -80,10 +79,8 @@ class Player:
             sys.exit(code)  # it has told why
         raise UserError(f"{self.name} ended early, by signal {-code}", "It may lack memory")
 
-    def __enter__(self) -> "Player":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Ends the process."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
@@ -92,18 +89,14 @@ class Player:
 def serve(device: str, work: Any, info: Callable[[], Row]) -> None:
     """Tells the device, then answers each line of standard input until it closes.
 
-    Args:
-        device: what the process runs on.
-        work: a number asks for as many of its steps: the seconds of each. A path asks for a file
-            of what its first steps compute: the seconds of the first.
-        info: 0 asks for what there is to report beside times.
+    A number asks for as many steps of `work`, and the answer is the seconds of each. A path asks
+    for a file of what its first steps compute, and 0 for what there is to report beside times.
     """
     print(json.dumps(device), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, str):
-            answer, shown = work.first_steps()
-            Path(request).write_bytes(pickle.dumps(shown))
+            answer = Path(request).write_bytes(pickle.dumps(work.first_steps()))
         elif request == 0:
             answer = info()
         else:
@@ -115,48 +108,37 @@ def serve(device: str, work: Any, info: Callable[[], Row]) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def measure(
-    case: Case,
-    peers: Sequence[str] = (),
-    variations: Mapping[str, Case] | None = None,
-    *,
-    rounds: int,
-    seconds: float,
-) -> list[Row]:
-    """Runs the case here, by peers and with variations in turn; returns a row for each, ours first.
+def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[Row]:
+    """Runs cases by name in turn, `OURS` and `PEERS` among them, and returns a row for each.
 
     Each has `rounds` turns of at least `seconds`.
     """
-    if peers and case.config.precision.compute != "float32":  # 16 bits would hide differences
+    case, rows = cases[OURS], dict[str, Row]()
+    compared = [name for name in cases if name in PEERS]
+    if compared and case.config.precision.compute != "float32":  # 16 bits would hide differences
         for name, agreements in verify(case.in_float32(), ["torch"]):
             _refuse_difference(name, agreements)
-    cases = {OURS: case} | dict.fromkeys(peers, case) | dict(variations or {})
-    rows: dict[str, Row] = {}
     with contextlib.ExitStack() as stack:
         shown = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         players: dict[str, Player] = {}
         for name, each in cases.items():
-            _say(f"{name}: starts, compiles and warms up")
-            player = stack.enter_context(_start(name, each, peers, len(cases)))
-            players[name] = _on_same_device(player, players)
-            first = 0.0
-            if peers and (name == OURS or name in peers):
-                first = player.ask(str(shown / name))
+            player = _start(name, each, len(cases), players)
+            stack.callback(player.close)
+            first, _, usual = player.ask(3)  # the first compiles if that was not done
+            if compared and name in (OURS, *compared):
+                player.ask(str(shown / name))
                 _refuse_difference(name, _compare(shown, name))
-            again, _ = player.ask(2)  # compiles if that was not done, and fills caches
-            (usual,) = player.ask(1)
             steps = max(1, math.ceil(seconds / usual))
-            rows[name] = {"first": (first or again) - usual, "steps": steps, "turns": []}
-        for turn in range(1, rounds + 1):
-            _say(f"turn {turn} of {rounds}")
+            rows[name] = {"first": first - usual, "steps": steps, "turns": []}
+        for _ in range(rounds):
             for name, player in players.items():
                 # The first step after the others' turns takes memory back from the machine.
                 _, *times = player.ask(1 + rows[name]["steps"])
                 rows[name]["turns"].append(statistics.median(times))
         infos = {name: player.ask(0) for name, player in players.items()}
-    about = {"subject": case.subject, "device": players[OURS].device, "cpu_cores": os.cpu_count()}
+    device, ours = players[OURS].device, rows[OURS]["turns"]
     return [
-        {"name": name} | about | _figures(each, rows[name], rows[OURS]["turns"], infos[name])
+        {"name": name, "device": device} | _figures(each, rows[name], ours, infos[name])
         for name, each in cases.items()
     ]
 
@@ -166,6 +148,7 @@ def _figures(case: Case, row: Row, our_turns: list[float], info: Row) -> Row:
     tokens = config.tokens_per_step // (2 if case.subject == "generate" else 1)
     flops, peak = (info.pop(key, None) for key in ("flops_per_token", "peak_flops"))
     return {
+        "subject": case.subject,
         "turns": row["turns"],  # seconds of the median step of each
         "step_seconds": step,
         "tokens_per_second": tokens / step,
@@ -183,7 +166,7 @@ def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
 
     It is Student's, of the mean logarithm of rounds; with a single round there is none.
     """
-    logs = np.log(np.array(turns) / np.array(our_turns))
+    logs = np.log(np.array(turns) / our_turns)
     if len(logs) == 1:
         return np.exp(logs).tolist()
     half = scipy.stats.t.ppf(0.975, len(logs) - 1) * scipy.stats.sem(logs)
@@ -195,9 +178,7 @@ def verify(case: Case, peers: Sequence[str]) -> Iterator[tuple[str, list[Agreeme
     players: dict[str, Player] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name in (OURS, *peers):
-            _say(f"{name}: first steps in {case.config.precision.compute}, to be compared")
-            with _start(name, case, peers, 1) as player:
-                players[name] = _on_same_device(player, players)
+            with contextlib.closing(_start(name, case, 1, players)) as player:
                 player.ask(str(Path(directory) / name))
             if name != OURS:
                 yield name, _compare(Path(directory), name)
@@ -214,27 +195,22 @@ def _refuse_difference(name: str, agreements: Sequence[Agreement]) -> None:
             raise UserError(what, "Choose options that plain GPT-2 has, or leave out --peers")
 
 
-def _start(name: str, case: Case, peers: Sequence[str], number: int) -> Player:
-    """Starts a side, one of `number`.
+def _start(name: str, case: Case, number: int, players: dict[str, Player]) -> Player:
+    """Starts a side, one of `number`, and adds it to the players.
 
     On a GPU, JAX takes three quarters of the memory when it starts, and a second process would
     find none. So each gets its part of nine tenths, unless the user has said how much.
     """
-    module = ["gpt2.benchmark.peers", name] if name in peers else ["gpt2.benchmark.ours"]
+    module = ["gpt2.benchmark.peers", name] if name in PEERS else ["gpt2.benchmark.ours"]
     command = [sys.executable, "-m", *module, case.subject, json.dumps(case.config.to_dict())]
     share = {} if any(map(os.environ.get, _MEMORY)) else {_MEMORY[0]: f"{0.9 / number:.2f}"}
-    return Player(name, command, launch.environment_to_measure() | share | dict(case.variables))
-
-
-def _on_same_device(player: Player, others: Mapping[str, Player]) -> Player:
-    if others and player.device != others[OURS].device:
+    if sys.stderr.isatty():  # a person wonders what takes so long
+        print(f"{name}: starts and compiles, {case.config.precision.compute}", file=sys.stderr)
+    environment = launch.environment_to_measure() | share | dict(case.variables)
+    player = players[name] = Player(name, command, environment)
+    if player.device != players[OURS].device:
         raise UserError(
-            f"{player.name} runs on {player.device}, and {OURS} on {others[OURS].device}",
+            f"{name} runs on {player.device}, and {OURS} on {players[OURS].device}",
             "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
         )
     return player
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():  # tells a person what takes so long
-        print(text, file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import resource
 import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import optax
 
 from gpt2.benchmark import first_step
-from gpt2.benchmark.first_step import FirstStep
 from gpt2.benchmark.measure import serve
 from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
@@ -51,21 +49,19 @@ class Training:
         """Takes a training step on the same batch, and waits for it."""
         self._run(self._batch)
 
-    def first_steps(self) -> tuple[float, FirstStep]:
-        """Returns the first step's seconds, and what steps from drawn weights compute."""
+    def first_steps(self) -> first_step.FirstStep:
+        """Returns what steps from drawn weights compute, by the very program that is timed."""
         program, self._state = self._program, None  # its memory goes to the drawn weights
         self._state = program.init_state(draw_params(program.model.config))
         before = samples(self._state.params)
-        began = time.perf_counter()
         metrics = self._run(self._batch)
-        seconds = time.perf_counter() - began
         # AdamW's first moment is 1 - beta1 of the clipped gradient, so that no other program runs.
         moment = samples(optax.tree.get(self._state.opt_state, "mu"))
         gradients = {name: value / (1 - self._config.optim.beta1) for name, value in moment.items()}
         for step in range(1, first_step.STEPS):
             self._run(program.backend.put_batch(_batch(self._config, step)))
         loss, after = float(metrics["train/loss"]), samples(self._state.params)
-        return seconds, FirstStep(self._products, loss, before, after, gradients)
+        return first_step.FirstStep(self._products, loss, before, after, gradients)
 
     def _run(self, batch: Any) -> dict[str, jax.Array]:
         self._state, metrics = self._compiled(self._state, batch)

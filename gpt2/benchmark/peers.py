@@ -1,7 +1,6 @@
 """GPT-2's training step in PyTorch, in few lines, as nanoGPT has it.
 
-`gpt2.benchmark` times it in turn with ours: `torch`, or `torch_compile`, whose model and loss go
-through `torch.compile`.
+`gpt2.benchmark` times it as `torch`, or as `torch_compile`, through `torch.compile`.
 """
 
 import json
@@ -10,8 +9,6 @@ import re
 import resource
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpt2.benchmark import first_step
-from gpt2.benchmark.first_step import FirstStep
 from gpt2.benchmark.measure import serve
-from gpt2.config import Config, ModelConfig, OptimConfig
+from gpt2.config import Config, ModelConfig
 
 
 class Block(nn.Module):
@@ -84,11 +80,20 @@ class Training:
         self._config, self._device = config, device
         self._model = GPT(config.model).to(device).train()
         self._weights = list(self._model.parameters())
-        self._optimizer = _make_optimizer(config.optim, self._weights)
+        optim = config.optim
+        decays = {True: optim.weight_decay, False: 0.0}  # of matrices, and of others
+        groups = [
+            {
+                "params": [w for w in self._weights if (w.ndim > 1) == is_matrix],
+                "weight_decay": rate,
+            }
+            for is_matrix, rate in decays.items()
+        ]
+        rate, betas = optim.learning_rate, (optim.beta1, optim.beta2)
+        self._optimizer = torch.optim.AdamW(groups, rate, betas, optim.eps, fused=True)
         self._dtype = torch.float32  # of logits
-        self._loss: Callable = self._compute_loss
-        if peer.endswith("_compile"):
-            self._loss = torch.compile(self._compute_loss)
+        loss = self._compute_loss
+        self._loss: Any = torch.compile(loss) if peer == "torch_compile" else loss
         self._batch = self._put(first_step.draw_batch(config))
 
     def step(self) -> float:
@@ -97,8 +102,8 @@ class Training:
         self._optimizer.step()
         return loss.item()  # waits for a GPU
 
-    def first_steps(self) -> tuple[float, FirstStep]:
-        """Returns the first step's seconds, and what steps from drawn weights compute."""
+    def first_steps(self) -> first_step.FirstStep:
+        """Returns what steps from drawn weights compute, by the very function that is timed."""
         weights = self._model.named()
         with torch.no_grad():
             for name, weight in weights.items():
@@ -106,27 +111,20 @@ class Training:
                 drawn = torch.from_numpy(first_step.draw_weight(name, tuple(shape)))
                 weight.copy_(drawn.T if name.endswith("kernel") else drawn)
         before = {name: _sample(name, weight) for name, weight in weights.items()}
-        began = time.perf_counter()
-        loss = self._clipped_gradients(self._batch).item()
-        seconds = time.perf_counter() - began
-        gradients = {name: _sample(name, weight.grad) for name, weight in weights.items()}
-        began = time.perf_counter()
-        self._optimizer.step()
-        self._weights[0].sum().item()  # the update is done
-        seconds += time.perf_counter() - began
-        for step in range(1, first_step.STEPS):
-            self._clipped_gradients(self._put(first_step.draw_batch(self._config, step)))
+        self._optimizer.state.clear()
+        for step in range(first_step.STEPS):
+            mean = self._clipped_gradients(self._put(first_step.draw_batch(self._config, step)))
+            if step == 0:
+                loss = mean.item()
+                gradients = {name: _sample(name, weight.grad) for name, weight in weights.items()}
             self._optimizer.step()
         after = {name: _sample(name, weight) for name, weight in weights.items()}
-        return seconds, FirstStep(self._products(), loss, before, after, gradients)
+        types = str(self._dtype).removeprefix("torch."), torch.get_float32_matmul_precision()
+        products = first_step.products_of(*types, self._device.replace("cuda", "gpu"))
+        return first_step.FirstStep(products, loss, before, after, gradients)
 
     def _put(self, batch: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(batch).long().to(self._device)
-
-    def _products(self) -> str:
-        """Returns the type in which the last step multiplied."""
-        precision, compute = torch.get_float32_matmul_precision(), str(self._dtype)[6:]
-        return first_step.products_of(compute, precision, self._device.replace("cuda", "gpu"))
 
     def _clipped_gradients(self, batch: torch.Tensor) -> torch.Tensor:
         """Leaves the clipped gradients of all micro-batches, and returns the mean loss."""
@@ -162,29 +160,18 @@ def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
     nn.utils.clip_grads_with_norm_(weights, length, norm(norms))
 
 
-def _sample(name: str, value: torch.Tensor | None) -> np.ndarray:
-    assert value is not None
+def _sample(name: str, value: Any) -> np.ndarray:
     array = value.detach().cpu().numpy()
     return first_step.sample(name, array.T if name.endswith("kernel") else array)
 
 
-def _make_optimizer(optim: OptimConfig, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-    groups = [
-        dict(params=[w for w in weights if w.ndim >= 2], weight_decay=optim.weight_decay),
-        dict(params=[w for w in weights if w.ndim < 2], weight_decay=0.0),
-    ]
-    betas = (optim.beta1, optim.beta2)
-    return torch.optim.AdamW(groups, optim.learning_rate, betas, optim.eps, fused=True)
-
-
 def main() -> None:
     """Serves steps of the peer and the config that the command line gives."""
-    peer, _, config = sys.argv[1:]
+    peer, _, config = sys.argv[1:]  # which trains
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
     # JAX's default on an NVIDIA GPU is TF32, which is `high`. A CPU has float32 alone.
-    asked = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
-    torch.set_float32_matmul_precision("highest" if asked in ("highest", "float32") else "high")
+    if device == "cuda" and os.environ.get("JAX_DEFAULT_MATMUL_PRECISION") != "highest":
+        torch.set_float32_matmul_precision("high")
     # Compilation is timed, and must not find what an earlier process compiled.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)

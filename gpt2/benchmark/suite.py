@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from gpt2.errors import UserError
 from gpt2.utils.files import write_text
 
 _ERROR = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")
-_ASKED = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem"
 
 
 class Part(NamedTuple):
@@ -40,23 +40,19 @@ class Part(NamedTuple):
 def make_parts(output: Path) -> list[Part]:
     """Returns the parts in the order in which they run, the most important first."""
 
-    def config(size: str, rows: int) -> tuple[str, ...]:
+    def run(command: str, size: str, rows: int, *more: str) -> tuple[str, ...]:
+        sizes = ("--config.train.accumulate_steps=1", f"--config.data.batch_size={rows}")
         file = Path(configs.__file__).with_name(f"gpt2_{size}.py")
-        return f"--config={file}", "--config.train.accumulate_steps=1", *batch(rows)
+        return (command, f"--config={file}", *sizes, *more)
 
-    def batch(rows: int) -> tuple[str, ...]:
-        return (f"--config.data.batch_size={rows}",)
-
-    def train(size: str, rows: int, *more: str) -> tuple[str, ...]:
-        return ("train", *config(size, rows), *more)
-
+    train = partial(run, "train")
     peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
-    loop = ("loop", *config("124m", 32), "--config.data.corpus=pystdlib")
+    loop = run("loop", "124m", 32, "--config.data.corpus=pystdlib")
     trace = ("--config.logging.profile_start=50", "--config.logging.profile_steps=5")
     stacked = "--vary=memory.scan_layers=True,memory.scan_unroll=12"
     return [
         Part("machine", 60, ("machine", f"--output={output}")),
-        Part("attention", 150, ("attention", *config("124m", 8), "--config.model.attention=cudnn")),
+        Part("attention", 150, run("attention", "124m", 8, "--config.model.attention=cudnn")),
         Part("124m-32", 200, train("124m", 32, *peers)),
         Part("124m-16", 150, train("124m", 16, *peers)),
         Part("124m-8", 150, train("124m", 8, *peers)),
@@ -71,20 +67,16 @@ def make_parts(output: Path) -> list[Part]:
         Part("1558m-no-remat", 200, train("1558m", 8, "--config.memory.remat=none")),
         Part("355m", 120, train("355m", 16)),
         Part("124m-64", 120, train("124m", 64)),
-        *(Part(f"generate-{n}", 90, ("generate", *config("124m", n))) for n in (1, 8, 64)),
+        *(Part(f"generate-{n}", 90, run("generate", "124m", n)) for n in (1, 8, 64)),
     ]
 
 
 def run_suite(
     output: Path, names: list[str], overrides: Mapping[str, Any], *, dry_run: bool
 ) -> bool:
-    """Runs the parts of these names, or all, and returns whether all that ran are done.
+    """Runs the parts of these names, or all, and returns whether none failed.
 
-    Args:
-        output: the folder of the results.
-        names: of parts.
-        overrides: options of the config that every part gets, by dotted name.
-        dry_run: print the commands alone.
+    Every part gets `overrides`, options of the config by dotted name.
     """
     parts = [part for part in make_parts(output) if not names or part.name in names]
     if len(parts) < len(names):
@@ -96,7 +88,6 @@ def run_suite(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     done = {row["part"] for row in rows if row.get("status") == "done"}
-    rows = [row for row in rows if row["part"] in done]
     for part in parts:
         given = more if "--config" in " ".join(part.command) else []
         command = ["-m", "gpt2.benchmark", *part.command, *given, "--json"]
@@ -106,6 +97,7 @@ def run_suite(
             continue
         (output / "logs").mkdir(parents=True, exist_ok=True)
         found = run_command(command, part.seconds, output / "logs" / f"{part.name}.err")
+        rows = [row for row in rows if row["part"] != part.name]
         rows += [{"part": part.name} | row for row in found]
         write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_text(output / "report.md", report(rows))
@@ -120,10 +112,8 @@ def run_command(command: list[str], limit: float, log: Path) -> Iterator[dict[st
     """
     began, status, error = time.monotonic(), "done", None
     pipes: Any = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log.open("wb"))
-    environment = launch.environment_to_measure()
-    process = subprocess.Popen(
-        [sys.executable, *command], env=environment, start_new_session=True, **pipes
-    )
+    pipes |= dict(env=launch.environment_to_measure(), start_new_session=True)
+    process = subprocess.Popen([sys.executable, *command], **pipes)
     try:
         out, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -148,11 +138,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     """Returns the page about rows: the machine's figures, and a table of the others."""
     machine = next((row for row in rows if row["part"] == "machine"), {})
     lines = [f"- {name}: {value}" for name, value in machine.items() if name != "part"]
-    rest = [
-        row | {"name": row.get("status") or row["name"]}
-        for row in rows
-        if row["part"] != "machine" and row.get("status") != "done"
-    ]
+    rest = [{"name": row.get("status")} | row for row in rows if row["part"] != "machine"]
+    rest = [row for row in rest if row["name"] != "done"]
     return "\n".join(["# Benchmark", "", *lines, "", table(rest), ""])
 
 
@@ -164,15 +151,12 @@ def describe_machine(output: Path | None) -> dict[str, Any]:
     from gpt2.training.environment import describe_start
 
     device = jax.devices()[0]
-    row = describe_start(0) | {
-        "runtime": device.client.platform_version,
-        "cpu_cores": os.cpu_count(),
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-    }
+    row = describe_start(0) | {"cpu_cores": os.cpu_count(), "flags": os.environ.get("XLA_FLAGS")}
+    row["runtime"] = device.client.platform_version.replace("\n", ", ")
     if device.platform == "gpu":
-        command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            row["driver"] = subprocess.check_output(command, text=True, timeout=20).strip()
+        asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"
+        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+        row["driver"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         if output:
             target = xla_client.get_topology_for_devices([device]).target_config
             write_text(output / "target.txtpb", target)
