@@ -495,6 +495,11 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
         suite.run_suite(tmp_path, ["god"], {}, dry_run=False)
 
 
+def test_the_machine_is_told_by_its_devices_and_commit():
+    row = suite.describe_machine(None)
+    assert row["devices"] == jax.device_count() and {"commit", "jax", "flags"} <= set(row)
+
+
 def test_nothing_that_a_part_started_lives_on(tmp_path):
     pid = tmp_path / "pid"
     script = "import subprocess, sys, time\n"

@@ -21,7 +21,6 @@ from gpt2.training.program import resolve_attention
 
 TIMES = 3.0
 BLOCKS = 8  # of a row
-Arrays = dict[str, jax.Array]
 
 
 def check_attention(config: Config) -> Iterator[dict[str, Any]]:
@@ -64,7 +63,7 @@ def compare(
     segments = jnp.asarray((np.arange(T) >= ends[:, :, None]).sum(1, dtype=np.int32))
 
     @partial(jax.jit, static_argnums=0)
-    def run(implementation: str, *qkv: jax.Array) -> Arrays:
+    def run(implementation: str, *qkv: jax.Array) -> dict[str, jax.Array]:
         options = dict(scoring=scoring, segments=segments if documents else None)
         out, pull = jax.vjp(partial(attention, implementation=implementation, **options), *qkv)
         dq, dk, dv = pull(weight.astype(out.dtype))
@@ -96,7 +95,7 @@ def worst(found: Any, rounded: Any, exact: Any, parts: int) -> tuple[float, floa
     return float(errors[part]), float(references[part])
 
 
-def _timed(run: Callable[[], Arrays]) -> tuple[Arrays, float]:
+def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
     """Returns what `run` does, and the median seconds of ten runs after the first."""
     result, clock = jax.block_until_ready(run()), [time.perf_counter()]
     for _ in range(10):

@@ -14,8 +14,7 @@ import numpy as np
 
 from gpt2.config import Config
 
-# Of a larger tensor, as many entries are compared.
-SAMPLE = 2**16
+SAMPLE = 2**16  # entries of a larger tensor that are compared
 
 # Training steps before weights are compared. AdamW's first step cancels a gradient's scale and both
 # betas; later ones do not.
@@ -23,7 +22,6 @@ STEPS = 3
 
 # The most that may differ, by the type in which numbers are multiplied: the loss relative to
 # itself, a gradient by its norm, the weights by the mean size of their change.
-# docs/performance.md has what the peers differ by.
 TOLERANCES = {
     "float32": {"loss": 1e-5, "gradient": 1e-4, "weights": 1e-3},
     "tf32": {"loss": 1e-3, "gradient": 0.02, "weights": 0.05},

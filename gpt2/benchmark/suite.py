@@ -101,12 +101,12 @@ def run_suite(
         rows += [{"part": part.name} | row for row in found]
         write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_text(output / "report.md", report(rows))
-        print(f"{part.name}: {rows[-1]['status']} in {rows[-1]['seconds']:.0f} s", flush=True)
+        print(f"{part.name}: {rows[-1]['status']} in {rows[-1]['took']:.0f} s", flush=True)
     return all(row.get("status", "done") == "done" for row in rows)
 
 
 def run_command(command: list[str], limit: float, log: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows that Python prints by a command, then its `status`, `seconds`, `error`.
+    """Yields the rows that Python prints by a command, then its `status`, `took`, `error`.
 
     What the command has started ends with it: a process that is left holds the GPU's memory.
     """
@@ -131,7 +131,7 @@ def run_command(command: list[str], limit: float, log: Path) -> Iterator[dict[st
         with contextlib.suppress(ValueError):  # of libraries, or cut off
             if isinstance(row := json.loads(line), dict):
                 yield row
-    yield {"status": status, "seconds": time.monotonic() - began, "error": error}
+    yield {"status": status, "took": time.monotonic() - began, "error": error}
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -148,7 +148,7 @@ def describe_machine(output: Path | None) -> dict[str, Any]:
     import jax
     from jaxlib import xla_client
 
-    from gpt2.training.environment import describe_start
+    from gpt2.training.workdir import describe_start
 
     device = jax.devices()[0]
     row = describe_start(0) | {"cpu_cores": os.cpu_count(), "flags": os.environ.get("XLA_FLAGS")}
