@@ -30,7 +30,7 @@ class Writer:
     """Takes the metrics of a run; a context manager. A writer of one's own overrides a part."""
 
     def step(self, step: int) -> None:
-        """Hears that a step is done, whether it gives metrics or not."""
+        """Hears that a step is done, with metrics or not."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics of a step, by name."""

@@ -6,7 +6,6 @@ On a terminal rich draws them. Elsewhere (a file, a pipe, a CI log) they are pla
 import contextlib
 import math
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,10 +39,7 @@ def format_metrics(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(
 
 @contextlib.contextmanager
 def told_if_slow(text: str, *, silent: bool = False) -> Iterator[None]:
-    """Shows on a terminal what goes on and for how long; elsewhere a line tells after a second.
-
-    All processes but the first are `silent`.
-    """
+    """Shows on a terminal what goes on and for how long; elsewhere it is a line."""
     if on_terminal() and not silent:
         from rich.progress import Progress as Shown
         from rich.progress import TextColumn, TimeElapsedColumn
@@ -52,14 +48,9 @@ def told_if_slow(text: str, *, silent: bool = False) -> Iterator[None]:
             shown.add_task(text, total=None)
             yield
         return
-    timer = threading.Timer(1.0, tell, (text, sys.stdout))
-    timer.daemon = True
     if not silent:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+        tell(text, sys.stdout)
+    yield
 
 
 class Progress(Writer):

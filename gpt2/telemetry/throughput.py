@@ -15,18 +15,10 @@ class StepClock:
     of all. The loop runs inside `phase("step")`, with `data wait`, `validation` and `checkpoint`
     nested in it. Devices run behind the host: wait for the last step before opening the latter two.
 
-    Args:
-        tokens_per_step: tokens in a global batch.
-        flops_per_token: from `model_flops_per_token`.
-        seconds_before: what earlier starts of the run have taken.
-        start_seconds: what this start has taken before the clock was made.
-        now: the clock, in seconds.
-
-    Attributes:
-        peak_flops: FLOP/s of all the devices together, by data sheets; None: no MFU.
-        current: the phase under way.
-        num_steps: steps counted.
-        newest_seconds: what each of the newest steps took, oldest first; the wait for data counts.
+    `seconds_before` is what earlier starts of the run have taken, `start_seconds` what this start
+    has taken before the clock was made. `peak_flops` are those of all devices, None without MFU;
+    `current` is the phase under way; `newest_seconds` are those of the newest steps, with the wait
+    for data, the oldest first.
     """
 
     def __init__(
@@ -75,11 +67,7 @@ class StepClock:
         self.num_steps += 1
 
     def read(self) -> dict[str, float]:
-        """Returns `perf/...`: the mean speed of steps since the last call, nothing without a step.
-
-        Validation, checkpoints and compilation do not count. Tokens per second are those of all
-        devices together.
-        """
+        """Returns the mean speed of steps since the last call, all devices together, if any."""
         self._switch(self.current)
         began, self._window = self._window, (self._seconds["step"], self._seconds["data wait"])
         steps, self._steps = self._steps, 0
