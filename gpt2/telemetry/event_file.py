@@ -54,7 +54,7 @@ class Writer:
         self.close()
 
 
-class EventFile:
+class EventFile(Writer):
     """Scalars and histograms in a TensorBoard event file, written immediately and in order.
 
     tensorboardX's SummaryWriter would hand them to a thread, which its flush does not wait for and
@@ -68,8 +68,7 @@ class EventFile:
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names, which count whole seconds. A file of
         # the same name would be replaced.
-        file = EventsWriter(str(directory / "events"), filename_suffix=f".{time.time_ns()}")
-        self._file, self.flush, self.close = file, file.flush, file.close
+        self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{time.time_ns()}")
         # TensorBoard then forgets what a killed run wrote from this step on.
         self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
@@ -78,14 +77,14 @@ class EventFile:
 
         self._file.write_event(Event(step=step, wall_time=time.time(), **content))
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes scalars by name."""
         from tensorboardX.summary import scalar
 
         for name, value in metrics.items():
             self._add(step, summary=scalar(name, value))
 
-    def add_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Writes histograms by name; their sums are of the buckets' middles."""
         from tensorboardX.summary import histogram_raw
 
@@ -96,3 +95,11 @@ class EventFile:
                 name, ends[0], ends[-1], *sums, ends[1:].tolist(), counts.tolist()
             )
             self._add(step, summary=shown)
+
+    def flush(self, step: int) -> None:
+        """Puts all that was written on disk."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._file.close()

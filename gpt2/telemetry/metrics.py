@@ -40,11 +40,12 @@ class MetricsWriter(Writer):
         resume_step: int = 0,
     ):
         workdir = Path(workdir)
-        self._wandb = _start_wandb(workdir, config) if wandb else None
+        self._others: list[Writer] = [_Wandb(workdir, config)] if wandb else []
         workdir.mkdir(parents=True, exist_ok=True)
-        self._path, self._folder = workdir / "metrics.jsonl", workdir / "tensorboard"
-        self._events = EventFile(self._folder, resume_step) if tensorboard else None
-        self._told = set[Path]()  # what could not be written
+        if tensorboard:
+            self._others.append(EventFile(workdir / "tensorboard", resume_step))
+        self._path = workdir / "metrics.jsonl"
+        self._told = set[str]()  # what could not be written
         # The newest records, from the byte of the file on where they belong. The last one may grow.
         self._start, self._records = 0, list[dict[str, Any]]()
         for start, end, record in _backwards(self._path):
@@ -65,23 +66,11 @@ class MetricsWriter(Writer):
             self._commit()
             self._records.append({"step": step})
         self._records[-1].update(metrics)
-        if self._events:
-            with self._goes_on(self._folder):
-                self._events.add(step, metrics)
-        if self._wandb:
-            self._wandb.log(dict(metrics), step=step)
+        self._hand_on("write", step, metrics)
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Hands histograms by name to TensorBoard and W&B; metrics.jsonl holds none."""
-        if self._events:
-            with self._goes_on(self._folder):
-                self._events.add_histograms(step, histograms)
-        if self._wandb:
-            from wandb import Histogram as Shown
-
-            pairs = {name: (each.counts, each.edges) for name, each in histograms.items()}
-            shown = {name: Shown(np_histogram=pair) for name, pair in pairs.items()}
-            self._wandb.log(shown, step=step)
+        self._hand_on("write_histograms", step, histograms)
 
     def flush(self, step: int) -> None:
         """Writes all values up to `step` to the disk itself: every checkpoint has its metrics."""
@@ -89,19 +78,18 @@ class MetricsWriter(Writer):
             self._commit()
         with self._goes_on(self._path):
             os.fsync(self._file)
-        if self._events:
-            with self._goes_on(self._folder):
-                self._events.flush()
+        self._hand_on("flush", step)
 
     def close(self) -> None:
         """Writes what is left and closes the files."""
         self._commit()
         os.close(self._file)
-        if self._events:
-            with self._goes_on(self._folder):
-                self._events.close()
-        if self._wandb:
-            self._wandb.finish()
+        self._hand_on("close")
+
+    def _hand_on(self, name: str, *arguments: Any) -> None:
+        for writer in self._others:
+            with self._goes_on(type(writer).__name__):
+                getattr(writer, name)(*arguments)
 
     def _commit(self) -> None:
         """Writes the newest records in one call: only a kill inside it could tear a line."""
@@ -115,14 +103,14 @@ class MetricsWriter(Writer):
             self._records = self._records[-1:]
 
     @contextlib.contextmanager
-    def _goes_on(self, path: Path) -> Iterator[None]:
+    def _goes_on(self, what: object) -> Iterator[None]:
         """Warns once that a file cannot be written."""
         try:
             yield
         except OSError as error:
-            if path not in self._told:
-                warn(f"{path} cannot be written now ({error.strerror}); the run goes on")
-            self._told.add(path)
+            if str(what) not in self._told:
+                warn(f"{what} cannot be written now ({error.strerror}); the run goes on")
+            self._told.add(str(what))
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -172,26 +160,41 @@ def check_wandb() -> None:
         ) from None
 
 
-def _start_wandb(workdir: Path, config: Mapping[str, Any]):
-    """Starts, or continues, the W&B run of this workdir; its identity is kept in `wandb/run_id`."""
-    check_wandb()
-    import wandb
+class _Wandb(Writer):
+    """The W&B run of this workdir, started or continued; its identity is kept in `wandb/run_id`."""
 
-    identity = workdir / "wandb" / "run_id"
-    identity.parent.mkdir(parents=True, exist_ok=True)
-    if not identity.exists():
-        identity.write_text(secrets.token_hex(8))
-    try:
-        # A resumed run repeats the steps since its checkpoint; W&B keeps the first of two values
-        # for a step, which is the same value.
-        return wandb.init(
-            project="gpt2",
-            name=workdir.resolve().name,
-            id=identity.read_text(),
-            resume="allow",
-            dir=str(workdir),
-            config=dict(config),
-        )
-    except wandb.Error as error:
-        what = f"W&B could not start ({str(error).strip().splitlines()[0]})"
-        raise UserError(what, "Run `wandb login`, or set WANDB_MODE=offline") from None
+    def __init__(self, workdir: Path, config: Mapping[str, Any]):
+        check_wandb()
+        import wandb
+
+        identity = workdir / "wandb" / "run_id"
+        identity.parent.mkdir(parents=True, exist_ok=True)
+        if not identity.exists():
+            identity.write_text(secrets.token_hex(8))
+        try:
+            # A resumed run repeats the steps since its checkpoint; W&B keeps the first of two
+            # values for a step, which is the same value.
+            self._run = wandb.init(
+                project="gpt2",
+                name=workdir.resolve().name,
+                id=identity.read_text(),
+                resume="allow",
+                dir=str(workdir),
+                config=dict(config),
+            )
+        except wandb.Error as error:
+            what = f"W&B could not start ({str(error).strip().splitlines()[0]})"
+            raise UserError(what, "Run `wandb login`, or set WANDB_MODE=offline") from None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        from wandb import Histogram as Shown
+
+        pairs = {name: (each.counts, each.edges) for name, each in histograms.items()}
+        shown = {name: Shown(np_histogram=pair) for name, pair in pairs.items()}
+        self._run.log(shown, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
