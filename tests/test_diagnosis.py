@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -156,19 +157,19 @@ def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned,
     program = make_program(layout, scanned, remat)
     name, layer = ("h/mlp/c_fc/kernel", 1) if scanned else ("h_1/mlp/c_fc/kernel", None)
     told = diagnose(tmp_path, program, lambda state: plant(state, name, layer=layer))
-    assert "at step 1: parameter h_1/mlp/c_fc/kernel was NaN or Inf before" in told
+    assert "at step 1: parameter h_1/mlp/c_fc/kernel was the first" in told
     # The row overflows in the block, and only where its token is looked up.
     huge = lambda state: plant(state, "wte/embedding", 3e38, slice(POISON * 16, None))  # noqa: E731
     for at, micro_batch in ((0, 0), (3, 2)):
         told = diagnose(tmp_path, program, huge, (at, micro_batch))
         assert f"at step {at + 1}: " in told
-        assert f"in its micro-batch {micro_batch + 1} the output of h_0/ln_1 was the" in told, told
+        assert f"the output of h_0/ln_1 was the first, in micro-batch {micro_batch + 1}." in told
 
 
 def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
     program = make_program(skip_bad_steps=2)
     told = diagnose(tmp_path, program, lambda state: plant(state, "h_1/mlp/c_fc/kernel"))
-    assert "at step 3: parameter h_1/mlp/c_fc/kernel was NaN or Inf before" in told
+    assert "at step 3: parameter h_1/mlp/c_fc/kernel was the first" in told
 
 
 @jax.custom_vjp
@@ -192,7 +193,7 @@ def test_a_gradient_is_named_with_its_micro_batch(tmp_path, monkeypatch, scanned
     )
     told = diagnose(tmp_path, make_program(scanned=scanned), loud, (2, 1))
     assert "the gradients are not finite at step 3" in told
-    assert "in its micro-batch 2 the gradient of h_1/mlp/c_proj/" in told, told
+    assert re.search(r"the gradient of h_1/mlp/c_proj/\w+ was the first, in micro-batch 2", told)
 
 
 def test_what_is_finite_when_run_again_points_to_the_hardware(tmp_path):
@@ -213,10 +214,10 @@ def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
     error = DivergedError(3, "the validation loss is", before=False)
     state = program.init_state()
     told = str(diagnosis.explain(error, plant(state, "ln_f/scale")))
-    assert "parameter ln_f/scale was NaN or Inf after" in told and f"run:{tmp_path}@20" in told
+    assert "parameter ln_f/scale was the first" in told and f"run:{tmp_path}@20" in told
     huge = plant(state, "wte/embedding", 3e38, slice(POISON * 16, None))
     told = str(diagnosis.explain(error, huge))
-    assert "in its batch 2 the output of h_0/ln_1 was the first" in told
+    assert re.search("the output of h_0/ln_1 was the first, in batch of .* 2", told)
     assert "hardware" in str(diagnosis.explain(error, state))
 
 

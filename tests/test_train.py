@@ -159,9 +159,7 @@ def test_divergence_names_its_step_and_exits_with_3(corpus, tmp_path):
         "--config.optim.clip_norm=0.0",
     )  # fmt: skip
     assert code == 3
-    assert re.search(
-        r"at step \d+: in its micro-batch 1 the output of [\w/]+ was the first", stderr
-    )
+    assert re.search(r"at step \d+: [\w/ ]+ was the first, in micro-batch 1", stderr)
 
 
 def test_a_diverged_state_is_never_saved(corpus, tmp_path):

@@ -63,54 +63,52 @@ class Diagnosis:
         best = self.checkpointer.best()  # the newest may be finite and spoilt all the same
         good = best[0] if best else latest_step(self.workdir)
         how = f" and start from --config.train.init_from=run:{self.workdir}@{good}" if good else ""
-        how = f"Lower --config.optim.learning_rate{how}"
-        return UserError(f"{error}: {origin}", how, exit_code=3)
+        return UserError(
+            f"{error}: {origin}", f"Lower --config.optim.learning_rate{how}", exit_code=3
+        )
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
-        if error.before and state.guard is None:  # else it is as it was before the step
-            state = self._repeat(error.step, state)
-        params, mesh = (
-            state.params if error.before else state.eval_params,
-            self.program.backend.mesh,
-        )
-        look = jax.jit(lambda params: jax.tree.map(_is_bad, in_layout(params, scanned=False)))
-        flags = flatten_dict(jax.device_get(gather_whole(look(params), mesh)), sep="/")
-        if bad := [name for name in flags if flags[name]]:
-            return f"parameter {bad[0]} was NaN or Inf {'before' if error.before else 'after'} it"
-        step, names = error.step - 1 if error.before else None, list[str]()
-        probe = self.program.backend.compile_eval(_make_probe(self.program, step, names))
-        examined = self.batches.validation() if step is None else self.batches.train(step, step + 1)
-        with examined as batches:
-            for count, batch in enumerate(batches, 1):
-                found = jax.device_get(gather_whole(probe(params, batch), mesh))
-                for index, row in enumerate(found, 1):
+        if error.before:
+            step, number = error.step - 1, self.program.config.train.accumulate_steps
+            if state.guard is None:  # else it is as it was before the step
+                state = self._repeat(step, state)
+            params, source = state.params, self.batches.train(step, step + 1)
+        else:
+            step, number, params = None, 1, state.eval_params
+            source = self.batches.validation()
+        names = list[str]()
+        probe = self.program.backend.compile_eval(_make_probe(self.program, step, number, names))
+        with source as batches:
+            for count, batch in enumerate(batches):
+                flags = jax.device_get(
+                    gather_whole(probe(params, batch), self.program.backend.mesh)
+                )
+                for index, row in enumerate(flags, 1 + count):
                     if row.any():
-                        where = f"batch {count}" if step is None else f"micro-batch {index}"
-                        return f"in its {where} {names[(row > 0).argmax()]} was the first"
+                        where = "micro-batch" if error.before else "batch of the validation split"
+                        return f"{names[(row > 0).argmax()]} was the first, in {where} {index}"
         return "run again, all is finite, which points to the hardware or to a sum"
 
-    def _repeat(self, step: int, state: TrainState) -> TrainState:
-        """Returns the state before a step, counted from 1, by the steps since a checkpoint."""
+    def _repeat(self, number: int, state: TrainState) -> TrainState:
+        """Returns the state after so many steps, by those since a checkpoint."""
         jax.tree.map(lambda leaf: leaf.delete(), state)  # no device may have memory for two
         start, shapes = latest_step(self.workdir) or 0, self.program.state_shapes
         state = self.checkpointer.restore(start, shapes) if start else self.first_state()
-        with self.batches.train(start, step - 1) as batches:
+        with self.batches.train(start, number) as batches:
             for batch in batches:
                 state, _ = self.train_step(state, batch)
         return state
 
 
-def _make_probe(program: Program, step: int | None, names: list[str]) -> Callable:
-    """Returns `probe(params, batch, map_sum) -> flags`, int32, above 0 for NaN or Inf.
+def _make_probe(program: Program, step: int | None, number: int, names: list[str]) -> Callable:
+    """Returns `probe(params, batch, map_sum) -> flags`, above 0 for NaN or Inf.
 
-    Flags are [micro-batches, tensors], of tensors in the order in which they are computed, whose
-    `names` are known once it is traced. `step` is counted from 0; None: of validation.
+    Flags are int32 [number of micro-batches, tensors], in the order in which they are computed.
+    Once it is traced, `names` are theirs. `step` is counted from 0; None: of validation.
     """
     config = program.config
-    number, options = config.train.accumulate_steps, config.loss
-    if step is None:
-        number, options = 1, LossConfig()
     model = GPT(dataclasses.replace(program.model.config, scan_layers=False))
+    options = LossConfig() if step is None else config.loss
     loss, order = next_token_loss(model, options, mutable=["intermediates"]), dict[str, None]()
 
     def note(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -121,6 +119,8 @@ def _make_probe(program: Program, step: int | None, names: list[str]) -> Callabl
         return output
 
     def look(params: Any, rows: Batch, device: Any) -> tuple[jax.Array, None]:
+        params = in_layout(params, scanned=False)
+
         def flags_of(micro_batch: Batch, index: jax.Array) -> jax.Array:
             key = None if step is None else dropout_key(config.seed, step, index, device)
 
@@ -129,17 +129,18 @@ def _make_probe(program: Program, step: int | None, names: list[str]) -> Callabl
                     sums, found = loss(gathered_for(params, micro_batch), micro_batch, key)
                 return sums["loss"][0], found["intermediates"]
 
-            run = jax.value_and_grad(forward, has_aux=True)
-            (total, outputs), grads = run(in_layout(params, scanned=False))
-            outputs, grads = flatten_dict(outputs, sep="/"), flatten_dict(grads, sep="/")
+            (total, found), grads = jax.value_and_grad(forward, has_aux=True)(params)
+            weights, found, grads = (flatten_dict(t, sep="/") for t in (params, found, grads))
             ranks = {module: rank for rank, module in enumerate(order)}  # none: it is the head
             # The backward pass goes from last to first.
             last = sorted(grads, key=lambda name: -ranks.get(name.rpartition("/")[0], len(ranks)))
-            names[:] = [f"the output of {module}" for module in order]
-            names.extend(["the loss", *(f"the gradient of {name}" for name in last)])
-            flags = [outputs[f"{module}/output"][0] for module in order]
-            flags += [_is_bad(total), *(_is_bad(grads[name]) for name in last)]
-            return jnp.outer(jnp.arange(number) == index, jnp.stack(flags)).astype(jnp.int32)
+            flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
+            flags |= {f"the output of {name}": found[f"{name}/output"][0] for name in order}
+            flags |= {"the loss": _is_bad(total)}
+            flags |= {f"the gradient of {name}": _is_bad(grads[name]) for name in last}
+            names[:] = flags
+            rows = jnp.arange(number) == index
+            return jnp.outer(rows, jnp.stack(list(flags.values()))).astype(jnp.int32)
 
         return accumulate(flags_of, rows, number), None
 
