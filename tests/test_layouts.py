@@ -141,24 +141,6 @@ def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_onc
     assert setup(case).compiled.memory.peak < by_step
 
 
-@pytest.mark.thorough
-def test_a_layer_more_takes_an_eighth_of_its_parameters_gradients_and_moments():
-    """What a layer adds beside activations, which are those of data parallelism."""
-
-    def bytes_of_a_layer(layout):
-        few, many = 2, 8
-        peaks = [
-            Setup(Case(layout, remat="full", scanned=True, model=model)).compiled.memory.peak
-            for model in (dataclasses.replace(MODEL, num_layers=n) for n in (few, many))
-        ]
-        return (peaks[1] - peaks[0]) / (many - few)
-
-    whole, shards = bytes_of_a_layer("data 8"), bytes_of_a_layer("fsdp 8 by layer")
-    params = num_params(setup(Case("data 8", scanned=True)).shapes.params["h"]) / MODEL.num_layers
-    assert whole > 16 * params
-    assert whole - shards == pytest.approx(16 * params * (1 - 1 / 8), rel=0.05)
-
-
 def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
     case = Case("zero1 x 8", accumulate=4)
     shapes, spread = setup(case).shapes, setup(Case("fsdp 8", remat="full")).shapes

@@ -163,7 +163,7 @@ class Embedding(nn.Module):
     width: int = 0
 
     def setup(self):
-        """Creates the table, `[num_rows, D]`, of which `embedding` may be a piece."""
+        """Creates the table, `[num_rows, D]`, of which `embedding` may be a shard."""
         init = nn.with_logical_partitioning(nn.initializers.normal(self.stddev), self.axes)
         shape: tuple[int, ...] = (self.num_rows, self.width or self.config.embed_dim)
         self.shards = param_shards(self.axes)

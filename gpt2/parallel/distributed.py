@@ -37,13 +37,8 @@ def initialize(
 ) -> None:
     """Joins the run's other processes, if there are any. Call it before JAX has devices.
 
-    Without arguments, Slurm, Open MPI or Cloud TPU describes the processes. Without any of these,
-    there is a single one.
-
-    Args:
-        coordinator: HOST:PORT where process 0 listens.
-        num_processes: how many there are.
-        process_index: which one this is, from 0.
+    Without `coordinator`, HOST:PORT where process 0 listens, Slurm, Open MPI or Cloud TPU describes
+    the processes. Without any of these, there is a single one.
     """
     if coordinator is None and not _started_by_cluster():
         return

@@ -136,15 +136,10 @@ gather_parameter.defvjp(_gather_fwd, _gather_bwd)
 
 
 def look_up(columns: jax.Array, indices: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns rows [B, T, D] of a table that is split by columns.
+    """Returns the rows [B, T, D] of a table [V, D], from shards [V, D / devices] and tokens [B, T].
 
     Tokens and vectors cross the network in place of the table, which is larger. The gradient of a
     device's columns is complete without another sum.
-
-    Args:
-        columns: [V, D / devices], this device's shard.
-        indices: [B, T] int32, of this device's rows of the batch.
-        dtype: of the result.
     """
     everyone = jax.lax.all_gather(indices, AXIS)  # [devices, B, T]
     found = jnp.take(columns, everyone, axis=0).astype(dtype)

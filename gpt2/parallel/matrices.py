@@ -33,11 +33,9 @@ def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
     Each crosses the network once in, in an all-to-all over the axes that split it, and once out,
     also in an all-gather over the others. `function` sends nothing.
 
-    Args:
-        function: maps a tree of arrays `[S, ?, ?]` to another one, for matrices that know nothing
-            of each other. It sees a part of the stack, filled up with zeros.
-        stacks: a tree of arrays `[S, rows, columns]`, all of the same S.
-        scalars: arrays `[]`, the same on all devices.
+    `function` maps a tree of arrays `[S, ?, ?]` to another one, for matrices that know nothing of
+    each other; it sees a part of the stack, filled up with zeros. `stacks` are of the same S, and
+    `scalars` the same on all devices.
     """
     mesh = target().mesh
     if mesh is None or mesh.size == 1:
