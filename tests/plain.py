@@ -8,15 +8,22 @@ import math
 import numpy as np
 
 
-def logits(cfg, params, tokens):
+def logits(cfg, params, tokens, factors=()):
     """Returns the logits [T, V] of one sequence.
 
     Args:
         cfg: a `GPTConfig`, read for its options alone.
         params: layers unrolled, numpy arrays.
         tokens: [T] integers.
+        factors: what dropout multiplies by, 0 or 1 / (1 - p), in the order of GPT-2's code: of the
+            embedding [T, D], and in each layer of the weights [N, T, T] and of both branches.
     """
     T, D = len(tokens), cfg.embed_dim
+    factors = iter(factors)
+
+    def drop(x):
+        return x * next(factors, 1.0)
+
     x = params["wte"]["embedding"][tokens]
     if cfg.position == "learned":
         x = x + params["wpe"]["embedding"][:T]
@@ -26,6 +33,7 @@ def logits(cfg, params, tokens):
             for i in range(D // 2):
                 x[pos, 2 * i] += math.sin(pos / 10000 ** (2 * i / D))
                 x[pos, 2 * i + 1] += math.cos(pos / 10000 ** (2 * i / D))
+    x = drop(x)
     embedded, first_values = x, None
     for layer in range(cfg.num_layers):
         block = params[f"h_{layer}"]
@@ -34,19 +42,19 @@ def logits(cfg, params, tokens):
             x = own * x + skip * embedded
         before = x
         if cfg.norm_position == "post":
-            y, first_values = attention(cfg, block["attn"], x, tokens, layer, first_values)
-            x = norm(cfg, block["ln_1"], x + y)
-            x = norm(cfg, block["ln_2"], x + mlp(cfg, block["mlp"], x))
+            y, first_values = attention(cfg, block["attn"], x, tokens, layer, first_values, factors)
+            x = norm(cfg, block["ln_1"], x + drop(y))
+            x = norm(cfg, block["ln_2"], x + drop(mlp(cfg, block["mlp"], x)))
             continue
         y = norm(cfg, block["ln_1"], x)
-        y, first_values = attention(cfg, block["attn"], y, tokens, layer, first_values)
+        y, first_values = attention(cfg, block["attn"], y, tokens, layer, first_values, factors)
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_1_post"], y)
-        x = x + y
+        x = x + drop(y)
         y = mlp(cfg, block["mlp"], norm(cfg, block["ln_2"], before if cfg.parallel_block else x))
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_2_post"], y)
-        x = x + y
+        x = x + drop(y)
     if cfg.norm_position != "post":
         x = norm(cfg, params["ln_f"], x)
     head = params["wte" if cfg.tie_embeddings else "lm_head"]["embedding"]
@@ -69,8 +77,9 @@ def linear(params, x, num_contract=1):
     return y + params["bias"] if "bias" in params else y
 
 
-def attention(cfg, params, x, tokens, layer, first_values):
+def attention(cfg, params, x, tokens, layer, first_values, factors):
     T, N, H = len(x), cfg.num_heads, cfg.embed_dim // cfg.num_heads
+    kept = next(factors, np.ones((N, T, T)))
     if "c_attn" in params:
         q, k, v = np.moveaxis(linear(params["c_attn"], x), 1, 0)
     else:
@@ -99,7 +108,8 @@ def attention(cfg, params, x, tokens, layer, first_values):
             if cfg.position == "alibi":
                 scores = scores + ALIBI[N][n] * (np.arange(first, t + 1) - t)
             weights = np.exp(scores - scores.max())
-            out[t, n] = weights / weights.sum() @ v[first : t + 1, kv]
+            weights = weights / weights.sum() * kept[n, t, first : t + 1]
+            out[t, n] = weights @ v[first : t + 1, kv]
     return linear(params["c_proj"], out, num_contract=2), first_values
 
 

@@ -11,15 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from configs import gpt2_1558m
-from gpt2.config import Config, OptimConfig
+from gpt2.config import OptimConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.optim import averaged_params, make_optimizer, make_schedule
 from gpt2.optim.parameters import decay_mask
 from gpt2.optim.transforms import clip_by_global_norm, global_norm
-from gpt2.parallel import bytes_per_device
-from gpt2.training.program import Program
 from gpt2.training.state import LossScale, TrainState
 from gpt2.training.steps import make_train_step, next_token_loss
 from gpt2.utils.platform import tracing
@@ -209,11 +206,6 @@ def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
         assert_close(actual, expected)
 
 
-def test_some_of_the_gradients_are_clipped():
-    norms = [float(optax.tree.norm(grads)) for grads in gradients()]
-    assert min(norms) < 1.0 < max(norms)
-
-
 def by_torch(optim):
     """Returns the parameters after ten steps of torch.optim, in float64, with layers unrolled."""
     import torch
@@ -330,22 +322,6 @@ def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name,
         np.testing.assert_allclose(decayed[kernel], share * without[kernel], rtol=1e-5)
 
 
-def test_a_decay_that_is_part_of_the_gradient_grows_with_the_width():
-    def first_step(weight_decay, width_ratio):
-        optim = dataclasses.replace(OPTIMS["adam"], weight_decay=weight_decay)
-        optimizer = make_optimizer(
-            optim, make_schedule(optim, 9), num_steps=9, width_ratio=width_ratio
-        )
-        params, grads = initial_params(), jax.tree.map(lambda x: 1e-9 * x, gradients()[0])
-        return by_name(optimizer.update(grads, optimizer.init(params), params)[0])
-
-    # Gradients near eps, so that their size shows in Adam's first step.
-    wide, plain, more = first_step(1e-8, 4.0), first_step(1e-8, 1.0), first_step(4e-8, 1.0)
-    for name, update in wide.items():
-        hidden = re.match(r"h_\d/.*kernel", name)
-        np.testing.assert_allclose(update, more[name] / 4 if hidden else plain[name], rtol=1e-4)
-
-
 def test_the_width_is_refused_by_optimizers_without_a_rule():
     for name in ("sgd", "adafactor", "soap"):
         with pytest.raises(UserError, match=rf"name={name} has no rule for model\.mup_base_width"):
@@ -436,11 +412,6 @@ def test_a_warmup_in_percent_is_that_of_its_steps():
     assert OptimConfig(warmup_steps=0, warmup_percent=2.3).warmup(1000) == 23
 
 
-def test_schedules_without_a_warmup_begin_at_the_peak():
-    for schedule in ("cosine", "linear", "constant", "wsd", "piecewise:50=0.5"):
-        assert rates(schedule, warmup_steps=0)(0) == 1.0
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -455,83 +426,20 @@ def test_schedules_that_do_not_fit_the_run_are_refused(options, message):
         rates(**options)
 
 
-# Options
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key"),
     [
-        (
-            dict(momentum=0.9),
-            r"^optim\.name=adamw would ignore optim\.momentum=0\.9\. "
-            r"Use --config\.optim\.momentum=0\.95, or --config\.optim\.name=sgd\.$",
-        ),
-        (dict(beta3=0.99), r"adamw would ignore optim\.beta3=0\.99.*name=ademamix"),
-        (dict(name="sgd", beta2=0.9), r"sgd would ignore optim\.beta2=0\.9.*name=adamw"),
-        (dict(name="adafactor", eps=1e-6), r"adafactor would ignore optim\.eps=1e-06"),
-        (dict(adam_learning_rate=1e-3), r"would ignore optim\.adam_learning_rate.*name=muon"),
-        (dict(precondition_every=5), r"would ignore optim\.precondition_every=5.*name=soap"),
-        (dict(name="muon", precondition_every=5), r"muon would ignore .*name=soap"),
-        (dict(name="muon", adam_learning_rate=-1.0), r"adam_learning_rate=-1\.0 is below 0"),
-        (
-            dict(
-                name="muon", learning_rate=0.0, end_learning_rate=0.0, adam_learning_rate=1e-3
-            ),
-            r"adam_learning_rate=0\.001 follows .*learning_rate, which is 0",
-        ),
-        (dict(learning_rate=float("nan")), r"learning_rate=nan is not a finite number"),
-        (dict(clip_norm=float("inf")), r"clip_norm=inf is not a finite number"),
-        (dict(learning_rate=-1.0), r"rate=-1\.0 is below 0\. For example, .*rate=0\.0006\."),
-        (dict(eps=0.0), r"eps=0 divides 0 by 0 .*eps=1e-08\."),
-        (dict(clip_norm=1e-38), r"clip_norm=1e-38 leaves nothing of a gradient\. For .*=1\.0"),
-        (dict(weight_decay=-0.1), r"weight_decay=-0\.1 is below 0"),
-        (dict(warmup_steps=-1), r"warmup_steps=-1 is below 0"),
-        (dict(name="soap", precondition_every=0), r"precondition_every=0 is below 1"),
-        (dict(ema=1.0), r"ema=1\.0 is not in \[0, 1\)"),
-        (dict(beta1=1.0), r"beta1=1\.0 is not in \[0, 1\)"),
-        (dict(name="ademamix", alpha=0.0), r"needs a positive optim\.alpha.*optim\.alpha=5\.0"),
-        (dict(learning_rate=-1.0), r"learning_rate=-1\.0 is below 0\. .*learning_rate=0\.0006"),
-        (dict(learning_rate=np.nan), r"=nan is not a finite number\. .*learning_rate=0\.0006"),
-        (dict(name="ademamix", beta3=0.0), r"ademamix needs a positive optim\.beta3"),
-        (dict(warmup_percent=5.0), r"both say how.*set --config\.optim\.warmup_steps=0"),
-        (dict(warmup_steps=0, warmup_percent=101.0), r"warmup_percent=101 is more than the run"),
-        (dict(decay_steps=5), r"schedule=cosine would ignore optim\.decay_steps=5.*schedule=wsd"),
-        (
-            dict(schedule="wsd", decay_steps=5, decay_percent=5.0),
-            r"both say how.*set --config\.optim\.decay_steps=0",
-        ),
-        (dict(schedule="constant"), r"constant would ignore optim\.end_learning_rate=6e-05"),
-        (dict(schedule="inverse_sqrt"), r"inverse_sqrt would ignore optim\.end_learning_rate"),
-        (dict(schedule="piecewise:10=0.5"), r"piecewise would ignore optim\.end_learning_rate"),
-        (
-            dict(schedule="inverse_sqrt", warmup_steps=0, end_learning_rate=6e-4),
-            r"falls from the end of a warm-up.*warmup_steps=100",
-        ),
-        (dict(schedule="stairs"), r"optim\.schedule=stairs is not one of cosine"),
-        (dict(schedule="cosine:3"), r"gives values to a schedule without any"),
-        (dict(schedule="piecewise"), r"schedule=piecewise is not piecewise:STEP=SHARE"),
-        (dict(schedule="piecewise:10"), r"piecewise:10 is not piecewise:STEP=SHARE"),
-        (dict(schedule="piecewise:10=x"), r"piecewise:10=x is not piecewise:STEP"),
-        (dict(schedule="piecewise:10=0.5=1"), r"is not piecewise:STEP=SHARE"),
-        (dict(schedule="piecewise:10=-1"), r"has a step below 1 or a share below 0"),
-        (dict(schedule="piecewise:10=nan"), r"has a step below 1 or a share below 0"),
-        (dict(schedule="piecewise:20=1,10=0.5"), r"steps that do not ascend"),
-        (dict(layer_rates="attn"), r"layer_rates has 'attn', not REGEX=FACTOR"),
-        (dict(layer_rates="attn=fast"), r"layer_rates has 'attn=fast', not REGEX=FACTOR"),
-        (dict(layer_rates="attn=-1"), r"layer_rates has 'attn=-1', with a factor below 0"),
-        (dict(layer_rates="(=1"), r"layer_rates has '\(', which is not a regular expression"),
-        (dict(name="schedule_free"), r"averages in place of optim\.schedule=cosine.*=constant"),
-        (dict(name="schedule_free", ema=0.9, **CONSTANT), r"keeps an average already"),
-        (dict(name="schedule_free", beta1=0.0, **CONSTANT), r"needs a positive optim\.beta1"),
-        (dict(name="sgd", momentum=0.0, cautious="updates"), r"has no momentum here"),
-        (dict(beta1=0.0, cautious="updates"), r"has no momentum here"),
-        (dict(name="adafactor", cautious="both"), r"adafactor has no momentum here that could"),
-        (dict(name="adam", cautious="decay"), r"adds its decay to the gradient"),
-        (dict(cautious="decay", weight_decay=0.0), r"masks a decay, and optim\.weight_decay=0"),
+        (dict(momentum=0.9), "ignore optim.momentum"),
+        (dict(name="sgd", beta2=0.9), "ignore optim.beta2"),
+        (dict(name="muon", precondition_every=5), "ignore optim.precondition_every"),
+        (dict(layer_rates="(=1"), "layer_rates"),
+        (dict(name="schedule_free"), "schedule=cosine"),
+        (dict(name="adafactor", cautious="both"), "momentum"),
+        (dict(name="adam", cautious="decay"), "decay"),
     ],
-)  # fmt: skip
-def test_mistakes_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
+)
+def test_mistakes_are_refused(options, key):
+    with pytest.raises(UserError, match=re.escape(key)):
         OptimConfig(**options)
 
 
@@ -547,40 +455,3 @@ def test_a_pattern_that_no_parameter_needs_is_refused(scanned):
     for patterns, unused in (("h_2/=1", "h_2/"), ("attn=1,c_attn=2", "c_attn")):
         with pytest.raises(UserError, match=f"layer_rates has '{unused}', which matches no param"):
             init(patterns)
-
-
-def test_a_pattern_is_checked_before_a_run_begins():
-    tree = gpt2_1558m.get_config()
-    tree.optim.layer_rates = "h_48/=0.5"
-    tree.data.batch_size = tree.train.accumulate_steps = 1
-    with pytest.raises(UserError, match="layer_rates has 'h_48/', which matches no parameter"):
-        Program.from_config(Config.from_dict(tree), jax.devices()[:1])
-
-
-# Memory
-
-
-@pytest.mark.thorough
-def test_bytes_of_state_per_device_are_those_of_theory():
-    """GPT-2 1558M over fsdp=8: what an axis of length D belongs to is split, and nothing else."""
-    V, T, D, F, L, P = 50257, 1024, 1600, 6400, 48, 1_557_611_200
-    layer = (D + 3 * D) + (D + D) + (D + F) + (F + D)  # rows and columns of its four kernels
-    split = L * 4 * D + 2 * D  # of those, what lies along the residual stream, and of both tables
-    moments = L * layer + (V + D) + (T + D)
-    hidden = L * (D * 3 * D + D * D + 2 * D * F)
-    vectors_split, vectors_whole = L * 6 * D + 2 * D, L * (3 * D + F)
-    expected = {
-        "adamw": 8 * P / 8,
-        "lion": 4 * P / 8,
-        "ademamix": 12 * P / 8,
-        "muon": (4 * hidden + 8 * (P - hidden)) / 8,  # a momentum alone for hidden kernels
-        "adafactor": 4 * ((moments - split) + split / 8 + vectors_split / 8 + vectors_whole),
-    }
-    for name, wanted in expected.items():
-        tree = gpt2_1558m.get_config()
-        tree.optim.name = name
-        tree.parallel.update(data=1, fsdp=8)
-        tree.data.batch_size, tree.train.accumulate_steps = 8, 1
-        tree.model.vocab_size = V
-        program = Program.from_config(Config.from_dict(tree), jax.devices())
-        assert bytes_per_device(program.state_shapes.opt_state) == pytest.approx(wanted, rel=0.01)

@@ -3,26 +3,21 @@
 import dataclasses
 import functools
 from functools import partial
-from types import SimpleNamespace
 
 import chex
 import flax.errors
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 from configs import default
 from gpt2 import ops
-from gpt2.config import SIZES, Config, ParallelConfig
-from gpt2.data import dataset, tokens
-from gpt2.data.loader import TrainLoader, ValidationLoader
+from gpt2.config import SIZES, Config
 from gpt2.generate import Sampling, _decode, _prefill
 from gpt2.model import GPT, GPTConfig, KVCache, block, layers, num_params
 from gpt2.model import attention as model_attention
 from gpt2.ops.arrays import dot
-from gpt2.parallel import make_backend
 from gpt2.training.program import Program
 
 MIDDLE = ("gpt2-355m", "gpt2-774m")
@@ -124,15 +119,6 @@ def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_n
     assert state.loss_scale is None
 
 
-@each_size
-def test_scanned_model_gives_hidden_states_and_logits(size):
-    (model, variables), tokens, D = gpt(size, scanned=True), ints(B, T), SIZES[size][2]
-    assert_is(jax.eval_shape(method(model, "hidden"), variables, tokens), "bfloat16", B, T, D)
-    logits = jax.eval_shape(method(model, "logits"), variables, halves(B, 3, D))
-    assert_is(logits, "float32", B, 3, V)
-    assert_is(jax.eval_shape(model.apply, variables, tokens), "float32", B, T, V)
-
-
 @each_model
 def test_loss_is_two_scalars_and_a_cache_keeps_its_shape_as_it_is_extended(size, scanned):
     (model, variables), (L, N, D), S = gpt(size, scanned), SIZES[size], 256
@@ -159,31 +145,6 @@ def test_mesh_splits_kernels_heads_and_tables(size):
     assert optax.tree.get(held.opt_state, "mu") == held.params
 
 
-@pytest.mark.parametrize("name", ["pjit", "pmap"])
-@pytest.mark.parametrize(("size", "scanned"), [*((s, True) for s in SIZES), ("gpt2-124m", False)])
-def test_steps_keep_the_state_and_give_scalars(size, scanned, name):
-    run = program(size, scanned)
-    backend, state, mesh = run.backend, run.state_shapes, mesh_sizes(size)
-    num_shards, batch_shape = mesh["data"] * mesh["fsdp"], (B, T)
-    if name == "pmap":
-        backend = make_backend(ParallelConfig(backend="pmap"), None)
-        num_shards, batch_shape = 8, (8, B // 8, T)
-        placed = jax.tree.leaves(backend.state_shardings(shapes(state)))
-        assert all(sharding.is_fully_replicated for sharding in placed)
-    assert backend.num_shards == num_shards
-    assert backend.local_rows(B) == slice(0, B)
-    rows = np.zeros((B, T), np.int32)
-    batch = backend.put_batch({"tokens": rows, "targets": rows})
-    assert_is(batch, "int32", *batch_shape)
-    state, batch = inputs = shapes((state, batch))
-    after, metrics = jax.eval_shape(backend.compile_train(run.train_step), *inputs)
-    assert_same(after, state)
-    names = "train/loss", "train/grad_norm", "train/learning_rate"
-    assert_same(metrics, dict.fromkeys(names, floats()))
-    sums = jax.eval_shape(backend.compile_eval(run.eval_step), state.params, batch)
-    assert_same(sums, {"loss": (floats(), floats())})
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operations_give_their_operands_type_and_losses_float32(dtype):
     x, heads = array(dtype, 2, 8, 32), array(dtype, 2, 8, 3, 4)
@@ -208,33 +169,6 @@ def test_operations_give_their_operands_type_and_losses_float32(dtype):
 def attend(name):
     options = dict(implementation=name, interpret=True)
     return lambda q, k, v, segments: ops.attention(q, k, v, segments=segments, **options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_attention_gives_the_shape_and_type_of_its_queries(implementation, dtype):
-    q, cache = array(dtype, 2, 128, 4, 16), array(dtype, 2, 4, 256, 16)
-    for segments in (None, ints(2, 128)):
-        assert_same(jax.eval_shape(attend(implementation), q, q, q, segments), q)
-    for length in (ints(), ints(2)):
-        assert_same(jax.eval_shape(ops.attention_cached, q, cache, cache, length), q)
-    if implementation != "splash":
-        spread = partial(model_attention.spread_attention, implementation=implementation)
-        assert_same(jax.eval_shape(spread, q, q, q), q)
-
-
-class Variants(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
-    def test_operations_give_the_same_shapes_compiled_and_not(self):
-        @self.variant
-        def operations(x, kernel, q, targets):
-            loss = ops.cross_entropy(x, kernel.T, targets, vocab_size=5)
-            y = ops.linear(x, kernel, kernel[0])
-            return loss, y, ops.norm(x, x[0, 0], x[0, 0]), ops.attention(q, q, q)
-
-        x, q, targets = jnp.ones((2, 8, 32)), jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8), jnp.int32)
-        outputs = operations(x, jnp.ones((32, 5)), q, targets)
-        assert_same(outputs, (SCALARS, floats(2, 8, 5), x, q))
 
 
 def small(accumulate_steps=1):
@@ -361,33 +295,3 @@ def test_a_wrong_shape_or_type_is_refused_where_the_right_one_passes(name):
             with pytest.raises(WRONG):
                 taken = jax.eval_shape(function, *arguments)
                 pytest.fail(f"{name} takes {other} as argument {index} and gives {taken}")
-
-
-def test_sampling_keeps_its_state_while_it_draws():
-    state = jax.eval_shape(prefill, STATE.params, ROWS, ints(2))
-    assert_is(state.tokens, "int32", 2, 16)
-    assert_is(state.ended, "bool", 2)
-    assert_is(state.cache.layers, "float32", 2, 2, 16, 16)
-    chex.assert_shape([state.keys, state.cache.length], (2,))
-    assert_same(jax.eval_shape(decode, STATE.params, state), state)
-    for sampling in (Sampling(), Sampling(0.0), Sampling(0.5, top_k=3, top_p=0.5)):
-        assert_is(jax.eval_shape(sampling, floats(3, 300), keys_of(3)), "int32", 3)
-
-
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_batches_are_int32_rows_of_known_tokens(tmp_path, document_mask):
-    writer = tokens.TokenWriter(tmp_path, vocab_size=100)
-    for split in ("train", "validation"):
-        writer.append(split, np.arange(1000) % 100)
-    split = dataset.Split(1000, 0, num_documents=10)
-    splits, tokenizer = {"train": split, "validation": split}, SimpleNamespace(eot=99)
-    corpus = dataset.Dataset(tmp_path, tokenizer, splits, 0.0, {}, writer.shards, "uint16")
-    options = dict(batch_size=4, context_length=16, document_mask=document_mask)
-    validation = ValidationLoader(corpus, **options)
-    assert len(validation) == -(-999 // (16 * 4))
-    for loader, last in ((TrainLoader(corpus, seed=0, **options), 99), (validation, 15)):
-        for batch, rows in ((loader.batch(last), 4), (loader.batch(0, slice(1, 3)), 2)):
-            assert set(batch) == {"tokens", "targets"} | ({"segments"} if document_mask else set())
-            assert_is(batch, "int32", rows, 16)
-            assert set(np.unique(batch["tokens"])) <= set(range(100))
-            assert set(np.unique(batch["targets"])) <= set(range(-1, 100))

@@ -1,7 +1,6 @@
 """What every switch computes, held to a plain reference in numpy (tests/plain.py)."""
 
 import dataclasses
-import math
 
 import chex
 import jax
@@ -32,6 +31,32 @@ def test_logits_and_loss_are_those_of_plain_numpy(name):
     ]
     loss = mean_loss(name, model, params, tokens)
     assert float(loss) == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["default", "sandwich", "post"])
+def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
+    rate, masks, keys = 0.25, [], set()
+
+    def draw(key, p, shape):
+        assert p == 1 - rate
+        keys.add(tuple(jax.random.key_data(key).tolist()))
+        masks.append(np.random.default_rng(len(masks)).random(shape) < p)
+        return jnp.asarray(masks[-1])
+
+    monkeypatch.setattr(jax.random, "bernoulli", draw)
+    cfg = dataclasses.replace(model_of(name).config, dropout=rate)
+    params, tokens = params_of(name), tokens_of(5)[:1]
+    dropped = GPT(cfg).apply(
+        {"params": params}, tokens, deterministic=False, rngs={"dropout": jax.random.key(3)}
+    )
+    T, D, N = cfg.context_length, cfg.embed_dim, cfg.num_heads
+    layer = [(1, N, T, T), (1, T, D), (1, T, D)]
+    assert [mask.shape for mask in masks] == [(1, T, D), *cfg.num_layers * layer]
+    assert len(keys) == len(masks)
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    factors = [mask[0] / (1 - rate) for mask in masks]
+    wanted = plain.logits(cfg, exact, np.asarray(tokens[0]), factors)
+    np.testing.assert_allclose(dropped[0], wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_a_third_layer_mixes_the_values_of_the_first():
@@ -115,12 +140,3 @@ def test_one_head_of_keys_is_the_mean_of_equal_heads_and_grouping_follows_the_qu
     expected = jax.jit(full.apply)({"params": params}, tokens_of(1))
     actual = jax.jit(model_of("grouped").apply)({"params": params_of("grouped")}, tokens_of(1))
     np.testing.assert_allclose(actual, expected, atol=1e-5)
-
-
-def test_bits_per_byte_are_nats_over_the_natural_log_of_two():
-    from gpt2.evals.validation import validate
-
-    batch = {"loss": (jnp.float32(math.log(2) * 10), jnp.float32(10))}
-    scores = validate(lambda params, batch: batch, None, [batch], targets_per_byte=0.5)
-    assert scores["eval/loss"] == pytest.approx(math.log(2))
-    assert scores["eval/bits_per_byte"] == pytest.approx(0.5)

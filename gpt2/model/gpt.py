@@ -286,10 +286,11 @@ class GPT(nn.Module):
         return nn.Module.init_with_output(self._plain(), rngs, tokens)[1]["params"]
 
     @nn.nowrap
-    def init(  # type: ignore[override]  # narrower than Flax's: tokens alone
-        self, rngs: Any, tokens: jax.Array
-    ) -> dict:
-        """Returns `{"params": ...}` drawn with the key `rngs`; `tokens` only give their shape."""
+    def init(self, rngs: Any, tokens: jax.Array, *_: Any, **__: Any) -> dict:  # type: ignore[override]
+        """Returns `{"params": ...}` drawn with the key `rngs`, for `tokens` of this shape.
+
+        Flax's other arguments, which `nn.tabulate` gives, change nothing.
+        """
         params = nn.unbox(self._draw(rngs, tokens))
         return {"params": stack_layers(params) if self.config.scan_layers else params}
 

@@ -35,7 +35,7 @@ class CompiledStep:
     def __init__(self, name: str, compiled: Any, seconds: float):
         self.name, self.compile_seconds, self._compiled = name, seconds, compiled
         sizes = [f"{kind}_size_in_bytes" for kind in ("argument", "output", "alias", "temp")]
-        memory = compiled.memory_analysis()
+        memory = None if jax.config.jax_disable_jit else compiled.memory_analysis()
         self.memory = memory and MemoryUse(*(getattr(memory, size) for size in sizes))
 
     def __call__(self, *arguments: Any) -> Any:
@@ -44,6 +44,8 @@ class CompiledStep:
         Raises:
             RecompileError: the arguments differ from those it was compiled for, as JAX names it.
         """
+        if jax.config.jax_disable_jit:
+            return self._compiled(*arguments)
         try:
             return self._compiled(*arguments)
         except (TypeError, ValueError) as error:  # raised before it runs or takes a donation
@@ -63,6 +65,8 @@ def compile_once(
     those of XLA's compiler.
     """
     began = time.perf_counter()
-    compiled = function.lower(*arguments).compile(dict(options or {}))
+    compiled = function  # what people debug with prints runs operation by operation
+    if not jax.config.jax_disable_jit:
+        compiled = function.lower(*arguments).compile(dict(options or {}))
     name = name or getattr(function, "__name__", "function")
     return CompiledStep(name, compiled, time.perf_counter() - began)
