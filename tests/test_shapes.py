@@ -28,21 +28,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
 
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
-THOROUGH = pytest.mark.thorough
-each_size = pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=THOROUGH if size in MIDDLE else ()) for size in SIZES]
-)
 each_model = pytest.mark.parametrize(
     ("size", "scanned"),
     [
-        pytest.param(
-            size,
-            scanned,
-            marks=THOROUGH if size in MIDDLE or (size != "gpt2-124m" and not scanned) else (),
-            id=f"{size}-{'scanned' if scanned else 'unrolled'}",
-        )
-        for size in SIZES
-        for scanned in (True, False)
+        ("gpt2-124m", True),
+        ("gpt2-124m", False),
+        ("gpt2-1558m", True),
+        *(pytest.param(size, True, marks=pytest.mark.thorough) for size in MIDDLE),
     ],
 )
 
@@ -132,17 +124,6 @@ def test_loss_is_two_scalars_and_a_cache_keeps_its_shape_as_it_is_extended(size,
     logits, longer = jax.eval_shape(extend, variables, ints(B, 4), ints(B), cache)
     assert_is(logits, "float32", B, V)
     assert_same(longer, cache)
-
-
-@each_size
-def test_mesh_splits_kernels_heads_and_tables(size):
-    (L, N, D), mesh = SIZES[size], mesh_sizes(size)
-    held = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), program(size, True).state_shapes)
-    fsdp, tensor, h = mesh["fsdp"], mesh["tensor"], held.params["h"]
-    assert held.params["wte"]["embedding"] == (V, D // (fsdp * tensor))
-    assert h["attn"]["c_attn"]["kernel"] == (L, D // fsdp, 3, N // tensor, D // N)
-    assert h["mlp"]["c_proj"]["kernel"] == (L, 4 * D // tensor, D // fsdp)
-    assert optax.tree.get(held.opt_state, "mu") == held.params
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,6 +4,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+
 
 class RecompileError(RuntimeError):
     """A function that is compiled once was about to be compiled again."""
