@@ -4,7 +4,6 @@ import io
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +68,7 @@ def run(
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags, and returns the arguments that are none, after the program's name.
-
-    Raises:
-        UserError: a flag does not exist, or its value cannot be read.
-    """
+    """Parses flags, and returns the program's name and the arguments that are no flags."""
     has_config = "config" in flags.FLAGS
     try:
         for argument in flags.FLAGS.read_flags_from_files(argv[1:]) if has_config else ():
@@ -112,22 +107,15 @@ class _ConfigFileParser(flags.ArgumentParser):
         """Returns the options of the file `name`."""
         return ConfigDict(read_options(name)).lock()
 
-    def flag_type(self) -> str:
-        """Returns what absl calls the value."""
-        return "config object"
-
 
 def parse_config() -> Config:
     """Returns the validated options that `--config` and its overrides give."""
-    options: Any = flags.FLAGS["config"].value
-    given = overrides()
-    stale = is_record(config_file()) and "data.tokenizer" in given and options.model.vocab_size
-    refuse(
-        stale and "model.vocab_size" not in given,
-        "model.vocab_size of the record belongs to its tokenizer, not to data.tokenizer",
-        "Add --config.model.vocab_size=0",
-    )
-    return Config.from_dict(options)
+    config, given = Config.from_dict(flags.FLAGS["config"].value), overrides()
+    kept = "data.tokenizer" in given and "model.vocab_size" not in given
+    stale = kept and is_record(config_file()) and config.model.vocab_size
+    how = "Add --config.model.vocab_size=0"
+    refuse(stale, "model.vocab_size is that of the record's tokenizer", how)
+    return config
 
 
 def config_file() -> str:
@@ -170,8 +158,7 @@ def define_run() -> None:
 
 def define_source() -> None:
     """Defines the flags of commands that load a model."""
-    text = partial(flags.DEFINE_string, flag_values=flags.FLAGS)
-    text("workdir", None, "Directory of a run.")
-    text("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
-    text("checkpoint", "best", "best, latest or a step of the run.")
+    flags.DEFINE_string("workdir", None, "Directory of a run.")
+    flags.DEFINE_string("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
+    flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
     flags.mark_flags_as_mutual_exclusive(["workdir", "hf"], required=True)

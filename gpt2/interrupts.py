@@ -49,10 +49,9 @@ def take() -> None:
 
 
 def end_at_once(next_command: str = "") -> None:
-    """Lets Ctrl-C end the process with a line. An exception might be lost in a callback of JAX.
+    """Lets Ctrl-C end the process with a line, which says what the next command will do.
 
-    Args:
-        next_command: what the line says of it, such as `the same command continues`.
+    An exception might be lost in a callback of JAX.
     """
     global _next_command
     _next_command = next_command

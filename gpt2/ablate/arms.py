@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2 import cli
-from gpt2.config import Config, option, read_config_file, read_option, with_options
+from gpt2.config import Config, option, read_option, read_options, with_options
 from gpt2.errors import UserError
 
 BASELINE = "baseline"
@@ -115,7 +115,7 @@ def _apply(config: Config, values: Sequence[Value], name: str) -> Config:
         options |= value
     try:
         if recipe := options.pop(_RECIPE, None):  # what the command line sets holds for all arms
-            read = read_config_file(str(recipe))
+            read = Config.from_dict(read_options(str(recipe)))
             config = with_options(read, {each: option(config, each) for each in cli.overrides()})
         return with_options(config, options)
     except UserError as error:

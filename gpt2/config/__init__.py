@@ -17,6 +17,6 @@ from gpt2.config.run import (
     leaves_training,
     load_config,
     option,
-    read_config_file,
+    read_options,
     with_options,
 )

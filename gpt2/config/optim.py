@@ -43,9 +43,6 @@ class OptimConfig(Options, group="optim"):
         refuse(decays and self.schedule != "wsd", "optim.decay_steps and _percent are for wsd")
         warms_up = self.warmup_steps or self.warmup_percent
         refuse(self.schedule == "inverse_sqrt" and not warms_up, "inverse_sqrt needs a warm-up")
-        rises = self.end_learning_rate > self.learning_rate
-        ends = self.schedule in ("cosine", "linear", "wsd")
-        refuse(ends and rises, "optim.end_learning_rate is above optim.learning_rate")
         averages, masks = self.name == "schedule_free", f"optim.cautious={self.cautious}"
         falls = averages and self.schedule != "constant"
         refuse(falls, "optim.name=schedule_free averages in place of a schedule", "Use constant")

@@ -66,11 +66,7 @@ def require_option(name: str, prefix: str = "") -> None:
 
 
 def complete(tree: Mapping | ConfigDict, group: str = "") -> dict[str, Any]:
-    """Returns all options by group, each of its type: those of `tree`, and defaults of the others.
-
-    Raises:
-        UserError: `tree` has something that is no option, or of another type.
-    """
+    """Returns all options by group, each of its type: those of `tree`, and other defaults."""
     prefix = f"{group}." if group else ""
     if not isinstance(tree, Mapping | ConfigDict):
         raise UserError(f"{group or 'the config'}={tree!r} is no group of options")
@@ -115,10 +111,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 class Options:
-    """A frozen dataclass of one group's options, with names, types and defaults of configs/.
-
-    A field that is a group itself is stated by its class.
-    """
+    """A frozen dataclass of a group's options, as configs/ has them; subgroups are stated."""
 
     if TYPE_CHECKING:  # fields come from configs/default.py, which type checkers do not run
         __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]

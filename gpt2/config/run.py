@@ -25,16 +25,8 @@ from gpt2.errors import UserError, refuse
 # Options that do not decide what the model learns, and may change when a run continues. A name that
 # ends in "." or "_" stands for all that begin with it.
 _ASIDE = (
-    "parallel.",
-    "memory.",
-    "logging.",
-    "model.attention",
-    "data.data_dir",
-    "train.accumulate_steps",
-    "train.log_every",
-    "train.eval_",
-    "train.checkpoint_every",
-    "train.keep_",
+    *("parallel.", "memory.", "logging.", "model.attention", "data.data_dir", "train.keep_"),
+    *("train.accumulate_steps", "train.log_every", "train.eval_", "train.checkpoint_every"),
     "train.hang_seconds",
 )
 
@@ -164,11 +156,7 @@ class Config(Options, group=""):
 
     @classmethod
     def from_dict(cls, tree: Mapping | ConfigDict) -> "Config":
-        """Builds the typed view of a ConfigDict or of a config.json; what lacks has its default.
-
-        Raises:
-            UserError: an option is unknown, of the wrong type, or cannot work.
-        """
+        """Builds the typed view of a ConfigDict or of a config.json; what lacks has its default."""
         options = complete(tree)
         options["parallel"] |= {"rules": RulesConfig(**options["parallel"]["rules"])}
         groups = {name: type(getattr(cls, name)) for name in options if name != "seed"}
@@ -221,11 +209,6 @@ def leaves_training(name: str) -> bool:
 def is_record(name: str) -> bool:
     """Returns whether a file given as `--config` is the record of a run."""
     return Path(name).suffix == ".json"
-
-
-def read_config_file(name: str) -> Config:
-    """Returns the options of a config file, or of a run's config.json, without overrides."""
-    return Config.from_dict(read_options(name))
 
 
 def read_options(name: str) -> dict[str, Any]:
