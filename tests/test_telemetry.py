@@ -419,13 +419,6 @@ def test_what_no_data_sheet_knows_has_no_peak(kind):
     assert all(chips.board_name(name) == name for name in chips.BOARDS)
 
 
-def test_peak_memory_is_that_of_the_fullest_device_if_they_tell():
-    stats = [{"peak_bytes_in_use": 5, "bytes_in_use": 9}, {"peak_bytes_in_use": 7}, None, {}]
-    devices = [types.SimpleNamespace(memory_stats=lambda each=each: each) for each in stats]
-    assert chips.peak_memory(devices) == {"perf/peak_memory_bytes": 7.0}
-    assert chips.peak_memory(devices[2:]) == chips.peak_memory() == {}
-
-
 def test_step_clock_charges_each_second_once_and_validation_to_no_step():
     now = [100.0]
     clock = StepClock(

@@ -35,13 +35,6 @@ class Cause(NamedTuple):
     help: str
 
 
-def write_page(directory: Path) -> str:
-    """Writes profile.md into a profile folder, from the trace in it, and returns its first line."""
-    text = explain(directory)
-    (directory / PAGE).write_text(text)
-    return f"{text.splitlines()[2].replace('**', '')} See {directory / PAGE}"
-
-
 def explain(path: Path) -> str:
     """Returns the page of a workdir, of its profile folder, or of a trace file.
 

@@ -1,14 +1,15 @@
 """A trace of a few steps, and the page that says where their time goes."""
 
 import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from gpt2.errors import warn
-from gpt2.profile.page import PROGRAM, write_page
+from gpt2.errors import tell, warn
+from gpt2.profile.page import PAGE, PROGRAM, explain
 from gpt2.profile.sampler import sampled
 from gpt2.profile.trace import STEP
 
@@ -48,7 +49,11 @@ class Profiler:
         if self._has_trace and jax.process_index() == 0:
             try:
                 (self._logdir / PROGRAM).write_text(self._text())
-                print(write_page(self._logdir))
+                (self._logdir / PAGE).write_text(page := explain(self._logdir))
+                tell(
+                    f"{page.splitlines()[2].replace('**', '')} See {self._logdir / PAGE}",
+                    sys.stdout,
+                )
             except Exception as error:  # a run is worth more than its page
                 warn(f"there is no profile.md ({error})")
         self._has_trace = False
