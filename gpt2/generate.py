@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -31,6 +32,7 @@ from gpt2.config import MAX_SEED, GPTConfig
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
+from gpt2.utils.files import write_text
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
 from gpt2.weights import load_model
@@ -161,22 +163,21 @@ def stream(
             return
 
 
-def sample_texts(
-    params: Any, cfg: GPTConfig, tokenizer: Tokenizer, *, number: int, seed: int
-) -> list[str]:
-    """Returns texts of up to 256 tokens that a model writes without a prompt."""
+def write_samples(path: Path, params: Any, cfg: GPTConfig, tokenizer: Tokenizer, seed: int) -> None:
+    """Writes three texts of up to 256 tokens, from no prompt, into a file."""
     first = 0 if tokenizer.eot is None else tokenizer.eot
     texts = generate(
         params,
         cfg,
-        [[first]] * number,
+        [[first]] * 3,
         max_new_tokens=min(256, cfg.context_length - 1),
         sampling=Sampling(temperature=0.8, top_k=50),
         seed=seed,
         eot=tokenizer.eot,
         vocab_size=tokenizer.vocab_size,
     )
-    return [tokenizer.decode(tokens) for tokens in texts]
+    rule = "\n" + "-" * 80 + "\n"
+    write_text(path, rule.join(map(tokenizer.decode, texts)) + "\n")
 
 
 @partial(jax.jit, static_argnames=("cache_length", "cfg", "sampling", "vocab_size"))

@@ -23,7 +23,7 @@ from gpt2.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from gpt2.errors import DivergedError, UserError
+from gpt2.errors import DivergedError
 from gpt2.model import layers
 from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.program import Program
@@ -119,7 +119,7 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
     first_state = lambda: planted(program.init_state())  # noqa: E731
     diagnosis = Diagnosis(program, batches, tmp_path, StubCheckpointer(), step, first_state)
     state = first_state()
-    with pytest.raises(UserError) as told, diagnosis.ends_if_diverged(lambda: state):
+    with pytest.raises(DivergedError) as told:
         for number in itertools.count(1):
             state, metrics = step(state, batches.batch(number - 1))
             values = [float(metrics[name]) for name in ("train/loss", "train/grad_norm")]
@@ -128,8 +128,9 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
                 what = "the gradients are" if np.isfinite(values[0]) else "the loss is"
                 raise DivergedError(number, what, before=True)
             assert number < 6
-    assert told.value.exit_code == 3
-    return str(told.value)
+    ended = diagnosis.explain(told.value, state)
+    assert ended.exit_code == 3
+    return str(ended)
 
 
 class StubCheckpointer:
@@ -223,6 +224,5 @@ def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
 
 def test_the_error_goes_on_if_the_origin_cannot_be_found(tmp_path):
     diagnosis = Diagnosis(None, None, tmp_path, StubCheckpointer(), None, None)
-    with pytest.raises(UserError) as told, diagnosis.ends_if_diverged(lambda: None):
-        raise DivergedError(7, "the loss is", before=True)
-    assert "at step 7: where it began is not known" in str(told.value)
+    told = str(diagnosis.explain(DivergedError(7, "the loss is", before=True), None))
+    assert "at step 7: where it began is not known" in told

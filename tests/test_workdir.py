@@ -67,12 +67,6 @@ def test_a_finished_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
         run_files.check_options(workdir, make_config())
 
 
-def test_a_run_that_is_left_says_what_the_same_command_does(tmp_path):
-    assert "starts again" in run_files.describe_saved(tmp_path / "run")
-    write_run(tmp_path / "run", make_config(), checkpoints=(2, 4))
-    assert "continues from step 4" in run_files.describe_saved(tmp_path / "run")
-
-
 @pytest.mark.parametrize("content", ["", "[1]", '{"spl', "{}", "3", "[" * 10**5])
 @pytest.mark.parametrize("name", ["data.json", "tokenizer.json"])
 def test_a_damaged_file_beside_the_checkpoints_is_written_anew(

@@ -54,6 +54,15 @@ class LossConfig(Options, group="loss"):
 class TrainConfig(Options, group="train"):
     """The `train.` options."""
 
+    def validates_at(self, step: int) -> bool:
+        """Returns whether the run is validated after a step, counted from 1."""
+        return step == self.num_steps or (self.eval_every > 0 and step % self.eval_every == 0)
+
+    def saves_at(self, step: int) -> bool:
+        """Returns whether a checkpoint is saved after a step, whatever a validation says."""
+        every = self.checkpoint_every
+        return step == self.num_steps or (every > 0 and step % every == 0)
+
 
 class MemoryConfig(Options, group="memory"):
     """The `memory.` options."""

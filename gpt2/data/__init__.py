@@ -1,1 +1,5 @@
-"""Documents -> tokens -> records -> batch(step)."""
+"""Documents -> tokens -> shards -> batch(seed, step)."""
+
+from gpt2.data.dataset import Dataset, prepare
+
+__all__ = ["Dataset", "prepare"]

@@ -20,7 +20,7 @@ import jax
 
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
-from gpt2.parallel.mesh import make_mesh
+from gpt2.parallel.mesh import check_layout, make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
 from gpt2.parallel.rules import Rules
@@ -31,11 +31,15 @@ from gpt2.parallel.state import (
     gather_whole,
     state_bytes,
 )
+from gpt2.parallel.stop import Deadline, StopSignal
 
 __all__ = [
     "Backend",
+    "Deadline",
+    "StopSignal",
     "abstract_state",
     "bytes_per_device",
+    "check_layout",
     "check_sharded",
     "gather_whole",
     "make_backend",

@@ -1,5 +1,6 @@
 """Accelerators by name: what they compute, hold and send, from their makers' pages."""
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -107,3 +108,13 @@ def peak_memory(devices: Iterable[Any] | None = None) -> dict[str, float]:
     stats = [device.memory_stats() or {} for device in devices or jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"perf/peak_memory_bytes": float(max(peaks))} if peaks else {}
+
+
+def device_memory(device: Any) -> int | None:
+    """Returns the bytes that programs on a device may take, None if it does not tell.
+
+    The devices of a CPU share the memory of their host.
+    """
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()

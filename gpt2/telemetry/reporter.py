@@ -3,16 +3,19 @@
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from gpt2.config import Config
 from gpt2.errors import DivergedError
 from gpt2.telemetry.chips import peak_memory
 from gpt2.telemetry.event_file import Writer
+from gpt2.telemetry.metrics import MetricsWriter
+from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
-
-__all__ = ["Reporter", "Writer"]
+from gpt2.telemetry.watchdog import Watchdog
 
 
 class Reporter:
@@ -37,6 +40,23 @@ class Reporter:
         self._skip_bad_steps = skip_bad_steps
         self._late: tuple[int, dict[str, jax.Array], str, Any] | None = None
         self._losses: list[float] = []  # since the last line
+
+    @classmethod
+    def for_run(cls, config: Config, clock: StepClock, workdir: Path, start: int) -> "Reporter":
+        """Returns what reports a run to its files and the screen, in the first process alone."""
+        train, logging = config.train, config.logging
+        writers: list[Any] = [Watchdog(clock, train.hang_seconds)]
+        if jax.process_index() == 0:
+            files = dict(tensorboard=logging.tensorboard, wandb=logging.wandb, resume_step=start)
+            writers.append(MetricsWriter(workdir, config.to_dict(), **files))
+            writers.append(Progress(train.num_steps, start))
+        return cls(
+            writers,
+            clock,
+            log_every=train.log_every,
+            num_steps=train.num_steps,
+            skip_bad_steps=train.skip_bad_steps,
+        )
 
     def step(
         self, step: int, metrics: dict[str, jax.Array], note: str = "", statistics: Any = None
@@ -110,6 +130,7 @@ class Reporter:
         with contextlib.ExitStack() as stack:
             for writer in self._writers:
                 stack.enter_context(writer)
+            stack.enter_context(self._clock.phase("step"))
             self._open = stack.pop_all()
         return self
 

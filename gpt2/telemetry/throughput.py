@@ -4,8 +4,14 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
+
+from gpt2 import launch
+from gpt2.config import Config
+from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
+from gpt2.telemetry.metrics import seconds_taken
 
 
 class StepClock:
@@ -39,6 +45,18 @@ class StepClock:
         self._counted = 0.0  # seconds of step and of data wait before the newest step
         self.num_steps = 0
         self.newest_seconds: deque[float] = deque(maxlen=100)
+
+    @classmethod
+    def for_run(cls, config: Config, workdir: Path, start: int) -> "StepClock":
+        """Returns the clock of a run that goes on from step `start`, on all devices."""
+        clock = cls(
+            config.tokens_per_step,
+            model_flops_per_token(config.gpt()),
+            seconds_before=seconds_taken(workdir / "metrics.jsonl", start),
+            start_seconds=launch.seconds_since_start(),
+        )
+        clock.peak_flops = total_peak_flops(config.precision.compute)
+        return clock
 
     @property
     def total_seconds(self) -> float:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from gpt2.errors import tell
+from gpt2.telemetry.event_file import Writer
 from gpt2.telemetry.throughput import StepClock
 
 EXIT_CODE = 4
@@ -17,7 +18,7 @@ _FIRST_STEP_SECONDS = 1800.0
 _WATCHED = ("step", "data wait")  # phases in which steps should end
 
 
-class Watchdog:
+class Watchdog(Writer):
     """A thread that ends the process if steps stop coming; a context manager.
 
     Between steps, at most `least_seconds` (0: no thread) may pass, and ten times the median of the
@@ -36,7 +37,8 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Ends the thread."""
         self._closed.set()
 
     def _watch(self) -> None:

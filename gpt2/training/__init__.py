@@ -1,1 +1,10 @@
 """Training: the program of a run, its state, its steps, its checkpoints and its files."""
+
+from gpt2.training.batches import Batches
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.diagnosis import Diagnosis
+from gpt2.training.program import Program
+from gpt2.training.state import TrainState
+from gpt2.training.steps import next_token_loss
+
+__all__ = ["Batches", "Checkpointer", "Diagnosis", "Program", "TrainState", "next_token_loss"]

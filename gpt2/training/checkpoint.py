@@ -229,7 +229,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.wait()
         self._manager.close()
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and jax.process_count() > 1:
+            with distributed.ends_together():  # a save would wait for processes that wait for this
+                raise error
         self.close()
 
     def _recover(self, error: Exception) -> None:

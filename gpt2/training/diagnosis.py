@@ -5,9 +5,8 @@ on, by a program that looks at the output of every module and at every gradient.
 unrolled, so that a scanned model with dropout draws other masks there.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from gpt2.config import LossConfig
 from gpt2.errors import DivergedError, UserError
 from gpt2.model import GPT
-from gpt2.parallel import distributed, gather_whole
+from gpt2.parallel import gather_whole
 from gpt2.parallel.rules import gathered_for
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
@@ -42,15 +41,6 @@ class Diagnosis:
     checkpointer: Checkpointer
     train_step: Callable
     first_state: Callable[[], TrainState]
-
-    @contextlib.contextmanager
-    def ends_if_diverged(self, state: Callable[[], TrainState]) -> Iterator[None]:
-        """Ends all processes if the body fails in this one. Explains a run that diverged."""
-        with distributed.ends_together():
-            try:
-                yield
-            except DivergedError as error:
-                raise self.explain(error, state()) from None
 
     def explain(self, error: DivergedError, state: TrainState) -> UserError:
         """Returns what ends the run, with the first tensor that held NaN or Inf."""

@@ -16,12 +16,13 @@ import optax
 
 from gpt2 import launch
 from gpt2.config import Config
+from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
 from gpt2.ops import Scoring, resolve
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend
+from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend, state_bytes
 from gpt2.parallel.mesh import check_layout, mesh_sizes
-from gpt2.telemetry.chips import BOARDS, board_name
+from gpt2.telemetry.chips import BOARDS, board_name, device_memory
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
 from gpt2.training.batches import Batches
 from gpt2.training.state import TrainState
@@ -133,6 +134,14 @@ class Program:
             params: used in place of drawn parameters, if given. They must be in host memory, or
                 the devices would need room for both.
         """
+        needed = sum(state_bytes(self.backend, self.state_shapes).values())
+        memory = device_memory(self.backend.mesh.local_devices[0])
+        if memory and needed > memory:
+            raise UserError(
+                f"parameters, optimizer state and gradients take {format_bytes(needed)} a device, "
+                f"which has {format_bytes(memory)}",
+                "Spread them by --config.parallel.strategy=zero3, or take a smaller model",
+            )
         if params is None:
             return self.backend.init_state(self.init, init_key(self.config.seed))
         shardings = self.backend.state_shardings(self.state_shapes).params

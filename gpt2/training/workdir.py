@@ -26,17 +26,19 @@ from gpt2.data.dataset import Dataset, data_root, differing_data, read_data
 from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.parallel import distributed
+from gpt2.telemetry.metrics import check_wandb
+from gpt2.telemetry.throughput import StepClock
 from gpt2.training.checkpoint_files import (
     changes,
     deciding_options,
     find_damage,
-    latest_step,
     move_aside,
     newest_whole_step,
     saved_steps,
 )
 from gpt2.utils import files
 from gpt2.utils.digests import seal
+from gpt2.utils.text import format_duration
 
 _LOCK, _DATA = ".lock", "data.json"
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -50,6 +52,8 @@ def check_options(workdir: Path, config: Config) -> None:
     `model.vocab_size` may be 0: `refuse_changes` looks again when it is known.
     """
     require_writable("workdir", workdir)
+    if config.logging.wandb:
+        check_wandb()
     if (workdir / "config.json").exists():
         if newest_whole_step(workdir, read=False) == 0:
             raise UserError(
@@ -123,13 +127,6 @@ def find_start(workdir: Path) -> int:
     return start or 0
 
 
-def describe_saved(workdir: Path) -> str:
-    """Returns what a run that ends now leaves, as the end of a sentence."""
-    if step := latest_step(workdir):
-        return f"; the same command continues from step {step}"
-    return "; nothing is saved yet, and the same command starts again"
-
-
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
     """Returns whether a run stands at its last step and has written its last file, the samples."""
     return start == config.train.num_steps and (workdir / "samples.txt").exists()
@@ -139,6 +136,19 @@ def describe_finished(workdir: Path, config: Config) -> str:
     """Returns a line for a run that is finished."""
     steps = config.train.num_steps
     return f"{workdir} is finished at step {steps}; raise --config.train.num_steps to continue"
+
+
+def describe_results(
+    workdir: Path, scores: dict[str, float], clock: StepClock, dataset: Dataset
+) -> str:
+    """Returns a run's last lines: where the time went, how good the model is, what to look at."""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in clock.shares().items())
+    line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
+    if "eval/bits_per_byte" in scores:
+        line += f"\n{scores['eval/bits_per_byte']:.3f} bits per byte "
+        line += f"(zlib -9 needs {dataset.zlib_bits_per_byte:.3f} for the same text)"
+    files = f"see loss.png and samples.txt in {workdir}"
+    return f"time: {format_duration(clock.total_seconds)}; {shares}\n{line}\n{files}"
 
 
 @distributed.only_first
