@@ -44,7 +44,8 @@ def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
     config, args = cli.parse_config(), flags.FLAGS
-    jax.config.update("jax_disable_most_optimizations", args.debug)
+    if args.debug:
+        jax.config.update("jax_disable_most_optimizations", True)
     if plan.is_asked():
         return plan.run(config)
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)

@@ -145,6 +145,7 @@ def define_run() -> None:
         "Stop, with all saved, before this process is so old; see docs/safety.md.",
         lower_bound=1.0,
     )
+    flags.DEFINE_bool("debug", False, "Compile without optimisation: edit, run and print sooner.")
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
     flags.DEFINE_integer("num_processes", None, "How many processes there are.", lower_bound=1)
     flags.DEFINE_integer("process_index", None, "Number of this process, from 0.", lower_bound=0)

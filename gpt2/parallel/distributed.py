@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2.errors import UserError, describe_end, tell, unheard
+from gpt2.errors import describe_end, tell, unheard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,11 +40,6 @@ def initialize(
     Without `coordinator`, HOST:PORT where process 0 listens, Slurm, Open MPI or Cloud TPU describes
     the processes. Without any of these, there is a single one.
     """
-    given = [value is not None for value in (coordinator, num_processes, process_index)]
-    if any(given) and not all(given):
-        raise UserError(
-            "--coordinator, --num_processes and --process_index belong together", "Give all three"
-        )
     if coordinator is None and not _started_by_cluster():
         return
     if coordinator is None:
