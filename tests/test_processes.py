@@ -71,7 +71,7 @@ class Pair:
 
     def run_until(self, step: int, checkpoint: int) -> None:
         """Waits for a step to be logged and a checkpoint to be whole."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         saved = self.workdir / "checkpoints" / str(checkpoint)
         while not (saved.exists() and max(self.losses(), default=0) >= step):
             assert all(process.poll() is None for process in self.processes), self.output()

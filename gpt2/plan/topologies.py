@@ -136,7 +136,7 @@ gpu_device_info {{
   shared_memory_per_core: {shared}
   shared_memory_per_block_optin: {shared - 1024}
   threads_per_core_limit: {gpu.threads}
-{_ANY_GPU}
+{_ANY_GPU.strip()}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
