@@ -121,7 +121,7 @@ def test_a_limit_of_time_stops_both_after_the_same_step(tmp_path):
             re.search(r"stopped by (\S+).* at step (\d+);", log.read_text()) for log in pair.logs
         ]
     (by, first), second = (each.groups() for each in found)
-    assert by == f"--max_seconds={limit}" and second == (by, first)
+    assert by == "--max_seconds" and second == (by, first)
     assert (workdir / "checkpoints" / first).is_dir()
     assert max(pair.losses()) == int(first)
 

@@ -95,15 +95,6 @@ def test_watching_compiles_nothing_unless_asked_for(monkeypatch):
     assert program.compile_watch(state, None)(1, state, None) is None
 
 
-def test_only_every_so_many_steps_are_watched(monkeypatch):
-    program = make_program(watch_every=3)
-    monkeypatch.setattr(
-        "gpt2.training.program._compile", lambda *_, **__: lambda state, batch: "seen"
-    )
-    watched = program.compile_watch(None, None)
-    assert [watched(step, None, None) for step in range(1, 7)] == [None, None, "seen"] * 2
-
-
 def test_a_watched_step_leaves_the_train_step_as_it_is():
     texts = []
     for every in (0, 3):

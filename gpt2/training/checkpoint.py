@@ -8,7 +8,6 @@ optimizer. This file is the only user of Orbax.
 
 import contextlib
 import dataclasses
-import errno
 import json
 import math
 import shutil
@@ -45,6 +44,10 @@ from gpt2.utils.digests import digest_folder, seal
 from gpt2.utils.scan import in_layout, is_scanned
 
 METRIC = "eval/loss"  # by which the best checkpoint is known
+
+
+class _NoRoomError(Exception):
+    """The disk has no room for a save: all processes raise it together, before it begins."""
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -162,7 +165,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             free = shutil.disk_usage(self._workdir).free
             needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             if distributed.from_first(free < needed):  # else it would fill the disk, and fail
-                raise OSError(errno.ENOSPC, "no room is left on the disk")
+                raise _NoRoomError("no room is left on the disk")
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -237,7 +240,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _recover(self, error: Exception) -> None:
         """Tells of a save that failed, and goes on with the checkpoints before it."""
-        if jax.process_count() > 1 and getattr(error, "errno", None) != errno.ENOSPC:
+        if jax.process_count() > 1 and not isinstance(error, _NoRoomError):
             raise self._for_all(error)
         step, self._saving = self._saving, None
         with contextlib.suppress(Exception):
