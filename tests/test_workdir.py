@@ -56,7 +56,9 @@ def prepared(tmp_path, monkeypatch):
     """A text, prepared."""
     monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 20)
-    return prepare(DataConfig(f"text:{tmp_path}/text.txt", "byte", val_fraction=0.2))
+    return prepare(
+        DataConfig(corpus=f"text:{tmp_path}/text.txt", tokenizer="byte", val_fraction=0.2)
+    )
 
 
 def test_a_finished_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
