@@ -20,7 +20,7 @@ from scipy import stats
 
 from configs import quickstart
 from gpt2.ablate.arms import make_arms, read_tuned
-from gpt2.ablate.jobs import last_error, make_slots
+from gpt2.ablate.jobs import make_slots
 from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import Curve, amount_to_reach, read_curve, read_reference
@@ -260,7 +260,7 @@ def test_seeds_to_find_a_difference_are_those_of_the_sweeps_own_test(tmp_path):
         sweep = sweep_in(tmp_path / str(paired), "optim.name=lion", num_seeds=5, paired=paired)
         rng = np.random.default_rng(0)
         for run in sweep.runs():
-            write_run(run, 4.0 + 0.1 * run.seed, noise=rng)
+            write_run(run, 4.0 + 0.1 * run.config.seed, noise=rng)
         table = noise_table(sweep, samples(sweep, sweep.results()))
         needed[paired] = list(table["seeds to find 0.01"])
     assert int(needed[False][1]) > 1000
@@ -271,7 +271,7 @@ def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     sweep = sweep_in(tmp_path, "optim.name=lion,muon")
     for run in sweep.runs():
         final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 4.5}[run.arm]
-        write_run(run, final + 0.001 * run.seed)
+        write_run(run, final + 0.001 * run.config.seed)
     lion, muon = reach_table(sweep, sweep.results()).tokens
     assert lion == "0.80 (0.80 to 0.80)"  # in a straight line from 8 to 3, 4 is there at 4/5
     assert muon == "reached by 0 of 3"
@@ -346,10 +346,10 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
         "optim.name=lion": {"optim.learning_rate": 2e-3},
     }
     compared = sweep.runs()
-    assert not {run.seed for run in compared} & {run.seed for run in choosing}
+    assert not {run.config.seed for run in compared} & {run.config.seed for run in choosing}
     assert {run.config.optim.learning_rate for run in compared} == {1e-3, 2e-3}
     for run in compared:
-        write_run(run, 3.0 + 0.01 * run.seed)
+        write_run(run, 3.0 + 0.01 * run.config.seed)
     text = report_of(sweep)
     assert re.search(r"baseline \| optim\.learning_rate=0\.001 \| 3\.0000 \| at the edge", text)
     assert re.search(r"lion \| optim\.learning_rate=0\.002 \| 3\.0000 \|  \|", text)
@@ -366,7 +366,7 @@ def test_an_arm_whose_every_choice_diverged_is_told_and_adds_no_seeds(tmp_path):
     sweep = sweep.with_choices()
     assert sweep.chosen["optim.name=lion"] is None
     for run in sweep.runs():
-        write_run(run, 3.0 + 0.01 * run.seed)
+        write_run(run, 3.0 + 0.01 * run.config.seed)
     verdicts = judge(sweep, sweep.results())
     assert verdicts["optim.name=lion"].words == "diverged in 2 of 2 runs"
     assert widest(verdicts) == 0.0
@@ -405,7 +405,6 @@ def test_seeds_that_are_raised_once_verdicts_can_be_seen_are_told(tmp_path):
     assert continued(before).until == 0.1
     for stricter in (dict(until=0.05), dict(max_seeds=12)):
         assert continued(dataclasses.replace(until, **stricter)).raised_from == 3
-    assert continued(dataclasses.replace(until, until=0.2, max_seeds=6)).raised_from == 0
     assert "which was not reached" in report_of(dataclasses.replace(until, until=1e-6))
 
 
@@ -415,15 +414,6 @@ def test_runs_on_another_text_are_not_compared(tmp_path):
         (run.workdir / "data.json").write_text(json.dumps({"sha256": "a" if i < 4 else "b"}))
     with pytest.raises(UserError, match=r"another text than .*baseline/seed-0"):
         sweep.check_texts()
-
-
-def test_the_report_tells_of_differing_code(tmp_path):
-    sweep = filled(tmp_path)
-    for i, run in enumerate(sweep.runs()):
-        line = {"commit": "abc" if i else "def", "jax": "0.10.2", "device_kind": "cpu"}
-        (run.workdir / "environment.jsonl").write_text(json.dumps(line) + "\n")
-    text = report_of(sweep)
-    assert "commit abc, def (runs differ)" in text and "jax 0.10.2," in text
 
 
 # Times and places
@@ -455,20 +445,10 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path):
     write_run(run, 3.7)
     line = {"step": 40, "perf/step_seconds": 0.1, "perf/total_seconds": 24.0}
     (run.workdir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert measure(tmp_path, arm, slots[0]).around == pytest.approx(20, abs=1e-3)
+    assert measure(tmp_path, arm, slots[0]) == pytest.approx((0.1, 20))
     *_, last, total = describe_runs(sweep, slots).splitlines()
     assert last == "optim.name=muon seed 1  1000 steps  2m 00s"
     assert total.startswith("about 2m 00s with --jobs=1")
-
-
-def test_a_run_is_explained_by_its_own_try(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text("error: the disk is full.\n")
-    start = log.stat().st_size
-    with open(log, "a") as file:
-        file.write("step 1\nstep 2\n")
-    assert last_error(log) == "error: the disk is full."
-    assert last_error(log, start) == "step 2"
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):
@@ -514,7 +494,7 @@ def test_a_power_law_and_what_it_saves_are_found():
     flops = np.repeat([1e12, 1e13, 1e14], 3)
     noise = 1 + 1e-4 * np.random.default_rng(0).standard_normal(len(flops))
     fit = fit_power_law(flops, 20 * flops**-0.05 * noise)
-    assert abs(fit.exponent - 0.05) < fit.error < 1e-3
+    assert abs(-fit.slope - 0.05) < fit.error < 1e-3
     np.testing.assert_allclose(fit.loss(np.array(1e15)), 20 * 1e15**-0.05, rtol=1e-3)
 
     # An arm that needs 0.7 of the compute for the same loss.
@@ -650,28 +630,6 @@ def test_processes_share_the_runs_of_a_sweep(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_corpus_that_vanishes_is_named_and_what_is_left_goes_on(tmp_path):
-    root, text = tmp_path / "sweep", tmp_path / "text.txt"
-    text.write_text("To be, or not to be, that is the question.\n" * 400)
-    options = [*TINY, "--config.train.eval_batches=2", f"--config.data.corpus=text:{text}"]
-    options += ["--config.data.val_fraction=0.1", "--vary=optim.name=lion", "--seeds=2"]
-    options += [f"--workdir={root}", f"--config.data.data_dir={tmp_path / 'data'}"]
-    assert re.search(r"optim\.name=lion seed 1  8 steps  [\dm ]+s\n", ablate(*options, "--dry_run"))
-    sweep = start_ablate(*options)
-    first = root / "runs/baseline/seed-0/outcome.json"
-    while not first.exists() and sweep.poll() is None:
-        time.sleep(0.05)
-    moved = text.rename(tmp_path / "moved.txt")
-    said, _ = sweep.communicate(timeout=240)
-    assert sweep.returncode == 1, said
-    assert "seed 1  failed: error: " in said
-    assert "optim.name=lion seed 1 | failed | 0 | error: " in (root / "report.md").read_text()
-    moved.rename(text)
-    ablate(*options)
-    assert [row["state"] for row in rows_of(root)] == ["finished"] * 4
-
-
-@pytest.mark.slow
 def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
     options = [*TINY, "--config.train.num_steps=200", "--config.train.eval_batches=2"]
     options += ["--config.train.eval_every=50", "--config.train.checkpoint_every=20", "--seeds=2"]
@@ -699,17 +657,3 @@ def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
     assert rows_of(root, ["seconds"]) == rows_of(tmp_path / "whole", ["seconds"])
     begun, continued_too = starts()
     assert continued_too > begun, "none was interrupted"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--vary=optim.name=lion"], "--workdir"),
-        (["--workdir=DIR", "--vary=train.num_steps=9"], "is the same as baseline"),
-        (["--workdir=DIR", "--vary=optim.name=adamw"], "only the baseline"),
-    ],
-)
-def test_a_mistake_is_one_line_and_trains_nothing(tmp_path, options, message):
-    said = ablate(*TINY, *(each.replace("DIR", str(tmp_path)) for each in options), code=2)
-    assert message in said.splitlines()[-1] and "Traceback" not in said
-    assert not [*tmp_path.iterdir()]

@@ -1,6 +1,5 @@
 """Verdicts on the arms of an ablation: their rates are as stated, and their numbers are known."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -282,66 +281,22 @@ def test_verdicts_follow_the_unit_and_the_sign_of_scores(paired):
     assert (plain[NAMES[0]].words, other[NAMES[0]].words) == ("better", "worse")
 
 
-def test_verdicts_do_not_depend_on_chance_or_on_the_order_of_arms():
-    baseline, arms = draw_sweep(np.random.default_rng(9), SETTINGS["a noisy arm, 5 seeds"])
-    verdicts = judge(baseline, arms)
-    assert judge(baseline, arms) == verdicts
-    backwards = judge(baseline, dict(reversed(arms.items())))
-    assert list(backwards) == NAMES[::-1]
-    for name in NAMES:
-        *numbers, words, method, _ = dataclasses.astuple(verdicts[name])
-        *others, other_words, other_method, _ = dataclasses.astuple(backwards[name])
-        assert others == pytest.approx(numbers)
-        assert backwards[name].detectable == pytest.approx(verdicts[name].detectable)
-        assert (other_words, other_method) == (words, method)
-
-
-@pytest.mark.parametrize("paired", [False, True])
-def test_more_arms_widen_intervals(paired):
-    baseline, arms = draw_sweep(np.random.default_rng(10), SETTINGS["5 seeds"])
-    arms = dict.fromkeys(arms, arms[NAMES[0]])  # which keeps the noise
-    alone = judge(baseline, {NAMES[0]: arms[NAMES[0]]}, paired=paired)[NAMES[0]]
-    among = judge(baseline, arms, paired=paired)[NAMES[0]]
-    assert among.high - among.low > 1.1 * (alone.high - alone.low)
-    assert among.p_value > alone.p_value
-    assert among.detectable > 1.1 * alone.detectable
-
-
 # Sweeps that allow no verdict, or hardly one.
 
 FINE = sample([3.0, 3.1, 3.2])
+nan, inf = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
     ("baseline", "arm", "words", "half_width"),
     [
-        (sample([3.0]), sample([2.0]), "one run finished: no verdict", math.inf),
-        (FINE, sample([2.0], failed=2), "one run finished: no verdict", math.inf),
-        (sample([3.0]), FINE, "one run of the baseline finished: no verdict", math.inf),
-        (FINE, sample([]), "no run finished: no verdict", math.inf),
-        (FINE, sample([], failed=3), "no run finished: no verdict", math.nan),
-        (sample([]), FINE, "no run of the baseline finished: no verdict", math.inf),
-        (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs", math.nan),
-        (FINE, sample([2.0], diverged=1, failed=1), "diverged in 1 of 3 runs", math.nan),
-        (FINE, sample([], diverged=3), "diverged in 3 of 3 runs", math.nan),
-        (
-            sample([3.0, 3.1, 3.2, 3.3], diverged=1),
-            FINE,
-            "the baseline diverged in 1 of 5 runs: no verdict",
-            math.nan,
-        ),
-        (
-            sample([3.0], diverged=2),
-            sample([2.0, 2.1], diverged=1),
-            "diverged in 1 of 3 runs, the baseline in 2 of 3 runs",
-            math.nan,
-        ),
-        (
-            sample([3.1] * 3),
-            sample([3.0] * 3),
-            "the same score for every seed: no verdict",
-            math.nan,
-        ),
+        (sample([3.0]), sample([2.0]), "one run finished: no verdict", inf),
+        (FINE, sample([]), "no run finished: no verdict", inf),
+        (FINE, sample([], failed=3), "no run finished: no verdict", nan),
+        (sample([]), FINE, "no run of the baseline finished: no verdict", inf),
+        (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs", nan),
+        (sample([3.0], diverged=1), FINE, "the baseline diverged in 1 of 2 runs: no verdict", nan),
+        (sample([3.1] * 3), sample([3.0] * 3), "the same score for every seed: no verdict", nan),
     ],
 )
 def test_words_say_why_there_is_no_verdict(baseline, arm, words, half_width):
@@ -379,15 +334,6 @@ def test_a_noisy_arm_does_not_blind_the_others():
     assert beside["noisy"].high - beside["noisy"].low > 1
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_pair_without_spread_is_judged_by_the_noise_of_the_others():
-    arms = {"same": [3.0] * 3, "lower": [2.0] * 3, "noisy": [3.0, 3.1, 3.2]}
-    verdicts = judge([3.0] * 3, arms)
-    assert verdicts["same"].words.startswith("no difference larger than 0.")
-    assert verdicts["same"].p_value == pytest.approx(1.0)
-    assert verdicts["lower"].words == "better"
-
-
 def test_arms_without_a_test_do_not_widen_the_intervals_of_others():
     fine = sample([2.0, 2.1, 2.3])
     without = {"one run": sample([1.0]), "diverged": sample([1.0, 9.0], diverged=1)}
@@ -410,46 +356,6 @@ def test_scores_must_be_finite(score):
 def test_seeds_needed_are_those_of_cohens_table(effect, num):
     """Student's t-test, two-sided, 5 %, power 0.8 (Cohen 1988, table 2.4.1)."""
     assert seeds_needed(-effect) == num
-
-
-@pytest.mark.parametrize("num_arms", [1, 5])
-def test_seeds_needed_are_the_fewest_that_reach_the_power(num_arms):
-    for ratio in (0.3, 1.0, 3.0):
-        num = seeds_needed(ratio, num_arms=num_arms)
-        assert power_of(ratio, num, num_arms=num_arms) >= 0.8
-        assert power_of(ratio, num - 1, num_arms=num_arms) < 0.8
-    assert seeds_needed(1e3, num_arms=num_arms) == 2
-
-
-@pytest.mark.parametrize(("num", "num_arms"), [(3, 1), (8, 5)])
-def test_the_power_of_pairs_is_how_often_they_are_found(num, num_arms):
-    shift, num_sweeps = 3 / math.sqrt(num), 20_000
-    expected = power_of(shift, num, num_arms=num_arms, paired=True)
-    drawn = np.random.default_rng(8).normal(shift, 1.0, (num_sweeps, num))
-    p_values = stats.ttest_1samp(drawn, 0.0, axis=1).pvalue
-    found = (1 - (1 - p_values) ** num_arms < 0.05).sum()
-    assert_rate(int(found), num_sweeps, expected)
-
-
-def test_power_with_many_seeds_is_that_of_dunnetts_test():
-    """Variances are then known as well as equal. Noncentral t, Dunnett's quantile from scipy."""
-    num, df = 200, 6 * 199
-    correlation = np.full((5, 5), 0.5) + 0.5 * np.eye(5)
-    normal = stats.multivariate_normal(cov=correlation)
-    assert normal.cdf([2.52] * 5, lower_limit=[-2.52] * 5) == pytest.approx(0.95, abs=2e-3)
-    expected = stats.nct.sf(2.52, df, 3)
-    shift = 3 * math.sqrt(2 / num)
-    assert power_of(shift, num, num_arms=5) == pytest.approx(expected, abs=5e-3)
-
-
-@pytest.mark.parametrize("num", [3, 8])
-def test_detectable_is_found_with_power_80(num):
-    scores = np.linspace(-1.0, 1.0, num)
-    verdicts = judge(scores, dict.fromkeys(NAMES, scores + 0.1))
-    deviation = scores.std(ddof=1)
-    for verdict in verdicts.values():
-        power = power_of(verdict.detectable / deviation, num, num_arms=NUM_ARMS)
-        assert power == pytest.approx(0.8, abs=1e-6)
 
 
 @pytest.mark.parametrize("deviations", [(0.5, 0.1, 0.3), (0.1, 0.2, 0.1)])
@@ -515,18 +421,3 @@ def test_the_interval_of_ratios_is_a_t_interval_of_their_logarithms():
     expected = stats.ttest_ind(logs, others, equal_var=False).confidence_interval(0.95)
     assert math.log(high / low) == pytest.approx(expected.high - expected.low)
     assert math.isnan(ratio_interval(ratios, [(0.1, 0)])[1])
-
-
-@pytest.mark.parametrize(
-    ("ratios", "mean"),
-    [
-        ([2.0], 2.0),
-        ([0.5, math.inf], math.inf),
-        ([0.5, 0.0], 0.0),
-        ([0.0, math.inf], math.nan),
-        ([math.inf], math.inf),
-    ],
-)
-def test_ratios_that_were_not_reached_have_no_interval(ratios, mean):
-    nan = math.nan
-    assert ratio_interval(ratios) == pytest.approx((mean, nan, nan), nan_ok=True)

@@ -23,7 +23,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.ablate.arms import Arm, make_arms, read_tuned
-from gpt2.ablate.jobs import Slot, Stopped, make_slots, train_all
+from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.screen import Screen, describe_runs, measure
@@ -33,7 +33,7 @@ from gpt2.ablate.terms import TERMS, VocabSize, at_sizes, choose_score, equalize
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config, DataConfig
 from gpt2.data.dataset import prepare
-from gpt2.errors import UserError, warn
+from gpt2.errors import refuse, warn
 from gpt2.utils import files
 from gpt2.utils.terminal import align
 
@@ -66,29 +66,20 @@ def define_flags() -> None:
 
 def main() -> int:
     """Trains a sweep phase by phase, writes its report, and returns the exit code."""
-    if not FLAGS.workdir:
-        raise UserError("there is no --workdir", "Name a directory for the sweep")
+    refuse(not FLAGS.workdir, "there is no --workdir", "Name a directory for the sweep")
     root = Path(FLAGS.workdir)
     if FLAGS.report:
         sweep = load_sweep(root).with_choices()
         sweep.check_texts()
         _report(sweep)
         return 0
-    try:
-        return _sweep(root)
-    except Stopped as stopped:
-        print(f"stopped by {stopped}; the same command continues")
-        return 128 + stopped.signal
 
-
-def _sweep(root: Path) -> int:
     # What cannot work is told before anything is trained.
     config, slots = cli.parse_config(), make_slots(FLAGS.jobs)
     arms = make_arms(config, FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
-    if len(arms) == 1 and not FLAGS.scaling:
-        raise UserError("there is only the baseline", "For example, add --vary=optim.name=lion")
-    if FLAGS.until and FLAGS.seeds < _LEAST_SEEDS:
-        raise UserError("--until needs three seeds or more", f"Use --seeds={_LEAST_SEEDS}")
+    alone = len(arms) == 1 and not FLAGS.scaling
+    refuse(alone, "there is only the baseline", "For example, add --vary=optim.name=lion")
+    refuse(FLAGS.until and FLAGS.seeds < _LEAST_SEEDS, "--until needs three seeds or more")
     score, tune = choose_score(arms), read_tuned(FLAGS.tune, FLAGS.vary)
     vocab_size = _vocabularies(arms)
     sweep = Sweep(
@@ -153,12 +144,12 @@ def _on_equal_terms(
             scaled[start : start + len(arms)],
             FLAGS.equal,
             vocab_size=vocab_size,
-            step_seconds=lambda arm: measure(root, arm, slot).step,
+            step_seconds=lambda arm: measure(root, arm, slot)[0],
         )
     names: dict[Config, str] = {}
     for arm in equal:
-        if (other := names.setdefault(arm.config, arm.name)) != arm.name:
-            raise UserError(f"on equal terms {arm.name} is the same as {other}", "Vary another")
+        other = names.setdefault(arm.config, arm.name)
+        refuse(other != arm.name, f"on equal terms {arm.name} is the same as {other}")
     return equal
 
 

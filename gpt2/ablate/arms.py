@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt2 import cli
 from gpt2.config import Config, option, read_option, read_options, with_options
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 
 BASELINE = "baseline"
 _RECIPE = "recipe"
@@ -50,8 +50,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
         if not name:
             continue  # the baseline, by its own name
         changed = _apply(config, values, name)
-        if arms.setdefault(name, changed) != changed:
-            raise UserError(f"two arms are called {name}", "Rename one of their files")
+        refuse(arms.setdefault(name, changed) != changed, f"two arms are called {name}")
     return [Arm(name, changed) for name, changed in arms.items()]
 
 
@@ -62,15 +61,14 @@ def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list]:
     for text in tune:
         values = _read_axis(text)
         name = text.partition("=")[0]
-        if any(list(value) != [name] for value in values):
-            raise UserError(f"--tune={text} sets several options", "Use one --tune for each")
-        if not name.startswith(_TUNABLE):
-            raise UserError(
-                f"--tune={text} would change the terms of the comparison",
-                "Tune options of optim. or loss., and vary others",
-            )
-        if name in varied:
-            raise UserError(f"{name} is both varied and tuned", "Choose one")
+        several = any(list(value) != [name] for value in values)
+        refuse(several, f"--tune={text} sets several options", "Use one --tune for each")
+        refuse(
+            not name.startswith(_TUNABLE),
+            f"--tune={text} would change the terms of the comparison",
+            "Tune options of optim. or loss., and vary others",
+        )
+        refuse(name in varied, f"{name} is both varied and tuned")
         tuned[name] = [value[name] for value in values]
     return tuned
 
@@ -79,8 +77,7 @@ def _read_axis(text: str) -> list[Value]:
     """Reads `OPTION=VALUE,...`."""
     name, _, rest = text.partition("=")
     values = next(csv.reader([rest]), [])
-    if not name or not values or not all(values):
-        raise UserError(f"{text} names no values", "For example, use optim.beta2=0.95,0.99")
+    refuse(not values or not all(values), f"{text} names no values", "Write OPTION=VALUE,...")
     if name == _RECIPE:
         return [{_RECIPE: Path(value)} for value in values]
     return [_read_value(f"{name}={value}") for value in values]
@@ -91,8 +88,7 @@ def _read_value(text: str) -> Value:
     settings = re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text)
     pairs = [setting.split("=", 1) for setting in settings]
     options = {name: read_option(name, value) for name, value in pairs}
-    if "seed" in options:
-        raise UserError("--vary=seed changes nothing that is to be compared", "Use --seeds=N")
+    refuse("seed" in options, "seed cannot be varied", "Use --seeds=N")
     return options
 
 
@@ -111,7 +107,7 @@ def _apply(config: Config, values: Sequence[Value], name: str) -> Config:
     options: dict[str, Any] = {}  # set together, since some work only beside each other
     for value in values:
         for each in value.keys() & options.keys():
-            raise UserError(f"several --vary set {each}", "Set it in one, or use --one_at_a_time")
+            raise UserError(f"several --vary set {each}", "Use --one_at_a_time")
         options |= value
     try:
         if recipe := options.pop(_RECIPE, None):  # what the command line sets holds for all arms

@@ -18,21 +18,14 @@ from typing import TextIO
 
 import configs
 from gpt2.ablate.runs import Outcome, Run
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.utils import files
 
 _POLL_SECONDS = 0.2
 _DIVERGED = 3  # the exit code of train.py
 _PR_SET_PDEATHSIG = 1
 _BEGAN = time.time()
-
-
-class Stopped(Exception):
-    """A signal ended the sweep. Its runs have saved their states."""
-
-    def __init__(self, signal: signal.Signals):
-        self.signal = signal
-        super().__init__(signal.name)
+_TRAIN = Path(configs.__file__).parents[1] / "train.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +43,26 @@ def make_slots(jobs: int) -> list[Slot]:
         cores = sorted(os.sched_getaffinity(0))
     if jobs == 1:
         return [Slot(frozenset(cores), {})]
-    if gpus := _gpus():
-        if jobs > len(gpus):
-            raise UserError(f"--jobs={jobs} is more than the {len(gpus)} GPUs", "Use fewer")
+    gpus = _gpus()
+    number = len(gpus or cores)
+    refuse(jobs > number, f"--jobs={jobs} is more than the {number} GPUs or CPU cores")
+    if gpus:
         return [Slot(frozenset(cores), {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
-    if jobs > len(cores):
-        raise UserError(f"--jobs={jobs} is more than the {len(cores)} CPU cores", "Use fewer")
     share = len(cores) // jobs
     return [Slot(frozenset(cores[i * share : (i + 1) * share]), {}) for i in range(jobs)]
+
+
+def _gpus() -> list[str]:
+    """Returns the NVIDIA GPUs that this process may use, without touching them."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return []
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        # As CUDA reads it: those before the first that cannot be one.
+        return [*itertools.takewhile(lambda gpu: gpu not in ("", "-1"), visible.split(","))]
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    return [str(i) for i in range(len(listed.stdout.splitlines()))]
 
 
 def train_all(
@@ -97,7 +102,8 @@ def train_all(
 
 
 def _stop(number: int, _: object) -> None:
-    raise Stopped(signal.Signals(number))
+    print(f"stopped by {signal.Signals(number).name}; the same command continues", flush=True)
+    sys.exit(128 + number)
 
 
 def _has_ended(run: Run) -> bool:
@@ -128,8 +134,9 @@ class _Training:
         parent = os.getpid()
         with open(run.folder / "log.txt", "ab") as log:
             self._log_start = log.tell()  # of this try
+            options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
             self.process = subprocess.Popen(
-                command(run),
+                [sys.executable, str(_TRAIN), *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -140,29 +147,18 @@ class _Training:
 
     def end(self) -> None:
         """Keeps how the process ended, and gives its lock back."""
-        code = self.process.returncode
-        outcome = Outcome("finished")
+        code, outcome = self.process.returncode, Outcome("finished")
+        error = last_error(self.run.folder / "log.txt", self._log_start)
         if code == _DIVERGED:
             # The rest of the line names checkpoints, which depend on when the run was stopped.
-            error = last_error(self.run.folder / "log.txt", self._log_start)
             found = re.search(r"the [\w ]+ at step \d+", error)
             outcome = Outcome("diverged", found[0] if found else error)
         elif code < 0:
             outcome = Outcome("failed", f"killed by {signal.Signals(-code).name}")
         elif code:
-            error = last_error(self.run.folder / "log.txt", self._log_start)
             outcome = Outcome("failed", error or f"exit code {code}")
         self.run.write_outcome(outcome)
         self._lock.close()
-
-
-def command(run: Run) -> list[str]:
-    """Returns the command that trains a run."""
-    script = Path(configs.__file__).parents[1] / "train.py"
-    if not script.exists():
-        raise UserError(f"there is no {script}", "Install by pip install -e . in a clone")
-    options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
-    return [sys.executable, str(script), *options]
 
 
 def last_error(log: Path, start: int = 0) -> str:
@@ -180,16 +176,3 @@ def _at_start(cores: frozenset[int], parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it was killed before this line
             os._exit(1)
-
-
-def _gpus() -> list[str]:
-    """Returns the NVIDIA GPUs that this process may use, without touching them."""
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return []
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        # As CUDA reads it: those before the first that cannot be one.
-        return [*itertools.takewhile(lambda gpu: gpu not in ("", "-1"), visible.split(","))]
-    if not shutil.which("nvidia-smi"):
-        return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    return [str(i) for i in range(len(listed.stdout.splitlines()))]

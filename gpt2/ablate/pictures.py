@@ -27,8 +27,7 @@ def plot_differences(
 ) -> None:
     """Draws each arm's difference from the baseline, with its interval and its runs.
 
-    `scores` are final ones less the baseline's mean. A name without a verdict is that of a
-    baseline, whose runs are drawn alone.
+    `scores` are final ones less the baseline's mean. A baseline, without a verdict, has runs alone.
     """
     places = {name: verdicts[name].difference if name in verdicts else 0.0 for name in scores}
     names = sorted(places, key=places.__getitem__, reverse=True)
@@ -43,7 +42,7 @@ def plot_differences(
             if math.isfinite(verdict.low):
                 axes.plot([verdict.low, verdict.high], [row, row], color=color, linewidth=2.4)
             axes.plot([verdict.difference], [row], "D", color=color, markersize=6)
-    axes.set_yticks(range(len(names)), [_wrapped(name) for name in names])
+    axes.set_yticks(range(len(names)), [name.replace(",", ",\n") for name in names])
     axes.set_ylim(-0.7, len(names) - 0.3)
     axes.set_xlabel(f"difference from the baseline ({unit}); lower is better")
     figure.savefig(png)
@@ -55,24 +54,18 @@ def plot_curves(
     unit: str,
     *,
     log_x: bool = False,
-    looks: Mapping[str, tuple[int, int]] | None = None,
+    num_sizes: int = 1,
 ) -> None:
     """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
-    Args:
-        png: where the picture goes.
-        curves: by name, the baseline first; one for each seed.
-        unit: of scores.
-        log_x: amounts are drawn as logarithms, for runs of very different lengths.
-        looks: the numbers of each curve's color and of its pattern, color 0 being the baseline's;
-            by their order, if not given.
+    Curves are by name, the baseline first, one for each seed; at several sizes, size by size, which
+    share a color by arm and a pattern by size. `log_x` is for runs of very different lengths.
     """
     from matplotlib.ticker import LogLocator
 
     figure, panels = _figure(height=4.6 + 0.12 * len(curves), width=14, columns=3)
-    styles = {name: _style(i) for i, name in enumerate(curves)}
-    for name, (number, pattern) in (looks or {}).items():
-        styles[name] = _style(number)[0], _LINES[pattern % len(_LINES)]
+    num_arms = len(curves) // num_sizes
+    styles = {name: _style(i % num_arms, i // num_arms) for i, name in enumerate(curves)}
     titles = {"tokens": "tokens", "flops": "FLOPs", "seconds": "time in training steps"}
     for axes, (amount, title) in zip(panels, titles.items(), strict=True):
         for name, members in curves.items():
@@ -85,7 +78,7 @@ def plot_curves(
             scores = np.array([curve.scores[:number] for curve in known])
             color, line = styles[name]
             mark = "o" if number == 1 else ""  # a single validation makes no line
-            axes.plot(x, scores.mean(0), line, marker=mark, color=color, label=_wrapped(name))
+            axes.plot(x, scores.mean(0), line, marker=mark, color=color, label=name)
             if len(known) > 1:
                 low, high = scores.min(0), scores.max(0)
                 axes.fill_between(x, low, high, color=color, alpha=_PALE, linewidth=0)
@@ -117,16 +110,13 @@ def plot_curves(
 def plot_tuning(
     png: Path, option: str, means: Mapping[str, Mapping[float, float]], unit: str
 ) -> None:
-    """Draws final scores against the values of an option that was tuned, a line for each arm.
-
-    `means` holds the mean score by arm and value, nan where a run diverged or failed.
-    """
+    """Draws the mean score by arm and value of an option that was tuned; nan: diverged."""
     figure, (axes,) = _figure(height=4.8 + 0.15 * len(means))
     for i, (name, by_value) in enumerate(means.items()):
         values = sorted(by_value)
         scores = np.array([by_value[value] for value in values])
         color, line = _style(i)
-        axes.plot(values, scores, line, marker="o", color=color, markersize=4, label=_wrapped(name))
+        axes.plot(values, scores, line, marker="o", color=color, markersize=4, label=name)
         if np.isfinite(scores).any():
             best = int(np.nanargmin(scores))
             axes.plot(values[best], scores[best], "o", color=color, markersize=9, mfc="none")
@@ -149,10 +139,9 @@ def plot_scaling(png: Path, points: Mapping[str, Sequence[tuple[float, float]]],
         color, line = _style(i)
         grid = np.geomspace(flops.min(), flops.max(), 50)
         law = fit_power_law(flops, scores).loss(grid)
-        axes.plot(grid, law, line, color=color, label=_wrapped(name))
+        axes.plot(grid, law, line, color=color, label=name)
         axes.plot(flops, scores, "o", color=color, markersize=4, alpha=0.6)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     axes.yaxis.set_major_formatter("{x:.2f}")
     axes.yaxis.set_minor_formatter("{x:.2f}")
     axes.set_xlabel("FLOPs, by the model's formula")
@@ -169,22 +158,15 @@ def _seconds(value: float, _: object) -> str:
     return f"{value:g}s" if value < 10 else format_duration(value)
 
 
-def _style(index: int) -> tuple[str, str]:
-    if index == 0:
-        return _BASELINE, "-"
-    turn, color = divmod(index - 1, len(_COLORS))
-    return _COLORS[color], _LINES[turn % len(_LINES)]
-
-
-def _wrapped(name: str) -> str:
-    """Returns a name in lines that break behind commas."""
-    return name.replace(",", ",\n")
+def _style(arm: int, size: int = 0) -> tuple[str, str]:
+    turn, color = divmod(arm - 1, len(_COLORS)) if arm else (0, -1)
+    return (*_COLORS, _BASELINE)[color], _LINES[(turn + size) % len(_LINES)]
 
 
 def _add_legend(figure: Any, axes: Any) -> None:
     """Names the curves below the picture, where they hide nothing."""
     lines, names = axes.get_legend_handles_labels()
-    longest = max((len(line) for name in names for line in name.split("\n")), default=1)
+    longest = max(map(len, names), default=1)
     columns = max(1, min(len(names), int(figure.get_figwidth() / (0.6 + _LETTER * longest))))
     figure.legend(lines, names, frameon=False, fontsize=9, loc="outside lower left", ncols=columns)
 

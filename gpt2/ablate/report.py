@@ -34,11 +34,6 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     context = {
         "title": sweep.root.resolve().name,
         "sweep": sweep,
-        "config": sweep.arms[0].config,
-        "changes": {arm.change for arm in sweep.arms},
-        "sizes": [group[0].size for group in sweep.groups() if group[0].size],
-        "tokenizers": {arm.config.data.tokenizer for arm in sweep.arms},
-        "contexts": {arm.config.model.context_length for arm in sweep.arms},
         "states": sorted(Counter(results[results.purpose == "compare"].state).items()),
         "verdicts": tables.verdict_table(sweep, by_arm, verdicts),
         "methods": sorted({verdict.method for verdict in verdicts.values()} - {""}),
@@ -122,12 +117,8 @@ def _draw_curves(sweep: Sweep, results: pd.DataFrame) -> bool:
     curves = {arm.name: list(tables.compared(results, arm).curve) for arm in sweep.arms}
     if not any(len(curve.scores) for members in curves.values() for curve in members):
         return False
-    changes = list(dict.fromkeys(arm.change for arm in sweep.arms))
-    sizes = [group[0].size for group in sweep.groups()]
-    looks = {arm.name: (changes.index(arm.change), sizes.index(arm.size)) for arm in sweep.arms}
-    several = len(sizes) > 1
-    png = sweep.root / "curves.png"
-    pictures.plot_curves(png, curves, sweep.unit, log_x=several, looks=looks if several else None)
+    png, number = sweep.root / "curves.png", len(sweep.groups())
+    pictures.plot_curves(png, curves, sweep.unit, log_x=number > 1, num_sizes=number)
     return True
 
 

@@ -43,7 +43,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
             "arm": run.arm,
             "purpose": "choose" if run.chooses else "compare",
             "values": describe(run.tuned),
-            "seed": run.seed,
+            "seed": run.config.seed,
             "state": outcome.state,
             "steps": last.get("step", 0),
             "tokens": last.get("step", 0) * run.config.tokens_per_step,

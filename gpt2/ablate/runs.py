@@ -38,11 +38,6 @@ class Run:
     chooses: bool = False  # whether it only chooses between values
 
     @property
-    def seed(self) -> int:
-        """The seed of everything that is random in it."""
-        return self.config.seed
-
-    @property
     def workdir(self) -> Path:
         """The workdir of train.py."""
         return self.folder / "run"
@@ -51,7 +46,7 @@ class Run:
     def label(self) -> str:
         """Its name for people, such as `optim.name=muon seed 2`."""
         values = f" {describe(self.tuned)}" if self.chooses else ""
-        return f"{self.arm}{values} seed {self.seed}"
+        return f"{self.arm}{values} seed {self.config.seed}"
 
     def outcome(self) -> Outcome:
         """Returns how it ended; `waiting` if it has not."""

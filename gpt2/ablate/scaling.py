@@ -15,40 +15,23 @@ _MAX_LOG = math.log(sys.float_info.max)
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The power law `loss = scale * FLOPs^-exponent` through the runs of one arm at all sizes.
+    """The power law through the runs of one arm: a straight line through their logarithms.
 
-    It is a straight line through logarithms: its height in the middle of the runs and its slope
-    are uncertain independently of each other.
-
-    Attributes:
-        middle: the mean log FLOPs of the runs.
-        height: the mean log loss, that of the line in the middle.
-        height_error: its standard error.
-        slope: of the line.
-        slope_error: its standard error.
-        df: degrees of freedom of both errors.
-        farthest: the largest distance of the mean log loss at some FLOPs from the line.
-        p_misfit: how likely means lie so far from a true line by the noise of runs of the same
-            FLOPs; nan if no two runs have the same.
+    Its height in the middle of the runs and its slope are uncertain independently of each other.
     """
 
-    middle: float
-    height: float
+    middle: float  # the mean log FLOPs of the runs
+    height: float  # log loss of the line there
     height_error: float
-    slope: float
+    slope: float  # the exponent, which is negative where the loss falls
     slope_error: float
-    df: int
-    farthest: float
-    p_misfit: float
-
-    @property
-    def exponent(self) -> float:
-        """How fast the loss falls."""
-        return -self.slope
+    df: int  # of both errors
+    farthest: float  # how far the mean log loss at some FLOPs lies from the line at most
+    p_misfit: float  # how likely that is by the noise of runs of the same FLOPs; nan without any
 
     @property
     def error(self) -> float:
-        """Half the width of the exponent's 95 % interval."""
+        """Half the width of the slope's 95 % interval."""
         return float(scipy.stats.t.ppf(0.975, self.df)) * self.slope_error
 
     def loss(self, flops: np.ndarray) -> np.ndarray:
@@ -69,51 +52,31 @@ def fit_power_law(flops: Sequence[float], losses: Sequence[float]) -> Fit:
     x, y = np.log(flops), np.log(losses)
     line = scipy.stats.linregress(x, y)
     residuals = y - line.intercept - line.slope * x
-    farthest, p_misfit = _misfit([residuals[x == place] for place in np.unique(x)])
-    height_error = line.stderr * x.std()  # sigma / sqrt(n), where stderr is sigma / sqrt(n) / std
+    groups = [residuals[x == place] for place in np.unique(x)]
+    means, sizes = np.array([[each.mean(), len(each)] for each in groups]).T
+    # The F-test for lack of fit (Draper and Smith 1998, section 2.1).
+    noise, noise_df = sum(((each - each.mean()) ** 2).sum() for each in groups), sum(sizes - 1)
+    free, p_misfit = len(groups) - 2, math.nan
+    if free and noise_df and noise:
+        ratio = (sizes @ means**2) / free / (noise / noise_df)
+        p_misfit = float(scipy.stats.f.sf(ratio, free, noise_df))
     return Fit(
         middle=float(x.mean()),
         height=float(y.mean()),
-        height_error=float(height_error),
+        height_error=float(line.stderr * x.std()),  # stderr is sigma / sqrt(n) / std
         slope=float(line.slope),
         slope_error=float(line.stderr),
         df=len(x) - 2,
-        farthest=farthest,
+        farthest=float(np.abs(means).max()),
         p_misfit=p_misfit,
     )
 
 
-def _misfit(residuals: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Returns how far the residuals of a line lie from 0 in the mean of a place, and its p-value.
-
-    That is the F-test for lack of fit (Draper and Smith 1998, section 2.1).
-    """
-    means = [float(each.mean()) for each in residuals]
-    farthest, free = max(map(abs, means)), len(residuals) - 2
-    noise = sum(float(((each - each.mean()) ** 2).sum()) for each in residuals)
-    noise_df = sum(len(each) - 1 for each in residuals)
-    if not (free and noise_df and noise):
-        return farthest, math.nan
-    misfit = sum(len(each) * mean**2 for each, mean in zip(residuals, means, strict=True))
-    return farthest, float(scipy.stats.f.sf(misfit / free / (noise / noise_df), free, noise_df))
-
-
 def compute_to_match(baseline: Fit, arm: Fit, flops: float) -> tuple[float, float, float]:
-    """Returns the share of the baseline's compute that an arm needs for the same loss.
+    """Returns the share of the baseline's compute that an arm needs for the loss at `flops`.
 
-    Both losses are those of the power laws. The 95 % interval is that of inverse regression
-    (Fieller 1954, JRSS B 16): it holds every share at which the two lines do not differ by a
-    t-test. It counts the noise of seeds and not a curve that the laws lack. Runs of the same
-    seed are taken as independent, which makes it wide rather than narrow where they agree.
-
-    Args:
-        baseline: the law of the baseline.
-        arm: the law of the arm.
-        flops: what the baseline took for the loss in question.
-
-    Returns:
-        The share, and the interval's ends. They are nan where the arm's loss may not fall with
-        compute at all; so is the share if it does not.
+    The ends of its 95 % interval are those of inverse regression (Fieller 1954, JRSS B 16): every
+    share at which the two lines do not differ by a t-test. What the arm's slope leaves open is nan.
     """
     log_flops = math.log(flops)
     drop = math.log(float(baseline.loss(np.array(flops)))) - arm.height  # from the arm's middle
@@ -125,13 +88,12 @@ def compute_to_match(baseline: Fit, arm: Fit, flops: float) -> tuple[float, floa
     # (drop - slope * place)^2 <= quantile^2 * (the baseline's variance + the arm's at the place)
     spread = baseline.variance(log_flops) + arm.height_error**2
     square = arm.slope**2 - (quantile * arm.slope_error) ** 2
-    if square <= 0:
-        return _share(arm.middle + place - log_flops), math.nan, math.nan
-    root = quantile * math.sqrt(square * spread + (arm.slope_error * drop) ** 2)
-    ends = ((arm.slope * drop + sign * root) / square for sign in (-1, 1))
-    low, high = (_share(arm.middle + end - log_flops) for end in ends)
-    return _share(arm.middle + place - log_flops), low, high
-
-
-def _share(log_share: float) -> float:
-    return math.inf if log_share > _MAX_LOG else math.exp(log_share)
+    ends = (math.nan, math.nan)
+    if square > 0:
+        root = quantile * math.sqrt(square * spread + (arm.slope_error * drop) ** 2)
+        ends = (arm.slope * drop - root) / square, (arm.slope * drop + root) / square
+    share, low, high = (
+        math.inf if each > _MAX_LOG else math.exp(each)
+        for each in (arm.middle + each - log_flops for each in (place, *ends))
+    )
+    return share, low, high

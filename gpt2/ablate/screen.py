@@ -1,6 +1,5 @@
 """What the person at the terminal sees: runs that end, runs that train, and what a sweep takes."""
 
-import dataclasses
 import re
 import shutil
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Run, make_measuring_run
 from gpt2.ablate.sweep import Sweep
 from gpt2.config import Config
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import files
 from gpt2.utils.terminal import on_terminal
@@ -79,45 +78,36 @@ def _steps(run: Run) -> int:
     return int(steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class Pace:
-    """How long the runs of an arm take, but for validations and checkpoints along the way."""
+def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
+    """Returns the seconds of an arm's step, and of a run's start, compilation and short validation.
 
-    step: float  # seconds of a training step
-    around: float  # of a run beside its steps: it starts, compiles, and validates on a batch
-
-    def seconds(self, config: Config) -> float:
-        """Returns how long a run takes."""
-        return self.around + config.train.num_steps * self.step
-
-
-def measure(root: Path, arm: Arm, slot: Slot) -> Pace:
-    """Returns how long the runs of an arm take in a slot, by one that is trained once and kept."""
+    They are those of a short run, which is trained once and kept.
+    """
     run = make_measuring_run(root, arm.name, arm.config, _MEASURED_STEPS)
     with files.locked(run.folder.parent / f"{run.folder.name}.lock"):
         if run.outcome().state != "finished":
             shutil.rmtree(run.folder, ignore_errors=True)
             print(f"measuring a step of {arm.name}", flush=True)
             train_all([run], [slot])
-    if run.outcome().state != "finished":
-        error = run.outcome().error
-        raise UserError(f"{arm.name} cannot be measured ({error})", f"See {run.folder}/log.txt")
+    failed, error = run.outcome().state != "finished", run.outcome().error
+    refuse(failed, f"{arm.name} cannot be measured ({error})", f"See {run.folder}/log.txt")
     records = read_metrics(run.workdir / "metrics.jsonl")
     steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
     step = median(steps[1:] or steps)
     whole = max(r.get("perf/total_seconds", 0.0) for r in records)
-    return Pace(step, max(0.0, whole - _MEASURED_STEPS * step))
+    return step, max(0.0, whole - _MEASURED_STEPS * step)
 
 
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     """Returns the list of a sweep's runs and what they would take, by measured steps."""
-    paces: dict[str, Pace] = {}
+    paces: dict[str, tuple[float, float]] = {}
     arms, total, lines = {arm.name: arm for arm in sweep.arms}, 0.0, []
 
     def seconds(name: str, config: Config) -> float:
         if name not in paces:
             paces[name] = measure(sweep.root, arms[name], slots[0])
-        return paces[name].seconds(config)
+        step, around = paces[name]
+        return around + config.train.num_steps * step
 
     for run in (*sweep.choosing_runs(), *sweep.runs()):
         took = run.outcome().state

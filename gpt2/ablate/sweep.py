@@ -200,11 +200,9 @@ def continued(sweep: Sweep, *, by_until: bool = False) -> Sweep:
                 "Give another --workdir, or the old value",
             )
     more = sweep.num_seeds > before.num_seeds and not by_until
-    stricter = sweep.until and (
-        not before.until or sweep.until < before.until or sweep.max_seeds > before.max_seeds
-    )
+    other_rule = (sweep.until, sweep.max_seeds) != (before.until, before.max_seeds)
     seen = any(run.outcome().state != "waiting" for run in before.runs())
-    raised_from = before.num_seeds if seen and (more or stricter) else 0
+    raised_from = before.num_seeds if seen and (more or (sweep.until and other_rule)) else 0
     return dataclasses.replace(
         sweep,
         commands=list(dict.fromkeys([*before.commands, *sweep.commands])),

@@ -205,7 +205,7 @@ def scaling_table(sweep: Sweep, points: Points) -> pd.DataFrame:
                 "arm": change,
                 "runs": f"{len(runs)}",
                 "FLOPs": f"{format_count(min(runs)[0])} to {format_count(max(runs)[0])}",
-                "exponent": f"{fit.exponent:.4f} ± {fit.error:.4f}",
+                "exponent": f"{-fit.slope:.4f} ± {fit.error:.4f}",
                 "off the law": f"{math.expm1(fit.farthest):.1%}{misfit}",
                 "compute for the baseline's loss": share,
             }

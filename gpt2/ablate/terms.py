@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from gpt2.ablate.arms import Arm
 from gpt2.config import DEFAULTS, Config, option, with_options
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds", "params")
@@ -24,21 +24,18 @@ def choose_score(arms: Sequence[Arm]) -> str:
     """
     configs = [arm.config for arm in arms]
     for name in ("data.corpus", "data.val_fraction"):
-        if len({option(config, name) for config in configs}) > 1:
-            raise UserError(
-                f"arms with another {name} would be validated on different texts",
-                "Score such runs by eval.py on one text",
-            )
+        differ = len({option(config, name) for config in configs}) > 1
+        refuse(differ, f"arms with another {name} would be validated on different texts")
     same_tokens = len({config.data.tokenizer for config in configs}) == 1
     parts = {
         (c.train.eval_batches, c.micro_batch_size, c.model.context_length, c.data.tokenizer)
         for c in configs
     }
-    if len(parts) > 1 and any(batches for batches, *_ in parts):
-        raise UserError(
-            "the first train.eval_batches of the validation split are not the same for all arms",
-            "Use --config.train.eval_batches=0, which reads the whole split",
-        )
+    refuse(
+        len(parts) > 1 and any(batches for batches, *_ in parts),
+        "the first train.eval_batches of the validation split are not the same for all arms",
+        "Use --config.train.eval_batches=0, which reads the whole split",
+    )
     return LOSS if same_tokens else BITS_PER_BYTE
 
 
@@ -78,11 +75,8 @@ def at_sizes(arms: Sequence[Arm], sizes: Sequence[str], vocab_size: VocabSize) -
     The width of a head stays. Tokens grow in proportion to the baseline's parameters, as
     compute-optimal training has them (Hoffmann et al. 2022, arXiv 2203.15556).
     """
-    if len(set(sizes)) < max(MIN_SIZES, len(sizes)):
-        raise UserError(
-            f"--scaling={','.join(sizes)} is not {MIN_SIZES} different sizes or more",
-            "For example, use --scaling=2x64,4x128,6x192",
-        )
+    few = len(set(sizes)) < max(MIN_SIZES, len(sizes))
+    refuse(few, f"--scaling needs {MIN_SIZES} different sizes", "Use such as 2x64,4x128,6x192")
     base, scaled = arms[0].config, []
     for size in sizes:
         resized = [Arm(arm.change, _with_size(arm, size), size) for arm in arms]
@@ -99,11 +93,10 @@ def with_length(config: Config, num_steps: int) -> Config:
     optim, before = config.optim, config.train.num_steps
     if num_steps == before:
         return config
-    if optim.schedule.startswith("piecewise"):
-        raise UserError(
-            f"optim.schedule={optim.schedule} names steps of a run of {before}, not of {num_steps}",
-            "Use another schedule where the arms' lengths differ",
-        )
+    refuse(
+        optim.schedule.startswith("piecewise"),
+        f"optim.schedule={optim.schedule} names steps of a run of {before}, not of {num_steps}",
+    )
     options = {"train.num_steps": max(1, num_steps)}
     for name in ("warmup_steps", "decay_steps"):
         if steps := getattr(optim, name):
@@ -132,26 +125,23 @@ def _with_parameters(arm: Arm, wanted: int, vocab_size: VocabSize) -> Arm:
         return arm
     one, two = (parameters(with_width(mlp_dim), vocab_size) for mlp_dim in (1, 2))
     config = with_width(max(1, 1 + round((wanted - one) / (two - one))))
-    if abs(parameters(config, vocab_size) - wanted) > _NEAR * wanted:
-        raise UserError(
-            f"no model.mlp_dim gives the arm {arm.name} the baseline's {wanted:,} parameters",
-            "Use --equal=flops",
-        )
+    refuse(
+        abs(parameters(config, vocab_size) - wanted) > _NEAR * wanted,
+        f"no model.mlp_dim gives the arm {arm.name} the baseline's {wanted:,} parameters",
+        "Use --equal=flops",
+    )
     return dataclasses.replace(arm, config=config)
 
 
 def _with_size(arm: Arm, size: str) -> Config:
     """Returns an arm's config with the layers and the width of a size."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
-    if not match:
-        raise UserError(f"--scaling has the size {size!r}", "Write LAYERSxWIDTH, such as 4x128")
-    layers, width = map(int, match.groups())
+    refuse(not re.fullmatch(r"\d+x\d+", size), f"{size} is no size", "Write LAYERSxWIDTH")
+    layers, width = map(int, size.split("x"))
     model = arm.config.model
-    if model.mlp_dim or model.num_kv_heads or width % model.head_size:
-        raise UserError(
-            f"the arm {arm.change} cannot have the size {size}: widths are multiples of its head's "
-            f"{model.head_size}, and neither model.mlp_dim nor model.num_kv_heads is set",
-            "Use other sizes, or model.mlp_ratio",
-        )
+    refuse(
+        model.mlp_dim or model.num_kv_heads or width % model.head_size,
+        f"the arm {arm.change} cannot have the size {size}: widths are multiples of its head's "
+        f"{model.head_size}, and neither model.mlp_dim nor model.num_kv_heads is set",
+    )
     shape = {"num_layers": layers, "embed_dim": width, "num_heads": width // model.head_size}
     return with_options(arm.config, {f"model.{name}": value for name, value in shape.items()})
