@@ -26,14 +26,14 @@ from gpt2.ablate.arms import Arm, make_arms, read_tuned
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run, describe
-from gpt2.ablate.screen import Screen, describe_runs, measure
+from gpt2.ablate.screen import describe_runs, measure, shown
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep, continued, load_sweep, register
 from gpt2.ablate.tables import judge
 from gpt2.ablate.terms import TERMS, VocabSize, at_sizes, choose_score, equalize
 from gpt2.ablate.verdicts import widest
 from gpt2.config import Config, DataConfig
 from gpt2.data.dataset import prepare
-from gpt2.errors import refuse, warn
+from gpt2.errors import refuse
 from gpt2.utils import files
 from gpt2.utils.terminal import align
 
@@ -100,12 +100,10 @@ def main() -> int:
         print(describe_runs(sweep, slots))
         return 0
     sweep = register(sweep)
-    if sweep.num_seeds == 1:
-        warn("with one seed there are no verdicts, since nothing tells the noise; see --seeds")
 
     def train(runs: Sequence[Run], title: str) -> None:
-        with Screen(sweep, runs, title) as screen:
-            train_all(runs, slots, screen.show)
+        with shown(sweep, runs, title) as show:
+            train_all(runs, slots, show)
 
     # First the runs that choose values, then those that are compared.
     if undecided := sweep.undecided_runs():
@@ -156,9 +154,9 @@ def _on_equal_terms(
 def _report(sweep: Sweep) -> int:
     """Writes the report, prints its verdicts, and returns 1 if a run failed or is to come."""
     with files.locked(sweep.root / ".sweep.lock"):
-        shown = write_report(sweep)
-    shown = shown[[name for name in _SHOWN if name in shown]]
-    print(align([list(shown.columns), *shown.values.tolist()]))
+        table = write_report(sweep)
+    table = table[[name for name in _SHOWN if name in table]]
+    print(align([list(table.columns), *table.values.tolist()]))
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
     states = [run.outcome().state for run in (*sweep.undecided_runs(), *sweep.runs())]
     broken, waiting = states.count("failed"), states.count("waiting")

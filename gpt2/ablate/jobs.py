@@ -79,7 +79,7 @@ def train_all(
     before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         while True:
-            left = [run for run in left if not _has_ended(run)]
+            left = [run for run in left if not has_ended(run)]
             for run in left[:]:
                 if free and (lock := _take(run)):
                     left.remove(run)
@@ -106,7 +106,8 @@ def _stop(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
-def _has_ended(run: Run) -> bool:
+def has_ended(run: Run) -> bool:
+    """Returns whether a run is not to be trained; one that failed before is tried again."""
     state = run.outcome().state
     failed_now = state == "failed" and (run.folder / "outcome.json").stat().st_mtime > _BEGAN
     return state in ("finished", "diverged") or failed_now
@@ -119,7 +120,7 @@ def _take(run: Run) -> TextIO | None:
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # A sweep that was killed leaves a run that still saves its state.
-        if not files.is_locked(run.workdir / ".lock") and not _has_ended(run):
+        if not files.is_locked(run.workdir / ".lock") and not has_ended(run):
             return lock
     lock.close()
     return None

@@ -1,15 +1,16 @@
 """What the person at the terminal sees: runs that end, runs that train, and what a sweep takes."""
 
+import contextlib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 from rich.progress import Progress, TaskID
 
 from gpt2.ablate.arms import Arm
-from gpt2.ablate.jobs import Slot, train_all
+from gpt2.ablate.jobs import Slot, has_ended, train_all
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Run, make_measuring_run
 from gpt2.ablate.sweep import Sweep
@@ -25,46 +26,37 @@ _END_BYTES = 4096  # of metrics.jsonl, which hold its last lines
 _SPEED_SECONDS = 600  # over which the time left is estimated
 
 
-class Screen:
-    """Prints a line as a run ends; on a terminal, bars show those that train. A context manager."""
+@contextlib.contextmanager
+def shown(sweep: Sweep, runs: Sequence[Run], title: str) -> Iterator[Callable]:
+    """Yields what to call with the runs that train: it prints a line for each that has ended.
 
-    def __init__(self, sweep: Sweep, runs: Sequence[Run], title: str):
-        self._sweep, self._runs = sweep, {run.folder: run for run in runs}
-        self._ended = {run.folder for run in runs if run.outcome().state != "waiting"}
-        self._progress = Progress(disable=not on_terminal(), speed_estimate_period=_SPEED_SECONDS)
-        self._all = self._progress.add_task(title, total=len(runs))
-        self._bars: dict[Path, TaskID] = {}
+    On a terminal, bars show how far the others are.
+    """
+    told = {run.folder for run in runs if has_ended(run)}
+    bars: dict[Path, TaskID] = {}
 
-    def __enter__(self) -> "Screen":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def show(self, training: Sequence[Run]) -> None:
-        """Shows what has ended since the last call, and what is under way."""
-        ended = {f for f, run in self._runs.items() if run.outcome().state != "waiting"}
-        for folder in sorted(ended - self._ended):
-            self._print_end(self._runs[folder], len(ended))
-        self._ended = ended
-        self._progress.update(self._all, completed=len(ended))
-        for folder in self._bars.keys() - {run.folder for run in training}:
-            self._progress.remove_task(self._bars.pop(folder))
+    def show(training: Sequence[Run]) -> None:
+        for run in runs:
+            if run.folder in told or not has_ended(run):
+                continue
+            outcome = run.outcome()
+            told.add(run.folder)
+            what = f"{outcome.state}: {outcome.error}"
+            if outcome.state == "finished":
+                what = f"{read_results([run], sweep.score).score[0]:.4f} {sweep.unit}"
+            line = f"{len(told)}/{len(runs)}  {run.label}  {what}"
+            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        progress.update(everything, completed=len(told))
+        for folder in bars.keys() - {run.folder for run in training}:
+            progress.remove_task(bars.pop(folder))
         for run in training:
-            if run.folder not in self._bars:
-                num_steps = run.config.train.num_steps
-                self._bars[run.folder] = self._progress.add_task(run.label, total=num_steps)
-            self._progress.update(self._bars[run.folder], completed=_steps(run))
+            if run.folder not in bars:
+                bars[run.folder] = progress.add_task(run.label, total=run.config.train.num_steps)
+            progress.update(bars[run.folder], completed=_steps(run))
 
-    def _print_end(self, run: Run, number: int) -> None:
-        outcome = run.outcome()
-        what = f"{outcome.state}: {outcome.error}"
-        if outcome.state == "finished":
-            score = read_results([run], self._sweep.score).score[0]
-            what = f"{score:.4f} {self._sweep.unit}"
-        line = f"{number}/{len(self._runs)}  {run.label}  {what}"
-        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    with Progress(disable=not on_terminal(), speed_estimate_period=_SPEED_SECONDS) as progress:
+        everything = progress.add_task(title, total=len(runs))
+        yield show
 
 
 def _steps(run: Run) -> int:
