@@ -24,7 +24,7 @@ from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import Curve, read_curve, read_reference
 from gpt2.ablate.sweep import load_sweep
 from gpt2.config import differences, leaves_training, load_config
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.utils.text import format_count, format_duration
 
 _MOST_OPTIONS = 3  # that are named for a run; a line has no space for more
@@ -39,18 +39,14 @@ def define_flags() -> None:
 
 def main(*directories: str) -> None:
     """Draws the curves and prints where each ends."""
-    if not directories:
-        raise UserError("no run is named", "For example, give runs/first runs/second")
+    refuse(not directories, "no run is named", "For example, give runs/first runs/second")
     workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
     unit, reference = "nats per token", flags.FLAGS.reference
     curves = _read_curves(workdirs, "eval/loss", unit)
     configs = {name: load_config(workdirs[name][0]) for name in curves}
     if len({config.data.tokenizer for config in configs.values()}) > 1:
-        if reference:
-            raise UserError(
-                "runs with different tokenizers compare in bits per byte, a reference in nats",
-                "Compare them without --reference",
-            )
+        what = "runs with different tokenizers compare in bits per byte, a reference in nats"
+        refuse(reference, what, "Compare them without --reference")
         unit = "bits per byte"
         curves = _read_curves({name: workdirs[name] for name in curves}, "eval/bits_per_byte", unit)
     configs = {name: configs[name] for name in curves}
@@ -94,8 +90,7 @@ def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict
     for name in [name for name, each in curves.items() if not any(len(c.scores) for c in each)]:
         print(f"{name} has no validation in {unit}, and is skipped")
         del curves[name]
-    if not curves:
-        raise UserError(f"no run has a validation in {unit} yet", "Wait for one")
+    refuse(not curves, f"no run has a validation in {unit} yet")
     return curves
 
 

@@ -30,7 +30,7 @@ from flax import struct
 from gpt2 import cli
 from gpt2.config import MAX_SEED, GPTConfig
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.model import GPT, KVCache
 from gpt2.utils.files import write_text
 from gpt2.utils.prng import sample_key
@@ -54,10 +54,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise UserError(
-                f"{self} draws no token", "Use a temperature and a top_k of at least 0, top_p to 1"
-            )
+        fine = 0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1
+        refuse(not fine, f"{self} draws no token")
 
     def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
         """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
@@ -134,14 +132,12 @@ def stream(
         chunk: tokens in a chunk; 0: all of them.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    if lengths.min() == 0:
-        raise UserError("a prompt is empty", "Give it at least one token, such as end-of-text")
+    refuse(lengths.min() == 0, "a prompt is empty")
     longest = int(lengths.max()) + max_new_tokens
-    if longest > cfg.context_length:
-        raise UserError(
-            f"prompt and new tokens, {longest}, exceed the model's context of {cfg.context_length}",
-            "Give a smaller --max_new_tokens, or a shorter prompt",
-        )
+    refuse(
+        longest > cfg.context_length,
+        f"prompt and new tokens, {longest}, exceed the model's context of {cfg.context_length}",
+    )
     if cfg.scan_layers:  # a scan would copy the whole cache at every token
         params = in_layout(params, scanned=False)
         cfg = dataclasses.replace(cfg, scan_layers=False)
@@ -250,9 +246,7 @@ def main() -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     prompt = tokenizer.encode(args.prompt).tolist()
-    if not prompt:
-        if tokenizer.eot is None:
-            raise UserError("--prompt is empty", "Give the text to continue: --prompt=TEXT")
+    if not prompt and tokenizer.eot is not None:
         prompt = [tokenizer.eot]
     chunks = stream(
         params,

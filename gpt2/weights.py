@@ -9,7 +9,7 @@ import jax
 from gpt2 import hf
 from gpt2.config import GPTConfig, load_config
 from gpt2.data import tokenizer as tokenizers
-from gpt2.errors import UserError, refuse
+from gpt2.errors import refuse
 from gpt2.hf.config import read_config
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
 from gpt2.training.checkpoint import load_params
@@ -55,21 +55,18 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     """
     kind, directory, step = _split_source(source)
     found, theirs = check_source(source)
-    if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
-        raise UserError(
-            f"the weights of {source} were learnt with another tokenizer than the data's",
-            f"Use --config.data.tokenizer={directory}/tokenizer.json",
-        )
+    refuse(
+        tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer),
+        f"the weights of {source} were learnt with another tokenizer than the data's",
+        f"Use --config.data.tokenizer={directory}/tokenizer.json",
+    )
     found, wanted = found.canonical(), cfg.canonical()
     names = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in _FREE]
     if found.context_length < cfg.context_length and cfg.position == "learned":
         names.append("context_length")
-    if differing := [name for name in names if getattr(found, name) != getattr(wanted, name)]:
-        options = (f"model.{name}={getattr(found, name)}" for name in differing)
-        raise UserError(
-            f"the weights of {source} are of a model with {', '.join(options)}",
-            "Train one with the same options",
-        )
+    differing = [name for name in names if getattr(found, name) != getattr(wanted, name)]
+    options = ", ".join(f"model.{name}={getattr(found, name)}" for name in differing)
+    refuse(options, f"the weights of {source} are of a model with {options}")
     places = (None, directory) if kind == "hf" else (directory, None)
     _, params, _ = load_model(*places, step)
     if cfg.position == "learned":

@@ -20,7 +20,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from gpt2 import interrupts
-from gpt2.errors import UserError, exit_on_user_error
+from gpt2.errors import exit_on_user_error, refuse
 from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
 from gpt2.generate import Sampling, stream
@@ -56,11 +56,7 @@ class HarnessModel(LM):
     ):
         super().__init__()
         self._cfg, self._params, self._tokenizer = load_model(workdir, hf, checkpoint)
-        if self._tokenizer.eot is None:
-            raise UserError(
-                "the harness needs an end-of-text token, which this tokenizer lacks",
-                "Use a model with another tokenizer",
-            )
+        refuse(self._tokenizer.eot is None, "this tokenizer lacks the end-of-text token")
         self._scorer = Scorer(GPT(self._cfg), self._params)
         self._seed = seed
 
@@ -123,11 +119,8 @@ class HarnessModel(LM):
         options = normalize_gen_kwargs(options)
         max_new_tokens, stops = options["max_gen_toks"], [s for s in options["until"] if s]
         longest = self._cfg.context_length - max_new_tokens  # prompt
-        if longest < 1:
-            raise UserError(
-                f"the task generates {max_new_tokens} tokens, as many as the context has or more",
-                "Give fewer by --gen_kwargs=max_gen_toks=NUMBER",
-            )
+        what = f"the task generates {max_new_tokens} tokens, as many as the context has or more"
+        refuse(longest < 1, what, "Give fewer by --gen_kwargs=max_gen_toks=NUMBER")
         sampling = Sampling(
             options["temperature"], options.get("top_k") or 0, options.get("top_p") or 1.0
         )

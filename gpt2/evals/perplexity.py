@@ -8,7 +8,7 @@ from gpt2.config import DataConfig
 from gpt2.data.dataset import prepare
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.evals.report import Figure, perplexity, ratio
 from gpt2.evals.scoring import Request, Scorer, windows
 
@@ -16,12 +16,10 @@ from gpt2.evals.scoring import Request, Scorer, windows
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
     """Scores the validation split of a corpus, just as training does."""
     dataset = prepare(data)
-    if fingerprint(dataset.tokenizer) != fingerprint(tokenizer):
-        raise UserError(
-            f"{data.corpus} holds tokens of {dataset.tokenizer.name}, and the model's tokenizer is "
-            f"{tokenizer.name}",
-            "Give a corpus of text",
-        )
+    refuse(
+        fingerprint(dataset.tokenizer) != fingerprint(tokenizer),
+        f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}",
+    )
     loader = ValidationLoader(
         dataset,
         batch_size=1,
@@ -83,10 +81,7 @@ def _windows(scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int) -> li
     """
     tokens = tokenizer.encode(text).tolist()
     tokens = tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]
-    if len(tokens) < 2:
-        raise UserError(
-            f"a text of {len(text)} characters holds no token to predict", "Give a longer text"
-        )
+    refuse(len(tokens) < 2, f"a text of {len(text)} characters holds no token to predict")
     return windows(tokens, scorer.context_length, stride)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpt2.config import DataConfig, load_config
 from gpt2.data.corpus import reading
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.evals.examples import cbt, hellaswag, lambada
 from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.report import Figure
@@ -31,11 +31,9 @@ TASKS = TEXTS | EXAMPLES
 
 def task_file(name: str, directory: str) -> Path:
     """Returns where a task's file lies; a UserError tells that there is no such task or file."""
-    if name not in TASKS:
-        raise UserError(f"there is no task {name}", f"Choose from validation, {', '.join(TASKS)}")
+    refuse(name not in TASKS, f"there is no task {name} among validation, {', '.join(TASKS)}")
     path = Path(directory) / TASKS[name][0]
-    if not path.is_file():
-        raise UserError(f"the task {name} reads {path}, which is no file", "Give its --task_dir")
+    refuse(not path.is_file(), f"the task {name} reads {path}, no file", "Give its --task_dir")
     return path
 
 
@@ -43,10 +41,8 @@ def run_task(
     name: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
 ) -> list[Figure]:
     """Scores one task; `stride` (tokens) is for those that slide a window over a text."""
-    if not 0 < stride <= scorer.context_length:
-        raise UserError(
-            f"--stride={stride} skips tokens: the context is {scorer.context_length}", "Lower it"
-        )
+    T = scorer.context_length
+    refuse(not 0 < stride <= T, f"--stride={stride} skips tokens: the context is {T}", "Lower it")
     with reading(path):
         return TASKS[name][1](scorer, tokenizer, path, *([stride] if name in TEXTS else []))
 
@@ -61,18 +57,16 @@ def validation_data(
     data = load_config(Path(workdir)).data if workdir else DataConfig()
     learnt_here = workdir is not None and (Path(workdir) / "data.json").exists()
     if not corpus:
-        if not learnt_here:
-            raise UserError("these weights came without a corpus", "Add --corpus=text:FILE")
+        refuse(not learnt_here, "these weights came without a corpus", "Add --corpus=text:FILE")
         return data
     # Ready tokens are GPT-2's, which any tokenizer of the same fingerprint reads.
     tokenizer = Path(workdir or hf or "") / "tokenizer.json"
     ready = corpus.startswith("tokens:") or not tokenizer.is_file()
     share = data.val_fraction if val_fraction is None else val_fraction
     # A smaller share is refused too, since the share decides which documents are chosen.
-    if learnt_here and corpus == data.corpus and share != data.val_fraction:
-        raise UserError(
-            f"--val_fraction={share} may hold text that the run learnt from",
-            f"The run held out {data.val_fraction}",
-        )
+    refuse(
+        learnt_here and corpus == data.corpus and share != data.val_fraction,
+        f"--val_fraction={share} may hold text that the run learnt from",
+    )
     named = "gpt2" if ready else str(tokenizer)
     return dataclasses.replace(data, corpus=corpus, tokenizer=named, val_fraction=share)

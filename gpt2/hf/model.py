@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 from gpt2.hf.config import read_config, to_hf_config
 from gpt2.hf.families import family_for
 from gpt2.hf.layout import Tensor, tensors
@@ -37,12 +37,11 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
     def take(tensor: Tensor) -> np.ndarray:
         found = stored.pop(tensor.name, np.zeros(0))
-        if found.shape != tensor.shape or not np.isfinite(found).all():
-            raise UserError(
-                f"{directory}: {tensor.name} is missing, has another shape than config.json's "
-                f"{tensor.shape}, or holds NaN or Inf",
-                "Download config and weights again",
-            )
+        refuse(
+            found.shape != tensor.shape or not np.isfinite(found).all(),
+            f"{directory}: {tensor.name} is missing, has another shape than config.json's "
+            f"{tensor.shape}, or holds NaN or Inf",
+        )
         return tensor.from_stored(found)
 
     params: dict = {}
@@ -54,14 +53,12 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
             node = node.setdefault(parent, {})
         node[path[-1]] = np.stack(arrays, axis=place[0]) if place else arrays[0]
     head = stored.pop(family.head, params["wte"]["embedding"])  # of tied embeddings
-    if (head.astype(np.float32) != params["wte"]["embedding"]).any():
-        raise UserError(
-            f"{directory}: {family.head} is not the input embedding, and config.json ties the two",
-            'Set "tie_word_embeddings": false there',
-        )
-    if unknown := [name for name in stored if not name.endswith(family.buffers)]:
-        what = f"{directory}: the model of config.json has no tensor {unknown[0]}"
-        raise UserError(what, "Download config and weights again")
+    refuse(
+        (head.astype(np.float32) != params["wte"]["embedding"]).any(),
+        f"{directory}: {family.head} is not the input embedding, and config.json ties the two",
+    )
+    unknown = ", ".join(name for name in stored if not name.endswith(family.buffers))
+    refuse(unknown, f"{directory}: the model of config.json has no tensor {unknown}")
     num_tokens = count_tokens(directory, cfg)
     for name in {"wte", "lm_head"} & params.keys():
         params[name] = {"embedding": params[name]["embedding"][:num_tokens]}
@@ -80,11 +77,8 @@ def save(
 
     directory = Path(directory)
     if tokenizer is not None:
-        if tokenizer.vocab_size > cfg.vocab_size:
-            raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {cfg.vocab_size}",
-                "Give the tokenizer that the model was trained with",
-            )
+        rows, known = cfg.vocab_size, tokenizer.vocab_size
+        refuse(known > rows, f"the tokenizer has {known} tokens, and the model {rows}")
         cfg = dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size)
     config = to_hf_config(cfg)
     config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer and tokenizer.eot)
@@ -107,8 +101,8 @@ def save(
 
 def require_new(directory: Path) -> None:
     """Raises a UserError unless `directory` does not exist yet, or is empty."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory} exists already", "Give another directory, or remove it")
+    in_use = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    refuse(in_use, f"{directory} exists already", "Give another directory, or remove it")
 
 
 def _read_weights(directory: Path) -> dict[str, np.ndarray]:
