@@ -135,7 +135,7 @@ def _import_all() -> None:
 
     for module in pkgutil.walk_packages(gpt2.__path__, "gpt2."):
         source = Path(importlib.util.find_spec(module.name).origin).read_text()
-        if any(word in source for word in ("flags.DEFINE", "gpt2.cli", "import cli")):
+        if any(word in source for word in ("flags.DEFINE", "gpt2.cli", "import cli", '"__main__"')):
             continue
         try:
             importlib.import_module(module.name)

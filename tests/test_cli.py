@@ -176,7 +176,7 @@ def test_a_command_parses_runs_and_ends_with_the_code_of_its_main():
     done = run_command("--help")
     assert done.returncode == 0 and b"--steps: How many." in done.stdout
     done = run_command("--stps=2")
-    assert (done.returncode, done.stdout) == (2, b"") and b"steps" in done.stderr
+    assert (done.returncode, done.stdout) == (2, b"") and b"stps" in done.stderr
 
 
 def test_a_screen_that_is_closed_or_takes_no_line_ends_no_program():
