@@ -622,7 +622,7 @@ def test_processes_share_the_runs_of_a_sweep(tmp_path):
     options = [*TINY, "--vary=optim.name=lion", "--tune=optim.learning_rate=1e-3,2e-3"]
     options += ["--seeds=2", f"--workdir={tmp_path}"]
     both = [start_ablate(*options) for _ in range(2)]
-    said = [process.communicate(timeout=400)[0] for process in both]
+    said = [process.communicate(timeout=1200)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert [row["state"] for row in rows_of(tmp_path)] == ["finished"] * 8
     starts = [path.read_text() for path in tmp_path.rglob("environment.jsonl")]
