@@ -82,6 +82,18 @@ SwiGLU's gate and value are swapped
     gpt2/model/layers.py: tests/test_switch_values.py -k swiglu
     - GATES[cfg.activation](gate) * hidden
     + GATES[cfg.activation](hidden) * gate
+nothing is dropped of the embedding
+    gpt2/model/gpt.py: tests/test_switch_values.py -k dropout
+    - x = self.dropout(x, deterministic=deterministic)
+    + x = self.dropout(x, deterministic=True)
+nothing is dropped of the MLP's branch
+    gpt2/model/block.py: tests/test_switch_values.py -k dropout
+    - dropout(self._sandwich("ln_2_post", y))
+    + self._sandwich("ln_2_post", y)
+attention's weights are not scaled up
+    gpt2/ops/attention.py: tests/test_switch_values.py -k dropout
+    - jnp.where(kept, weights / (1.0 - dropout), 0.0)
+    + jnp.where(kept, weights, 0.0)
 relu_squared without the square
     gpt2/ops/activation.py: tests/test_switch_values.py -k relu_squared
     - jnp.maximum(x, 0) if power == 1 else jnp.square(jnp.maximum(x, 0))

@@ -11,18 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.model import GPT, GPTConfig, KVCache, num_params
+from gpt2.model import GPT, GPTConfig, KVCache
 from gpt2.parallel import rules
 from gpt2.utils.platform import plain_ops
 from gpt2.utils.scan import stack_layers, unstack_layers
 
 SMALL = GPTConfig(vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32)
-SIZES = {
-    "gpt2-124m": 124_439_808,
-    "gpt2-355m": 354_823_168,
-    "gpt2-774m": 774_030_080,
-    "gpt2-1558m": 1_557_611_200,
-}
 VARIANTS = [
     {},
     {"bias": False, "activation": "gelu"},
@@ -63,15 +57,6 @@ gradient_of = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
 unstack = jax.jit(lambda tree: unstack_layers(tree, SMALL.num_layers))
 
 
-@pytest.mark.parametrize(("name", "size"), SIZES.items())
-def test_openai_sizes_have_exactly_their_parameters(name, size):
-    config = GPTConfig.from_name(name)
-    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    shapes = jax.eval_shape(GPT(config).init, jax.random.key(0), tokens)["params"]
-    assert num_params(shapes) == size
-    chex.assert_shape(shapes["wte"]["embedding"], (50257, config.embed_dim))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_padded_table_gives_the_gradients_of_one_that_is_not(monkeypatch, tied):
     config = replaced(tie_embeddings=tied)
@@ -90,29 +75,6 @@ def test_a_padded_table_gives_the_gradients_of_one_that_is_not(monkeypatch, tied
     chex.assert_trees_all_close(program()(params), expected, rtol=1e-5, atol=1e-6)
     for beyond in (config.vocab_size, -config.vocab_size - 1):
         assert jnp.isnan(program(tokens.at[0, 0].set(beyond))(params)[0])
-
-
-@pytest.mark.parametrize("changes", VARIANTS)
-def test_logits_are_float32_of_the_true_vocabulary(changes):
-    config = replaced(compute_dtype="bfloat16", **changes)
-    logits = logits_of(config, init(config), tokens_of(1))
-    chex.assert_shape(logits, (2, 16, 300))
-    chex.assert_type(logits, jnp.float32)
-
-
-@pytest.mark.parametrize("changes", VARIANTS)
-def test_no_logit_depends_on_a_later_token(changes):
-    config = replaced(**changes)
-    params, tokens = init(config), jnp.arange(100, 116)[None]  # a row of the table each
-
-    def logit(table, position):
-        # Of token 0, whose row a tied head reads too, and no position looks up.
-        return logits_of(config, params | {"wte": {"embedding": table}}, tokens)[0, position, 0]
-
-    for position in (0, 7, 14):
-        rows = jax.jit(jax.grad(logit))(params["wte"]["embedding"], position)[100:116]
-        assert np.any(rows[: position + 1])
-        np.testing.assert_array_equal(rows[position + 1 :], 0.0)
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_logits():
@@ -237,26 +199,25 @@ def test_plain_operations_have_forward_derivatives_and_the_same_gradients(activa
     def mean_loss(params):
         return loss.__wrapped__(config, params, tokens)
 
+    def product(a, b):
+        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, a, b)))
+
     def slopes(params, direction):
         along = (params,), (direction,)
         return jax.jvp(mean_loss, *along)[1], jax.jvp(jax.grad(mean_loss), *along)[1]
 
-    def product(a, b):
-        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, a, b)))
+    def curvature(params):  # by two backward passes
+        return jax.grad(lambda params: product(jax.grad(mean_loss)(params), direction))(params)
 
     with pytest.raises(TypeError, match="custom_vjp"):
         slopes(params, direction)
     with plain_ops():
-        slope, curved = jax.jit(slopes)(params, direction)
+        slope, along = jax.jit(slopes)(params, direction)
+        expected = jax.jit(curvature)(params)
     gradient = gradient_of(config, params, tokens)
     np.testing.assert_allclose(slope, product(gradient, direction), rtol=1e-4)
-    step = 1e-2
-    ends = [
-        gradient_of(config, jax.tree.map(lambda x, d: x + s * d, params, direction), tokens)  # noqa: B023
-        for s in (step, -step)
-    ]
-    difference = (product(ends[0], direction) - product(ends[1], direction)) / (2 * step)
-    np.testing.assert_allclose(product(curved, direction), difference, rtol=0.05)
+    for found, wanted in zip(*map(jax.tree.leaves, (along, expected)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-3 * np.abs(wanted).max())
 
 
 def test_flax_tabulates_the_model_with_its_operations():

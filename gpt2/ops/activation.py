@@ -1,9 +1,8 @@
 """Activations of the MLP by name, and GELU in its tanh form with its own backward rule.
 
-Hendrycks and Gimpel 2016, section 2: x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3).
-The code computes the same function as a quotient, x / (1 + exp(-2 u)). The backward rule uses the
-quotient a second time, for the derivative, so that XLA:CPU stores it once instead of computing it
-again in each use (docs/performance.md, XLA:CPU note 2).
+Hendrycks and Gimpel 2016, section 2: x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3),
+here as a quotient, x / (1 + exp(-2 u)). The backward rule uses the quotient a second time, so that
+XLA:CPU stores it and does not compute it in each use (docs/performance.md, XLA:CPU note 2).
 """
 
 import math

@@ -75,11 +75,7 @@ def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
 
 
 def _normed(x, shift, inverse):
-    """Returns normalised rows.
-
-    In the GPUs' variant `shift` is the mean times `inverse`, which the same kernel makes. That
-    rounds by the mean over the deviation, so that a row of one large value is not exactly 0.
-    """
+    """Returns normalised rows; in one pass `shift` is the mean times `inverse`, of one kernel."""
     return x * inverse - shift if variants().one_pass else (x - shift) * inverse
 
 
