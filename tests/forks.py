@@ -135,7 +135,7 @@ def _import_all() -> None:
 
     for module in pkgutil.walk_packages(gpt2.__path__, "gpt2."):
         source = Path(importlib.util.find_spec(module.name).origin).read_text()
-        if any(word in source for word in ("flags.DEFINE", "gpt2.cli", "import cli", '"__main__"')):
+        if any(word in source for word in ("flags.DEFINE", "gpt2.cli", "import cli")):
             continue
         try:
             importlib.import_module(module.name)
@@ -207,6 +207,7 @@ def _become(command: Sequence[str], cwd: str, to_the_end: bool) -> int:
             runpy.run_path(sys.argv[0], run_name="__main__")
         else:
             sys.argv = [name, *arguments]
+            sys.modules.pop(name, None)  # which the server has imported
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
