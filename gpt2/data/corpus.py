@@ -42,11 +42,7 @@ class Corpus:
 
 
 def open_corpus(spec: str) -> Corpus:
-    """Returns the corpus that `data.corpus` names; reads no text yet.
-
-    Raises:
-        UserError: the prefix is unknown, or no file matches.
-    """
+    """Returns the corpus that `data.corpus` names; reads no text yet."""
     prefix, _, argument = spec.partition(":")
     usage, open_ = READERS.get(prefix, ("", None))
     if open_ is None or (":" in usage) != bool(argument):
@@ -61,11 +57,7 @@ def lies_in_files(spec: str) -> bool:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Returns the files that a glob (`**` included) matches, sorted by name.
-
-    Raises:
-        UserError: no file matches.
-    """
+    """Returns the files that a glob (`**` included) matches, sorted by name: at least one."""
     expanded = str(Path(pattern).expanduser())
     files = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if Path(p).is_file()]
     if not files:

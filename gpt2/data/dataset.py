@@ -103,11 +103,7 @@ def data_root(data_dir: str) -> Path:
 
 
 def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
-    """Returns the prepared corpus of a config, and prepares it first if it is not prepared yet.
-
-    Raises:
-        UserError: the corpus, the tokenizer, the validation share or the directory cannot be used.
-    """
+    """Returns the prepared corpus of a config, and prepares it first if it is not prepared yet."""
     corpus = _open_source(data)
     parts = [FORMAT, corpus.fingerprint, tokenizers.check_spec(data.tokenizer), data.val_fraction]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

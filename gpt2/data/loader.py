@@ -27,17 +27,7 @@ class TrainLoader:
 
     An epoch visits every window of `context_length` + 1 tokens once; neighbours share one token.
     Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
-    Any batch can be read directly, and only the requested rows are read.
-
-    Args:
-        dataset: a prepared corpus.
-        batch_size: sequences in a batch, over all processes.
-        context_length: tokens in a sequence.
-        seed: determines the order.
-        document_mask: adds `segments`.
-
-    Raises:
-        UserError: the split is smaller than a batch, or has no documents to mask.
+    Any batch of `batch_size` sequences can be read directly; `document_mask` adds `segments`.
     """
 
     def __init__(
@@ -83,16 +73,8 @@ class TrainLoader:
 class ValidationLoader:
     """Validation batches, in order: every token but the first is a target exactly once.
 
-    Args:
-        dataset: a prepared corpus.
-        batch_size: sequences in a batch, over all processes. The last batch is filled with rows
-            that have nothing to predict.
-        context_length: tokens in a sequence.
-        num_batches: at most this many, from the start of the split; 0: the whole split.
-        document_mask: adds `segments`.
-
-    Attributes:
-        is_whole: whether the batches hold the whole split.
+    The last batch is filled with rows that have nothing to predict. `num_batches` are at most
+    taken, 0: all. `is_whole` tells whether they hold the whole split.
     """
 
     def __init__(
@@ -150,14 +132,8 @@ def _document_start(dataset: Dataset) -> int:
 class Prefetcher:
     """An iterator over device batches that a background thread prepares.
 
-    It is a context manager, which ends the thread. An error in preparing a batch is raised where
-    the consumer asks for that batch.
-
-    Args:
-        get_batch: returns the host batch of a step.
-        steps: the steps, in order.
-        put: moves a host batch to the devices.
-        depth: how many batches are ready and wait, at most.
+    It is a context manager, which ends the thread. `get_batch(step)` returns a host batch, which
+    `put` moves to the devices; at most `depth` wait. Errors are raised where a batch is asked for.
     """
 
     _END = object()

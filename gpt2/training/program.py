@@ -44,15 +44,8 @@ from gpt2.utils.text import format_bytes, format_count
 class Program:
     """What a run computes, and how it is spread over devices.
 
-    Attributes:
-        config: with its vocabulary resolved.
-        model: Linen module.
-        schedule: learning rate by step, counted from 0.
-        optimizer: an optax chain that contains the schedule.
-        backend: see `gpt2.parallel`.
-        train_step: pure, see `gpt2.training.steps.make_train_step`.
-        watch_step: pure, see `gpt2.training.statistics.make_watch_step`.
-        eval_step: pure, see `gpt2.training.steps.make_eval_step`.
+    The config has its vocabulary resolved; the optimizer is an optax chain that contains the
+    schedule; the steps are pure functions, see `gpt2.training.steps` and `statistics`.
     """
 
     config: Config
@@ -80,9 +73,6 @@ class Program:
         Args:
             config, devices: of the run.
             model, loss, schedule, optimizer: what makes each; train.py names them.
-
-        Raises:
-            UserError: model, batch and devices do not fit each other.
         """
         check_layout(config, len(devices))
         gpt = model(config.gpt())
@@ -130,9 +120,8 @@ class Program:
     def init_state(self, params: Any = None) -> TrainState:
         """Returns the state before the first step. Each device draws its own part.
 
-        Args:
-            params: used in place of drawn parameters, if given. They must be in host memory, or
-                the devices would need room for both.
+        Given `params` take the place of drawn ones. They are in host memory, or devices would have
+        to hold both.
         """
         needed = sum(state_bytes(self.backend, self.state_shapes).values())
         memory = device_memory(self.backend.mesh.local_devices[0])
@@ -201,9 +190,7 @@ class Program:
     def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
-        Args:
-            state: placed, or `state_shapes`.
-            batch: from `backend.put_batch`. Several processes under pmap need arrays for both.
+        Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
         """
         step = self.backend.compile_train(self.train_step)
         return _compile(step, state, batch, options=self._compiler_options)
@@ -265,11 +252,7 @@ def choose_gather(config: Config, devices: Sequence[jax.Device], num_params: int
 
 
 def resolve_attention(config: Config, device: jax.Device) -> str:
-    """Returns the implementation of attention that a config takes on a device.
-
-    Raises:
-        UserError: it cannot run there.
-    """
+    """Returns the implementation of attention that a config takes on a device."""
     model = config.model
     return resolve(
         model.attention,

@@ -145,8 +145,8 @@ def describe_results(
     shares = ", ".join(f"{name} {share:.0%}" for name, share in clock.shares().items())
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
-        line += f"\n{scores['eval/bits_per_byte']:.3f} bits per byte "
-        line += f"(zlib -9 needs {dataset.zlib_bits_per_byte:.3f} for the same text)"
+        line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
+        line += f"\n(zlib -9 needs {dataset.zlib_bits_per_byte:.3f} for the same text)"
     files = f"see loss.png and samples.txt in {workdir}"
     return f"time: {format_duration(clock.total_seconds)}; {shares}\n{line}\n{files}"
 
