@@ -7,7 +7,7 @@ Each figure comes with its convention, its number of examples and its standard e
 docs/evaluation.md says what the tasks' files hold.
 """
 
-from gpt2 import launch
+from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()

@@ -5,7 +5,7 @@
 A run whose workdir holds a checkpoint continues from it.
 """
 
-from gpt2 import launch
+from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()  # before JAX is imported
@@ -20,7 +20,7 @@ from absl import flags
 
 from gpt2 import cli, plan
 from gpt2.data import Dataset, prepare
-from gpt2.errors import DivergedError, UserError, tell
+from gpt2.errors import DivergedError, UserError, leave_at_interrupt, tell
 from gpt2.evals.validation import validate
 from gpt2.generate import write_samples
 from gpt2.model import GPT
@@ -57,7 +57,7 @@ def main() -> int:
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
-    cli.interrupts.end_at_once("the same command continues")
+    leave_at_interrupt("the same command continues")
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     folder.refuse_changes(workdir, config)

@@ -11,10 +11,15 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import configs
-from gpt2 import interrupts
 from gpt2.config.options import no_option, require_option
 from gpt2.config.run import Config, is_record, read_options
-from gpt2.errors import UserError, exit_on_user_error, refuse
+from gpt2.errors import (
+    UserError,
+    exit_on_user_error,
+    leave_at_interrupt,
+    raise_at_interrupt,
+    refuse,
+)
 
 
 @exit_on_user_error
@@ -36,7 +41,7 @@ def run(
         commands: for programs whose first argument is one of these.
         takes_files: whether there may be any number of arguments that are no flags.
     """
-    interrupts.take()
+    raise_at_interrupt()
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
         sys.stdout.reconfigure(errors="replace")
     if define_flags:
@@ -61,7 +66,7 @@ def run(
     def call(argv: list[str]) -> int | None:
         logging.set_verbosity(logging.FATAL)  # what libraries log, they raise too, or it is no help
         code = main(*argv[1:])
-        interrupts.end_at_once()
+        leave_at_interrupt()
         return code
 
     app.run(call, flags_parser=parse)

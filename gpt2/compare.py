@@ -7,7 +7,7 @@ A directory is that of a run, or of a sweep, whose arms are drawn. A reference h
 point under the header `tokens,loss`; a column `name` tells several curves apart.
 """
 
-from gpt2 import launch
+from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()

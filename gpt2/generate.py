@@ -7,7 +7,7 @@ loop that samples is one compiled program, which stops when every sequence has e
 as they come, the program is called for a few tokens at a time.
 """
 
-from gpt2 import launch
+from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2.launch import cpu_environment
+from gpt2.utils.launch import cpu_environment
 from tests.forks import COMPILES_FAST
 
 # Before JAX is imported by anything.

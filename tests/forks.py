@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpt2.launch import has_old_xla
+from gpt2.utils.launch import has_old_xla
 
 ROOT = Path(__file__).parents[1]
 

@@ -32,7 +32,7 @@ TINY = [
 def train_with(lines):
     """Returns a train.py that runs some lines of Python, such as patches, before its run."""
     return f"""
-from gpt2 import launch
+from gpt2.utils import launch
 launch.prepare_process()
 import train
 from gpt2 import cli

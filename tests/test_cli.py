@@ -11,8 +11,8 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
-from gpt2 import launch
 from gpt2.errors import UserError, tell
+from gpt2.utils import launch
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = cli.configs.default.__file__
@@ -135,21 +135,21 @@ def test_a_value_may_be_negative_in_both_forms(parse, form):
 def test_commands_prepare_their_process_before_they_import_jax():
     """What `python -m` imports before a command's first line must not bring JAX."""
     packages = "gpt2.benchmark, gpt2.data, gpt2.evals, gpt2.hf"
-    program = f"import sys, {packages}, gpt2.launch; print('jax' in sys.modules)"
+    program = f"import sys, {packages}, gpt2.utils.launch; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
     modules = ["benchmark/__main__", "data/prepare", "evals/harness", "generate", "hf/__main__"]
     modules += ["profile/__main__"]
     commands = ["train.py", "eval.py", *(f"gpt2/{module}.py" for module in modules)]
     for path in commands:
         _docstring, first, second, *_ = ast.parse((ROOT / path).read_text()).body
-        assert ast.unparse(first) == "from gpt2 import launch", path
+        assert ast.unparse(first) == "from gpt2.utils import launch", path
         assert ast.unparse(second).endswith("launch.prepare_process()"), path
 
 
 COMMAND = """
 from absl import flags
-from gpt2 import cli, interrupts
-interrupts.begin()
+from gpt2 import cli, errors
+errors.begin_process()
 
 def define_flags():
     flags.DEFINE_integer("steps", 1, "How many.")
@@ -213,7 +213,11 @@ def test_what_cannot_be_printed_is_lost():
 def run_early(program):
     """Runs a program whose Ctrl-C is not ignored, as that of jobs in the background is."""
     start = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    command = [sys.executable, "-c", start + "from gpt2 import interrupts, launch\n" + program]
+    command = [
+        sys.executable,
+        "-c",
+        start + "from gpt2 import errors\nfrom gpt2.utils import launch\n" + program,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
 
@@ -228,7 +232,7 @@ except KeyboardInterrupt:
     print("caught")
 """
     assert run_early(program.format("")) == (130, "", "stopped by SIGINT\n")
-    assert run_early(program.format("interrupts.take()")) == (0, "caught\n", "")
+    assert run_early(program.format("errors.raise_at_interrupt()")) == (0, "caught\n", "")
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import time
 import numpy as np
 import pytest
 
-from gpt2 import launch
 from gpt2.parallel import stop
 from gpt2.parallel.stop import Deadline, StopSignal
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
+from gpt2.utils import launch
 from tests.helpers import (
     ROOT,
     TINY,
@@ -79,7 +79,7 @@ def test_a_run_stops_while_two_of_its_longest_steps_and_a_save_still_fit(monkeyp
 
 
 def test_the_age_of_a_process_counts_from_its_start_not_from_its_imports():
-    program = "import time; time.sleep(1); from gpt2 import launch; "
+    program = "import time; time.sleep(1); from gpt2.utils import launch; "
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", f"{program}print(launch.seconds_since_start())"],
@@ -110,9 +110,9 @@ def test_a_run_with_a_limit_ends_before_it_with_all_saved_and_continues(tmp_path
 BLOCKED = """
 import os, signal, threading, hashlib, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from gpt2 import interrupts
-interrupts.begin()
-interrupts.take()
+from gpt2 import errors
+errors.begin_process()
+errors.raise_at_interrupt()
 {mode}
 
 def press():
@@ -133,7 +133,7 @@ finally:
     [
         ("", (0.5, 0.6), "left at once by a second SIGINT\n"),
         ("", (0.5, 0.0, 0.0), ""),  # a launcher has sent the same one several times
-        ("interrupts.end_at_once('it continues')", (0.5,), "stopped by SIGINT; it continues\n"),
+        ("errors.leave_at_interrupt('it continues')", (0.5,), "stopped by SIGINT; it continues\n"),
     ],
     ids=["second", "repeated", "at once"],
 )

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from gpt2 import launch
 from gpt2.training.checkpoint_files import latest_step
+from gpt2.utils import launch
 from tests.helpers import TINY, finish, metrics_of, params_of, run, start, wait_for_step
 
 
@@ -191,7 +191,7 @@ def test_a_cpu_run_starts_again_before_slow_imports(corpus, tmp_path, monkeypatc
     code, _, stderr = run(tmp_path / "run", *corpus, *options, imports=True)
     imported = [line.rpartition("|")[2].strip() for line in stderr.splitlines()]
     assert code == 0
-    assert imported.count("gpt2.launch") == 2 and imported.count("jax") == 1
+    assert imported.count("gpt2.utils.launch") == 2 and imported.count("jax") == 1
 
 
 @pytest.mark.thorough

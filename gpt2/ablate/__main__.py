@@ -8,7 +8,7 @@ more seeds, more values. Several processes may run it at once, as in an array jo
 runs. `--report` writes the report of what there is so far.
 """
 
-from gpt2 import launch
+from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()

@@ -16,7 +16,7 @@ MFU is the model's FLOPs, 6 N + 12 L D T a token, over time and the data sheet's
 peak of a GPU's allocator; on a CPU, of the process.
 """
 
-from gpt2 import launch
+from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()

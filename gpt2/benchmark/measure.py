@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from gpt2 import launch
 from gpt2.benchmark.first_step import Agreement, compare
 from gpt2.config import Config, read_option, with_options
 from gpt2.errors import UserError
+from gpt2.utils import launch
 
 OURS, PEERS = "jax", ("torch", "torch_compile")
 Row = dict[str, Any]

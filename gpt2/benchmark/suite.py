@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import configs
-from gpt2 import launch
 from gpt2.benchmark.tables import table
 from gpt2.errors import UserError
+from gpt2.utils import launch
 from gpt2.utils.files import write_text
 
 _ERROR = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")

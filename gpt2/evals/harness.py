@@ -5,7 +5,7 @@
 is the harness' own command with one more model, `gpt2_jax`. It needs pip install -e '.[peers]'.
 """
 
-from gpt2 import launch
+from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()
@@ -19,8 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from gpt2 import interrupts
-from gpt2.errors import exit_on_user_error, refuse
+from gpt2.errors import exit_on_user_error, raise_at_interrupt, refuse
 from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
 from gpt2.generate import Sampling, stream
@@ -148,5 +147,5 @@ class HarnessModel(LM):
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    interrupts.take()
+    raise_at_interrupt()
     exit_on_user_error(cli_evaluate)()

@@ -4,7 +4,7 @@ python -m gpt2.hf import --from=DIR --workdir=DIR
 python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
 """
 
-from gpt2 import launch
+from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()

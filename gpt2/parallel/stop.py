@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from gpt2 import launch
 from gpt2.parallel import distributed
+from gpt2.utils import launch
 
 MARGIN_SECONDS = 10.0  # in which files are closed and the process ends
 MARGIN = 1.25  # times what was measured: another save, on a store that others use too
@@ -46,7 +46,7 @@ class Deadline:
 class StopSignal:
     """Lets SIGTERM, SIGINT and the end of the run's time end the loop after its step.
 
-    A second signal ends the process at once: see `gpt2.interrupts.take`.
+    A second signal ends the process at once: see `gpt2.errors.raise_at_interrupt`.
 
     If there are several processes, a signal to any of them stops all, and so does the first one's
     clock. JAX's runtime listens for SIGTERM and lets them agree on a step that none has passed yet.

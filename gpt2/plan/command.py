@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from absl import flags
 
-from gpt2 import cli, interrupts
+from gpt2 import cli
 from gpt2.config import Config, option, with_options
-from gpt2.errors import UserError, tell
+from gpt2.errors import UserError, leave_at_interrupt, tell
 from gpt2.model import num_params
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.drawing import visualize
@@ -55,7 +55,7 @@ def is_asked() -> bool:
 
 def run(config: Config) -> int:
     """Does what the flags ask for, and returns the exit code: 1 if nothing fits."""
-    interrupts.end_at_once()  # there is nothing to save
+    leave_at_interrupt()  # there is nothing to save
     args, devices = flags.FLAGS, _find_devices()
     kind = "simulated" if args.plan_devices else devices[0].device_kind
     if args.plan_search:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 
-from gpt2 import launch
 from gpt2.config import Config
 from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
 from gpt2.telemetry.metrics import seconds_taken
+from gpt2.utils import launch
 
 
 class StepClock:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gpt2 import launch
 from gpt2.config import Config
 from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
@@ -34,6 +33,7 @@ from gpt2.training.steps import (
     make_update,
     next_token_loss,
 )
+from gpt2.utils import launch
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 from gpt2.utils.remat import compiler_options

@@ -79,7 +79,7 @@ def platform() -> str:
 def leaves_products_to_cublas() -> bool:
     """Returns whether XLA_FLAGS keep XLA:GPU from products of its own, and from older cuBLAS.
 
-    `gpt2/launch.py` sets the variable, which XLA reads once, when JAX starts.
+    `gpt2/utils/launch.py` sets the variable, which XLA reads once, when JAX starts.
     """
     flags = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
 

@@ -20,7 +20,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from gpt2 import interrupts
+from gpt2 import errors
 
 _KEPT = 2**28  # bytes
 _TUNABLES = {
@@ -46,7 +46,7 @@ def prepare_process() -> None:
     itself again, once, unless it has imported JAX already: call this before slow imports. Where JAX
     may find an accelerator, there are no memory settings to make.
     """
-    interrupts.begin()
+    errors.begin_process()
     again = _STARTED_AGAIN in os.environ  # even where the settings got lost
     if again:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
