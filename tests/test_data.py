@@ -126,10 +126,6 @@ def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(make, m
     assert text == alone.read_text()
 
 
-def test_smallest_share_is_one_document(make, many):
-    assert make(many[0], val_fraction=1e-6).splits["validation"].num_documents in (1, 2)
-
-
 def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monkeypatch):
     monkeypatch.setattr(splits, "WEIGHED_BYTES", 0)
 
@@ -178,13 +174,6 @@ def test_any_stretch_can_be_read_across_files(tmp_path, monkeypatch):
     assert validation.read(0, 99).tolist() == list(ids[:9])
 
 
-def test_a_preparation_is_told_when_it_begins_and_a_prepared_corpus_is_not(tmp_path, capsys):
-    data = DataConfig(corpus="synthetic", tokenizer="byte", data_dir=str(tmp_path))
-    for told in ("preparing synthetic for byte, once\n", ""):
-        prepare.prepare(data)
-        assert capsys.readouterr().out == told
-
-
 def test_nothing_imports_tensorflow(tmp_path):
     code = (
         "import sys\n"
@@ -231,15 +220,6 @@ def test_prepared_once_and_anew_when_anything_differs(tmp_path, make):
     path.write_text(_document(2, 500))
     others.append(make(f"text:{path}"))
     assert len({d.directory for d in [first, *others]}) == 4
-
-
-def test_a_text_of_equal_size_and_time_is_prepared_anew(tmp_path, make):
-    path = tmp_path / "input.txt"
-    path.write_text("a" * 5000)
-    first, times = make(f"text:{path}"), path.stat()
-    path.write_text("a" * 4000 + "b" + "a" * 999)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert make(f"text:{path}").directory != first.directory
 
 
 def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, capsys):
@@ -344,14 +324,6 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(tmp_path, make, mo
     make(f"text:{path}")
 
 
-def test_directory_from_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path))
-    assert prepare.data_root("") == tmp_path
-    assert prepare.data_root("/elsewhere") == Path("/elsewhere")
-    monkeypatch.delenv("GPT2_DATA_DIR")
-    assert prepare.data_root("") == Path.home() / ".cache/gpt2-jax"
-
-
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
@@ -384,12 +356,6 @@ def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, co
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "number": [1]}), "TABLE")
     with pytest.raises(UserError, match=message):
         make(corpus)
-
-
-def test_unwritable_directory_is_refused(tmp_path, make):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="GPT2_DATA_DIR"):
-        make("synthetic", data_dir=tmp_path / "file" / "inside")
 
 
 def test_a_disk_that_fills_while_tokens_are_written_is_named(tmp_path, make, monkeypatch):

@@ -1,7 +1,6 @@
 """Batches: functions of (seed, step), every window once an epoch, every token once a validation."""
 
 import dataclasses
-import threading
 import time
 from types import SimpleNamespace
 
@@ -220,27 +219,6 @@ def test_errors_while_prefetching_reach_the_consumer(place):
     with pytest.raises(ValueError, match="broken record"):
         next(batches)
     assert list(batches) == []
-
-
-def test_closing_ends_the_thread():
-    before = threading.active_count()
-    with Prefetcher(lambda step: step, iter(int, 1), lambda b: b) as batches:
-        next(batches)
-        assert threading.active_count() == before + 1
-    assert threading.active_count() == before
-    assert list(batches) == []
-    batches.close()
-
-
-def test_reading_is_fast_enough_not_to_be_waited_for(make):
-    dataset = make(np.arange(500_000) % 50_000)
-    for context_length, least in ((64, 4000), (1024, 400)):  # windows a second, a fifth of usual
-        loader = TrainLoader(dataset, batch_size=64, context_length=context_length, seed=0)
-        loader.batch(0)
-        begin = time.process_time()
-        for step in range(10):
-            loader.batch(step)
-        assert 640 / (time.process_time() - begin) > least
 
 
 def batches_of(dataset, **options):
