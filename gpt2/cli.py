@@ -10,7 +10,6 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-import configs
 from gpt2.config.options import no_option, require_option
 from gpt2.config.run import Config, is_record, read_options
 from gpt2.errors import (
@@ -51,7 +50,7 @@ def run(
         for name in set(flags.FLAGS) - known:
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])  # for --help
     if default_config and not any(re.match("--?config(=|$)", arg) for arg in sys.argv):
-        path = Path(configs.__file__).with_name(f"{default_config}.py")
+        path = Path(__file__).parents[1] / "configs" / f"{default_config}.py"
         sys.argv.insert(1, f"--config={path}")  # where ml_collections looks, too
 
     def parse(argv: list[str]) -> list[str]:

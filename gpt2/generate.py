@@ -28,10 +28,9 @@ from absl import flags
 from flax import struct
 
 from gpt2 import cli
-from gpt2.config import MAX_SEED, GPTConfig
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import refuse
-from gpt2.model import GPT, KVCache
+from gpt2.model import GPT, GPTConfig, KVCache
 from gpt2.utils.files import write_text
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
@@ -236,7 +235,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
     flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
     flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=MAX_SEED)
+    flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=2**32 - 1)
     cli.define_source()
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import configs
 from gpt2.ablate.runs import Outcome, Run
 from gpt2.errors import refuse
 from gpt2.utils import files
@@ -25,7 +24,7 @@ _POLL_SECONDS = 0.2
 _DIVERGED = 3  # the exit code of train.py
 _PR_SET_PDEATHSIG = 1
 _BEGAN = time.time()
-_TRAIN = Path(configs.__file__).parents[1] / "train.py"
+_TRAIN = Path(__file__).parents[2] / "train.py"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import configs
 from gpt2.config import Config
 from gpt2.telemetry.metrics import read_metrics
 
@@ -18,7 +17,7 @@ def measure_loop(config: Config, steps: int, output: Path | None) -> dict[str, A
 
     Whatever else the config says holds, a trace included. `output` keeps the run, if given.
     """
-    train = Path(configs.__file__).parents[1] / "train.py"
+    train = Path(__file__).parents[2] / "train.py"
     limits = dict(num_steps=steps, eval_every=0, checkpoint_every=0, eval_batches=4)
     with tempfile.TemporaryDirectory() as temporary:
         folder, record = output or Path(temporary) / "run", Path(temporary) / "config.json"

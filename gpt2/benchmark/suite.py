@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import configs
 from gpt2.benchmark.tables import table
 from gpt2.errors import UserError
 from gpt2.utils import launch
@@ -42,7 +41,7 @@ def make_parts(output: Path) -> list[Part]:
 
     def run(command: str, size: str, rows: int, *more: str) -> tuple[str, ...]:
         sizes = ("--config.train.accumulate_steps=1", f"--config.data.batch_size={rows}")
-        file = Path(configs.__file__).with_name(f"gpt2_{size}.py")
+        file = Path(__file__).parents[2] / "configs" / f"gpt2_{size}.py"
         return (command, f"--config={file}", *sizes, *more)
 
     train = partial(run, "train")

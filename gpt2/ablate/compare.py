@@ -1,0 +1,104 @@
+"""Draws the validation curves of runs over each other, over tokens, FLOPs and time.
+
+python -m gpt2.compare runs/first runs/second [--reference=published.csv] [--log_x]
+    [--output=compare.png]
+
+A directory is that of a run, or of a sweep, whose arms are drawn. A reference has a line for each
+point under the header `tokens,loss`; a column `name` tells several curves apart.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from gpt2 import cli
+from gpt2.ablate.pictures import plot_curves
+from gpt2.ablate.results import Curve, read_curve, read_reference
+from gpt2.ablate.sweep import load_sweep
+from gpt2.config import differences, leaves_training, load_config
+from gpt2.errors import refuse
+from gpt2.utils import launch
+from gpt2.utils.text import format_count, format_duration
+
+_MOST_OPTIONS = 3  # that are named for a run; a line has no space for more
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
+    flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs and time.")
+    flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
+
+
+def main(*directories: str) -> None:
+    """Draws the curves and prints where each ends."""
+    refuse(not directories, "no run is named", "For example, give runs/first runs/second")
+    workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
+    unit, reference = "nats per token", flags.FLAGS.reference
+    curves = _read_curves(workdirs, "eval/loss", unit)
+    configs = {name: load_config(workdirs[name][0]) for name in curves}
+    if len({config.data.tokenizer for config in configs.values()}) > 1:
+        what = "runs with different tokenizers compare in bits per byte, a reference in nats"
+        refuse(reference, what, "Compare them without --reference")
+        unit = "bits per byte"
+        curves = _read_curves({name: workdirs[name] for name in curves}, "eval/bits_per_byte", unit)
+    configs = {name: configs[name] for name in curves}
+    if len({config.data.corpus for config in configs.values()}) > 1:
+        print("the runs' corpora differ: their losses are of different texts")
+    if reference:
+        curves |= read_reference(Path(reference))
+    output = Path(flags.FLAGS.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    plot_curves(output, curves, unit, log_x=flags.FLAGS.log_x)
+    table = Table("run", "tokens", "time in steps", f"validation ({unit})", "unlike the first")
+    for name, members in curves.items():
+        unlike = ""
+        if name in configs:
+            found = differences(next(iter(configs.values())), configs[name])
+            names = sorted(found, key=lambda option: (leaves_training(option), option))
+            unlike = ", ".join(f"{option}={found[option][1]}" for option in names[:_MOST_OPTIONS])
+            unlike += ", ..." if len(names) > _MOST_OPTIONS else ""
+        table.add_row(name, *_describe([curve for curve in members if len(curve.scores)]), unlike)
+    Console(markup=False).print(table)
+    print(f"see {output}")
+
+
+def _workdirs(directory: Path) -> dict[str, list[Path]]:
+    """Returns the workdirs to draw, by the name of their curve: several for the arm of a sweep."""
+    if (directory / "run" / "config.json").exists():  # the folder of a sweep's run
+        directory = directory / "run"
+    if not (directory / "sweep.json").exists():
+        load_config(directory)  # refuses what is no run
+        return {str(directory): [directory]}
+    workdirs: dict[str, list[Path]] = {}
+    for run in load_sweep(directory).runs():
+        if (run.workdir / "config.json").exists():
+            workdirs.setdefault(f"{directory}: {run.arm}", []).append(run.workdir)
+    return workdirs
+
+
+def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict[str, list[Curve]]:
+    """Returns the curves of the runs that have validations, and tells of the others."""
+    curves = {name: [read_curve(each, score) for each in w] for name, w in workdirs.items()}
+    for name in [name for name, each in curves.items() if not any(len(c.scores) for c in each)]:
+        print(f"{name} has no validation in {unit}, and is skipped")
+        del curves[name]
+    refuse(not curves, f"no run has a validation in {unit} yet")
+    return curves
+
+
+def _describe(ends: list[Curve]) -> list[str]:
+    """Returns the tokens, the time and the scores at the end of an arm's curves, as cells."""
+    scores, last = [curve.scores[-1] for curve in ends], ends[0]
+    seconds = format_duration(last.seconds[-1]) if np.isfinite(last.seconds[-1]) else ""
+    deviation = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
+    return [format_count(last.tokens[-1]), seconds, f"{np.mean(scores):.4f}{deviation}"]
+
+
+def run() -> None:
+    """Runs the command."""
+    launch.prepare_process()
+    cli.run(main, define_flags, takes_files=True)
