@@ -21,8 +21,8 @@ from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS, run_task, task_file, validation_data
+from gpt2.hf.weights import load_model
 from gpt2.model import GPT
-from gpt2.weights import load_model
 
 
 def define_flags() -> None:

@@ -23,6 +23,7 @@ from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, UserError, leave_at_interrupt, tell
 from gpt2.evals.validation import validate
 from gpt2.generate import write_samples
+from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Deadline, StopSignal, check_layout, distributed, gather_whole
@@ -30,7 +31,6 @@ from gpt2.profile import Profiler
 from gpt2.telemetry import Reporter, StepClock, plot_losses, told_if_slow
 from gpt2.training import Batches, Checkpointer, Diagnosis, Program, TrainState, next_token_loss
 from gpt2.training import workdir as folder
-from gpt2.weights import check_source, load_initial_params
 
 
 def define_flags() -> None:

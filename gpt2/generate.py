@@ -30,11 +30,11 @@ from flax import struct
 from gpt2 import cli
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import refuse
+from gpt2.hf.weights import load_model
 from gpt2.model import GPT, GPTConfig, KVCache
 from gpt2.utils.files import write_text
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
-from gpt2.weights import load_model
 
 
 @dataclasses.dataclass(frozen=True)

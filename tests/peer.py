@@ -22,7 +22,7 @@ from gpt2.data.tokenizer import CharTokenizer
 from gpt2.generate import Sampling, generate
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
-from gpt2.hf.layout import Tensor, tensors
+from gpt2.hf.family import Tensor
 from gpt2.model import GPT
 from gpt2.utils.scan import find_leaf
 
@@ -142,7 +142,8 @@ def write_model(directory: Path, name: str) -> Path:
         std = [value for end, value in stds.items() if path.endswith(end)][-1]
         return (mean + std * rng.standard_normal(tensor.shape)).astype(np.float32)
 
-    drawn = {tensor.name: draw(tensor) for tensor in tensors(read_config(directory))}
+    cfg = read_config(directory)
+    drawn = {tensor.name: draw(tensor) for tensor in family_for(cfg).tensors(cfg)}
     save_file(drawn, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -235,7 +236,7 @@ def our_answers(directory: Path, name: str) -> dict:
         "logits": np.asarray(jax.jit(GPT(cfg).apply)({"params": params}, ids)),
         "gradients": {
             tensor.name: tensor.to_stored(find_leaf(gradients, tensor.path))
-            for tensor in tensors(cfg)
+            for tensor in family_for(cfg).tensors(cfg)
         },
         "generated": generated,
     }

@@ -21,6 +21,7 @@ from configs import quickstart
 from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
+from gpt2.hf.weights import load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.training import checkpoint
 from gpt2.training import workdir as run_files
@@ -29,7 +30,6 @@ from gpt2.training.checkpoint_files import find_damage, move_aside, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import digests
-from gpt2.weights import load_initial_params, load_model
 from tests.helpers import TINY, metrics_of, params_of, run
 from tests.test_workdir import TINY_MODEL, make_config, write_run
 

@@ -16,8 +16,8 @@ import numpy as np
 import peer
 import pytest
 
-from gpt2.hf.runs import import_run
 from gpt2.hf.tokenizer import save_tokenizer
+from gpt2.hf.weights import import_run
 from tests.forks import Commands
 from tests.helpers import TINY
 

@@ -23,8 +23,8 @@ from gpt2.errors import exit_on_user_error, raise_at_interrupt, refuse
 from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
 from gpt2.generate import Sampling, stream
+from gpt2.hf.weights import load_model
 from gpt2.model import GPT
-from gpt2.weights import load_model
 
 PROMPTS_PER_BATCH = 8
 TOKENS_PER_CHUNK = 16  # generated between two checks for a stop sequence

@@ -9,15 +9,13 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import shlex
 from pathlib import Path
 
 from absl import flags
 
 from gpt2 import cli
-from gpt2.config import load_config
-from gpt2.errors import UserError
-from gpt2.hf.runs import export_run, import_run
+from gpt2.errors import refuse
+from gpt2.hf.weights import export_run, import_run
 
 # The directory that each command reads and the one that it writes.
 _DIRECTORIES = {"import": ("from", "workdir"), "export": ("workdir", "to")}
@@ -32,31 +30,17 @@ def define_flags() -> None:
 
 
 def main(command: str) -> None:
-    """Runs `import` or `export`, and prints the commands that take what it wrote."""
+    """Runs `import` or `export`, and says what takes what it wrote."""
     for name in _DIRECTORIES[command]:
-        if not flags.FLAGS[name].value:
-            raise UserError(f"--{name} is missing", f"Give --{name}=DIR")
+        refuse(not flags.FLAGS[name].value, f"--{name} is missing", f"Give --{name}=DIR")
     source, target = (Path(flags.FLAGS[name].value) for name in _DIRECTORIES[command])
     if command == "import":
         cfg = import_run(source, target)
-        print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")
-        _print_command("score", "eval.py", f"--workdir={target}", "--corpus=text:FILE")
-        weights = f"--config={target / 'config.json'}", f"--config.train.init_from=run:{target}"
-        corpus = "--config.data.corpus=text:FILE"
-        _print_command("train on", "train.py", *weights, corpus, "--workdir=DIR")
-        return
-    export_run(source, target, flags.FLAGS.checkpoint)
-    print(f"{target}: ready for transformers' from_pretrained")
-    if (source / "data.json").exists():  # weights that came from elsewhere have no text
-        data = load_config(source).data
-        corpus = f"--corpus={data.corpus}", f"--val_fraction={data.val_fraction}"
-        _print_command(
-            "score it on the text that the run held out", "eval.py", f"--hf={target}", *corpus
-        )
-
-
-def _print_command(what: str, *words: str) -> None:
-    print(f"to {what}:\n  {shlex.join(['python', *words])}")
+        print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide, for --workdir=")
+        print(f"train on: --config={target}/config.json --config.train.init_from=run:{target}")
+    else:
+        export_run(source, target, flags.FLAGS.checkpoint)
+        print(f"{target}: ready for transformers' from_pretrained")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 from gpt2.hf.families import FAMILIES, family_for, titles
 from gpt2.hf.family import Family
 
@@ -22,12 +22,9 @@ def read_config(directory: Path) -> GPTConfig:
     families = {family.model_type: family for family in FAMILIES}
     try:
         config = json.loads(path.read_text("utf-8"))
-        family = families.get(kind := config.get("model_type"))
-        if family is None:
-            raise UserError(
-                f"{path} describes no {titles()} (its model_type is {kind})",
-                "Give another model; a run goes by --workdir, or through gpt2.hf export",
-            )
+        kind = config.get("model_type")
+        refuse(kind not in families, f"{path}: its model_type, {kind}, is none of {titles()}")
+        family = families[kind]
         config = dict(family.defaults) | _with_flat_rope(config, family)
         activations = family.activation_names()
         _refuse_others(path, family, config, activations)
@@ -69,11 +66,9 @@ def _refuse_others(
     if layer_types := config.get("layer_types"):
         required["layer_types"] = (["full_attention"] * len(layer_types),)
     for name, values in required.items():
-        if (found := config.get(name, values[0])) not in values:
-            raise UserError(
-                f"{path}: {name}={found} is not what {family.title} computes here",
-                f"Give weights of a model with {name}={' or '.join(map(str, values))}",
-            )
+        found = config.get(name, values[0])
+        what = f"{path}: {name}={found} is not what {family.title} computes here"
+        refuse(found not in values, what, f"It can be {' or '.join(map(str, values))}")
 
 
 def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:

@@ -7,17 +7,24 @@ gpt2/hf/family.py says what it holds.
 import dataclasses
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.hf.family import Family, Row
 
-_ACTIVATIONS = {
-    "gelu_tanh": "gelu_new",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu_squared": "relu2",
-    "silu": "silu",
-}
+_ACTIVATIONS = dict(
+    gelu_tanh="gelu_new", gelu="gelu", relu="relu", relu_squared="relu2", silu="silu"
+)
 _GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+# Names that all families but GPT-2 share.
+_OPTIONS = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "embed_dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "activation": "hidden_act",
+}
 
 
 def _is_untied(cfg: GPTConfig) -> bool:
@@ -96,19 +103,8 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     switches={"norm": "rmsnorm", "position": "rope", "bias": False},
-    options={
-        "vocab_size": "vocab_size",
-        "context_length": "max_position_embeddings",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "embed_dim": "hidden_size",
-        "mlp_dim": "intermediate_size",
-        "norm_eps": "rms_norm_eps",
-        "rope_base": "rope_theta",
-        "tie_embeddings": "tie_word_embeddings",
-        "activation": "hidden_act",
-    },
+    options=_OPTIONS
+    | dict(num_kv_heads="num_key_value_heads", norm_eps="rms_norm_eps", rope_base="rope_theta"),
     activations=_GATES,
     defaults={
         "num_key_value_heads": None,
@@ -163,18 +159,7 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     switches={"position": "rope", "parallel_block": True},
-    options={
-        "vocab_size": "vocab_size",
-        "context_length": "max_position_embeddings",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "embed_dim": "hidden_size",
-        "mlp_dim": "intermediate_size",
-        "norm_eps": "layer_norm_eps",
-        "rope_base": "rotary_emb_base",
-        "tie_embeddings": "tie_word_embeddings",
-        "activation": "hidden_act",
-    },
+    options=_OPTIONS | dict(norm_eps="layer_norm_eps", rope_base="rotary_emb_base"),
     activations=_ACTIVATIONS,
     defaults={
         "rotary_pct": 0.25,
@@ -217,22 +202,13 @@ FAMILIES = (GPT2, LLAMA, QWEN3, GPT_NEOX)
 
 
 def titles() -> str:
-    """Returns the families' titles as a list in a sentence."""
-    *others, last = (family.title for family in FAMILIES)
-    return f"{', '.join(others)} or {last}"
+    """Returns the families' titles."""
+    return ", ".join(family.title for family in FAMILIES)
 
 
 def family_for(cfg: GPTConfig) -> Family:
-    """Returns the family whose switches are those of `cfg`.
-
-    Raises:
-        UserError: no family has them all; the message names those that the nearest lacks.
-    """
+    """Returns the family whose switches are those of `cfg`, or names what the nearest lacks."""
     family = min(FAMILIES, key=lambda family: len(family.lacks(cfg)))
-    if options := [f"model.{name}={getattr(cfg, name)}" for name in family.lacks(cfg)]:
-        raise UserError(
-            f"no family of Hugging Face's is this model: {family.title}, the nearest, has no "
-            f"option for {', '.join(options)}",
-            f"Export a model that is a {titles()} (docs/weights.md)",
-        )
+    lacking = ", ".join(f"model.{name}={getattr(cfg, name)}" for name in family.lacks(cfg))
+    refuse(lacking, f"{family.title}, the nearest of {titles()}, has no option for {lacking}")
     return family

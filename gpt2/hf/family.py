@@ -1,24 +1,21 @@
-"""What a family of Hugging Face's models is: switches, names of options, tensors."""
+"""What a family of Hugging Face's models is: switches, names of options, tensors and their axes."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from gpt2.config import DEFAULTS, GPTConfig, ModelConfig
 
 # Fields that say how a model starts or is computed, and not which function it is.
-_NOT_EXPORTED = ("dropout", "attention", "init", "init_std", "zero_init_projections")
+FREE = ("dropout", "attention", "init", "init_std", "zero_init_projections")
 
 # The function that an activation of Hugging Face is. Those that differ by rounding count as one.
 _FUNCTIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu_squared",
-    "silu": "silu",
-    "swish": "silu",
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
+    **dict(gelu="gelu", relu="relu", relu2="relu_squared", silu="silu", swish="silu"),
 }
 
 
@@ -44,12 +41,48 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a model of known size: its row of the family's table, and the letters' sizes."""
+
+    name: str
+    path: tuple[str, ...]
+    row: Row
+    sizes: Mapping[str, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor in the file."""
+        words = self.row.stored.split()
+        return tuple(math.prod(self.sizes[letter] for letter in word) for word in words)
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """Which axis of the parameter the tensor is a part of, and which part."""
+        return next(((i, int(x)) for i, x in enumerate(self.row.axes) if x.isdigit()), None)
+
+    def to_stored(self, parameter: Any) -> np.ndarray:
+        """Returns the tensor as the file holds it, float32, from the parameter."""
+        part = tuple(int(x) if x.isdigit() else slice(None) for x in self.row.axes)
+        ours, theirs = self._letters()
+        array = np.asarray(parameter[part], np.float32).transpose([ours.index(x) for x in theirs])
+        return np.ascontiguousarray(array).reshape(self.shape)
+
+    def from_stored(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns the parameter, or its `part`, float32, from the tensor of the file."""
+        ours, theirs = self._letters()
+        array = tensor.astype(np.float32, copy=False).reshape([self.sizes[x] for x in theirs])
+        return np.ascontiguousarray(array.transpose([theirs.index(x) for x in ours]))
+
+    def _letters(self) -> tuple[str, str]:
+        """Returns the axes of the parameter, or its part, and those of the file."""
+        return "".join(x for x in self.row.axes if x.isalpha()), self.row.stored.replace(" ", "")
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
-    """What Hugging Face calls a kind of model, and all that it contains.
+    """What Hugging Face calls a kind of model, and all that it contains: a table to fill in.
 
     Attributes:
-        title: for people.
-        model_type, architecture: in config.json.
         switches: values of `model.` in every model of the family. Those that are named neither here
             nor in `options` have their defaults.
         options: fields of `GPTConfig`, and their names in config.json.
@@ -85,6 +118,18 @@ class Family:
     head_aliases: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
 
+    def tensors(self, cfg: GPTConfig) -> Iterator[Tensor]:
+        """Yields every tensor of a model. Parts of a parameter are in order."""
+        sizes = dict(V=cfg.vocab_size, T=cfg.context_length, D=cfg.embed_dim, F=cfg.hidden_dim)
+        sizes |= dict(N=cfg.num_heads, K=cfg.kv_heads, H=cfg.head_size, C=3)
+        layers = [(self.prefix + self.layer.format(i), f"h_{i}/") for i in range(cfg.num_layers)]
+        places = [("", "", row) for row in self.first]
+        places += [(*layer, row) for layer in layers for row in self.rows]
+        places += [("", "", row) for row in self.last]
+        for name, path, row in places:
+            if row.when(cfg):
+                yield Tensor(name + row.name, tuple((path + row.path).split("/")), row, sizes)
+
     def full_name(self, name: str) -> str:
         """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""
         if name in (self.head, *self.head_aliases):
@@ -99,7 +144,7 @@ class Family:
     def lacks(self, cfg: GPTConfig) -> list[str]:
         """Returns the fields of `cfg` for whose value the family has no option."""
         cfg = cfg.canonical()
-        held = {*self.options, *_NOT_EXPORTED, "mlp_ratio", "activation"}
+        held = {*self.options, *FREE, "mlp_ratio", "activation"}
         if self.switches.get("bias", True):
             held.add("bias")  # a missing one is written as zeros
         expected = DEFAULTS.model.to_dict() | dict(self.switches)

@@ -20,7 +20,7 @@ from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError, refuse
 from gpt2.hf.config import read_config, to_hf_config
 from gpt2.hf.families import family_for
-from gpt2.hf.layout import Tensor, tensors
+from gpt2.hf.family import Tensor
 from gpt2.hf.tokenizer import count_tokens, save_tokenizer
 from gpt2.utils import files
 
@@ -37,15 +37,13 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
     def take(tensor: Tensor) -> np.ndarray:
         found = stored.pop(tensor.name, np.zeros(0))
-        refuse(
-            found.shape != tensor.shape or not np.isfinite(found).all(),
-            f"{directory}: {tensor.name} is missing, has another shape than config.json's "
-            f"{tensor.shape}, or holds NaN or Inf",
-        )
+        what = f"{directory}: {tensor.name} is missing, has another shape than {tensor.shape}"
+        wrong = found.shape != tensor.shape or not np.isfinite(found).all()
+        refuse(wrong, f"{what}, or holds NaN or Inf")
         return tensor.from_stored(found)
 
     params: dict = {}
-    for path, group in itertools.groupby(tensors(cfg), key=lambda tensor: tensor.path):
+    for path, group in itertools.groupby(family.tensors(cfg), key=lambda tensor: tensor.path):
         parts = list(group)
         arrays, place = [take(tensor) for tensor in parts], parts[0].part
         node = params
@@ -53,10 +51,8 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
             node = node.setdefault(parent, {})
         node[path[-1]] = np.stack(arrays, axis=place[0]) if place else arrays[0]
     head = stored.pop(family.head, params["wte"]["embedding"])  # of tied embeddings
-    refuse(
-        (head.astype(np.float32) != params["wte"]["embedding"]).any(),
-        f"{directory}: {family.head} is not the input embedding, and config.json ties the two",
-    )
+    is_copy = np.array_equal(head.astype(np.float32), params["wte"]["embedding"])
+    refuse(not is_copy, f"{directory}: config.json ties {family.head} to an embedding that differs")
     unknown = ", ".join(name for name in stored if not name.endswith(family.buffers))
     refuse(unknown, f"{directory}: the model of config.json has no tensor {unknown}")
     num_tokens = count_tokens(directory, cfg)
@@ -70,8 +66,7 @@ def save(
 ) -> None:
     """Writes a new directory that transformers' `AutoModelForCausalLM.from_pretrained` loads.
 
-    The switches of `cfg` choose the family. Where that has biases and `cfg` none, zeros are
-    written. Parameters may be scanned. Rows of the vocabulary beyond the tokenizer's are skipped.
+    Where the family has biases and `cfg` none, zeros are written. Parameters may be scanned.
     """
     from gpt2.utils.scan import find_leaf  # brings JAX: `python -m gpt2.hf` prepares for it first
 
@@ -88,14 +83,13 @@ def save(
         if tensor.path[-1] == "bias" and not cfg.bias:
             return np.zeros(tensor.shape, np.float32)
         leaf = find_leaf(params, tensor.path)
-        has_vocabulary = tensor.path[0] in ("wte", "lm_head")
-        return tensor.to_stored(leaf[: cfg.vocab_size] if has_vocabulary else leaf)
+        return tensor.to_stored(leaf[: cfg.vocab_size] if "V" in tensor.row.axes else leaf)
 
     with files.new_directory(directory) as partial:
         files.write_json(partial / "config.json", config)
         if tokenizer is not None:
             save_tokenizer(partial, tokenizer, cfg.context_length)
-        arrays = {tensor.name: stored(tensor) for tensor in tensors(cfg)}
+        arrays = {tensor.name: stored(tensor) for tensor in family_for(cfg).tensors(cfg)}
         save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
 
 

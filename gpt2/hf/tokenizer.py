@@ -25,10 +25,8 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     known = tokenizer.vocab_size if tokenizer else 0
     is_padded = rows % 64 == 0 and known < rows <= max(-(-known // 128) * 128, 1.01 * known)
     if tokenizer is None or not (rows == known or is_padded):
-        raise UserError(
-            f"{directory} holds no tokenizer of its model's {rows} tokens",
-            "Add the tokenizer.json that the model came with",
-        )
+        what = f"{directory} holds no tokenizer of its model's {rows} tokens"
+        raise UserError(what, "Add the tokenizer.json that it came with")
     return tokenizer
 
 
@@ -50,10 +48,7 @@ def _read(directory: Path) -> ours.Tokenizer | None:
     try:
         tree = _byte_level(models.BPE.from_file(*map(str, files)))
     except Exception as error:  # the library raises no narrower kind
-        raise UserError(
-            f"vocab.json and merges.txt of {directory} are not a tokenizer ({error})",
-            "Download both again",
-        ) from None
+        raise UserError(f"vocab.json and merges.txt in {directory} fail: {error}") from None
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "tokenizer.json"
         path.write_text(json.dumps(tree), encoding="utf-8")

@@ -1,25 +1,47 @@
-"""Loads models from their weights: a run of train.py, or a Hugging Face directory."""
+"""Models from their weights, in a run or in a Hugging Face directory; and one from the other."""
 
 import dataclasses
 from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
-from gpt2 import hf
-from gpt2.config import GPTConfig, load_config
+from gpt2.config import Config, DataConfig, GPTConfig, ModelConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import refuse
 from gpt2.hf.config import read_config
+from gpt2.hf.family import FREE
+from gpt2.hf.model import load, require_new, save
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer
-from gpt2.training.checkpoint import load_params
+from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.state import TrainState
+from gpt2.utils import files
 from gpt2.utils.scan import in_layout
 
-# Options in which two models may differ and still use the same parameters.
-_FREE = (
-    *("context_length", "dropout", "attention", "init", "init_std", "zero_init_projections"),
-    *("param_dtype", "compute_dtype", "remat", "scan_layers", "scan_unroll"),
-)
+
+def import_run(source: Path, workdir: Path) -> GPTConfig:
+    """Turns a Hugging Face directory into a run at step 0; returns the model's configuration."""
+    tokenizer = load_tokenizer(source, read_config(source))
+    require_new(workdir)
+    with files.new_directory(workdir) as scratch:
+        cfg, params = load(source)
+        names = (field.name for field in dataclasses.fields(ModelConfig))
+        model = ModelConfig(**{name: getattr(cfg, name) for name in names})
+        data = DataConfig(tokenizer=str(workdir / "tokenizer.json"))
+        files.write_json(scratch / "config.json", Config(model=model, data=data).to_dict())
+        tokenizer.save(scratch / "tokenizer.json")
+        params = jax.tree.map(jnp.asarray, params)
+        state = TrainState(step=jnp.int32(0), params=params, opt_state=(), loss_scale=None)
+        with Checkpointer(scratch) as checkpointer:
+            checkpointer.save(state, step=0)
+        refuse(checkpointer.failure, checkpointer.failure)
+    return cfg
+
+
+def export_run(workdir: Path, directory: Path, checkpoint: str | int = "best") -> None:
+    """Writes a run's weights (of its `best`, `latest` or numbered checkpoint) and its tokenizer."""
+    save(directory, *load_model(workdir, None, checkpoint))
 
 
 def load_model(
@@ -33,7 +55,7 @@ def load_model(
     if workdir:
         config, params = load_params(workdir, checkpoint)
         return config.gpt(), params, tokenizers.load(Path(workdir) / "tokenizer.json")
-    cfg, params = hf.load(str(hf_directory))
+    cfg, params = load(str(hf_directory))
     return cfg, jax.device_put(params), load_tokenizer(Path(str(hf_directory)), cfg)
 
 
@@ -61,10 +83,10 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
         f"Use --config.data.tokenizer={directory}/tokenizer.json",
     )
     found, wanted = found.canonical(), cfg.canonical()
-    names = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in _FREE]
-    if found.context_length < cfg.context_length and cfg.position == "learned":
-        names.append("context_length")
-    differing = [name for name in names if getattr(found, name) != getattr(wanted, name)]
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE}
+    if found.context_length >= cfg.context_length or cfg.position != "learned":
+        names -= {"context_length"}
+    differing = [name for name in sorted(names) if getattr(found, name) != getattr(wanted, name)]
     options = ", ".join(f"model.{name}={getattr(found, name)}" for name in differing)
     refuse(options, f"the weights of {source} are of a model with {options}")
     places = (None, directory) if kind == "hf" else (directory, None)
