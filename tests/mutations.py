@@ -55,9 +55,9 @@ micro-batches are named in the wrong order
     - jnp.arange(number) == index
     + jnp.arange(number)[::-1] == index
 a pause counts as a hang
-    gpt2/telemetry/watchdog.py: tests/test_telemetry.py -k watchdog
-    - self._clock.current not in _WATCHED
-    + False
+    gpt2/telemetry/reporter.py: tests/test_telemetry.py -k watchdog
+    - stands = is_watched and
+    + stands =
 rope turns with another base
     gpt2/model/gpt.py: tests/test_switch_values.py -k rope
     - rotation(positions, cfg.head_size, cfg.rope_base)

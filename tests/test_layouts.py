@@ -137,8 +137,8 @@ def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_onc
     rest = [c for c in sent(case) if c.kind == "all-reduce"]
     whole = param_bytes(case) * unsharded_share(params)
     assert sum(c.bytes * c.times for c in rest) <= whole + SCALARS
-    by_step = setup(dataclasses.replace(case, layout="fsdp 8")).compiled.memory.peak
-    assert setup(case).compiled.memory.peak < by_step
+    by_step = setup(dataclasses.replace(case, layout="fsdp 8")).compiled.peak_bytes
+    assert setup(case).compiled.peak_bytes < by_step
 
 
 def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
@@ -156,7 +156,7 @@ def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
 def test_megatron_holds_parts_of_the_sequence_between_layers():
     case = Case("data 2 x megatron x 4", remat="full", scanned=True)
     whole = dataclasses.replace(case, layout="data 2 x tensor 4")
-    saved = setup(whole).compiled.memory.peak - setup(case).compiled.memory.peak
+    saved = setup(whole).compiled.peak_bytes - setup(case).compiled.peak_bytes
     stream = 4 * 16 * MODEL.context_length * MODEL.embed_dim  # of a layer, on half of the rows
     assert saved > 0.5 * MODEL.num_layers * stream * (1 - 1 / 4)
 

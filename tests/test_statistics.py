@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpt2.config import LoggingConfig, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
-from gpt2.telemetry.event_file import NUM_BUCKETS
+from gpt2.telemetry.writers import NUM_BUCKETS
 from gpt2.training.program import Program
 from gpt2.training.statistics import count_values
 from tests.test_config import build

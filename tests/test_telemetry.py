@@ -1,5 +1,6 @@
 """What a run writes and shows: metrics that survive kills, progress, hangs, speed, compilation."""
 
+import contextlib
 import errno
 import json
 import math
@@ -18,19 +19,23 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.config import GPTConfig
+from gpt2.config import GPTConfig, TrainConfig
 from gpt2.errors import DivergedError, UserError
 from gpt2.model import GPT, num_params
-from gpt2.telemetry import chips, compile_watch, flops, metrics, plots, progress, watchdog
-from gpt2.telemetry.event_file import NUM_BUCKETS, Histogram, Writer
-from gpt2.telemetry.reporter import Reporter
+from gpt2.telemetry import chips, compile_watch, flops, metrics, plots, progress, writers
+from gpt2.telemetry.metrics import MetricsFile
+from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
-from gpt2.utils import terminal
+from gpt2.telemetry.writers import NUM_BUCKETS, Histogram, Writer
 
 
-def open_writer(workdir, resume_step=0, **options):
-    options = {"tensorboard": False, "resume_step": resume_step} | options
-    return metrics.MetricsWriter(workdir, {}, **options)
+def metrics_file(workdir, resume_step=0):
+    return contextlib.closing(MetricsFile(workdir / "metrics.jsonl", resume_step))
+
+
+def report_to(*given, **options):
+    options = {"log_every": 3, "num_steps": 100} | options
+    return Reporter(given, StepClock(10, flops_per_token=1.0), TrainConfig(**options))
 
 
 def lines(workdir):
@@ -53,7 +58,7 @@ def events(workdir):
 
 
 def test_values_of_one_step_share_a_line_also_after_it_was_flushed(tmp_path):
-    writer = open_writer(tmp_path)
+    writer = MetricsFile(tmp_path / "metrics.jsonl")
     writer.write(1, {"train/loss": 3.5, "tokens": 64})
     writer.write(2, {"train/loss": 2.0, "train/grad_norm": math.inf})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 3.5, "tokens": 64}]
@@ -68,7 +73,7 @@ def test_values_of_one_step_share_a_line_also_after_it_was_flushed(tmp_path):
 
 
 def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
-    with open_writer(tmp_path) as writer:
+    with metrics_file(tmp_path) as writer:
         for step in range(1, 6):
             writer.write(step, {"train/loss": 10.0 - step, "perf/total_seconds": 2.0 * step})
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -76,14 +81,14 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
     assert metrics.seconds_taken(tmp_path / "metrics.jsonl", 4) == 8.0
     assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 5
     assert metrics.seconds_taken(tmp_path / "none", 4) == 0.0
-    with open_writer(tmp_path, resume_step=3) as writer:
+    with metrics_file(tmp_path, resume_step=3) as writer:
         assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
         writer.write(3, {"eval/loss": 7.5})
         writer.write(4, {"train/loss": 6.0})
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
     assert lines(tmp_path)[2]["train/loss"] == 7.0 and lines(tmp_path)[2]["eval/loss"] == 7.5
-    open_writer(tmp_path).close()
-    assert lines(tmp_path) == []
+    with metrics_file(tmp_path):
+        assert lines(tmp_path) == []
 
 
 def test_a_start_reads_the_end_of_a_long_file_alone(tmp_path, monkeypatch):
@@ -94,7 +99,7 @@ def test_a_start_reads_the_end_of_a_long_file_alone(tmp_path, monkeypatch):
     parsed = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda data: parsed.append(data) or loads(data))
-    open_writer(tmp_path, resume_step=2).close()
+    MetricsFile(tmp_path / "metrics.jsonl", resume_step=2).close()
     assert metrics.seconds_taken(tmp_path / "metrics.jsonl", 2) == 5.0
     assert len(parsed) < 6
 
@@ -103,7 +108,7 @@ def test_a_full_disk_keeps_lines_until_there_is_space(tmp_path, monkeypatch, cap
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with open_writer(tmp_path) as writer:
+    with report_to(MetricsFile(tmp_path / "metrics.jsonl")) as writer:
         writer.write(1, {"train/loss": 1.0})
         writer.flush(1)
         with monkeypatch.context() as patched:
@@ -120,9 +125,9 @@ def test_a_full_disk_keeps_lines_until_there_is_space(tmp_path, monkeypatch, cap
 KILLED_RUN = """
 import itertools, sys
 from pathlib import Path
-from gpt2.telemetry.metrics import MetricsWriter
+from gpt2.telemetry.metrics import MetricsFile
 workdir, start = Path(sys.argv[1]), int(sys.argv[2])
-writer = MetricsWriter(workdir, {}, tensorboard=False, resume_step=start)
+writer = MetricsFile(workdir / "metrics.jsonl", resume_step=start)
 for step in itertools.count(start + 1):
     writer.write(step, {"train/loss": 1 / step})
     if step % 7 == 0:
@@ -142,7 +147,7 @@ def test_sigkill_at_any_moment_leaves_each_step_once(tmp_path):
             time.sleep(delay)
             run.send_signal(signal.SIGKILL)
         checkpoint = int((tmp_path / "checkpoint").read_text() or checkpoint)
-        open_writer(tmp_path, resume_step=checkpoint).close()
+        MetricsFile(tmp_path / "metrics.jsonl", resume_step=checkpoint).close()
         assert lines(tmp_path) == [
             {"step": s, "train/loss": 1 / s} | ({"eval/loss": 2 / s} if s % 7 == 0 else {})
             for s in range(1, checkpoint + 1)
@@ -156,9 +161,9 @@ def test_event_files_hold_scalars_and_histograms_and_purge_what_a_resume_repeats
     counts = np.arange(NUM_BUCKETS, dtype=np.int32)
     found = Histogram(np.float32(-1.0), np.float32(3.0), counts)
     for resume_step in (0, 3):
-        with open_writer(tmp_path, resume_step, tensorboard=True) as writer:
+        with report_to(writers.EventFile(tmp_path / "tensorboard", resume_step)) as writer:
             writer.write(resume_step + 1, {"train/loss": 3.5})
-            writer.write_histograms(resume_step + 1, {"param/wte": found})
+            writer._each("write_histograms", resume_step + 1, {"param/wte": found})
             writer.flush(resume_step + 1)
     purges = [event.step for event in events(tmp_path) if event.HasField("session_log")]
     assert purges == [1, 4]
@@ -175,17 +180,15 @@ def test_event_files_hold_scalars_and_histograms_and_purge_what_a_resume_repeats
 def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
-        open_writer(tmp_path / "run", wandb=True)
-    assert not (tmp_path / "run").exists()
+        writers.check_wandb()
     starts, logged = [], []
     run = types.SimpleNamespace(
         log=lambda values, step: logged.append((step, values)), finish=lambda: None
     )
-    fake = types.SimpleNamespace(init=lambda **given: starts.append(given) or run, Error=OSError)
+    fake = types.SimpleNamespace(init=lambda **given: starts.append(given) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for resume_step in (0, 1):
-        with open_writer(tmp_path, resume_step, wandb=True) as writer:
-            writer.write(2, {"train/loss": 2.0})
+    for _ in range(2):
+        writers.Wandb(tmp_path, {}).write(2, {"train/loss": 2.0})
     assert starts[0]["id"] == starts[1]["id"] and starts[0]["name"] == tmp_path.name
     assert logged == [(2, {"train/loss": 2.0})] * 2
 
@@ -212,8 +215,7 @@ class Kept(Writer):
 def report(steps, **options):
     """Reports steps, each its metrics, and returns the writer and the error if there was one."""
     kept = Kept()
-    options = {"log_every": 3, "num_steps": len(steps)} | options
-    reporter = Reporter([kept], StepClock(10, flops_per_token=1.0), **options)
+    reporter = report_to(kept, **{"num_steps": len(steps)} | options)
     try:
         for step, each in enumerate(steps, start=1):
             reporter.step(step, each, note=f"note {step}" if step == 1 else "")
@@ -265,7 +267,7 @@ def barks_within(seconds, newest_seconds=(), least=0.2, current="step", moving=F
     """Returns the exit codes of a watchdog over some time."""
     codes = []
     clock = types.SimpleNamespace(num_steps=0, current=current, newest_seconds=newest_seconds)
-    with watchdog.Watchdog(clock, least, end=codes.append):
+    with contextlib.closing(Watchdog(clock, least, end=codes.append)):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             clock.num_steps += moving
@@ -287,18 +289,16 @@ def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
 
 
 def test_through_a_pipe_progress_is_a_line_per_update(capsys, monkeypatch):
-    clock = iter([0.0, 10.0, 15.0, 25.0, 50.0])  # the validation after 10 steps takes 5 s
+    clock = iter([0.0, 10.0, 25.0])
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
-    with progress.Progress(total=100) as shown:
-        shown.write(10, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
-        shown.write(10, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
-        shown.write(20, {"train/loss": 3.0})
-        shown.write(40, {"eval/loss": 3.0})
+    shown = progress.Progress(total=100)
+    shown.write(10, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
+    shown.write(10, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
+    shown.write(20, {"train/loss": 3.0})
     assert capsys.readouterr().out.splitlines() == [
         "step  10/100 | loss 3.2146 | 12.3k tokens/s | 1m 30s left",
-        "step  10/100 | val loss 3.0000 | perplexity 20.09 | 1m 25s left",
+        "step  10/100 | val loss 3.0000 | perplexity 20.09",
         "step  20/100 | loss 3.0000 | 1m 40s left",
-        "step  40/100 | val loss 3.0000 | 1m 15s left",
     ]
 
 
@@ -307,11 +307,14 @@ import time
 from gpt2.telemetry.progress import Progress, told_if_slow
 with told_if_slow("compiling"):
     time.sleep(1.3)
-with Progress(total=1000) as shown:
-    shown.write(10, {"train/loss": 4.5886, "perf/tokens_per_second": 2116.0, "perf/mfu": 0.435})
-    shown.write(10, {"eval/loss": 4.8165, "eval/perplexity": 20.0})
-    shown.step(13)
-    time.sleep(1.1)
+shown = Progress(total=1000)
+shown.step(10)
+shown.write(10, {"train/loss": 4.5886, "perf/tokens_per_second": 2116.0, "perf/mfu": 0.435})
+shown.write(10, {"eval/loss": 4.8165, "eval/perplexity": 20.0})
+time.sleep(0.1)
+shown.step(13)
+time.sleep(1.1)
+shown.close()
 """
 
 
@@ -327,36 +330,19 @@ def test_on_a_terminal_a_bar_stays_beside_its_figures_and_moves_with_each_step(t
     assert any(line.startswith("step   10/1000 | val loss 4.8165") for line in shown)
     last = [line for line in shown if "13/1000" in line][-1]
     assert len(last) <= 80 and last.count("━") + last.count("╸") + last.count("╺") >= 8
-    assert "loss 4.5886 | val loss 4.8165" in last and last.rstrip().endswith("left")
-
-
-def test_lines_and_tables_break_between_words_on_a_terminal_alone(monkeypatch):
-    long = (
-        "time: 4m 53s; step 76%, validation 9%, start and end 7%, compile 6%, checkpoint 1%, wait"
-    )
-    rows = [["arm", "mean", "verdict"], ["optim.name=muon,optim.learning_rate=0.02", "1", long]]
-    assert terminal.wrap(long) == long and len(terminal.align(rows).splitlines()) == 2
-    monkeypatch.setattr(terminal, "columns", lambda: 80)
-    for shown in (terminal.wrap(f"{long}\nshort"), terminal.align(rows)):
-        assert max(map(len, shown.splitlines())) <= 80
-    assert terminal.wrap(f"{long}\nshort").split() == [*long.split(), "short"]
-    path = f"see {'long/' * 30}"  # which a person copies
-    assert terminal.wrap(path).split() == path.split()
+    assert "loss 4.5886 | val loss 4.8165 | 2,116 tokens/s 0:00:" in last
 
 
 @pytest.mark.parametrize("steps", [0, 1, 100])
 def test_curves_are_drawn_for_short_and_long_runs(tmp_path, steps):
-    with open_writer(tmp_path) as writer:
+    with metrics_file(tmp_path) as writer:
         for step in range(1, steps + 1):
-            writer.write(step, {"tokens": 64 * step, "train/loss": 2 + 8 / step})
+            writer.write(step, {"train/loss": 2 + 8 / step})
             if step % 10 == 0:
                 writer.write(step, {"eval/loss": 2.5 + 8 / step})
-        writer.write(steps + 1, {"tokens": 64 * (steps + 1), "train/loss": math.nan})
+        writer.write(steps + 1, {"train/loss": math.nan})
     plots.plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="a run")
     assert (tmp_path / "loss.png").exists() == (steps > 0)
-    line = 3.0 * np.arange(50)
-    np.testing.assert_allclose(plots._smooth(line, window=9), line)
-    assert np.std(plots._smooth(np.array([0.0, 1.0] * 25), window=9)[5:-5]) < 0.1
 
 
 # Speed
@@ -396,12 +382,9 @@ def test_flops_per_token_follow_the_published_formula():
         ("NVIDIA H100 80GB HBM3", 989.5, 494.5, "H100"),
         ("NVIDIA H100 PCIe", 756.5, 378.0, None),
         ("NVIDIA A100-SXM4-40GB", 312.0, 156.0, "A100 40GB"),
-        ("NVIDIA A100 80GB PCIe", 312.0, 156.0, "A100"),
         ("Tesla T4", 8.1, 8.1, "T4"),
         ("TPU v5 lite", 197.0, 197.0, "TPU v5e"),
-        ("TPU v5", 459.0, 459.0, "TPU v5p"),
         ("TPU v6 lite", 918.0, 918.0, "TPU v6e"),
-        ("TPU7x", 1153.5, 1153.5, "TPU7"),
     ],
 )
 def test_peak_follows_the_device_kind(kind, bfloat16, float32, board):
@@ -422,10 +405,9 @@ def test_what_no_data_sheet_knows_has_no_peak(kind):
 def test_step_clock_charges_each_second_once_and_validation_to_no_step():
     now = [100.0]
     clock = StepClock(
-        1000, flops_per_token=6.0, seconds_before=70.0, start_seconds=30.0, now=lambda: now[0]
+        1000, 6.0, 24_000.0, seconds_before=70.0, start_seconds=30.0, now=lambda: now[0]
     )
-    assert "perf/mfu" not in clock.read()
-    clock.peak_flops = 24_000.0
+    assert StepClock(1, 6.0).read() == clock.read() == {}
     with clock.phase("compile"):
         now[0] += 3
     with clock.phase("step"):
@@ -471,12 +453,11 @@ def test_compiled_step_gives_what_jit_gives_and_tells_its_memory():
     step = compile_watch.compile_once(jax.jit(train_step), *jax.eval_shape(state_and_batch))
     chex.assert_trees_all_close(step(*state_and_batch()), train_step(*state_and_batch()), rtol=1e-6)
     assert step.name == "train_step" and "HloModule" in step.text()
-    assert step.memory.arguments == 4 * (4 * 16 + 8 * 4)
-    assert step.memory.peak >= step.memory.arguments + step.memory.outputs
+    assert step.peak_bytes >= 4 * (2 * 4 * 16 + 8 * 4 + 1)  # arguments and results
     x = jnp.ones(1024)
     kept = compile_watch.compile_once(jax.jit(jnp.sin), x)
     donated = compile_watch.compile_once(jax.jit(jnp.sin, donate_argnums=0), x)
-    assert kept.memory.peak - donated.memory.peak == donated.memory.aliased == 4096
+    assert kept.peak_bytes - donated.peak_bytes == 4096
 
 
 def split_over_two_devices(x):
@@ -488,12 +469,7 @@ def split_over_two_devices(x):
     ("change", "named"),
     [
         (lambda state, batch: (state, {"tokens": batch["tokens"][:4]}), r"tokens.*int32\[4,4\]"),
-        (
-            lambda state, batch: (jax.tree.map(lambda x: x.astype(jnp.bfloat16), state), batch),
-            r"params.*kernel.*bfloat16\[4,16\]",
-        ),
         (lambda state, batch: (state, batch | {"segments": batch["tokens"]}), "segments"),
-        (lambda state, batch: (state, {}), "tokens"),
         (
             lambda state, batch: (state, jax.tree.map(split_over_two_devices, batch)),
             r"(?s)tokens.*sharding",

@@ -35,7 +35,7 @@ from gpt2.config import Config, DataConfig
 from gpt2.data.dataset import prepare
 from gpt2.errors import refuse
 from gpt2.utils import files
-from gpt2.utils.terminal import align
+from gpt2.utils.text import align
 
 FLAGS = flags.FLAGS
 _COMMAND = shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])

@@ -18,8 +18,7 @@ from gpt2.config import Config
 from gpt2.errors import refuse
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import files
-from gpt2.utils.terminal import on_terminal
-from gpt2.utils.text import format_duration
+from gpt2.utils.text import format_duration, on_terminal
 
 _MEASURED_STEPS = 40
 _END_BYTES = 4096  # of metrics.jsonl, which hold its last lines

@@ -95,7 +95,7 @@ def compile_plan(program: Program) -> Plan:
         short = f"needs {used[1]}iB of {used[2]}iB" if used else str(error).strip().split("\n")[0]
         raise OutOfMemory(short) from None
     memory = state_bytes(program.backend, state)
-    memory["activations"] = compiled.memory.peak - sum(memory.values())
+    memory["activations"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()
     return Plan(program, memory, text, collectives(text), compiled.compile_seconds)
 

@@ -2,23 +2,17 @@
 
 import os
 import re
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 
 
 class Chip(NamedTuple):
-    """One JAX device.
-
-    `half` and `single` are TFLOP/s of dense products: bfloat16 and float16 with float32
-    accumulation, and what JAX runs for float32 at default precision (TF32 tensor cores on NVIDIA
-    from Ampere on, bfloat16 passes on TPU).
-    """
+    """One JAX device: its name, TFLOP/s of dense products, and where that is from."""
 
     name: str
-    half: float
-    single: float
+    half: float  # bfloat16 and float16 with float32 accumulation
+    single: float  # float32 at JAX's default precision: TF32 from Ampere on, bfloat16 passes on TPU
     source: str
     memory: float = 0  # GB, 10^9 bytes
     near: float = 0  # GB/s, one direction, among the `domain` devices that share NVLink or a torus
@@ -33,10 +27,9 @@ class Chip(NamedTuple):
         return 1e12 * (self.half if fast else self.single)
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
-        """Returns bytes/s that each device of a ring sends, or None if the table does not say.
+        """Returns bytes/s that each device of a ring, given by numbers, sends; None if unknown.
 
-        Where a ring leaves a domain, the adapters of all its devices there share the traffic, as
-        in NCCL. `group` are numbers of the devices, those of one domain in sequence.
+        Where it leaves a domain, the adapters of all its devices there share the traffic.
         """
         together = sum(device // self.domain == group[0] // self.domain for device in group)
         if together == len(group):
@@ -44,12 +37,10 @@ class Chip(NamedTuple):
         return None if self.far is None else 1e9 * min(self.near, self.far * together)
 
 
-# The first row that matches counts. Data sheets give NVIDIA's tensor-core figures with sparsity;
-# these are half of those. `near` is half of what they give for NVLink, or for Cloud TPU's links
-# between chips, in both directions; `far` the network adapter that each GPU has in the maker's own
-# system (DGX A100, H100, H200, B200; GB200 NVL72). Cards without NVLink: the speed of their PCIe
-# slot. TPU v2, v3 and TPU7: half a chip, which is one JAX device; v2 and v3 from Jouppi et al.
-# 2020, table 1.
+# The first row that matches counts. Without sparsity: half of what NVIDIA's data sheets give.
+# `near` is half of NVLink's, or of Cloud TPU's links between chips, in both directions, or else the
+# PCIe slot; `far` the network adapter that each GPU has in the maker's own system (DGX, NVL72). TPU
+# v2, v3 and TPU7: half a chip, which is one JAX device.
 CHIPS = (
     Chip("GB200", 2500.0, 1250.0, "NVIDIA GB200 NVL72 data sheet", 186, 900, 72, 50),
     Chip("B200", 2250.0, 1125.0, "NVIDIA HGX B200 data sheet", 180, 900, 8, 50),
@@ -74,7 +65,6 @@ CHIPS = (
     Chip("TPU v6e", 918.0, 918.0, "Google Cloud TPU v6e page", 32, 400, 256, None, "TPU v6"),
     Chip("TPU v5e", 197.0, 197.0, "Google Cloud TPU v5e page", 16, 200, 256, None, "TPU v5(e| l)"),
     Chip("TPU v5p", 459.0, 459.0, "Google Cloud TPU v5p page", 95, 600, 8960, None, "TPU v5"),
-    Chip("TPU v4 lite", 138.0, 138.0, "Jouppi et al. 2021, table 1 (TPU v4i)"),
     Chip("TPU v4", 275.0, 275.0, "Google Cloud TPU v4 page", 32, 300, 4096),
     Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page", 16, 164, 2048),
     Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1", 8, 124, 512),
@@ -89,9 +79,8 @@ def find_chip(kind: str) -> Chip | None:
     if re.search(r"\b(Laptop|MIG)\b", kind):  # slower than the chip of that name
         return None
     # Whole names only: an RTX A1000 is not an A100.
-    return next(
-        (c for c in CHIPS if re.search(rf"\b{c.pattern or c.name}(?!\d)", kind, re.I)), None
-    )
+    rows = (c for c in CHIPS if re.search(rf"\b{c.pattern or c.name}(?!\d)", kind, re.I))
+    return next(rows, None)
 
 
 def board_name(kind: str) -> str | None:
@@ -100,21 +89,15 @@ def board_name(kind: str) -> str | None:
     return chip.name if chip and chip.memory else None
 
 
-def peak_memory(devices: Iterable[Any] | None = None) -> dict[str, float]:
-    """Returns `perf/peak_memory_bytes`, the most that one device has held, if devices tell.
-
-    Those of this process are asked if none are given.
-    """
-    stats = [device.memory_stats() or {} for device in devices or jax.local_devices()]
+def peak_memory() -> dict[str, float]:
+    """Returns `perf/peak_memory_bytes`, the most that a local device has held, if they tell."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"perf/peak_memory_bytes": float(max(peaks))} if peaks else {}
 
 
 def device_memory(device: Any) -> int | None:
-    """Returns the bytes that programs on a device may take, None if it does not tell.
-
-    The devices of a CPU share the memory of their host.
-    """
+    """Returns the bytes that programs on a device may take; a CPU's devices share the host's."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()

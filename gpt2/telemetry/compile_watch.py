@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -11,41 +11,23 @@ class RecompileError(RuntimeError):
     """A function that is compiled once was about to be compiled again."""
 
 
-class MemoryUse(NamedTuple):
-    """Bytes of one device that a compiled program takes, as XLA counts them."""
-
-    arguments: int
-    outputs: int
-    aliased: int  # outputs that reuse the memory of donated arguments
-    temporaries: int
-
-    @property
-    def peak(self) -> int:
-        """Bytes in use while it runs, arguments included."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
-
-
 class CompiledStep:
     """A compiled function that takes the arguments it was compiled for, and no others.
 
-    Attributes:
-        name: for messages.
-        compile_seconds: tracing, lowering and compiling.
-        memory: `MemoryUse`, or None if the platform does not say.
+    Its `compile_seconds` are those of tracing, lowering and compiling. `peak_bytes` of a device are
+    in use while it runs, arguments included, as XLA counts them.
     """
 
     def __init__(self, name: str, compiled: Any, seconds: float):
         self.name, self.compile_seconds, self._compiled = name, seconds, compiled
-        sizes = [f"{kind}_size_in_bytes" for kind in ("argument", "output", "alias", "temp")]
-        memory = None if jax.config.jax_disable_jit else compiled.memory_analysis()
-        self.memory = memory and MemoryUse(*(getattr(memory, size) for size in sizes))
+        self.peak_bytes = 0  # where the platform does not say
+        if not jax.config.jax_disable_jit and (sizes := compiled.memory_analysis()):
+            kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+            kept -= sizes.alias_size_in_bytes  # outputs that take the place of donated arguments
+            self.peak_bytes = kept + sizes.temp_size_in_bytes
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs the compiled function and returns its result.
-
-        Raises:
-            RecompileError: the arguments differ from those it was compiled for, as JAX names it.
-        """
+        """Runs it. Other arguments than those it was compiled for are a RecompileError."""
         if jax.config.jax_disable_jit:
             return self._compiled(*arguments)
         try:
@@ -63,8 +45,7 @@ def compile_once(
 ) -> CompiledStep:
     """Compiles a `jax.jit` or `jax.pmap` function for these arguments, and for no others.
 
-    Arguments are arrays, or `jax.ShapeDtypeStruct`s with shardings: nothing runs. `options` are
-    those of XLA's compiler.
+    Arguments are arrays, or `jax.ShapeDtypeStruct`s with shardings; `options` are XLA's.
     """
     began = time.perf_counter()
     compiled = function  # what people debug with prints runs operation by operation

@@ -10,8 +10,8 @@ from gpt2.utils.remat import CORE_ATTENTION, is_kept
 def count_compute_parameters(cfg: GPTConfig) -> int:
     """Counts the parameters that take part in a matrix product, or sit beside one.
 
-    These are all but tables whose rows are only looked up, which cost no FLOPs: of positions, of
-    values, and of tokens if the head is untied. The vocabulary counts unpadded.
+    All but tables whose rows are looked up: of positions, of values, and of tokens if the head is
+    untied. The vocabulary counts unpadded.
     """
     width, hidden, H = cfg.embed_dim, cfg.hidden_dim, cfg.head_size
     centered = cfg.bias and cfg.norm == "layernorm"
@@ -28,16 +28,10 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
 
 
 def model_flops_per_token(cfg: GPTConfig) -> float:
-    """Returns the FLOPs that training must spend on one token, forward and backward.
+    """Returns the FLOPs that training must spend on one token: `6 N + 12 L D T`.
 
-    `6 N + 12 L D T`: every parameter multiplies and adds once forward and twice backward; the
-    attention scores and their weighted sum add 4 D T forward and twice that backward in each layer.
-    By convention, the half of the T x T scores above the diagonal counts, and recomputation does
-    not, so that figures compare (PaLM, Chowdhery et al. 2022, appendix B; nanoGPT's
-    `estimate_mfu`). In a layer with a window, T is the window.
-
-    Args:
-        cfg: the architecture; N is `count_compute_parameters(cfg)`, T its `context_length`.
+    As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT's `estimate_mfu`, scores above the
+    diagonal count and recomputation does not. In a layer with a window, T is the window.
     """
     seen = sum(window or cfg.context_length for window in cfg.windows)
     return float(6 * count_compute_parameters(cfg) + 12 * cfg.embed_dim * seen)
@@ -46,8 +40,7 @@ def model_flops_per_token(cfg: GPTConfig) -> float:
 def recomputed_flops_per_token(cfg: GPTConfig) -> float:
     """Returns the FLOPs of the products that `memory.remat` computes twice for one token.
 
-    They come on top of `model_flops_per_token`. The scores of fused attention, which its backward
-    rule computes again in any case, are not among them.
+    The scores of fused attention, which its backward rule always computes again, do not count.
     """
     width, hidden = cfg.embed_dim, cfg.hidden_dim
     reads_sum = cfg.norm_position != "pre"  # a norm reads what a branch adds, or the sum
@@ -66,5 +59,4 @@ def recomputed_flops_per_token(cfg: GPTConfig) -> float:
 def total_peak_flops(dtype: str) -> float | None:
     """Returns the FLOP/s that all devices reach in products of `dtype`, by data sheets, or None."""
     chips = [find_chip(device.device_kind) for device in jax.devices()]
-    peaks = [chip.peak_flops(dtype) for chip in chips if chip]
-    return sum(peaks) if len(peaks) == len(chips) else None
+    return sum(c.peak_flops(dtype) for c in chips if c) if all(chips) else None

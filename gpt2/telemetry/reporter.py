@@ -1,67 +1,57 @@
 """Reports the metrics of training steps, one step late, to files and to the screen."""
 
-import contextlib
+import faulthandler
 import math
-from collections.abc import Mapping, Sequence
+import os
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from gpt2.config import Config
-from gpt2.errors import DivergedError
+from gpt2.config import Config, TrainConfig
+from gpt2.errors import DivergedError, tell, warn
 from gpt2.telemetry.chips import peak_memory
-from gpt2.telemetry.event_file import Writer
-from gpt2.telemetry.metrics import MetricsWriter
+from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
-from gpt2.telemetry.watchdog import Watchdog
+from gpt2.telemetry.writers import EventFile, Wandb, Writer
 
 
 class Reporter:
     """Fetches the metrics of each step while the next one runs, so that no device waits for them.
 
-    It is a context manager, which enters and leaves its writers: none in a process that reports
-    nothing. Whatever scalar a step's metrics hold is logged under its name, every `log_every` steps
-    and at the last one. `skip_bad_steps` in a row may have NaN or Inf.
+    A context manager, which closes its writers. Whatever scalar a step's metrics hold is logged
+    under its name, every `log_every` steps and at the last one.
     """
 
-    def __init__(
-        self,
-        writers: Sequence[Writer],
-        clock: StepClock,
-        *,
-        log_every: int,
-        num_steps: int,
-        skip_bad_steps: int = 0,
-    ):
-        self._writers, self._clock = writers, clock
-        self._log_every, self._num_steps = log_every, num_steps
-        self._skip_bad_steps = skip_bad_steps
+    def __init__(self, writers: Sequence[Writer], clock: StepClock, options: TrainConfig):
+        self._writers, self._clock, self._options = writers, clock, options
         self._late: tuple[int, dict[str, jax.Array], str, Any] | None = None
         self._losses: list[float] = []  # since the last line
+        self._warned = set[Writer]()
 
     @classmethod
     def for_run(cls, config: Config, clock: StepClock, workdir: Path, start: int) -> "Reporter":
         """Returns what reports a run to its files and the screen, in the first process alone."""
         train, logging = config.train, config.logging
-        writers: list[Any] = [Watchdog(clock, train.hang_seconds)]
+        writers: list[Writer] = [Watchdog(clock, train.hang_seconds)]
         if jax.process_index() == 0:
-            files = dict(tensorboard=logging.tensorboard, wandb=logging.wandb, resume_step=start)
-            writers.append(MetricsWriter(workdir, config.to_dict(), **files))
+            writers.append(MetricsFile(workdir / "metrics.jsonl", start))
+            if logging.tensorboard:
+                writers.append(EventFile(workdir / "tensorboard", start))
+            if logging.wandb:
+                writers.append(Wandb(workdir, config.to_dict()))
             writers.append(Progress(train.num_steps, start))
-        return cls(
-            writers,
-            clock,
-            log_every=train.log_every,
-            num_steps=train.num_steps,
-            skip_bad_steps=train.skip_bad_steps,
-        )
+        return cls(writers, clock, train)
 
     def step(
         self, step: int, metrics: dict[str, jax.Array], note: str = "", statistics: Any = None
     ) -> None:
-        """Takes what a step just dispatched will give, and reports the step before: `catch_up`.
+        """Takes what a step just dispatched will give, and reports the step before.
 
         `note` is for a person; `statistics` of tensors are `norms` and `histograms` by name.
         """
@@ -77,15 +67,13 @@ class Reporter:
         if statistics is not None:  # of a step that diverges too
             found = jax.device_get(statistics)
             self.write(step, {name: float(value) for name, value in found["norms"].items()})
-            for writer in self._writers:
-                writer.write_histograms(step, found["histograms"])
+            self._each("write_histograms", step, found["histograms"])
         self._check(step, values)
         self._clock.count_step()
         if note:
             self.say(note)
-        for writer in self._writers:
-            writer.step(step)
-        if step % self._log_every == 0 or step == self._num_steps:
+        self._each("step", step)
+        if step % self._options.log_every == 0 or step == self._options.num_steps:
             number = len(self._losses)  # 0 if all steps since the last line are skipped
             values["train/loss"] = math.fsum(self._losses) / number if number else math.nan
             self._losses = []
@@ -93,15 +81,12 @@ class Reporter:
             self.write(step, tokens | values | self._clock.read() | peak_memory())
 
     def _check(self, step: int, values: dict[str, float]) -> None:
-        """Raises if a step ends the run, tells of one that is skipped, and keeps its loss.
-
-        It takes out of `values` what no line shows.
-        """
+        """Raises if a step ends the run, tells of one that is skipped, and keeps its loss."""
         loss, grad_norm = values["train/loss"], values["train/grad_norm"]
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         bad_in_a_row = values.pop("bad_in_a_row", float(not is_finite))
         is_skipped = values.pop("skipped", 0.0) > 0
-        if bad_in_a_row > self._skip_bad_steps:
+        if bad_in_a_row > self._options.skip_bad_steps:
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
         if is_skipped:
@@ -113,26 +98,68 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Tells a person something, in a line."""
-        for writer in self._writers:
-            writer.say(text)
+        self._each("say", text)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Hands metrics to every writer."""
-        for writer in self._writers:
-            writer.write(step, values)
+        self._each("write", step, values)
 
     def flush(self, step: int) -> None:
         """Puts all metrics up to `step` on disk. Call it before a checkpoint of `step`."""
+        self._each("flush", step)
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every writer. What cannot be written is told once."""
         for writer in self._writers:
-            writer.flush(step)
+            try:
+                getattr(writer, method)(*arguments)
+            except OSError as error:
+                if writer not in self._warned:
+                    warn(f"{type(writer).__name__}: {error.strerror}; the run goes on")
+                self._warned.add(writer)
 
     def __enter__(self) -> "Reporter":
-        with contextlib.ExitStack() as stack:
-            for writer in self._writers:
-                stack.enter_context(writer)
-            stack.enter_context(self._clock.phase("step"))
-            self._open = stack.pop_all()
+        self._phase = self._clock.phase("step")
+        self._phase.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._open.__exit__(*exception)
+        self._phase.__exit__(*exception)
+        self._each("close")
+
+
+class Watchdog(Writer):
+    """Ends a process whose steps stop coming, with the stacks of its threads.
+
+    Between steps, at most `least_seconds` (0: any time) may pass, and ten times the median of the
+    newest steps. Time in which the process was stopped does not count: a thread counts its looks.
+    """
+
+    EXIT_CODE = 4
+
+    def __init__(
+        self, clock: StepClock, least_seconds: float, end: Callable[[int], object] = os._exit
+    ):
+        self._clock, self._least, self._end = clock, least_seconds, end
+        self._closed = threading.Event()
+        if least_seconds:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        pause = min(5.0, self._least / 10)
+        quiet, steps = 0.0, -1
+        while not self._closed.wait(pause):
+            is_watched = self._clock.current in ("step", "data wait")  # where steps should end
+            stands = is_watched and self._clock.num_steps == steps
+            quiet, steps = quiet + pause if stands else 0.0, self._clock.num_steps
+            newest = list(self._clock.newest_seconds)
+            # The first step may wait for other processes to compile.
+            allowed = 10 * statistics.median(newest) if newest else 1800.0
+            if quiet > max(self._least, allowed):
+                faulthandler.dump_traceback(sys.stderr)
+                tell(f"error: the run hangs: no step for {quiet:.0f} s; the same command continues")
+                return self._end(self.EXIT_CODE)

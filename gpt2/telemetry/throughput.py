@@ -17,52 +17,42 @@ from gpt2.utils import launch
 class StepClock:
     """Measures steps, and the share of a run's time that each phase takes.
 
-    Time is always charged to exactly one phase: the innermost open one, or `start and end` outside
-    of all. The loop runs inside `phase("step")`, with `data wait`, `validation` and `checkpoint`
-    nested in it. Devices run behind the host: wait for the last step before opening the latter two.
+    Time is charged to exactly one phase: the innermost open one, or `start and end` outside of all.
+    The loop runs inside `phase("step")`, with `data wait`, `validation` and `checkpoint` nested in
+    it. Devices run behind the host: wait for the last step before opening the latter two.
 
-    `seconds_before` is what earlier starts of the run have taken, `start_seconds` what this start
-    has taken before the clock was made. `peak_flops` are those of all devices, None without MFU;
-    `current` is the phase under way; `newest_seconds` are those of the newest steps, with the wait
-    for data, the oldest first.
+    `seconds_before` is what earlier starts of the run have taken, `start_seconds` what this one has
+    before the clock was made. Without `peak_flops`, of all devices, there is no MFU.
     """
 
     def __init__(
         self,
         tokens_per_step: int,
         flops_per_token: float,
+        peak_flops: float | None = None,
         seconds_before: float = 0.0,
         start_seconds: float = 0.0,
         now: Callable[[], float] = time.perf_counter,
     ):
-        self.peak_flops: float | None = None
-        self.tokens_per_step, self._flops = tokens_per_step, flops_per_token
+        self.tokens_per_step, self._flops, self._peak = tokens_per_step, flops_per_token, peak_flops
         self._now, self._seconds_before = now, seconds_before
         self.current, self._since = "start and end", now()
         self._seconds = defaultdict(float, {self.current: start_seconds})
-        self._window = (0.0, 0.0)  # seconds of step and of data wait when the window began
-        self._steps = 0  # in the window
-        self._counted = 0.0  # seconds of step and of data wait before the newest step
+        self._read = (0, 0.0, 0.0)  # number of steps, seconds of steps and data wait at `read`
+        self._counted = 0.0  # seconds before the newest step
         self.num_steps = 0
-        self.newest_seconds: deque[float] = deque(maxlen=100)
+        self.newest_seconds: deque[float] = deque(maxlen=100)  # of steps, with the wait for data
 
     @classmethod
     def for_run(cls, config: Config, workdir: Path, start: int) -> "StepClock":
         """Returns the clock of a run that goes on from step `start`, on all devices."""
-        clock = cls(
+        return cls(
             config.tokens_per_step,
             model_flops_per_token(config.gpt()),
+            total_peak_flops(config.precision.compute),
             seconds_before=seconds_taken(workdir / "metrics.jsonl", start),
             start_seconds=launch.seconds_since_start(),
         )
-        clock.peak_flops = total_peak_flops(config.precision.compute)
-        return clock
-
-    @property
-    def total_seconds(self) -> float:
-        """What the run has taken, `seconds_before` included."""
-        self._switch(self.current)
-        return self._seconds_before + sum(self._seconds.values())
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -81,28 +71,32 @@ class StepClock:
         seconds = self._seconds["step"] + self._seconds["data wait"]
         self.newest_seconds.append(seconds - self._counted)
         self._counted = seconds
-        self._steps += 1
         self.num_steps += 1
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
         self._switch(self.current)
-        began, self._window = self._window, (self._seconds["step"], self._seconds["data wait"])
-        steps, self._steps = self._steps, 0
-        wait = self._window[1] - began[1]
-        total = self._window[0] - began[0] + wait
-        if not steps or total <= 0:
+        now = self.num_steps, self._seconds["step"], self._seconds["data wait"]
+        steps, seconds, wait = (new - old for new, old in zip(now, self._read, strict=True))
+        self._read = now
+        if not steps or seconds + wait <= 0:
             return {}
-        tokens_per_second = self.tokens_per_step * steps / total
+        tokens_per_second = self.tokens_per_step * steps / (seconds + wait)
         metrics = {
-            "perf/step_seconds": total / steps,
+            "perf/step_seconds": (seconds + wait) / steps,
             "perf/tokens_per_second": tokens_per_second,
             "perf/data_wait_seconds": wait / steps,
             "perf/total_seconds": self.total_seconds,
         }
-        if self.peak_flops:
-            metrics["perf/mfu"] = tokens_per_second * self._flops / self.peak_flops
+        if self._peak:
+            metrics["perf/mfu"] = tokens_per_second * self._flops / self._peak
         return metrics
+
+    @property
+    def total_seconds(self) -> float:
+        """What the run has taken, `seconds_before` included."""
+        self._switch(self.current)
+        return self._seconds_before + sum(self._seconds.values())
 
     def shares(self) -> dict[str, float]:
         """Returns each phase's share of the wall time of this start; they add to 1."""

@@ -171,7 +171,7 @@ class Program:
         tokens, held_out = splits["train"].num_tokens, splits["validation"].num_tokens
         epochs = train.num_steps * config.tokens_per_step / tokens
         micro = f" in {train.accumulate_steps} micro-batches" * (train.accumulate_steps > 1)
-        device, used = self.backend.mesh.devices.flat[0], train_step.memory
+        device, used = self.backend.mesh.devices.flat[0], train_step.peak_bytes
         rows = {
             "model": f"{format_count(num_params(self.state_shapes.params))} parameters, {layers}, "
             f"{model.num_heads} heads, {model.embed_dim} wide, context {model.context_length}",
@@ -181,7 +181,7 @@ class Program:
             f"{format_count(held_out)} held out",
             "devices": f"{jax.device_count()} x {device.device_kind}, {self.backend.layout}",
             "step": f"{config.tokens_per_step:,} tokens{micro}, "
-            + (f"{format_bytes(used.peak)} a device, " if used else "")
+            + (f"{format_bytes(used)} a device, " if used else "")
             + f"compiled in {train_step.compile_seconds:.1f} s",
             "run": f"steps {start + 1} to {train.num_steps}",
         }

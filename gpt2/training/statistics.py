@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
-from gpt2.telemetry.event_file import NUM_BUCKETS, Histogram
+from gpt2.telemetry.writers import NUM_BUCKETS, Histogram
 from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, MapSum, Update, on_one_device
 

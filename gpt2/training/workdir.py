@@ -26,8 +26,8 @@ from gpt2.data.dataset import Dataset, data_root, differing_data, read_data
 from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, require_writable, warn
 from gpt2.parallel import distributed
-from gpt2.telemetry.metrics import check_wandb
 from gpt2.telemetry.throughput import StepClock
+from gpt2.telemetry.writers import check_wandb
 from gpt2.training.checkpoint_files import (
     changes,
     deciding_options,

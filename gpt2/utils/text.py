@@ -1,6 +1,10 @@
-"""Numbers as text for people."""
+"""Numbers and tables as text for people."""
 
 import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
 
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -36,11 +40,30 @@ def format_duration(seconds: float) -> str:
     """Writes a duration in its two leading units: 42s, 1m 23s, 2h 05m, 3d 04h."""
     if not math.isfinite(seconds):
         return "?"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    pairs = [(days, "d"), (hours, "h"), (minutes, "m"), (seconds, "s")]
-    while len(pairs) > 1 and not pairs[0][0]:
-        pairs.pop(0)
-    (number, unit), *rest = pairs
-    return f"{number}{unit}" + (f" {rest[0][0]:02d}{rest[0][1]}" if rest else "")
+    seconds = round(seconds)
+    for size, unit, part_size, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
+        if seconds >= size:
+            return f"{seconds // size}{unit} {seconds % size // part_size:02d}{part}"
+    return f"{seconds // 60}m {seconds % 60:02d}s" if seconds >= 60 else f"{seconds}s"
+
+
+def on_terminal() -> bool:
+    """Returns whether standard output is a terminal that can redraw its lines."""
+    return bool(sys.stdout and sys.stdout.isatty()) and os.environ.get("TERM") != "dumb"
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows as aligned columns, cells folded where a terminal is narrower."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for _ in rows[0]:
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    width = shutil.get_terminal_size().columns if on_terminal() else 10_000
+    console = Console(width=width, color_system=None, markup=False, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())

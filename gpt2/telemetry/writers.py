@@ -1,5 +1,6 @@
-"""TensorBoard's event file, the histograms that go into it, and what every writer offers."""
+"""What takes a run's metrics: what every writer offers, TensorBoard's event file, and W&B."""
 
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,18 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpt2.errors import UserError
+
 NUM_BUCKETS = 32  # TensorBoard draws 30
 
 
 class Histogram(NamedTuple):
-    """How many values of a tensor lie in each of `NUM_BUCKETS` buckets of equal width.
+    """How many values of a tensor lie in each of `NUM_BUCKETS` buckets of equal width."""
 
-    `low` and `high` are the least and the largest value, `counts` is [NUM_BUCKETS] int32.
-    """
-
-    low: Any
+    low: Any  # the least value
     high: Any
-    counts: Any
+    counts: Any  # [NUM_BUCKETS] int32
 
     @property
     def edges(self) -> np.ndarray:
@@ -27,7 +27,10 @@ class Histogram(NamedTuple):
 
 
 class Writer:
-    """Takes the metrics of a run; a context manager. A writer of one's own overrides a part."""
+    """Takes the metrics of a run. A writer of one's own overrides a part.
+
+    An OSError is told once, and ends no run.
+    """
 
     def step(self, step: int) -> None:
         """Hears that a step is done, with metrics or not."""
@@ -47,18 +50,11 @@ class Writer:
     def close(self) -> None:
         """Writes what is left."""
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 class EventFile(Writer):
-    """Scalars and histograms in a TensorBoard event file, written immediately and in order.
+    """Scalars and histograms in a TensorBoard event file.
 
-    tensorboardX's SummaryWriter would hand them to a thread, which its flush does not wait for and
-    which a full disk ends. Its EventsWriter is the plain file underneath.
+    A full disk would end the thread of tensorboardX's SummaryWriter, and block the run.
     """
 
     def __init__(self, directory: Path, resume_step: int):
@@ -91,10 +87,8 @@ class EventFile(Writer):
         for name, each in histograms.items():
             ends, counts = each.edges, np.asarray(each.counts)
             sums = [float(counts @ ((ends[1:] + ends[:-1]) / 2) ** power) for power in (0, 1, 2)]
-            shown = histogram_raw(
-                name, ends[0], ends[-1], *sums, ends[1:].tolist(), counts.tolist()
-            )
-            self._add(step, summary=shown)
+            buckets = ends[1:].tolist(), counts.tolist()
+            self._add(step, summary=histogram_raw(name, ends[0], ends[-1], *sums, *buckets))
 
     def flush(self, step: int) -> None:
         """Puts all that was written on disk."""
@@ -103,3 +97,42 @@ class EventFile(Writer):
     def close(self) -> None:
         """Ends the file."""
         self._file.close()
+
+
+def check_wandb() -> None:
+    """Raises a UserError if W&B is not installed."""
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        how = "Run `pip install wandb`"
+        raise UserError("logging.wandb needs the package wandb", how) from None
+
+
+class Wandb(Writer):
+    """The W&B run of this workdir, started or continued; its identity is kept in `wandb/run_id`."""
+
+    def __init__(self, workdir: Path, config: Mapping[str, Any]):
+        import wandb
+
+        identity = workdir / "wandb" / "run_id"
+        identity.parent.mkdir(parents=True, exist_ok=True)
+        if not identity.exists():
+            identity.write_text(secrets.token_hex(8))
+        given = dict(project="gpt2", name=workdir.resolve().name, dir=str(workdir))
+        given |= dict(id=identity.read_text(), resume="allow", config=dict(config))
+        self._run = wandb.init(**given)  # of two values for a step, W&B keeps the first: the same
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs metrics by name."""
+        self._run.log(dict(metrics), step=step)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Logs histograms by name."""
+        from wandb import Histogram as Shown
+
+        pairs = ((name, (each.counts, each.edges)) for name, each in histograms.items())
+        self._run.log({name: Shown(np_histogram=pair) for name, pair in pairs}, step=step)
+
+    def close(self) -> None:
+        """Ends the run, of which W&B may still send a part."""
+        self._run.finish()
