@@ -87,12 +87,16 @@ ALIASES = {
 }
 
 
+def _group(options: dict) -> ConfigDict:
+    return ConfigDict(options, sort_keys=False)  # as below
+
+
 def get_config() -> ConfigDict:
     """Returns the full tree of options."""
-    config = ConfigDict()
+    config = _group({})
     config.seed = 0  # below 2**32; data order, initialisation, dropout and samples follow from it
 
-    config.model = ConfigDict(
+    config.model = _group(
         dict(
             vocab_size=0,  # tokens; 0: as many as the tokenizer has
             context_length=1024,  # tokens
@@ -134,14 +138,14 @@ def get_config() -> ConfigDict:
             attention="auto",  # blocked is for CPUs, cudnn for GPUs, splash for TPUs
         )
     )
-    config.precision = ConfigDict(
+    config.precision = _group(
         dict(
             params="float32",  # of stored parameters and optimizer state; no other type works
             compute="float32",  # float16 comes with dynamic loss scaling
             logits="float32",  # in which the training loss stores logits; bfloat16: half the bytes
         )
     )
-    config.data = ConfigDict(
+    config.data = _group(
         dict(
             corpus="pystdlib",  # see docs/data.md for every prefix
             tokenizer="gpt2",  # gpt2, byte, char, bpe:SIZE, or a path to a tokenizer.json
@@ -151,13 +155,13 @@ def get_config() -> ConfigDict:
             document_mask=False,  # attend only within a document
         )
     )
-    config.loss = ConfigDict(
+    config.loss = _group(
         dict(  # of training, and in train/loss; validation is plain cross-entropy
             z_loss=0.0,  # weight of log(normaliser)^2 (PaLM, arXiv 2204.02311, section 5)
             label_smoothing=0.0,  # share given to all tokens alike (Szegedy et al. 2016)
         )
     )
-    config.optim = ConfigDict(
+    config.optim = _group(
         dict(
             name="adamw",  # docs/optimizers.md says which options each one reads
             learning_rate=6e-4,  # peak, after the warm-up
@@ -185,7 +189,7 @@ def get_config() -> ConfigDict:
             clip_norm=1.0,  # global gradient norm; 0: off
         )
     )
-    config.train = ConfigDict(
+    config.train = _group(
         dict(
             num_steps=600_000,  # optimizer steps
             accumulate_steps=1,  # micro-batches per optimizer step
@@ -204,7 +208,7 @@ def get_config() -> ConfigDict:
             init_from="",  # hf:DIR, run:DIR or run:DIR@STEP; empty: from scratch
         )
     )
-    config.parallel = ConfigDict(
+    config.parallel = _group(
         dict(
             backend="pjit",  # pjit: jax.jit with shardings; pmap: data parallel only
             strategy="auto",  # ddp: data alone; zero1: fsdp splits the optimizer's state alone;
@@ -219,19 +223,21 @@ def get_config() -> ConfigDict:
             fsdp_gather="auto",  # when parameters are gathered: layer holds least; step holds all
             # of them and their gradients whole, and sends least with many micro-batches; auto:
             # docs/parallelism.md. Means nothing where fsdp=-1 finds no more than one device
-            rules=dict(  # axis of a parameter: what stores it in parts, or none
-                table="tensor,fsdp",  # the width of an embedding
-                embed="fsdp",  # the model's width, in kernels
-                norm="fsdp",  # the width of a norm
-                heads="tensor",
-                mlp="tensor",
-                vocab="none",
-                position="none",
-                sequence="none",  # not of parameters, but of activations between attention and MLP
+            rules=_group(
+                dict(  # axis of a parameter: what stores it in parts, or none
+                    table="tensor,fsdp",  # the width of an embedding
+                    embed="fsdp",  # the model's width, in kernels
+                    norm="fsdp",  # the width of a norm
+                    heads="tensor",
+                    mlp="tensor",
+                    vocab="none",
+                    position="none",
+                    sequence="none",  # of activations between attention and MLP, no parameter
+                )
             ),
         )
     )
-    config.memory = ConfigDict(
+    config.memory = _group(
         dict(
             remat="none",  # what a layer keeps for its backward pass, beside its input; the rest is
             # computed again. none: all, so that nothing is; full: nothing, so that all is;
@@ -243,7 +249,7 @@ def get_config() -> ConfigDict:
             # GPUs, and slower on TPUs (docs/performance.md)
         )
     )
-    config.logging = ConfigDict(
+    config.logging = _group(
         dict(
             tensorboard=True,
             wandb=False,

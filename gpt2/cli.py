@@ -11,7 +11,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from gpt2.config.options import no_option, require_option
-from gpt2.config.run import Config, is_record, read_options
+from gpt2.config.run import Config, read_options
 from gpt2.errors import (
     UserError,
     exit_on_user_error,
@@ -30,15 +30,10 @@ def run(
     commands: Sequence[str] = (),
     takes_files: bool = False,
 ) -> None:
-    """Parses the command line, calls `main` and exits. A mistake prints one line and exits with 2.
+    """Parses the command line, and exits with what `main` returns; a mistake is a line and 2.
 
-    Args:
-        main: receives the arguments that are no flags, and returns the exit code, None for 0.
-        define_flags: defines flags of the command, unless its module has done so.
-        default_config: the config in configs/ to use without `--config`, for programs that define
-            that flag.
-        commands: for programs whose first argument is one of these.
-        takes_files: whether there may be any number of arguments that are no flags.
+    `main` receives the arguments that are no flags: one of `commands`, and then, if the program
+    `takes_files`, any number. Without `--config`, options are those of configs/`default_config`.
     """
     raise_at_interrupt()
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
@@ -56,8 +51,8 @@ def run(
     def parse(argv: list[str]) -> list[str]:
         _, *arguments = parse_flags(argv)
         named = arguments[:1] if commands else []
-        if commands and (not named or named[0] not in commands):
-            raise UserError(f"a command is missing: one of {', '.join(commands)}")
+        known = not commands or (named and named[0] in commands)
+        refuse(not known, f"a command is missing: one of {', '.join(commands)}")
         if len(arguments) > len(named) and not takes_files:
             raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
         return [argv[0], *arguments]
@@ -114,24 +109,14 @@ class _ConfigFileParser(flags.ArgumentParser):
 
 def parse_config() -> Config:
     """Returns the validated options that `--config` and its overrides give."""
-    config, given = Config.from_dict(flags.FLAGS["config"].value), overrides()
-    kept = "data.tokenizer" in given and "model.vocab_size" not in given
-    stale = kept and is_record(config_file()) and config.model.vocab_size
-    how = "Add --config.model.vocab_size=0"
-    refuse(stale, "model.vocab_size is that of the record's tokenizer", how)
-    return config
-
-
-def config_file() -> str:
-    """Returns the file that `--config` names."""
-    return config_flags.get_config_filename(flags.FLAGS["config"])
+    return Config.from_dict(flags.FLAGS["config"].value)
 
 
 def config_name() -> str:
     """Returns the stem of the config file's name. All records of runs have the same one."""
-    name = config_file()
-    refuse(is_record(name), f"--config={name} names no folder for a new run", "Give --workdir")
-    return Path(name).stem
+    path = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+    refuse(path.suffix == ".json", f"--config={path} names no folder for a run", "Give --workdir")
+    return path.stem
 
 
 def overrides() -> dict[str, Any]:

@@ -5,15 +5,11 @@ import difflib
 import errno
 import functools
 import os
-import shutil
 import signal
 import sys
-import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TextIO
 
 
@@ -96,11 +92,6 @@ def tell(message: str, stream: TextIO | None = None) -> None:
     """Prints a message at once, on stderr unless `stream` is given. It may be lost: `unheard`."""
     stream = stream or sys.stderr
     with unheard(stream):
-        if stream.isatty():  # which would break within words
-            kept = dict(break_long_words=False, break_on_hyphens=False)
-            width = shutil.get_terminal_size().columns
-            lines = [textwrap.fill(line, width, **kept) for line in message.split("\n")]
-            message = "\n".join(lines)
         print(message, file=stream, flush=True)
 
 
@@ -131,18 +122,6 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         near = difflib.get_close_matches(str(value), choices, n=1)
         how = f"Did you mean {near[0]}?" if near else ""
         raise UserError(f"{name}={value} is not one of {', '.join(choices)}", how)
-
-
-def require_writable(flag: str, directory: Path) -> None:
-    """Raises a UserError unless a file can be written in `directory`, or in its nearest parent."""
-    directory = directory.absolute()
-    try:
-        nearest = next(path for path in (directory, *directory.parents) if path.exists())
-        with tempfile.TemporaryDirectory(dir=nearest, suffix=".tmp"):
-            pass
-    except OSError as error:
-        what = f"nothing can be written in {directory} ({error.strerror})"
-        raise UserError(what, f"Give another --{flag}") from error
 
 
 # Ctrl-C: a line in place of a traceback, also where the main thread hears nothing. It ends imports,

@@ -37,83 +37,30 @@ NUM_NEW = 64
 # GPT-2 in four shapes: OpenAI's options; a head of its own with another MLP; another epsilon and a
 # width that is no multiple; and the real 124M. The other families: options of rope as transformers
 # 4 and 5 write them, several bases, two epsilons.
+_GPT2 = dict(n_layer=2, n_head=2, n_embd=24, n_positions=80, vocab_size=67)
+_LINEAR = dict(num_hidden_layers=2, max_position_embeddings=96, vocab_size=131)
 CONFIGS = {
     "tied": dict(n_layer=2, n_head=4, n_embd=32, n_positions=96, vocab_size=131),
-    "untied": dict(
-        n_layer=3,
-        n_head=2,
-        n_embd=24,
-        n_positions=80,
-        vocab_size=67,
-        n_inner=48,
-        activation_function="gelu",
-        tie_word_embeddings=False,
-    ),
-    "epsilon": dict(
-        n_layer=2,
-        n_head=2,
-        n_embd=24,
-        n_positions=80,
-        vocab_size=67,
-        n_inner=50,
-        layer_norm_epsilon=1e-3,
-        activation_function="relu",
-    ),
+    "untied": _GPT2
+    | dict(n_layer=3, n_inner=48, activation_function="gelu", tie_word_embeddings=False),
+    "epsilon": _GPT2 | dict(n_inner=50, layer_norm_epsilon=1e-3, activation_function="relu"),
     "124m": dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024, vocab_size=50257),
-    "llama": dict(
-        model_type="llama",
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=32,
-        intermediate_size=88,
-        max_position_embeddings=96,
-        vocab_size=131,
-        rope_theta=500000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-    ),
-    "llama_multi_head": dict(
-        model_type="llama",
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        hidden_size=24,
-        intermediate_size=48,
-        max_position_embeddings=80,
-        vocab_size=67,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    ),
-    "qwen3": dict(
-        model_type="qwen3",
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        hidden_size=48,
-        intermediate_size=80,
-        max_position_embeddings=96,
-        vocab_size=131,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    ),
-    "gpt_neox": dict(
-        model_type="gpt_neox",
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        hidden_size=32,
-        intermediate_size=128,
-        max_position_embeddings=96,
-        vocab_size=131,
-        rotary_pct=1.0,
-        rotary_emb_base=25000,
-        layer_norm_eps=1e-5,
-        hidden_act="gelu",
-        tie_word_embeddings=False,
-    ),
+    "llama": _LINEAR
+    | dict(model_type="llama", hidden_size=32, intermediate_size=88, tie_word_embeddings=False)
+    | dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
+    | dict(rope_theta=500000.0, rope_scaling=None),
+    "llama_multi_head": _LINEAR
+    | dict(model_type="llama", hidden_size=24, intermediate_size=48, tie_word_embeddings=True)
+    | dict(num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=80, vocab_size=67)
+    | dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, rms_norm_eps=1e-6),
+    "qwen3": _LINEAR
+    | dict(model_type="qwen3", hidden_size=48, intermediate_size=80, tie_word_embeddings=True)
+    | dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6)
+    | dict(rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
+    "gpt_neox": _LINEAR
+    | dict(model_type="gpt_neox", hidden_size=32, intermediate_size=128, tie_word_embeddings=False)
+    | dict(num_attention_heads=4, layer_norm_eps=1e-5, hidden_act="gelu")
+    | dict(rotary_pct=1.0, rotary_emb_base=25000),
 }
 FAMILIES = ("llama", "llama_multi_head", "qwen3", "gpt_neox")
 SMALL = ("tied", "untied", "epsilon", *FAMILIES)

@@ -11,11 +11,11 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
-from gpt2.errors import UserError, tell
+from gpt2.errors import UserError
 from gpt2.utils import launch
 
 ROOT = Path(__file__).parents[1]
-DEFAULT = cli.configs.default.__file__
+DEFAULT = "configs/default.py"
 
 
 @pytest.fixture
@@ -57,14 +57,6 @@ def test_a_record_names_no_workdir(parse, record):
     parse(f"--config={record}")
     with pytest.raises(UserError, match="--workdir"):
         cli.config_name()
-
-
-def test_a_records_vocabulary_is_not_taken_for_another_tokenizers(parse, record):
-    parse(f"--config={record}", "--config.data.tokenizer=char")
-    with pytest.raises(UserError, match="vocab_size"):
-        cli.parse_config()
-    flags.FLAGS.config.model.vocab_size = 0
-    assert cli.parse_config().model.vocab_size == 0
 
 
 @pytest.mark.parametrize(
@@ -109,7 +101,7 @@ def test_a_config_file_may_set_a_few_options_in_dicts_and_numbers_of_numpy(parse
         ("--config.model.n_layer=1", "mean --config.model.num_layers?"),
         ("--config.model.num_heads[0]=3", "mean --config.model.num_heads?"),
         ("--frobnicate=1", "frobnicate"),
-        ("--config.model=1", "group of options"),
+        ("--config.model=1", "no option"),
         ("--config.=1", "no option"),
         ("--config.data.batch_size=x", "batch_size=x"),
         ("--config.optim.learning_rate=x:", "learning_rate=x:"),
@@ -203,11 +195,6 @@ def test_a_full_disk_is_a_line_and_a_mistake_of_the_program_a_traceback():
     assert done.returncode == 2 and done.stderr.startswith(b"error: No space left")
     done = run_command(body="raise OSError('mine')")
     assert done.returncode == 1 and b"Traceback" in done.stderr
-
-
-def test_what_cannot_be_printed_is_lost():
-    with open("/dev/full", "w") as stream:
-        tell("lost", stream)
 
 
 def run_early(program):

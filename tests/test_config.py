@@ -50,6 +50,8 @@ def test_every_config_is_valid_and_survives_json(name):
 def test_groups_have_the_fields_and_defaults_of_the_default_config():
     config = Config.from_dict(DEFAULTS)
     assert config.to_dict() == DEFAULTS.to_dict()
+    order = [name for name in flatten(config.to_dict()) if name.startswith("data.")]
+    assert order[:2] == ["data.corpus", "data.tokenizer"]  # as configs/default.py states them
     assert Config() == config and hash(Config()) == hash(config)
     for field in dataclasses.fields(Config):
         group = getattr(config, field.name)
@@ -204,7 +206,6 @@ WRONG = [  # options and a word of the message
     ("train.keep_every=5 train.checkpoint_every=0", "keep_every"),
     ("train.init_from='somewhere'", "somewhere"),
     ("train.init_from='run:'", "run:"),
-    ("train.init_from='run:runs/first' model.init_std=0.1", "init_std"),
     ("optim.name='sgd' optim.beta1=0.8", "beta1"),
     ("optim.name='adafactor' optim.cautious='updates'", "cautious"),
     ("optim.name='sgd' optim.cautious='decay'", "cautious"),
@@ -224,7 +225,6 @@ WRONG = [  # options and a word of the message
     ("memory.scan_unroll=12", "scan_unroll"),
     ("memory.scan_layers=True memory.scan_unroll=5", "scan_unroll"),
     ("memory.remat='offload'", "offload"),
-    ("logging.profile_start=600000 logging.profile_steps=2", "profile_start"),
 ]
 
 

@@ -77,14 +77,6 @@ def test_imported_weights_give_pytorchs_logits_gradients_and_tokens(name, tmp_pa
     assert ours["generated"] == theirs["generated"]
 
 
-@pytest.mark.parametrize("name", [*peer.SMALL, BIG])
-def test_import_then_export_gives_back_every_bit(name, tmp_path):
-    source = peer.write_model(tmp_path / "source", name)
-    hf.save(tmp_path / "copy", *hf.load(source))
-    assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
-    assert read_config(tmp_path / "copy") == read_config(source)
-
-
 @peer.needs_peers
 @pytest.mark.parametrize("name", peer.SMALL)
 def test_transformers_reads_an_export_and_what_it_saves_again_loads_the_same(name, tmp_path):
@@ -189,13 +181,10 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "family", "option"),
     [
-        (LLAMA | dict(bias=True), "Llama", "bias=True"),
         (LLAMA | dict(qk_norm=True, value_residual=True), "Qwen 3", "value_residual=True"),
         (LLAMA | dict(activation="silu"), "Llama", "activation=silu"),
         (NEOX | dict(num_kv_heads=2), "GPT-NeoX", "num_kv_heads=2"),
-        (NEOX | dict(norm="rmsnorm"), "GPT-NeoX", "norm=rmsnorm"),
         (dict(logit_softcap=30.0), "GPT-2", "logit_softcap=30.0"),
-        (dict(mup_base_width=16), "GPT-2", "mup_base_width=16"),
         (dict(num_kv_heads=1), "GPT-2", "num_kv_heads=1"),
     ],
 )
@@ -268,7 +257,7 @@ def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
         hf.load(directory)
 
 
-@pytest.mark.parametrize("name", ["tied", *peer.FAMILIES])
+@pytest.mark.parametrize("name", [*peer.SMALL, BIG])
 def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     source, workdir = peer.write_model(tmp_path / "source", name), tmp_path / "run"
     save_tokenizer(source, peer.characters(peer.CONFIGS[name]["vocab_size"]), 96)
@@ -276,6 +265,7 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     cfg, params, tokenizer = load_model(workdir, None)
     chex.assert_trees_all_equal(params, hf.load(source)[1])
     export_run(workdir, tmp_path / "copy")
+    assert read_config(tmp_path / "copy") == read_config(source)
     assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
     with pytest.raises(UserError, match="exists already"):
         export_run(workdir, source)
@@ -321,7 +311,6 @@ def test_the_command_imports_and_exports(tmp_path):
         ("import", "--from=source", "--workdir=my run"),
         ("export", "--workdir=my run", "--to=copy"),
     ):
-        code, told, mistake = run(None, *arguments, script="gpt2.hf", cwd=tmp_path)
+        code, _, mistake = run(None, *arguments, script="gpt2.hf", cwd=tmp_path)
         assert code == 0, mistake
     assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
-    assert "from_pretrained" in told

@@ -189,9 +189,8 @@ def write_index(source):
 
 
 def write_nan(source):
-    (source / "model.safetensors").write_bytes(
-        (source / "model.safetensors").read_bytes()[:-4] + b"\xff" * 4
-    )
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\xff" * 4)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +204,8 @@ def write_nan(source):
         (lambda source: peer.rewrite_config(source, n_layer=3), "h.2.ln_1.weight is missing"),
         (lambda source: peer.rewrite_config(source, n_layer=1), "no tensor transformer.h.1"),
         (lambda source: (source / "config.json").write_text("{"), "config.json cannot be read"),
-        (
-            lambda source: save_tokenizer(source, peer.characters(100), 96),
-            "no tokenizer of its model",
-        ),
-        (
-            lambda source: save_tokenizer(source, peer.characters(132), 96),
-            "no tokenizer of its model",
-        ),
+        (lambda source: save_tokenizer(source, peer.characters(100), 96), "no tokenizer"),
+        (lambda source: save_tokenizer(source, peer.characters(132), 96), "no tokenizer"),
     ],
 )
 def test_a_damaged_directory_is_noticed_and_nothing_is_written(damage, message, tmp_path):

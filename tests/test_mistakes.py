@@ -64,7 +64,7 @@ MISTAKES = [  # a command, and a word of the line
     ([*TRAIN, "--batch_size=3"], "--config.data.batch_size"),
     ([*TRAIN, "--workdr=x"], "--workdir"),
     ([*TRAIN, "--config.model.num_heads[0]=3"], "num_heads"),
-    ([*TRAIN, "--config.model=3"], "group"),
+    ([*TRAIN, "--config.model=3"], "model"),
     ([*TRAIN, "--config.="], "no option"),
     ([*TRAIN, "--config.seed=x"], "seed=x"),
     ([*TRAIN, "--config.seed="], "seed="),

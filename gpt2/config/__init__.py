@@ -1,16 +1,14 @@
 """Options: a typed, validated view of the ConfigDict that configs/ and the command line give."""
 
 from gpt2.config.model import SIZES, GPTConfig, ModelConfig
-from gpt2.config.optim import OptimConfig
-from gpt2.config.options import CHOICES, DEFAULTS, MAX_SEED, flatten, read_option
+from gpt2.config.options import CHOICES, DEFAULTS, flatten, read_option
 from gpt2.config.run import (
     Config,
     DataConfig,
-    LoggingConfig,
     LossConfig,
     MemoryConfig,
+    OptimConfig,
     ParallelConfig,
-    PrecisionConfig,
     RulesConfig,
     TrainConfig,
     differences,

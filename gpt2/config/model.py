@@ -32,21 +32,13 @@ class ModelConfig(Options, group="model"):
         refuse(not pattern or set(pattern) - {"S", "L"}, "model.window_pattern has other than S, L")
         hides = "S" in pattern and self.window < self.context_length
         refuse(self.window and not hides, "model.window hides nothing from any layer")
-        refuse(
-            self.dropout and self.attention not in ("auto", "reference"),
-            f"model.attention={self.attention} has no weights for model.dropout to drop",
-        )
-        refuse(
-            self.parallel_block and self.norm_position == "post",
-            "model.parallel_block has a single sum, and model.norm_position=post wants two",
-        )
+        drops = self.dropout and self.attention not in ("auto", "reference")
+        refuse(drops, f"model.attention={self.attention} has no weights for model.dropout to drop")
+        wants_two = self.parallel_block and self.norm_position == "post"
+        refuse(wants_two, "model.parallel_block has one sum, and norm_position=post wants two")
 
     def canonical(self) -> Self:
-        """Returns the same architecture with its sizes written in one way.
-
-        `num_kv_heads` is 0 where it equals `num_heads`. `mlp_ratio` gives the width of the MLP
-        where it can, and `mlp_dim` elsewhere.
-        """
+        """Returns the same architecture with its sizes written in one way: 0 where that can be."""
         ratio, rest = divmod(self.hidden_dim, self.embed_dim)
         return dataclasses.replace(
             self,

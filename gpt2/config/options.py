@@ -1,7 +1,4 @@
-"""Options by their dotted names, such as `optim.name`: their types, ranges and misspellings.
-
-configs/default.py states each option once. What is here reads it.
-"""
+"""Options by their dotted names, as configs/default.py states them: types, ranges, misspellings."""
 
 import dataclasses
 import difflib
@@ -20,7 +17,6 @@ from gpt2.errors import UserError, refuse, require_choice
 
 DEFAULTS = FrozenConfigDict(default.get_config())
 CHOICES = default.CHOICES
-MAX_SEED = 2**32 - 1
 
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
@@ -34,22 +30,16 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-_TREE = DEFAULTS.to_dict()
+_TREE = default.get_config().to_dict()  # in its order, which DEFAULTS has not
 _FLAT = flatten(_TREE)
 
 
 def _group(name: str) -> dict[str, Any]:
-    """Returns the defaults of a group."""
     return functools.reduce(operator.getitem, name.split(".") if name else [], _TREE)
 
 
 def no_option(name: str, prefix: str = "", others: Mapping[str, str] | None = None) -> UserError:
-    """Returns the error for a name that is no option; it proposes the nearest, behind `prefix`.
-
-    `others` are further names that may be meant, by their spelling.
-    """
-    if any(option.startswith(f"{name}.") for option in _FLAT):
-        return UserError(f"{name} is a group of options", "Set one of them")
+    """Returns the error for a name that is no option: the nearest, or one of `others`, is meant."""
     spellings = {option.rpartition(".")[2]: prefix + option for option in reversed(_FLAT)}
     spellings |= {spelling: prefix + option for spelling, option in default.ALIASES.items()}
     spellings |= {option: prefix + option for option in _FLAT} | dict(others or {})

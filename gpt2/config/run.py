@@ -1,11 +1,8 @@
-"""All options of a run: a typed, validated view of the ConfigDict, and its record in config.json.
-
-The ConfigDict is what people write (`configs/`) and override (`--config.a.b=v`). `Config.from_dict`
-turns it into frozen dataclasses with the same names.
-"""
+"""All options of a run: a typed, validated view of a ConfigDict, and config.json."""
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import operator
@@ -18,8 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
-from gpt2.config.optim import OptimConfig
-from gpt2.config.options import DEFAULTS, Options, complete, flatten, require_option
+from gpt2.config.options import DEFAULTS, Options, complete, flatten
 from gpt2.errors import UserError, refuse
 
 # Options that do not decide what the model learns, and may change when a run continues. A name that
@@ -30,8 +26,21 @@ _ASIDE = (
     "train.hang_seconds",
 )
 
-# The axis of the mesh that a strategy is about.
-_STRATEGY_AXIS = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}
+
+# `optim.name` -> the options that it reads, beside those that all of them read.
+_MATRIX = ("beta1", "beta2", "eps", "adam_learning_rate")
+READS = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "adam": ("beta1", "beta2", "eps"),
+    "sgd": ("momentum", "nesterov"),
+    "lion": ("beta1", "beta2"),
+    "adafactor": (),
+    "ademamix": ("beta1", "beta2", "beta3", "alpha", "eps"),
+    "schedule_free": ("beta1", "beta2", "eps"),
+    "muon": (*_MATRIX, "momentum", "nesterov"),
+    "normuon": (*_MATRIX, "momentum", "nesterov"),
+    "soap": (*_MATRIX, "precondition_every"),
+}
 
 
 class PrecisionConfig(Options, group="precision"):
@@ -49,6 +58,77 @@ class DataConfig(Options, group="data"):
 
 class LossConfig(Options, group="loss"):
     """The `loss.` options."""
+
+
+class OptimConfig(Options, group="optim"):
+    """The `optim.` options."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.rates, self.pieces  # which refuse what they cannot read
+        given = {name for name, value in DEFAULTS.optim.items() if getattr(self, name) != value}
+        readable = {option for reads in READS.values() for option in reads}
+        ignored = ", ".join(sorted((readable & given) - {*READS[self.name]}))
+        refuse(ignored, f"optim.name={self.name} would ignore optim.{ignored}")
+        for part in ("warmup", "decay"):
+            both = getattr(self, f"{part}_steps") and getattr(self, f"{part}_percent")
+            refuse(both, f"optim.{part}_steps and {part}_percent are both given", "Set one 0")
+        decays = self.decay_steps or self.decay_percent
+        refuse(decays and self.schedule != "wsd", "optim.decay_steps and _percent are for wsd")
+        warms_up = self.warmup_steps or self.warmup_percent
+        refuse(self.schedule == "inverse_sqrt" and not warms_up, "inverse_sqrt needs a warm-up")
+        averages, masks = self.name == "schedule_free", f"optim.cautious={self.cautious}"
+        falls = averages and self.schedule != "constant"
+        refuse(falls, "optim.name=schedule_free averages in place of a schedule", "Use constant")
+        refuse(averages and self.ema, "optim.name=schedule_free averages without optim.ema")
+        plain = averages or self.name == "adafactor"
+        refuse(plain and self.cautious in ("updates", "both"), f"{masks} needs momentum")
+        coupled = self.name in ("adam", "sgd") or not self.weight_decay
+        refuse(coupled and self.cautious in ("decay", "both"), f"{masks} finds no decay to mask")
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule without its values."""
+        return self.schedule.partition(":")[0]
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether other weights than those in training are validated and exported."""
+        return self.ema > 0 or self.name == "schedule_free"
+
+    @property
+    def pieces(self) -> tuple[tuple[int, float], ...]:
+        """The steps of a `piecewise` schedule, ascending, each with its share of the peak."""
+        name, _, text = self.schedule.partition(":")
+        try:
+            pairs = [item.split("=") for item in text.split(",") if item]
+            pieces = tuple((int(step), float(share)) for step, share in pairs)
+        except ValueError:
+            pieces = ((0, 0.0),)  # which do not ascend
+        ascend = all(a < b for (a, _), (b, _) in itertools.pairwise(((0, 1.0), *pieces)))
+        wrong = not ascend or bool(pieces) != (name == "piecewise")
+        how = "For example, use piecewise:1000=0.5,2000=0.1"
+        refuse(wrong, f"optim.schedule={self.schedule} cannot be read", how)
+        return pieces
+
+    @property
+    def rates(self) -> tuple[tuple[str, float], ...]:
+        """The regular expressions of `layer_rates`, each with its factor."""
+        pairs = [item.rpartition("=")[::2] for item in self.layer_rates.split(",") if item]
+        try:
+            return tuple((re.compile(pattern).pattern, float(factor)) for pattern, factor in pairs)
+        except (re.error, ValueError) as error:
+            how = "Write REGEX=FACTOR,REGEX=FACTOR"
+            raise UserError(f"optim.layer_rates={self.layer_rates}: {error}", how) from None
+
+    def warmup(self, num_steps: int) -> int:
+        """Returns the steps of the warm-up in a run of `num_steps`."""
+        return self.warmup_steps or math.floor(num_steps * self.warmup_percent / 100 + 1e-9)
+
+    def decay(self, num_steps: int) -> int:
+        """Returns the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
+        percent = self.decay_percent or 20  # Hu et al. 2024
+        return self.decay_steps or max(math.floor(num_steps * percent / 100 + 1e-9), 1)
 
 
 class TrainConfig(Options, group="train"):
@@ -75,11 +155,6 @@ class LoggingConfig(Options, group="logging"):
 class RulesConfig(Options, group="parallel.rules"):
     """The `parallel.rules.` options: axis of a parameter -> mesh axes, separated by commas."""
 
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Returns the axes that have a rule."""
-        return tuple(field.name for field in dataclasses.fields(cls))
-
     def axes(self, name: str) -> tuple[str, ...]:
         """Returns the mesh axes of a rule, outermost first."""
         value = getattr(self, name)
@@ -94,7 +169,7 @@ class ParallelConfig(Options, group="parallel"):
     @property
     def strategy_axis(self) -> str | None:
         """The mesh axis that the strategy splits something over, or None."""
-        return _STRATEGY_AXIS.get(self.strategy)
+        return {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}.get(self.strategy)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -141,17 +216,12 @@ class Config(Options, group=""):
         refuse(unsaved, "train.keep_every is no multiple of train.checkpoint_every")
         unread = not re.fullmatch("((hf|run):.+)?", train.init_from)
         refuse(unread, f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP")
-        for name in ("init", "init_std", "zero_init_projections") if train.init_from else ():
-            drawn = getattr(model, name) != DEFAULTS.model[name]
-            refuse(drawn, f"train.init_from draws no weights, and would ignore model.{name}")
         once, unroll = not memory.scan_layers, memory.scan_unroll
         refuse(once and unroll > 1, "memory.scan_unroll is ignored without memory.scan_layers")
         refuse(model.num_layers % unroll, "memory.scan_unroll does not divide model.num_layers")
         # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
         holds = memory.remat == "offload" and (once or unroll > 1)
         refuse(holds, "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1")
-        late = self.logging.profile_steps and self.logging.profile_start >= train.num_steps
-        refuse(late, "logging.profile_start is after train.num_steps")
 
     @property
     def tokens_per_step(self) -> int:
@@ -198,7 +268,6 @@ def with_options(config: Config, options: Mapping[str, Any]) -> Config:
     """Returns the config with some options set, by dotted name."""
     tree = config.to_dict()
     for name, value in options.items():
-        require_option(name)
         *groups, member = name.split(".")
         functools.reduce(operator.getitem, groups, tree)[member] = value
     return Config.from_dict(tree)
@@ -215,18 +284,13 @@ def leaves_training(name: str) -> bool:
     return any(name.startswith(n) if n.endswith((".", "_")) else name == n for n in _ASIDE)
 
 
-def is_record(name: str) -> bool:
-    """Returns whether a file given as `--config` is the record of a run."""
-    return Path(name).suffix == ".json"
-
-
 def read_options(name: str) -> dict[str, Any]:
     """Returns all options of a config file or of a run's config.json, not yet checked together."""
     path = Path(name)
     refuse(path.suffix not in (".py", ".json"), f"--config={name} is no .py, nor a config.json")
     refuse(not path.is_file(), f"--config={name} is no file", "See configs/ for those there are")
     try:
-        if is_record(name):
+        if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
             refuse("seed" not in tree, "it does not hold the options of a run")
         else:

@@ -59,7 +59,7 @@ class Rules:
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> "Rules":
         """Returns the rules that the options ask for."""
-        names = (name for name in RulesConfig.names() if name != "sequence")
+        names = sorted({each.name for each in dataclasses.fields(RulesConfig)} - {"sequence"})
         table = dict.fromkeys(_WHOLE, ()) | {name: parallel.rules.axes(name) for name in names}
         compute = {name: tuple(a for a in axes if a != "fsdp") for name, axes in table.items()}
         is_megatron = parallel.strategy == "megatron"

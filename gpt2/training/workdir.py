@@ -24,7 +24,7 @@ from gpt2.config import Config, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, data_root, differing_data, read_data
 from gpt2.data.tokenizer import is_path
-from gpt2.errors import UserError, require_writable, warn
+from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import check_wandb
@@ -51,7 +51,9 @@ def check_options(workdir: Path, config: Config) -> None:
 
     `model.vocab_size` may be 0: `refuse_changes` looks again when it is known.
     """
-    require_writable("workdir", workdir)
+    nearest = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+    is_open = nearest.is_dir() and os.access(nearest, os.W_OK)
+    refuse(not is_open, f"nothing can be written in {workdir}", "Give another --workdir")
     if config.logging.wandb:
         check_wandb()
     if (workdir / "config.json").exists():
