@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gpt2.ablate.power import (
-    deviation_interval,
-    dunnett_quantile,
-    power_of,
-    ratio_interval,
-    seeds_needed,
-)
-from gpt2.ablate.verdicts import Sample, compare, widest
+from gpt2.ablate.power import dunnett_quantile
+from gpt2.ablate.verdicts import Sample, compare
 from tests import verdict_rates
 
 NUM_ARMS = 5
@@ -113,39 +107,6 @@ def test_intervals_hold_together(num, num_sweeps):
         verdicts = judge(7 + baseline, {name: 7 + truth[name] + x for name, x in arms.items()})
         missed += not all(v.low <= truth[name] <= v.high for name, v in verdicts.items())
     assert_rate_at_most(missed, num_sweeps, 0.05)
-
-
-def simulate_power(num, shift, num_sweeps=40_000):
-    """Applies the rule of the docstring to the first of five arms, by other means.
-
-    Dunnett's quantile is that of simulated statistics, not an integral.
-    """
-    rng = np.random.default_rng(2)
-
-    def statistics(shift):
-        scores = rng.standard_normal((num_sweeps, 1 + NUM_ARMS, num))
-        scores[:, 1] += shift
-        differences = np.abs(scores[:, 1:].mean(-1) - scores[:, :1].mean(-1))
-        pooled = differences / np.sqrt(scores.var(-1, ddof=1).mean(1, keepdims=True) * 2 / num)
-        welch = stats.ttest_ind(scores[:, 1], scores[:, 0], axis=1, equal_var=False)
-        return pooled, welch.pvalue
-
-    quantile = np.quantile(statistics(0.0)[0].max(1), 0.95)
-    pooled, p_value = statistics(shift)
-    return np.mean((pooled[:, 0] > quantile) & (p_value < 0.05 / math.sqrt(NUM_ARMS)))
-
-
-@each_size
-@pytest.mark.parametrize("num", [3, 5])
-def test_three_standard_errors_are_found_as_often_as_theory_says(num, num_sweeps):
-    shift, found = 3 * math.sqrt(2 / num), 0
-    expected = power_of(shift, num, num_arms=NUM_ARMS)
-    assert expected == pytest.approx(simulate_power(num, shift), abs=0.01)
-    rng = np.random.default_rng(3)
-    for _ in range(num_sweeps):
-        verdict = judge(*draw_sweep(rng, (num, num, 1.0, (1.0,) * 5), shift))[NAMES[0]]
-        found += verdict.words == "worse"
-    assert_rate(found, num_sweeps, expected)
 
 
 @each_size
@@ -276,7 +237,7 @@ def test_verdicts_follow_the_unit_and_the_sign_of_scores(paired):
     for name, verdict in plain.items():
         assert other[name].difference == pytest.approx(-1000 * verdict.difference)
         assert other[name].low == pytest.approx(-1000 * verdict.high)
-        assert other[name].detectable == pytest.approx(1000 * verdict.detectable)
+        assert other[name].detectable() == pytest.approx(1000 * verdict.detectable())
         assert other[name].p_value == pytest.approx(verdict.p_value)
     assert (plain[NAMES[0]].words, other[NAMES[0]].words) == ("better", "worse")
 
@@ -284,30 +245,26 @@ def test_verdicts_follow_the_unit_and_the_sign_of_scores(paired):
 # Sweeps that allow no verdict, or hardly one.
 
 FINE = sample([3.0, 3.1, 3.2])
-nan, inf = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
-    ("baseline", "arm", "words", "half_width"),
+    ("baseline", "arm", "words"),
     [
-        (sample([3.0]), sample([2.0]), "one run finished: no verdict", inf),
-        (FINE, sample([]), "no run finished: no verdict", inf),
-        (FINE, sample([], failed=3), "no run finished: no verdict", nan),
-        (sample([]), FINE, "no run of the baseline finished: no verdict", inf),
-        (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs", nan),
-        (sample([3.0], diverged=1), FINE, "the baseline diverged in 1 of 2 runs: no verdict", nan),
-        (sample([3.1] * 3), sample([3.0] * 3), "the same score for every seed: no verdict", nan),
+        (sample([3.0]), sample([2.0]), "one run finished: no verdict"),
+        (FINE, sample([]), "no run finished: no verdict"),
+        (sample([]), FINE, "no run of the baseline finished: no verdict"),
+        (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs"),
+        (sample([3.0], diverged=1), FINE, "the baseline diverged in 1 of 2 runs: no verdict"),
+        (sample([3.1] * 3), sample([3.0] * 3), "the same score for every seed: no verdict"),
     ],
 )
-def test_words_say_why_there_is_no_verdict(baseline, arm, words, half_width):
+def test_words_say_why_there_is_no_verdict(baseline, arm, words):
     for paired in (False, True):
         verdict = compare(baseline, {"arm": arm}, paired=paired)["arm"]
         same = "the same difference" if paired else "the same score"
         assert verdict.words == words.replace("the same score", same)
-        assert verdict.high - verdict.low == pytest.approx(2 * half_width, nan_ok=True)
-        assert verdict.detectable == pytest.approx(half_width, nan_ok=True)
-        assert math.isnan(verdict.p_value)
-        assert verdict.method == ""
+        found = (verdict.low, verdict.high, verdict.p_value, verdict.detectable())
+        assert np.isnan(found).all() and verdict.method == ""
         unpaired = np.mean([*arm.values] or math.nan) - np.mean([*baseline.values] or math.nan)
         if not paired:
             assert verdict.difference == pytest.approx(unpaired, nan_ok=True)
@@ -343,21 +300,6 @@ def test_arms_without_a_test_do_not_widen_the_intervals_of_others():
     assert compare(FINE, {}) == {}
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
-def test_scores_must_be_finite(score):
-    with pytest.raises(ValueError, match="diverged"):
-        sample([3.0, score])
-
-
-# Plans.
-
-
-@pytest.mark.parametrize(("effect", "num"), [(0.5, 64), (0.8, 26), (1.0, 17)])
-def test_seeds_needed_are_those_of_cohens_table(effect, num):
-    """Student's t-test, two-sided, 5 %, power 0.8 (Cohen 1988, table 2.4.1)."""
-    assert seeds_needed(-effect) == num
-
-
 @pytest.mark.parametrize("deviations", [(0.5, 0.1, 0.3), (0.1, 0.2, 0.1)])
 def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations(deviations):
     """What is measured is taken for the truth, and swept again and again."""
@@ -369,7 +311,7 @@ def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations(deviat
         found = 0
         for _ in range(number):
             drawn = [rng.normal(0.0, deviation, 3) for deviation in deviations]
-            drawn[1 + i] += verdicts[name].detectable
+            drawn[1 + i] += verdicts[name].detectable()
             found += (
                 judge(drawn[0], dict(zip(names, drawn[1:], strict=True)))[name].words == "worse"
             )
@@ -385,39 +327,5 @@ def test_detectable_pairs_are_found_in_four_of_five_sweeps(num):
     normal, noise = rng.standard_normal(100_000), np.sqrt(rng.chisquare(num - 1, 100_000))
     for name, verdict in judge(baseline, arms, paired=True).items():
         error = (arms[name] - baseline).std(ddof=1) / math.sqrt(num)
-        statistic = (normal + verdict.detectable / error) * math.sqrt(num - 1) / noise
+        statistic = (normal + verdict.detectable() / error) * math.sqrt(num - 1) / noise
         assert np.mean(statistic > quantile) == pytest.approx(0.8, abs=0.005)
-
-
-def test_widest_is_the_largest_half_width_that_more_seeds_can_mend():
-    arms = {"calm": sample([3.0, 3.01, 3.02]), "noisy": sample([2.0, 3.0, 4.0])}
-    verdicts = compare(FINE, arms | {"diverged": sample([3.0, 3.1], diverged=1)})
-    noisy = verdicts["noisy"]
-    assert widest(verdicts) == pytest.approx((noisy.high - noisy.low) / 2)
-    assert widest(compare(FINE, arms | {"young": sample([3.0])})) == math.inf
-    assert widest(compare(FINE, {"diverged": sample([], diverged=3)})) == 0.0
-
-
-# Intervals of one quantity.
-
-
-def test_the_interval_of_a_deviation_is_that_of_chi_square_tables():
-    low, high = deviation_interval([-1.0, 1.0, -1.0, 1.0, 0.0])  # a deviation of 1
-    assert (low, high) == pytest.approx((math.sqrt(4 / 11.143), math.sqrt(4 / 0.48442)), rel=1e-4)
-    assert deviation_interval([2.0, 2.0]) == (0.0, 0.0)
-
-
-def test_the_interval_of_ratios_is_a_t_interval_of_their_logarithms():
-    ratios = [0.5, 0.7, 0.8, 1.1]
-    mean, low, high = ratio_interval(ratios)
-    interval = stats.ttest_1samp(np.log(ratios), 0.0).confidence_interval(0.95)
-    assert (low, high) == pytest.approx((math.exp(interval.low), math.exp(interval.high)))
-    assert mean == pytest.approx(np.prod(ratios) ** 0.25)
-    inverse = ratio_interval([1 / ratio for ratio in ratios])
-    assert inverse == pytest.approx((1 / mean, 1 / high, 1 / low))
-    # What is measured by twice as many again, and as noisy: Welch's interval of a difference.
-    logs, others = np.log(ratios), np.log([0.5, 0.6, 0.8, 0.9, 1.0, 1.3])
-    mean, low, high = ratio_interval(ratios, [(others.var(ddof=1) / 6, 5)])
-    expected = stats.ttest_ind(logs, others, equal_var=False).confidence_interval(0.95)
-    assert math.log(high / low) == pytest.approx(expected.high - expected.low)
-    assert math.isnan(ratio_interval(ratios, [(0.1, 0)])[1])

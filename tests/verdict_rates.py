@@ -64,18 +64,6 @@ def sidak(means, variances, sizes):
     return welch_alone(means, variances, sizes, 1 - 0.95 ** (1 / (len(sizes) - 1)))
 
 
-def bartlett(means, variances, sizes):
-    """Returns what one of both tests finds, by Bartlett's test of the variances at 5 %."""
-    dfs = np.array(sizes) - 1
-    pooled = (dfs * variances).sum(1) / dfs.sum()
-    statistic = dfs.sum() * np.log(pooled) - (dfs * np.log(variances)).sum(1)
-    statistic /= 1 + ((1 / dfs).sum() - 1 / dfs.sum()) / (3 * (len(sizes) - 1))
-    equal = statistic < stats.chi2.isf(0.05, len(sizes) - 1)
-    return np.where(
-        equal[:, None], dunnett(means, variances, sizes), sidak(means, variances, sizes)
-    )
-
-
 def both(means, variances, sizes):
     """Returns which arms differ by the rule of gpt2/ablate/verdicts.py."""
     level = 0.05 / math.sqrt(len(sizes) - 1)
@@ -85,7 +73,6 @@ def both(means, variances, sizes):
 RULES = {
     "Dunnett alone": dunnett,
     "Welch alone, Šidák's level": sidak,
-    "one of these, by Bartlett's test": bartlett,
     "both": both,
 }
 

@@ -13,10 +13,9 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import dataclasses
+import functools
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
@@ -24,23 +23,16 @@ from absl import flags
 from gpt2 import cli
 from gpt2.ablate.arms import Arm, make_arms, read_tuned
 from gpt2.ablate.jobs import Slot, make_slots, train_all
+from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
-from gpt2.ablate.runs import Run, describe
-from gpt2.ablate.screen import describe_runs, measure, shown
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep, continued, load_sweep, register
-from gpt2.ablate.tables import judge
-from gpt2.ablate.terms import TERMS, VocabSize, at_sizes, choose_score, equalize
-from gpt2.ablate.verdicts import widest
-from gpt2.config import Config, DataConfig
+from gpt2.ablate.terms import TERMS, at_sizes, choose_score, equalize
 from gpt2.data.dataset import prepare
 from gpt2.errors import refuse
 from gpt2.utils import files
 from gpt2.utils.text import align
 
 FLAGS = flags.FLAGS
-_COMMAND = shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])
-_LEAST_SEEDS = 3  # where --until may begin: with two, widths are often small by chance
-_SHOWN = ["arm", "runs", "mean ± sd", "difference", "95 % interval", "verdict"]
 
 
 def define_flags() -> None:
@@ -58,110 +50,71 @@ def define_flags() -> None:
     number("tune_seeds", 1, "Runs of each choice.", 1)
     yes("leave_failed", False, "Chooses without values whose runs fail, instead of waiting.")
     yes("paired", False, "Compares seed by seed. To be decided before the runs.")
-    flags.DEFINE_float("until", 0.0, "Adds seeds until no interval reaches further.", 0.0)
-    number("max_seeds", 20, "Where --until gives up.", _LEAST_SEEDS, CHOOSING_SEEDS)
     yes("dry_run", False, "Prints the runs and what they take, by short runs that it keeps.")
     yes("report", False, "Only writes the report of what there is so far.")
 
 
 def main() -> int:
-    """Trains a sweep phase by phase, writes its report, and returns the exit code."""
+    """Trains a sweep, writes its report, and returns the exit code."""
     refuse(not FLAGS.workdir, "there is no --workdir", "Name a directory for the sweep")
     root = Path(FLAGS.workdir)
     if FLAGS.report:
         sweep = load_sweep(root).with_choices()
         sweep.check_texts()
-        _report(sweep)
+        return _report(sweep)
+    slots = make_slots(FLAGS.jobs)
+    sweep = _read_sweep(root, slots[0])
+    if FLAGS.dry_run:
+        print(describe_runs(continued(sweep).with_choices(leave_failed=FLAGS.leave_failed), slots))
         return 0
+    sweep = register(sweep)
+    if undecided := sweep.undecided_runs():
+        train_all(undecided, slots, sweep.score)
+        sweep = register(sweep, leave_failed=FLAGS.leave_failed)
+        for name in {run.arm for run in sweep.undecided_runs()}:
+            print(f"{name} waits: a run that chooses its values failed; see --leave_failed")
+    train_all(sweep.runs(), slots, sweep.score)
+    return _report(sweep)
 
-    # What cannot work is told before anything is trained.
-    config, slots = cli.parse_config(), make_slots(FLAGS.jobs)
-    arms = make_arms(config, FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
+
+def _read_sweep(root: Path, slot: Slot) -> Sweep:
+    """Returns the sweep of the command line. What cannot work is told before anything trains."""
+    arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     alone = len(arms) == 1 and not FLAGS.scaling
     refuse(alone, "there is only the baseline", "For example, add --vary=optim.name=lion")
-    refuse(FLAGS.until and FLAGS.seeds < _LEAST_SEEDS, "--until needs three seeds or more")
     score, tune = choose_score(arms), read_tuned(FLAGS.tune, FLAGS.vary)
-    vocab_size = _vocabularies(arms)
-    sweep = Sweep(
+    size = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
+    arms = [Arm(arm.change, arm.config.with_vocabulary(size(arm.config.data))) for arm in arms]
+    scaled = at_sizes(arms, FLAGS.scaling) if FLAGS.scaling else arms
+    equal, names = [], {}
+    for start in range(0, len(scaled), len(arms)):
+        of_a_size = scaled[start : start + len(arms)]
+        equal += equalize(of_a_size, FLAGS.equal, lambda a: measure(root, a, slot)[0])
+    for arm in equal:
+        other = names.setdefault(arm.config, arm.name)
+        refuse(other != arm.name, f"on equal terms {arm.name} is the same as {other}")
+    return Sweep(
         root=root,
-        commands=[_COMMAND],
-        arms=tuple(_on_equal_terms(root, arms, vocab_size, slots[0])),
+        commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
+        arms=tuple(equal),
         score=score,
         equal=FLAGS.equal,
         paired=FLAGS.paired,
         num_seeds=FLAGS.seeds,
         tune=tune,
         num_tune_seeds=FLAGS.tune_seeds,
-        until=FLAGS.until,
-        max_seeds=FLAGS.max_seeds,
     )
-    if FLAGS.dry_run:
-        sweep = continued(sweep).with_choices(leave_failed=FLAGS.leave_failed)
-        print(describe_runs(sweep, slots))
-        return 0
-    sweep = register(sweep)
-
-    def train(runs: Sequence[Run], title: str) -> None:
-        with shown(sweep, runs, title) as show:
-            train_all(runs, slots, show)
-
-    # First the runs that choose values, then those that are compared.
-    if undecided := sweep.undecided_runs():
-        train(undecided, "tuning")
-        sweep = register(sweep, leave_failed=FLAGS.leave_failed)
-        for name, choice in sweep.chosen.items():
-            print(f"{name} takes {describe(choice) if choice else 'part no more: all diverged'}")
-        for arm in sweep.undecided:
-            print(f"{arm.name} waits: a run that chooses its values failed; see --leave_failed")
-    train(sweep.runs(), "comparing")
-    while sweep.until and sweep.num_seeds < sweep.max_seeds and not sweep.undecided:
-        if widest(judge(sweep, sweep.results())) <= sweep.until:
-            break
-        more = dataclasses.replace(sweep, num_seeds=sweep.num_seeds + 1)
-        sweep = register(more, by_until=True)
-        train(sweep.runs(), "comparing")
-    return _report(sweep)
-
-
-def _vocabularies(arms: Sequence[Arm]) -> VocabSize:
-    """Prepares all arms' corpora, and returns how many tokens a config's tokenizer has."""
-    sizes: dict[DataConfig, int] = {}
-    for data in {arm.config.data for arm in arms}:
-        sizes[data] = prepare(data).tokenizer.vocab_size
-    return lambda config: sizes[config.data]
-
-
-def _on_equal_terms(
-    root: Path, arms: Sequence[Arm], vocab_size: VocabSize, slot: Slot
-) -> list[Arm]:
-    """Returns the arms, at all sizes of `--scaling`, on the terms of `--equal`, size by size."""
-    scaled = at_sizes(arms, FLAGS.scaling, vocab_size) if FLAGS.scaling else arms
-    equal: list[Arm] = []
-    for start in range(0, len(scaled), len(arms)):
-        equal += equalize(
-            scaled[start : start + len(arms)],
-            FLAGS.equal,
-            vocab_size=vocab_size,
-            step_seconds=lambda arm: measure(root, arm, slot)[0],
-        )
-    names: dict[Config, str] = {}
-    for arm in equal:
-        other = names.setdefault(arm.config, arm.name)
-        refuse(other != arm.name, f"on equal terms {arm.name} is the same as {other}")
-    return equal
 
 
 def _report(sweep: Sweep) -> int:
     """Writes the report, prints its verdicts, and returns 1 if a run failed or is to come."""
     with files.locked(sweep.root / ".sweep.lock"):
         table = write_report(sweep)
-    table = table[[name for name in _SHOWN if name in table]]
     print(align([list(table.columns), *table.values.tolist()]))
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
     states = [run.outcome().state for run in (*sweep.undecided_runs(), *sweep.runs())]
     broken, waiting = states.count("failed"), states.count("waiting")
-    if broken or waiting:
-        print(f"{broken} runs failed, see the report; {waiting} are still to come")
+    print(f"{broken} runs failed, {waiting} are still to come")
     return int(broken + waiting > 0)
 
 

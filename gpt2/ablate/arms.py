@@ -46,8 +46,8 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     arms = {BASELINE: config}
     for values in chosen:
         in_recipe = any(_RECIPE in value for value in values)
-        name = ",".join(_label(v) for v in values if in_recipe or not _is_in(v, config))
-        if not name:
+        named = [v for v in values if in_recipe or any(option(config, n) != v[n] for n in v)]
+        if not (name := ",".join(map(_label, named))):
             continue  # the baseline, by its own name
         changed = _apply(config, values, name)
         refuse(arms.setdefault(name, changed) != changed, f"two arms are called {name}")
@@ -59,15 +59,11 @@ def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list]:
     varied = {name for text in vary for value in _read_axis(text) for name in value}
     tuned: dict[str, list] = {}
     for text in tune:
-        values = _read_axis(text)
-        name = text.partition("=")[0]
+        name, values = text.partition("=")[0], _read_axis(text)
         several = any(list(value) != [name] for value in values)
         refuse(several, f"--tune={text} sets several options", "Use one --tune for each")
-        refuse(
-            not name.startswith(_TUNABLE),
-            f"--tune={text} would change the terms of the comparison",
-            "Tune options of optim. or loss., and vary others",
-        )
+        what = f"--tune={text} would change the terms of the comparison"
+        refuse(not name.startswith(_TUNABLE), what, "Tune options of optim. or loss.")
         refuse(name in varied, f"{name} is both varied and tuned")
         tuned[name] = [value[name] for value in values]
     return tuned
@@ -97,10 +93,6 @@ def _label(value: Value) -> str:
         return f"{_RECIPE}={value[_RECIPE].stem}"
     text = "+".join(f"{name}={each}" for name, each in value.items())
     return re.sub(r"[^\w.,=+-]+", "_", text)  # it becomes a folder's name
-
-
-def _is_in(value: Value, config: Config) -> bool:
-    return all(name != _RECIPE and option(config, name) == each for name, each in value.items())
 
 
 def _apply(config: Config, values: Sequence[Value], name: str) -> Config:

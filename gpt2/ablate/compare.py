@@ -10,16 +10,17 @@ point under the header `tokens,loss`; a column `name` tells several curves apart
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
 from gpt2 import cli
 from gpt2.ablate.pictures import plot_curves
-from gpt2.ablate.results import Curve, read_curve, read_reference
+from gpt2.ablate.results import Curve, read_curve
 from gpt2.ablate.sweep import load_sweep
 from gpt2.config import differences, leaves_training, load_config
-from gpt2.errors import refuse
+from gpt2.errors import UserError, refuse
 from gpt2.utils import launch
 from gpt2.utils.text import format_count, format_duration
 
@@ -87,6 +88,22 @@ def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict
         print(f"{name} has no validation in {unit}, and is skipped")
         del curves[name]
     refuse(not curves, f"no run has a validation in {unit} yet")
+    return curves
+
+
+def read_reference(path: Path) -> dict[str, list[Curve]]:
+    """Reads published points, a CSV file of `tokens,loss`: by its column `name`, a curve each."""
+    try:
+        table = pd.read_csv(path).astype({"tokens": float, "loss": float})
+        if table.empty or table[["tokens", "loss"]].isna().any(axis=None):
+            raise ValueError("a number is missing")
+    except (OSError, ValueError, KeyError) as error:
+        how = "Begin it with the line tokens,loss and give two numbers in each line below"
+        raise UserError(f"{path} is not a table of points ({error})", how) from None
+    curves, names = {}, table.get("name", pd.Series(path.stem, index=table.index)).astype(str)
+    for name, rows in table.sort_values("tokens").groupby(names, sort=False):
+        unknown = np.full(len(rows), np.nan)
+        curves[name] = [Curve(rows.tokens.to_numpy(), unknown, unknown, rows.loss.to_numpy())]
     return curves
 
 

@@ -2,23 +2,23 @@
 
 import contextlib
 import ctypes
-import dataclasses
 import fcntl
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
+from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Outcome, Run
+from gpt2.ablate.terms import LOSS
 from gpt2.errors import refuse
-from gpt2.utils import files
+from gpt2.utils.files import is_locked, write_json
 
 _POLL_SECONDS = 0.2
 _DIVERGED = 3  # the exit code of train.py
@@ -27,8 +27,7 @@ _BEGAN = time.time()
 _TRAIN = Path(__file__).parents[2] / "train.py"
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """What one run at a time has for itself: CPUs, and variables of the environment."""
 
     cores: frozenset[int]
@@ -37,12 +36,15 @@ class Slot:
 
 def make_slots(jobs: int) -> list[Slot]:
     """Returns what `jobs` runs at once have: an accelerator each, or a share of the cores."""
-    cores = list(range(os.cpu_count() or 1))
-    if sys.platform == "linux":
-        cores = sorted(os.sched_getaffinity(0))
+    linux = sys.platform == "linux"
+    cores = sorted(os.sched_getaffinity(0)) if linux else list(range(os.cpu_count() or 1))
     if jobs == 1:
         return [Slot(frozenset(cores), {})]
-    gpus = _gpus()
+    found = map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(found)).split(",")
+    # As CUDA reads it: those before the first that cannot be one.
+    gpus = list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), visible))
+    gpus = [] if os.environ.get("JAX_PLATFORMS") == "cpu" else gpus
     number = len(gpus or cores)
     refuse(jobs > number, f"--jobs={jobs} is more than the {number} GPUs or CPU cores")
     if gpus:
@@ -51,34 +53,17 @@ def make_slots(jobs: int) -> list[Slot]:
     return [Slot(frozenset(cores[i * share : (i + 1) * share]), {}) for i in range(jobs)]
 
 
-def _gpus() -> list[str]:
-    """Returns the NVIDIA GPUs that this process may use, without touching them."""
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        return []
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        # As CUDA reads it: those before the first that cannot be one.
-        return [*itertools.takewhile(lambda gpu: gpu not in ("", "-1"), visible.split(","))]
-    if not shutil.which("nvidia-smi"):
-        return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    return [str(i) for i in range(len(listed.stdout.splitlines()))]
-
-
-def train_all(
-    runs: Sequence[Run],
-    slots: Sequence[Slot],
-    show: Callable[[Sequence[Run]], None] = lambda training: None,
-) -> None:
+def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = LOSS) -> None:
     """Trains the runs that have not ended yet, beside other processes that do the same.
 
     A run that was interrupted continues. One that failed before this process began is tried again;
-    one that diverged would diverge again. `show` receives the runs that train, now and then.
+    one that diverged would diverge again. Each run that ends is told with its score.
     """
     left, free, training = list(runs), list(slots), list[_Training]()
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while True:
-            left = [run for run in left if not has_ended(run)]
+            left = [run for run in left if not _has_ended(run)]
             for run in left[:]:
                 if free and (lock := _take(run)):
                     left.remove(run)
@@ -86,26 +71,21 @@ def train_all(
             for ended in [each for each in training if each.process.poll() is not None]:
                 training.remove(ended)
                 free.append(ended.slot)
-                ended.end()
-            show([each.run for each in training])
+                told = ended.end(score)
+                done = len(runs) - len(left) - len(training)
+                print(f"{done}/{len(runs)}  {ended.run.label}  {told}", flush=True)
             if not left and not training:
                 return
             time.sleep(_POLL_SECONDS)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
         for each in training:
             each.process.terminate()
         for each in training:
             each.process.wait()  # which saves its state
 
 
-def _stop(number: int, _: object) -> None:
-    print(f"stopped by {signal.Signals(number).name}; the same command continues", flush=True)
-    sys.exit(128 + number)
-
-
-def has_ended(run: Run) -> bool:
+def _has_ended(run: Run) -> bool:
     """Returns whether a run is not to be trained; one that failed before is tried again."""
     state = run.outcome().state
     failed_now = state == "failed" and (run.folder / "outcome.json").stat().st_mtime > _BEGAN
@@ -119,7 +99,7 @@ def _take(run: Run) -> TextIO | None:
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # A sweep that was killed leaves a run that still saves its state.
-        if not files.is_locked(run.workdir / ".lock") and not has_ended(run):
+        if not is_locked(run.workdir / ".lock") and not _has_ended(run):
             return lock
     lock.close()
     return None
@@ -131,7 +111,6 @@ class _Training:
     def __init__(self, run: Run, slot: Slot, lock: TextIO):
         self.run, self.slot, self._lock = run, slot, lock
         run.prepare()
-        parent = os.getpid()
         with open(run.folder / "log.txt", "ab") as log:
             self._log_start = log.tell()  # of this try
             options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
@@ -142,13 +121,16 @@ class _Training:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | slot.environment,
                 start_new_session=True,  # Ctrl-C comes to the sweep, which tells its runs
-                preexec_fn=lambda: _at_start(slot.cores, parent),
+                preexec_fn=lambda: _at_start(slot.cores),
             )
 
-    def end(self) -> None:
-        """Keeps how the process ended, and gives its lock back."""
+    def end(self, score: str) -> str:
+        """Keeps how the process ended, gives its lock back, and returns what to tell of it."""
         code, outcome = self.process.returncode, Outcome("finished")
-        error = last_error(self.run.folder / "log.txt", self._log_start)
+        log = (self.run.folder / "log.txt").read_bytes()[self._log_start :]
+        lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("error: ")]
+        error = [f"exit code {code}", *lines[-1:], *errors][-1]
         if code == _DIVERGED:
             # The rest of the line names checkpoints, which depend on when the run was stopped.
             found = re.search(r"the [\w ]+ at step \d+", error)
@@ -156,23 +138,16 @@ class _Training:
         elif code < 0:
             outcome = Outcome("failed", f"killed by {signal.Signals(-code).name}")
         elif code:
-            outcome = Outcome("failed", error or f"exit code {code}")
-        self.run.write_outcome(outcome)
+            outcome = Outcome("failed", error)
+        write_json(self.run.folder / "outcome.json", outcome._asdict())
         self._lock.close()
+        if outcome.state == "finished":
+            return f"{read_results([self.run], score).score[0]:.4f}"
+        return f"{outcome.state}: {outcome.error}"
 
 
-def last_error(log: Path, start: int = 0) -> str:
-    """Returns the last line from byte `start` of a log that tells of an error, or its last line."""
-    text = log.read_bytes()[start:].decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or [""])[-1]
-
-
-def _at_start(cores: frozenset[int], parent: int) -> None:
+def _at_start(cores: frozenset[int]) -> None:
     """In a run's process: takes its cores, and ends when the sweep is killed."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, cores)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it was killed before this line
-            os._exit(1)

@@ -15,7 +15,7 @@ import pandas as pd
 from gpt2.ablate import pictures, tables
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.verdicts import Sample, Verdict, widest
+from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.config import differences
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted, format_count
@@ -25,37 +25,42 @@ _ENVIRONMENT = ("commit", "clean", "jax", "device_kind", "devices")
 
 def write_report(sweep: Sweep) -> pd.DataFrame:
     """Writes all files of the report, and returns the table of its verdicts."""
-    results = sweep.results()
+    root, groups, results = sweep.root, sweep.groups(), sweep.results()
     by_arm, verdicts = tables.samples(sweep, results), tables.judge(sweep, results)
-    write_csv(sweep.root / "results.csv", results)
-    points = tables.scaling_points(sweep, results) if len(sweep.groups()) > 1 else {}
+    write_csv(root / "results.csv", results)
+    if has_differences := any(math.isfinite(each.difference) for each in verdicts.values()):
+        _draw_differences(sweep, by_arm, verdicts)
+    curves = {arm.name: list(tables.compared(results, arm).curve) for arm in sweep.arms}
+    if has_curves := any(len(curve.scores) for members in curves.values() for curve in members):
+        several = dict(log_x=len(groups) > 1, num_sizes=len(groups))
+        pictures.plot_curves(root / "curves.png", curves, sweep.unit, **several)
+    points = tables.scaling_points(sweep, results) if len(groups) > 1 else {}
     if points:
-        pictures.plot_scaling(sweep.root / "scaling.png", points, sweep.unit)
+        pictures.plot_scaling(root / "scaling.png", points, sweep.unit)
+    broken = results[results.state.isin(["diverged", "failed"])]
     context = {
-        "title": sweep.root.resolve().name,
+        "title": root.resolve().name,
         "sweep": sweep,
         "states": sorted(Counter(results[results.purpose == "compare"].state).items()),
-        "verdicts": tables.verdict_table(sweep, by_arm, verdicts),
+        "verdicts": tables.verdict_table(by_arm, verdicts),
         "methods": sorted({verdict.method for verdict in verdicts.values()} - {""}),
-        "widest": widest(verdicts),
-        "has_differences": _draw_differences(sweep, by_arm, verdicts),
-        "has_curves": _draw_curves(sweep, results),
+        "has_differences": has_differences,
+        "has_curves": has_curves,
         "reach": tables.reach_table(sweep, results),
         "scaling": tables.scaling_table(sweep, points),
-        "noise": tables.noise_table(sweep, by_arm),
         "tuning": tables.tuning_table(sweep),
         "tuning_pictures": _draw_tuning(sweep),
-        "broken": tables.broken_table(results),
+        "broken": broken[["run", "state", "steps", "error"]].astype(str),
         "options": {
-            arm.name: differences(group[0].config, arm.config)
-            for group in sweep.groups()
-            for arm in group[1:]
+            arm.name: differences(first.config, arm.config)
+            for first, *others in groups
+            for arm in others
         },
         "environments": _environments(results),
     }
-    text = _render("markdown.j2", context, sweep.root)
-    write_text(sweep.root / "report.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
-    write_text(sweep.root / "report.html", _render("html.j2", context, sweep.root))
+    text = _render("markdown.j2", context, root)
+    write_text(root / "report.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
+    write_text(root / "report.html", _render("html.j2", context, root))
     return context["verdicts"]
 
 
@@ -82,58 +87,38 @@ def _environments(results: pd.DataFrame) -> dict[str, list[str]]:
     lines = [
         json.loads(line)
         for folder in results.folder
-        if (path := folder / "run" / "environment.jsonl").exists()
+        for path in folder.glob("run/environment.jsonl")
         for line in path.read_text().splitlines()
     ]
-    if not lines:
-        return {}
-    return {name: sorted({str(line.get(name)) for line in lines}) for name in _ENVIRONMENT}
+    return {name: sorted({str(line.get(name)) for line in lines}) for name in _ENVIRONMENT if lines}
 
 
 def _draw_differences(
     sweep: Sweep, by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]
-) -> bool:
-    """Draws the differences, if there are any, and returns whether there are."""
-    shown = {name: v for name, v in verdicts.items() if math.isfinite(v.difference)}
+) -> None:
+    """Draws each arm's difference, with dots for its runs, or for its pairs."""
     dots: dict[str, list[float]] = {}
-    for baseline, *others in sweep.groups():
-        if not (first := by_arm[baseline.name].scores):
-            continue
-        middle = mean(first.values())
-        if not sweep.paired:
-            dots[baseline.name] = [score - middle for score in first.values()]
-        for name in (arm.name for arm in others if arm.name in shown):
+    for group in sweep.groups():
+        first = by_arm[group[0].name].scores
+        for name in (arm.name for arm in group if first):
             scores = by_arm[name].scores
-            dots[name] = [score - middle for score in scores.values()]
-            if sweep.paired:
-                dots[name] = [scores[seed] - first[seed] for seed in scores.keys() & first.keys()]
-    if shown:
-        pictures.plot_differences(sweep.root / "differences.png", shown, dots, sweep.unit)
-    return bool(shown)
-
-
-def _draw_curves(sweep: Sweep, results: pd.DataFrame) -> bool:
-    """Draws the curves, if there are any, and returns whether there are."""
-    curves = {arm.name: list(tables.compared(results, arm).curve) for arm in sweep.arms}
-    if not any(len(curve.scores) for members in curves.values() for curve in members):
-        return False
-    png, number = sweep.root / "curves.png", len(sweep.groups())
-    pictures.plot_curves(png, curves, sweep.unit, log_x=number > 1, num_sizes=number)
-    return True
+            less = first if sweep.paired else dict.fromkeys(scores, mean(first.values()))
+            if found := [score - less[seed] for seed, score in scores.items() if seed in less]:
+                dots[name] = found
+    pictures.plot_differences(sweep.root / "differences.png", verdicts, dots, sweep.unit)
 
 
 def _draw_tuning(sweep: Sweep) -> list[str]:
     """Draws the scores over each option of numbers that is tuned, and returns the pictures."""
     drawn, tuning = [], sweep.tuning()
     for option, values in sweep.tune.items():
-        if not all(isinstance(value, int | float) for value in values):
+        if isinstance(values[0], str):
             continue
-        best: dict[str, dict[float, float]] = {}
+        means: dict[str, dict[float, float]] = {}  # the best of all choices with a value
         for name, scores in tuning.items():
-            best[name] = {}
-            for value in values:  # the best of all choices with it
-                found = [s for choice, s in scores if choice[option] == value and math.isfinite(s)]
-                best[name][value] = min(found, default=math.nan)
+            by_value = means.setdefault(name, dict.fromkeys(values, math.inf))
+            for choice, score in scores:
+                by_value[choice[option]] = min(by_value[choice[option]], score)
         drawn.append(f"tuning-{option}.png")
-        pictures.plot_tuning(sweep.root / drawn[-1], option, best, sweep.unit)
+        pictures.plot_tuning(sweep.root / drawn[-1], option, means, sweep.unit)
     return drawn

@@ -16,12 +16,10 @@ from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import LOSS, choose_score
 from gpt2.config import Config, differences, with_options
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.utils.files import locked, write_json
 
-# Seeds of runs that choose values begin this much above those of runs that are compared.
-CHOOSING_SEEDS = 1000
-
+CHOOSING_SEEDS = 1000  # by which seeds of runs that choose values are above those compared
 _DECIDED = ("equal", "paired", "tune", "num_tune_seeds")  # before the first run, for all runs
 
 
@@ -38,10 +36,7 @@ class Sweep:
     num_seeds: int  # runs of each arm
     tune: Mapping[str, Sequence[Any]]  # for each option that is tuned, its values
     num_tune_seeds: int  # runs of each arm for each choice of these values
-    until: float  # half the width of an interval below which no seed is added; 0: none is added
-    max_seeds: int  # how many seeds `until` adds to at most
-    # num_seeds when a command asked for more seeds, or for `until`, after runs had ended; else 0.
-    raised_from: int = 0
+    raised_from: int = 0  # num_seeds when a command asked for more after runs had ended; else 0
     # Each arm's best choice of the values that are tuned, once all its choosing runs have ended;
     # None if all diverged. It stays, whatever is trained later.
     chosen: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(default_factory=dict)
@@ -50,11 +45,6 @@ class Sweep:
     def unit(self) -> str:
         """The unit of the score."""
         return "nats per token" if self.score == LOSS else "bits per byte"
-
-    @property
-    def undecided(self) -> list[Arm]:
-        """Arms that have not chosen their values yet."""
-        return [arm for arm in self.arms if arm.name not in self.chosen]
 
     def groups(self) -> list[list[Arm]]:
         """Returns the arms of each size, its baseline first. Arms of one group are compared."""
@@ -101,7 +91,7 @@ class Sweep:
         if not self.tune:
             return {}
         results = read_results(self.choosing_runs(), self.score)
-        means = {key: mean(rows.score) for key, rows in results.groupby(["arm", "values"])}
+        means = results.groupby(["arm", "values"]).score.agg(mean)
         return {
             arm.name: [(each, means[arm.name, describe(each)]) for each in self.choices()]
             for arm in self.arms
@@ -114,17 +104,15 @@ class Sweep:
         """
         if not self.tune:
             return dataclasses.replace(self, chosen={arm.name: {} for arm in self.arms})
-        chosen, tuning = dict(self.chosen), self.tuning()
-        runs = self.undecided_runs()
-        for arm in self.undecided:
-            states = {run.outcome().state for run in runs if run.arm == arm.name}
-            if "waiting" in states or ("failed" in states and not leave_failed):
+        chosen, runs = dict(self.chosen), self.undecided_runs()
+        for name, tried in self.tuning().items():
+            states = {run.outcome().state for run in runs if run.arm == name}
+            if not states or "waiting" in states or ("failed" in states and not leave_failed):
                 continue
-            scored = [pair for pair in tuning[arm.name] if math.isfinite(pair[1])]
-            if scored:
-                chosen[arm.name] = min(scored, key=lambda pair: pair[1])[0]
+            if scored := [pair for pair in tried if math.isfinite(pair[1])]:
+                chosen[name] = min(scored, key=lambda pair: pair[1])[0]
             elif "failed" not in states:
-                chosen[arm.name] = None
+                chosen[name] = None
         return dataclasses.replace(self, chosen=chosen)
 
     def results(self) -> pd.DataFrame:
@@ -137,11 +125,8 @@ class Sweep:
         for run in (*self.choosing_runs(), *self.runs()):
             if (path := run.workdir / "data.json").exists():
                 text, first = texts.setdefault(run.config.data, (path.read_text(), run))
-                if text != path.read_text():
-                    raise UserError(
-                        f"{run.folder} was trained on another text than {first.folder}",
-                        "Restore the text, and give another --workdir",
-                    )
+                what = f"{run.folder} was trained on another text than {first.folder}"
+                refuse(text != path.read_text(), what, "Give another --workdir")
 
     def save(self) -> None:
         """Writes sweep.json."""
@@ -154,33 +139,25 @@ class Sweep:
 def load_sweep(root: Path) -> Sweep:
     """Reads the sweep of a directory."""
     path = root / "sweep.json"
-    try:
-        tree = json.loads(path.read_text())
-        arms = [Arm(**each | {"config": Config.from_dict(each["config"])}) for each in tree["arms"]]
-        return Sweep(**tree | {"root": root, "arms": tuple(arms)})
-    except FileNotFoundError:
-        raise UserError(f"{root} holds no sweep", "Give the --workdir of a sweep") from None
-    except (ValueError, TypeError, LookupError, UserError) as error:
-        raise UserError(f"{path} is damaged ({error})", "Give another --workdir") from None
+    refuse(not path.exists(), f"{root} holds no sweep", "Give the --workdir of a sweep")
+    tree = json.loads(path.read_text())
+    arms = [Arm(**each | {"config": Config.from_dict(each["config"])}) for each in tree["arms"]]
+    return Sweep(**tree | {"root": root, "arms": tuple(arms)})
 
 
-def register(sweep: Sweep, *, leave_failed: bool = False, by_until: bool = False) -> Sweep:
-    """Adds a sweep to what its directory holds, writes sweep.json, and returns all of it.
-
-    Several processes may do so at once. Arguments are as for `with_choices` and `continued`.
-    """
-    with locked(sweep.root / ".sweep.lock"):
-        merged = continued(sweep, by_until=by_until).with_choices(leave_failed=leave_failed)
+def register(sweep: Sweep, *, leave_failed: bool = False) -> Sweep:
+    """Adds a sweep to what its directory holds, writes sweep.json, and returns all of it."""
+    with locked(sweep.root / ".sweep.lock"):  # several processes may do so at once
+        merged = continued(sweep).with_choices(leave_failed=leave_failed)
         merged.check_texts()
         merged.save()
     return merged
 
 
-def continued(sweep: Sweep, *, by_until: bool = False) -> Sweep:
+def continued(sweep: Sweep) -> Sweep:
     """Returns the sweep with the arms, seeds and choices that its directory has already.
 
-    What would mix runs of other terms or options is a UserError. `by_until` says that the rule of
-    `--until` added seeds, and no person who saw verdicts.
+    What would mix runs of other terms or options is a UserError.
     """
     if not (sweep.root / "sweep.json").exists():
         return sweep
@@ -194,23 +171,16 @@ def continued(sweep: Sweep, *, by_until: bool = False) -> Sweep:
             arms.append(arm)
     clashes["score"] = before.score, choose_score(arms)
     for name, (old, new) in clashes.items():
-        if old != new:
-            raise UserError(
-                f"{sweep.root} holds a sweep with {name}={old}, not {new}",
-                "Give another --workdir, or the old value",
-            )
-    more = sweep.num_seeds > before.num_seeds and not by_until
-    other_rule = (sweep.until, sweep.max_seeds) != (before.until, before.max_seeds)
+        what = f"{sweep.root} holds a sweep with {name}={old}, not {new}"
+        refuse(old != new, what, "Give another --workdir, or the old value")
     seen = any(run.outcome().state != "waiting" for run in before.runs())
-    raised_from = before.num_seeds if seen and (more or (sweep.until and other_rule)) else 0
+    raised = seen and sweep.num_seeds > before.num_seeds
     return dataclasses.replace(
         sweep,
         commands=list(dict.fromkeys([*before.commands, *sweep.commands])),
         arms=tuple(arms),
         score=before.score,
         num_seeds=max(before.num_seeds, sweep.num_seeds),
-        until=sweep.until or before.until,
-        max_seeds=sweep.max_seeds if sweep.until else before.max_seeds,
-        raised_from=before.raised_from or raised_from,
+        raised_from=before.raised_from or (before.num_seeds if raised else 0),
         chosen=before.chosen,
     )

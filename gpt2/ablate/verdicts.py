@@ -13,20 +13,16 @@ Unpaired, an arm differs if two tests say so. The wider of their intervals count
 2. Welch's t-test (Welch 1947, Biometrika 34) of the pair alone, which lets variances differ, at
    level / sqrt(number of arms): halfway between no adjustment and Bonferroni's.
 
-Testing the variances first would not do: with three seeds, most unequal ones pass. In percent, from
-40,000 sweeps that `python -m tests.verdict_rates` simulates, 5 arms, n seeds each: false verdicts
-where all deviations are equal, where the baseline's is 3, and where one arm's is 3; and how often
-an arm is found that truly differs by 5 standard errors of the difference, among equal deviations.
-"Worst" is the highest rate of false verdicts, each of 20,000 sweeps, for 1, 2, 5 and 10 arms of 3
-or 5 seeds, a baseline of as many, and deviations of 1 or 3. With a baseline of another number, 3 to
-10 seeds, our rule's worst is 8.4.
+In percent, from 40,000 sweeps that `python -m tests.verdict_rates` simulates, 5 arms, n seeds each:
+false verdicts where all deviations are equal, where the baseline's is 3, and where one arm's is 3;
+and how often an arm is found that differs by 5 standard errors. "Worst" is the highest rate of
+false verdicts for 1 to 10 arms of 3 or 5 seeds, a baseline of as many, and deviations of 1 or 3;
+with a baseline of another number, 3 to 10 seeds, our rule's is 8.4.
 
                                       equal       baseline       one arm        found     worst
                                     n=3  n=5      n=3  n=5      n=3  n=5      n=3  n=5
     Dunnett alone                   4.9  4.8     17.4 17.2     10.3  9.8     96.9 98.4     25.1
     Welch alone, Šidák's level      2.4  3.4      2.8  2.6      3.1  4.0     45.0 87.2      6.6
-    one of these, by Bartlett's     5.2  5.1     15.3 10.3     10.4  8.3     94.4 97.5     20.6
-      test of the variances
     both, as here                   2.0  3.0      4.5  4.7      3.3  4.0     68.5 95.1      5.4
 """
 
@@ -34,6 +30,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import scipy  # loads its parts when they are used
@@ -58,13 +55,9 @@ _OUTLYING = 10  # times the median variance of the groups, above which an arm is
 class Sample:
     """The runs of one arm, or of the baseline."""
 
-    scores: Mapping[int, float]  # final losses of the finished runs, by seed
+    scores: Mapping[int, float]  # final losses of the finished runs, by seed; finite
     diverged: int = 0  # runs without a score
     failed: int = 0  # runs that broke for other reasons, which say nothing about the arm
-
-    def __post_init__(self) -> None:
-        if not all(map(math.isfinite, self.scores.values())):
-            raise ValueError(f"A run of {self.scores} diverged. Count it in `diverged` instead.")
 
     @property
     def values(self) -> Array:
@@ -73,7 +66,7 @@ class Sample:
 
     @property
     def diverged_share(self) -> str:
-        """For example "2 of 5 runs"."""
+        """Such as "2 of 5 runs"."""
         return f"{self.diverged} of {len(self.scores) + self.diverged + self.failed} runs"
 
 
@@ -82,34 +75,23 @@ class Verdict:
     """What the runs say about one arm; differences are arm - baseline."""
 
     difference: float  # paired, over the seeds that both have
-    low: float  # of its interval, at once with the other arms'; -inf where more runs are needed,
-    high: float  # nan where they would not help, as after a divergence
+    low: float  # of its interval, at once with the other arms'; nan without a test
+    high: float
     p_value: float  # adjusted for the number of arms; nan without a test
     words: str  # better, worse, no difference larger than 0.0123, or why there is no verdict
     method: str  # the test, for a report; empty without one
-    detect: Callable[[], float] = field(repr=False, compare=False)
-
-    @property
-    def detectable(self) -> float:
-        """The smallest true difference that as many seeds find with a power of 0.8.
-
-        The deviations measured are taken for the true ones. inf and nan are as in `low`.
-        """
-        return self.detect()
+    # The smallest true difference that as many seeds, this noisy, find with a power of 0.8.
+    detectable: Callable[[], float] = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True)
-class _Test:
-    """A test of one arm, whose interval is difference +- half_width."""
-
-    half_width: float
+class _Test(NamedTuple):
+    half_width: float  # of the interval around the difference
     p_value: float
-    detect: Callable[[], float]
+    detectable: Callable[[], float]
     method: str
 
 
-_TOO_FEW_RUNS = _Test(math.inf, math.nan, lambda: math.inf, "")
-_IMPOSSIBLE = _Test(math.nan, math.nan, lambda: math.nan, "")
+_NO_TEST = _Test(math.nan, math.nan, lambda: math.nan, "")
 
 
 def compare(
@@ -117,9 +99,8 @@ def compare(
 ) -> dict[str, Verdict]:
     """Judges each arm against the baseline, by the tests of the module's docstring.
 
-    An arm with a diverged run is neither better nor worse: its survivors are not a fair sample.
-    Their difference is given, and they take no part in the tests of the other arms. `paired`: runs
-    of one seed share data or initial parameters; their differences are tested at Šidák's level.
+    An arm with a diverged run has no verdict, since its survivors are not a fair sample, and no
+    part in the tests of other arms. `paired` tests differences by seed, at Šidák's level.
     """
     obstacles = {name: _obstacle(baseline, arm, paired) for name, arm in arms.items()}
     judged = {name: arm for name, arm in arms.items() if not obstacles[name]}
@@ -130,37 +111,23 @@ def compare(
         difference, words = _mean(arm.values) - _mean(baseline.values), obstacles[name]
         if paired:
             difference = _mean(_paired_differences(baseline, arm))
-        test = tests[name] if name in tests else _without_test(baseline, arm)
+        test = tests.get(name, _NO_TEST)
         low, high = difference - test.half_width, difference + test.half_width
-        if math.isinf(test.half_width):  # the difference may be nan
-            low, high = -math.inf, math.inf
         if not words and math.isnan(test.half_width):
             words = f"the same {'difference' if paired else 'score'} for every seed: no verdict"
         elif not words and low <= 0 <= high:
             words = f"no difference larger than {max(-low, high):.3g}"
         words = words or ("better" if high < 0 else "worse")
         verdicts[name] = Verdict(
-            difference, low, high, test.p_value, words, test.method, test.detect
+            difference, low, high, test.p_value, words, test.method, test.detectable
         )
     return verdicts
-
-
-def widest(verdicts: Mapping[str, Verdict]) -> float:
-    """Returns the largest half-width of the intervals, for "add seeds until it is at most X".
-
-    Such a rule stops early where the spread is small by chance. In simulation from three seeds on,
-    the 5 % of false verdicts rose to 7 % with one arm (paired: 10 %), and not at all with five.
-    It is inf if an arm needs more runs; arms that more runs do not help are skipped.
-    """
-    widths = [(verdict.high - verdict.low) / 2 for verdict in verdicts.values()]
-    return max((width for width in widths if not math.isnan(width)), default=0.0)
 
 
 def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
     """Says why an arm has no verdict, or nothing if it may have one."""
     if arm.diverged:
-        also = f", the baseline in {baseline.diverged_share}" if baseline.diverged else ""
-        return f"diverged in {arm.diverged_share}{also}"
+        return f"diverged in {arm.diverged_share}"
     if baseline.diverged:
         return f"the baseline diverged in {baseline.diverged_share}: no verdict"
     for sample, whose in ((arm, ""), (baseline, " of the baseline")):
@@ -169,11 +136,6 @@ def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
     if paired and len(_paired_differences(baseline, arm)) < 2:
         return "fewer than two seeds shared with the baseline: no verdict"
     return ""
-
-
-def _without_test(baseline: Sample, arm: Sample) -> _Test:
-    hopeless = any(x.diverged or (x.failed and not x.scores) for x in (baseline, arm))
-    return _IMPOSSIBLE if hopeless else _TOO_FEW_RUNS
 
 
 def _paired_differences(baseline: Sample, arm: Sample) -> Array:
@@ -190,18 +152,18 @@ def _test_pairs(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Test
     """Tests the differences by seed, each arm with its own variance."""
     tests = {}
     for name, arm in arms.items():
-        differences = _paired_differences(baseline, arm)
-        num, num_arms = len(differences), len(arms)
+        differences, num_arms = _paired_differences(baseline, arm), len(arms)
+        num = len(differences)
         error = float(differences.std(ddof=1)) / math.sqrt(num)
         if error <= _ROUNDING * np.abs(baseline.values).max():
-            tests[name] = _IMPOSSIBLE
+            tests[name] = _NO_TEST
             continue
         quantile = pair_quantile(num - 1, num_arms)
         p_value = 2 * scipy.stats.t.sf(abs(differences.mean()) / error, num - 1)
         tests[name] = _Test(
             half_width=quantile * error,
             p_value=float(-scipy.special.expm1(scipy.special.xlog1py(num_arms, -p_value))),
-            detect=partial(pair_difference, error, quantile, num - 1),
+            detectable=partial(pair_difference, error, quantile, num - 1),
             method=f"two-sided t-test of {num} differences by seed, adjusted for "
             f"{counted(num_arms, 'arm')} by Šidák's formula",
         )
@@ -219,7 +181,7 @@ def _test_groups(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Tes
         pooled, df, rest = _pooled_deviation(groups, i)
         error = pooled * math.sqrt(1 / sizes[0] + 1 / len(group))
         if error <= _ROUNDING * np.abs(baseline.values).max():
-            tests[name] = _IMPOSSIBLE
+            tests[name] = _NO_TEST
             continue
         variances = groups[0].var(ddof=1), group.var(ddof=1)
         welch_error, welch_df = welch(*variances, sizes[0], len(group))
@@ -236,7 +198,7 @@ def _test_groups(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Tes
         tests[name] = _Test(
             half_width=float(max(half_widths)),
             p_value=float(np.clip(max(p_values), 0, 1)),
-            detect=partial(group_difference, sizes, len(group), df, measured),
+            detectable=partial(group_difference, sizes, len(group), df, measured),
             method=f"two-sided, for {counted(len(arms), 'arm')}: Dunnett's test with pooled "
             f"variances, and Welch's t-test of each pair at {level:.1%}; the wider interval counts",
         )
@@ -246,9 +208,8 @@ def _test_groups(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Tes
 def _pooled_deviation(groups: Sequence[Array], index: int) -> tuple[float, int, float]:
     """Returns the deviation within groups to judge one of them by, and its degrees of freedom.
 
-    An arm that is far noisier than most says nothing about the noise of the others. The baseline,
-    groups[0], and the arm at `index` always count. The last of what is returned is the variance of
-    all others that count, 0 for none.
+    An arm far noisier than most says nothing about others; groups[0] and `index` always count. The
+    last of what is returned is the variance of all others that count, 0 for none.
     """
     variances = np.array([group.var(ddof=1) for group in groups])
     usual = float(np.median(variances))

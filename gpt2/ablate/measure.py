@@ -1,0 +1,72 @@
+"""Short runs that show how long a step takes, and what a sweep would take by them."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from gpt2.ablate.arms import Arm
+from gpt2.ablate.jobs import Slot, train_all
+from gpt2.ablate.runs import Run
+from gpt2.ablate.sweep import Sweep
+from gpt2.config import DEFAULTS, with_options
+from gpt2.errors import refuse
+from gpt2.telemetry.metrics import read_metrics
+from gpt2.utils import files
+from gpt2.utils.text import format_duration
+
+_STEPS = 40
+
+
+def make_measuring_run(root: Path, arm: Arm) -> Run:
+    """Returns a short run that only shows how long a step takes."""
+    rate = arm.config.optim.learning_rate
+    names = ["train.eval_every", "train.checkpoint_every", "train.keep_every"]
+    names += ["logging.profile_start", "logging.profile_steps"]
+    names += ["optim.warmup_steps", "optim.decay_steps"]
+    options = dict.fromkeys(names, 0) | {"train.num_steps": _STEPS, "train.eval_batches": 1}
+    options |= {"train.keep_checkpoints": DEFAULTS.train.keep_checkpoints}
+    # Another schedule takes as long, and may not fit into so few steps.
+    options |= {"optim.schedule": "constant", "optim.warmup_percent": 0.0}
+    options |= {"optim.decay_percent": 0.0, "optim.end_learning_rate": rate}
+    config = with_options(arm.config, options)
+    mark = zlib.crc32(json.dumps(config.to_dict()).encode())  # other options take another time
+    return Run(arm.name, config, root / "measure" / f"{arm.name}-{mark:08x}")
+
+
+def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
+    """Returns the seconds of an arm's step, and of a run's start and compilation.
+
+    They are those of a short run, which is trained once and kept.
+    """
+    run = make_measuring_run(root, arm)
+    with files.locked(run.folder.parent / f"{run.folder.name}.lock"):
+        train_all([run], [slot])
+    failed, error = run.outcome().state != "finished", run.outcome().error
+    refuse(failed, f"{arm.name} cannot be measured ({error})", f"See {run.folder}/log.txt")
+    records = read_metrics(run.workdir / "metrics.jsonl")
+    steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
+    step = median(steps[1:] or steps)
+    whole = max(r.get("perf/total_seconds", 0.0) for r in records)
+    return step, max(0.0, whole - _STEPS * step)
+
+
+def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
+    """Returns the list of a sweep's runs and what they would take, by measured steps."""
+    seconds, lines, total = {}, [], 0.0
+    for arm in sweep.arms:
+        step, around = measure(sweep.root, arm, slots[0])
+        seconds[arm.name] = around + arm.config.train.num_steps * step
+    for run in (*sweep.undecided_runs(), *sweep.runs()):
+        state = run.outcome().state
+        if state in ("waiting", "failed"):
+            total += seconds[run.arm]
+            state = format_duration(seconds[run.arm])
+        lines.append(f"{run.label}  {run.config.train.num_steps} steps  {state}")
+    for name in seconds.keys() - sweep.chosen.keys():
+        total += sweep.num_seeds * seconds[name]
+        lines.append(f"then {sweep.num_seeds} seeds of {name} with the values it chooses")
+    whole = format_duration(total / len(slots))
+    lines.append(f"about {whole} with --jobs={len(slots)}, beside validations and checkpoints")
+    return "\n".join(lines)
