@@ -64,7 +64,7 @@ def compare(
 
     @partial(jax.jit, static_argnums=0)
     def run(implementation: str, *qkv: jax.Array) -> dict[str, jax.Array]:
-        options = dict(scoring=scoring, segments=segments if documents else None)
+        options: Any = dict(scoring=scoring, segments=segments if documents else None)
         out, pull = jax.vjp(partial(attention, implementation=implementation, **options), *qkv)
         dq, dk, dv = pull(weight.astype(out.dtype))
         return {"out": out, "dq": dq, "dk": dk, "dv": dv}

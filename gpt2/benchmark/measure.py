@@ -62,7 +62,7 @@ class Player:
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]):
         self.name = name
-        pipe = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipe: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._process: Any = subprocess.Popen(command, env=dict(environment), **pipe)
         self.device: str = self._read()  # such as `1 x cpu`
 
@@ -96,7 +96,7 @@ def serve(device: str, work: Any, info: Callable[[], Row]) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, str):
-            answer = Path(request).write_bytes(pickle.dumps(work.first_steps()))
+            answer: Any = Path(request).write_bytes(pickle.dumps(work.first_steps()))
         elif request == 0:
             answer = info()
         else:

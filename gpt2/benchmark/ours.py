@@ -35,7 +35,8 @@ class Training:
         self._state: Any = program.init_state()
         self._compiled = program.compile_train(self._state, self._batch)
         compute, device = config.precision.compute, self.devices[0]
-        precision, chip = jax.config.jax_default_matmul_precision, find_chip(device.device_kind)
+        precision = jax.config.read("jax_default_matmul_precision")
+        chip = find_chip(device.device_kind)
         self._products = first_step.products_of(compute, precision, platform_of(device))
         self.info = {
             "compile_seconds": self._compiled.compile_seconds,
@@ -74,7 +75,8 @@ class Generation:
     def __init__(self, config: Config):
         from gpt2.generate import Sampling, generate
 
-        self.devices, self.info = jax.devices()[:1], {}
+        self.devices = jax.devices()[:1]
+        self.info: dict[str, Any] = {}
         model, half = GPT(config.gpt()), config.model.context_length // 2
         params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
         prompts = _batch(config)["tokens"][:, :half].tolist()

@@ -229,7 +229,7 @@ def _hugging_face(argument: str) -> Corpus:
         from huggingface_hub import HfFileSystem
 
         try:
-            hub = HfFileSystem()
+            hub: Any = HfFileSystem()
             root = f"datasets/{name}@refs/convert/parquet"
             subsets = sorted(hub.ls(root, detail=False), key=lambda p: not p.endswith("/default"))
             folders = hub.ls(next(p for p in subsets if "." not in Path(p).name), detail=False)

@@ -58,13 +58,13 @@ class TokenStream:
     """One split's shards as a single stream of `len(stream)` tokens."""
 
     def __init__(self, shards: Iterable[Shard], dtype: str, directory: Path = Path()):
-        dtype = np.dtype(dtype)
+        kind = np.dtype(dtype)
         self._shards = []
         for name, skip, count in shards:
             path = directory / name
             with reading(path):
-                offset = dtype.itemsize * skip
-                self._shards.append(np.memmap(path, dtype, "r", offset, shape=(count,)))
+                offset = kind.itemsize * skip
+                self._shards.append(np.memmap(path, kind, "r", offset, shape=(count,)))
         self._ends = np.cumsum([len(shard) for shard in self._shards])
 
     def __len__(self) -> int:
