@@ -72,8 +72,8 @@ alibi favours far tokens
     + slopes[:, None, None] * (query - key)
 alibi's slopes begin at 1
     gpt2/ops/scores.py: tests/test_switch_values.py -k slopes
-    - (i + 1) / count
-    + i / count
+    - (i + 1) / smaller
+    + i / smaller
 sinusoids are not scaled with the embedding
     gpt2/model/gpt.py: tests/test_switch_values.py -k sinusoidal
     - x * scale + waves
@@ -183,7 +183,7 @@ the warm-up ends a step late
     - [optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup]
     + [optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup + 1]
 weight decay on norms and biases
-    gpt2/optim/parameters.py: tests/test_optim.py -k 'weight_decay_spares'
+    gpt2/optim/parameters.py: tests/test_optim.py -k 'formulas and adamw'
     - return map_parameters(lambda path, _: is_matrix(path), params)
     + return map_parameters(lambda path, _: True, params)
 cautious updates are not scaled up

@@ -4,6 +4,7 @@ A few of them run by default, the whole table with `-m slow`.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -30,8 +31,7 @@ pytestmark = pytest.mark.thorough
 # update of fixed size would follow.
 WITHOUT_BIASES = dataclasses.replace(MODEL, bias=False)
 RATES = dict(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2)
-OPTIMS = {name: OptimConfig(name=name, **RATES) for name in CHOICES["optim.name"][:6]}
-OPTIMS |= {name: OptimConfig(name=name, **RATES) for name in ("muon", "normuon", "soap")}
+OPTIMS = {n: OptimConfig(name=n, **RATES) for n in CHOICES["optim.name"] if n != "schedule_free"}
 OPTIMS["schedule_free"] = OptimConfig(
     name="schedule_free", schedule="constant", **RATES | dict(end_learning_rate=1e-3)
 )
@@ -52,23 +52,17 @@ def assert_alike(name, result, reference):
     assert param_difference(result, reference) < TOLERANCE
 
 
-def some_by_default(name, layout, scanned):
-    chosen = [("adafactor", LAYOUTS[0], True), ("schedule_free", LAYOUTS[0], False)]
-    chosen += [("ema", LAYOUTS[1], True), ("muon", LAYOUTS[0], False)]
-    chosen += [("soap", LAYOUTS[0], True), ("soap", LAYOUTS[1], True)]
-    marks = () if (name, layout, scanned) in chosen else (pytest.mark.slow,)
-    form = "scanned" if scanned else "unrolled"
-    return pytest.param(name, layout, scanned, marks=marks, id=f"{name}, {layout}, {form}")
+SOME = [("adafactor", LAYOUTS[0], True), ("schedule_free", LAYOUTS[0], False)]
+SOME += [("ema", LAYOUTS[1], True), ("soap", LAYOUTS[0], True)]
+MORE = [("muon", LAYOUTS[0], False), ("soap", LAYOUTS[1], True)]
+REST = [
+    each for each in itertools.product(OPTIMS, LAYOUTS, (False, True)) if each not in SOME + MORE
+]
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "scanned"),
-    [
-        some_by_default(name, layout, scanned)
-        for name in OPTIMS
-        for layout in LAYOUTS
-        for scanned in (False, True)
-    ],
+    [*SOME, *MORE, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)],
 )
 def test_every_optimizer_trains_in_any_layout_as_on_one_device(name, layout, scanned):
     reference = setup(case(name)).train()
@@ -76,19 +70,7 @@ def test_every_optimizer_trains_in_any_layout_as_on_one_device(name, layout, sca
     assert_alike(name, result, reference)
 
 
-def test_there_is_a_case_for_every_optimizer():
-    assert set(OPTIMS) == {*CHOICES["optim.name"], "ema"}
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "scanned"),
-    [
-        ("adafactor", LAYOUTS[0], True),
-        ("schedule_free", LAYOUTS[0], False),
-        ("ema", LAYOUTS[1], True),
-        ("soap", LAYOUTS[0], True),
-    ],
-)
+@pytest.mark.parametrize(("name", "layout", "scanned"), SOME)
 def test_a_checkpoint_continues_exactly_and_in_another_layout(name, layout, scanned, tmp_path):
     here, there = case(name), case(name, layout, scanned)
     reference = setup(here).train()

@@ -27,7 +27,6 @@ SMALL = GPTConfig(
 )
 ATTENTION = {"attn/c_attn": 3, "attn/core": 2, "attn/c_proj": 1}  # and how many arrays of a layer
 MLP = {"mlp/c_fc": 1}
-EVERY_TIME = {("full", True), ("dots", False), ("mlp", True), ("attention", False)}
 KEEPS = {
     "full": {},
     "attention": ATTENTION,
@@ -35,6 +34,9 @@ KEEPS = {
     "dots": ATTENTION | MLP,
     "offload": ATTENTION | MLP,
 }
+
+
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 def replaced(**changes):
@@ -134,16 +136,13 @@ def test_the_compiled_program_computes_the_other_products_again(policy, scan_unr
     [
         {},
         {"scan_layers": True, "num_kv_heads": 1, "activation": "swiglu"},
-        pytest.param({"norm_position": "sandwich"}, marks=pytest.mark.thorough),
-        pytest.param({"norm_position": "post"}, marks=pytest.mark.thorough),
+        thorough({"norm_position": "sandwich"}),
+        thorough({"norm_position": "post"}),
         {"parallel_block": True},
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "policy",
-    ["full", "dots", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("attention", "mlp"))],
-)
+@pytest.mark.parametrize("policy", ["full", "dots", thorough("attention"), thorough("mlp")])
 def test_recomputed_flops_are_those_of_the_traced_products(policy, changes):
     """The reference's scores lie beside what is kept, and are computed again in any case."""
     cfg = replaced(attention="reference", **changes, remat=policy)
@@ -156,13 +155,12 @@ def test_recomputed_flops_are_those_of_the_traced_products(policy, changes):
 @pytest.mark.parametrize(
     ("policy", "scan_layers"),
     [
-        pytest.param(
-            policy,
-            scanned,
-            marks=() if (policy, scanned) in EVERY_TIME else pytest.mark.thorough,
-        )
-        for policy in KEPT
-        for scanned in (False, True)
+        ("full", True),
+        ("dots", False),
+        ("mlp", True),
+        ("attention", False),
+        *(thorough(policy, policy in ("dots", "attention", "offload")) for policy in KEPT),
+        thorough("offload", False),
     ],
 )
 def test_remat_changes_no_loss_and_no_gradient(policy, scan_layers):
@@ -174,15 +172,7 @@ def test_remat_changes_no_loss_and_no_gradient(policy, scan_layers):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("policy", "scan_layers"),
-    [
-        ("full", False),
-        ("dots", True),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("attention", True), ("mlp", True))
-        ),
-    ],
+    ("policy", "scan_layers"), [("full", False), ("dots", True), ("attention", True), ("mlp", True)]
 )
 def test_remat_drops_the_same_numbers_again(policy, scan_layers):
     plain = replaced(scan_layers=scan_layers, dropout=0.1, attention="auto")

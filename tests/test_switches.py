@@ -122,23 +122,17 @@ def groups():
                     break
         else:
             found.append([name])
-    return [*map("+".join, found), *COMBINED]
+    return [*(thorough("+".join(group), id=group[0]) for group in found), *map(thorough, COMBINED)]
 
 
-each_group = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, id=name[:60], marks=() if name == "llama" else pytest.mark.thorough)
-        for name in groups()
-    ],
-)
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
+each_group = pytest.mark.parametrize("name", ["default", "llama", *groups()])
 
 
 def tokens_of(seed, batch_size=2, length=16):
     return jax.random.randint(jax.random.key(seed), (batch_size, length), 0, 64)
 
 
-@functools.cache
 def model_of(name):
     return GPT(config_of(name).gpt())
 

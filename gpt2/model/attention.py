@@ -3,6 +3,8 @@
 gpt2/model/gpt.py explains the letters of dimensions.
 """
 
+from typing import Any
+
 import chex
 import flax.linen as nn
 import jax
@@ -179,34 +181,12 @@ def spread_attention(
     implementation: str,
     scoring: Scoring = Scoring(),
     slopes: jax.Array | None = None,
-    segments: jax.Array | None = None,
-    dropout: float = 0.0,
-    dropout_key: jax.Array | None = None,
+    **options: Any,
 ) -> jax.Array:
-    """Calls `gpt2.ops.attention` on the devices of the current trace, each with its part.
-
-    Args:
-        q, k, v, scoring, slopes, segments, dropout, dropout_key: as for `gpt2.ops.attention`.
-        implementation: one of `model.attention`; 'auto' selects what suits the platform.
-
-    Returns:
-        `[B, T, N, H]` of the type of `q`.
-
-    Raises:
-        UserError: the implementation cannot run on the platform.
-    """
-    chex.assert_rank(q, 4)
-    name = resolve(
-        implementation,
-        platform(),
-        q.dtype,
-        q.shape[1],
-        q.shape[3],
-        scoring=scoring,
-        alibi=slopes is not None,
-    )
+    """Calls `gpt2.ops.attention` on the devices of the current trace, each with its part."""
+    sizes, alibi = (q.dtype, q.shape[1], q.shape[3]), slopes is not None
+    name = resolve(implementation, platform(), *sizes, scoring=scoring, alibi=alibi)
     heads, constants = ("batch", "length", "heads", "head_size"), (("batch", "length"), ("heads",))
-
     return attention(
         q,
         k,
@@ -214,11 +194,8 @@ def spread_attention(
         implementation=name,
         scoring=scoring,
         slopes=slopes,
-        segments=segments,
-        dropout=dropout,
-        dropout_key=dropout_key,
-        interpret=platform() != "tpu",
         map_kernel=lambda kernel: map_devices(kernel, heads, constants),
+        **options,
     )
 
 

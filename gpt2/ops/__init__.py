@@ -10,28 +10,4 @@ from gpt2.ops.attention import attention, attention_cached, resolve
 from gpt2.ops.cross_entropy import cross_entropy, cross_entropy_reference, positions_per_chunk
 from gpt2.ops.linear import linear, linear_parts, linear_reference
 from gpt2.ops.norm import norm, norm_reference
-from gpt2.ops.rope import rotate, rotation
-from gpt2.ops.scores import Scoring, alibi_slopes
-
-__all__ = [
-    "ACTIVATIONS",
-    "GATES",
-    "Scoring",
-    "alibi_slopes",
-    "attention",
-    "attention_cached",
-    "cross_entropy",
-    "cross_entropy_reference",
-    "gelu_tanh",
-    "gelu_tanh_reference",
-    "linear",
-    "linear_parts",
-    "linear_reference",
-    "norm",
-    "norm_reference",
-    "pad_rows",
-    "positions_per_chunk",
-    "resolve",
-    "rotate",
-    "rotation",
-]
+from gpt2.ops.scores import Scoring, alibi_slopes, rotate, rotation

@@ -41,8 +41,7 @@ def _exp_minus_2u(x):
 
 def _fwd(x):
     chex.assert_type(x, float)
-    # `linear` calls this in its own backward pass, so y lives no longer than that. Outside of
-    # `linear`, the rule keeps both x and y.
+    # `linear` calls this in its own backward pass, so y lives no longer than that.
     x32 = x.astype(jnp.float32)
     y = x32 / (1.0 + _exp_minus_2u(x32))
     return y.astype(x.dtype), (x, y)
@@ -61,25 +60,22 @@ def _bwd(residuals, dy):
 _gelu_tanh.defvjp(_fwd, _bwd)
 
 
-def relu(x: jax.Array) -> jax.Array:
-    """Returns the positive part of `x`, elementwise, in the type of `x`."""
-    return jnp.maximum(x, 0) if target().plain else _relu(x, 1)
+def relu(x: jax.Array, power: int = 1) -> jax.Array:
+    """Returns the positive part of `x`, or its square (So et al. 2021), in the type of `x`."""
+    return _power(x, power) if target().plain else _relu(x, power)
 
 
-def relu_squared(x: jax.Array) -> jax.Array:
-    """Returns the square of the positive part of `x` (So et al. 2021), in the type of `x`."""
-    return jnp.square(jnp.maximum(x, 0)) if target().plain else _relu(x, 2)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _relu(x, power):
+def _power(x, power):
     return jnp.maximum(x, 0) if power == 1 else jnp.square(jnp.maximum(x, 0))
+
+
+_relu = jax.custom_vjp(_power, nondiff_argnums=(1,))
 
 
 def _relu_fwd(x, power):
     # XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
     # next kernel reads (docs/performance.md, XLA:CPU note 14).
-    return jax.lax.optimization_barrier(_relu(x, power)), x
+    return jax.lax.optimization_barrier(_power(x, power)), x
 
 
 def _relu_bwd(power, x, dy):
@@ -93,13 +89,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": gelu_tanh,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "relu": relu,
-    "relu_squared": relu_squared,
+    "relu_squared": partial(relu, power=2),
     "silu": jax.nn.silu,
 }
 
-# `model.activation` -> the function of a third linear map, which multiplies the first one's result
-# (Shazeer 2020).
-GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": gelu_tanh,
-}
+# `model.activation` -> the function of a third linear map, which multiplies the first one's result.
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": gelu_tanh}

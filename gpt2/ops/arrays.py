@@ -1,7 +1,6 @@
 """What several operations are made of: products, sums over rows, 16-bit floats as bits, padding."""
 
 import math
-from collections.abc import Iterable
 from functools import partial
 
 import jax
@@ -15,15 +14,9 @@ from gpt2.utils.platform import target
 _STAGES = 16
 
 
-def dot(
-    a: jax.Array,
-    b: jax.Array,
-    contract_a: Iterable[int],
-    contract_b: Iterable[int],
-    dtype: DTypeLike = jnp.float32,
-) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, axes_a, axes_b, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Contracts axes of `a` with axes of `b` in float32: `[rest of a, rest of b]` in `dtype`."""
-    dimensions = ((tuple(contract_a), tuple(contract_b)), ((), ()))
+    dimensions = ((tuple(axes_a), tuple(axes_b)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
 
 
@@ -35,12 +28,11 @@ def result_type(dtype: DTypeLike) -> DTypeLike:
 def sum_rows(x: jax.Array, num_rows: int) -> jax.Array:
     """Returns the float32 sum over the first `num_rows` axes.
 
-    XLA:GPU takes such a sum in two kernels, one of which adds up what the other left. In the
-    variant for one GPU a kernel leaves 16 sums, often beside what computes the rows, and adding
-    these up joins what reads the result.
+    XLA:GPU takes such a sum in two kernels. Here one leaves 16 sums, often beside what computes
+    the rows, and adding these up joins what reads the result.
     """
     rows, rest = math.prod(x.shape[:num_rows]), x.shape[num_rows:]
-    if not variants().staged_sums or rows % _STAGES:
+    if not variants().joint_sums or rows % _STAGES:
         return x.sum(tuple(range(num_rows)), dtype=jnp.float32)
     parts = x.astype(jnp.float32).reshape(_STAGES, rows // _STAGES, *rest).sum(1)
     parts = jax.lax.optimization_barrier(parts)  # or XLA takes both stages for one sum
@@ -63,11 +55,7 @@ def bias_gradient(dy: jax.Array, num_rows: int) -> jax.Array:
 
 
 def bits(x: jax.Array) -> jax.Array:
-    """Returns 16-bit floats as uint16 of the same bits, on a CPU; all else as it is.
-
-    XLA:CPU moves bits as they are, and 16-bit floats by way of float32 (docs/performance.md,
-    XLA:CPU note 3).
-    """
+    """Returns 16-bit floats as uint16 on a CPU, which moves them as they are (XLA:CPU note 3)."""
     if not variants().bits:
         return x
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2

@@ -11,6 +11,7 @@ devices. B batch, T time, N heads, K heads of keys and values, H head size, S st
 head n reads the keys of head n // (N / K).
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, cast
@@ -27,7 +28,6 @@ from gpt2.utils.platform import target
 from gpt2.utils.remat import CORE_ATTENTION, named
 
 IMPLEMENTATIONS = ("reference", "xla", "blocked", "cudnn", "splash")
-KERNELS = ("blocked", "splash")  # XLA does not split these over devices
 SHORT = 64  # up to so many positions, the reference is as fast as blocks on a CPU
 
 
@@ -42,31 +42,37 @@ def attention(
     segments: jax.Array | None = None,  # [B, T] int32; a position sees only its own segment
     dropout: float = 0.0,  # probability with which a weight is dropped, drawn by `dropout_key`
     dropout_key: jax.Array | None = None,
-    interpret: bool = False,  # Pallas' kernels in interpret mode, as all but TPUs need it
     map_kernel: Callable[[Callable], Callable] = lambda kernel: kernel,
 ) -> jax.Array:
     """Lets each position attend to itself and those before it; returns `[B, T, N, H]`.
 
     Only 'reference' has weights to drop: dropout selects it. `map_kernel` turns `kernel((q, k, v),
-    (segments, slopes))` into a function that runs `KERNELS` and 'cudnn' on each device's part.
+    (segments, slopes))` into a function on each device's part, for what XLA does not split.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    shared: dict[str, Any] = dict(scoring=scoring, slopes=slopes, segments=segments)
+    B, T, N, H = q.shape
+    chex.assert_shape([k, v], (B, T, None, H))  # of a single row or position they would broadcast
+    chex.assert_equal_shape([k, v])
+    chex.assert_is_divisible(N, k.shape[2])
+    chex.assert_type([k, v], q.dtype)
+    if segments is not None:
+        chex.assert_shape(segments, (B, T))
+        chex.assert_type(segments, int)
     if dropout or implementation == "reference" or target().plain:
-        out = attention_reference(q, k, v, **shared, dropout=dropout, dropout_key=dropout_key)
+        options = dict(dropout=dropout, dropout_key=dropout_key)
+        out = attention_reference(q, k, v, scoring, slopes, segments, **options)
         return named(out, CORE_ATTENTION)
-    _check_shapes(q, k, v, segments, slopes)
-    if obstacle := _obstacle_of_scores(implementation, scoring, slopes is not None):
-        raise ValueError(f"{implementation!r} {obstacle}")
-    if implementation in KERNELS:
-        kernels = {
-            "blocked": lambda qkv, constants: blocked_attention(*qkv, *constants, scoring),
-            "splash": partial(_splash, scoring=scoring, interpret=interpret),
-        }
-        return map_kernel(kernels[implementation])((q, *_repeat_heads(q, k, v)), (segments, slopes))
-    function: Callable = partial(_from_jax, scoring=scoring, implementation=implementation)
-    if implementation == "cudnn":  # its own partitioner fails in a program that is mapped already
+    if not _computes_scores(implementation, scoring, slopes is not None):
+        raise ValueError(f"{implementation!r} cannot compute these scores")
+    functions: dict[str, Callable] = {
+        "blocked": lambda qkv, constants: blocked_attention(*qkv, *constants, scoring),
+        "splash": partial(_splash, scoring=scoring),
+        "xla": partial(_from_jax, scoring=scoring, implementation="xla"),
+        "cudnn": partial(_from_jax, scoring=scoring, implementation="cudnn"),
+    }
+    function = functions[implementation]
+    if implementation in ("blocked", "splash"):
+        k, v = _repeat_heads(q, k, v)
+    if implementation != "xla":
         function = map_kernel(function)
     return function((q, k, v), (segments, slopes))
 
@@ -103,39 +109,43 @@ def resolve(
     scoring: Scoring = Scoring(),
     alibi: bool = False,
 ) -> str:
-    """Returns the implementation that a run will use for `auto`, or for an explicit choice.
-
-    Raises:
-        UserError: the implementation does not exist or cannot run with these.
-    """
+    """Returns the implementation for `auto`; an explicit one that cannot run is a `UserError`."""
 
     def obstacle(name: str) -> str | None:
-        return _obstacle(name, platform, jnp.dtype(dtype), context_length, head_size) or (
-            _obstacle_of_scores(name, scoring, alibi)
-        )
+        if not _computes_scores(name, scoring, alibi):
+            return "cannot compute model.attention_softcap, or model.position=alibi"
+        if (name == "cudnn" and platform != "gpu") or (name == "splash" and platform != "tpu"):
+            return f"does not run on a {platform}"
+        if name == "cudnn" and jnp.dtype(dtype).itemsize != 2:
+            return f"needs bfloat16 or float16, and precision.compute is {dtype}"
+        if name == "cudnn" and (head_size % 8 or head_size > 128):
+            return f"needs heads of at most 128 in steps of 8, and these have {head_size}"
+        if name == "splash" and context_length % 128:
+            return f"needs a context in steps of 128, and this one is {context_length}"
+        return None if name in IMPLEMENTATIONS else f"is not one of {', '.join(IMPLEMENTATIONS)}"
 
     if implementation == "auto":
         # Blocks suit the caches of a CPU. Accelerators are faster with all scores at once.
         on_cpu = "blocked" if context_length > SHORT else "reference"
         preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
         return next(name for name in (preferred, "xla", "reference") if not obstacle(name))
-    if implementation not in IMPLEMENTATIONS:
-        found: str | None = f"is not one of auto, {', '.join(IMPLEMENTATIONS)}"
-    else:
-        found = obstacle(implementation)
-    if found:
+    if found := obstacle(implementation):
         raise UserError(
             f"model.attention={implementation!r} {found}", "Use --config.model.attention=auto"
         )
     return implementation
 
 
+def _computes_scores(implementation, scoring, alibi):
+    lacks_cap = scoring.softcap and implementation in ("xla", "cudnn")
+    return not (lacks_cap or (alibi and implementation == "splash"))
+
+
 @jax.custom_vjp
 def softmax(x: jax.Array) -> jax.Array:
-    """Returns `jax.nn.softmax` of the last axis, and keeps its result alone for the backward pass.
+    """Returns `jax.nn.softmax`, and keeps its result alone for the backward pass.
 
-    XLA would keep the exponentials beside the result, since it can divide again at little cost: a
-    second array of the size of all scores.
+    XLA would keep the exponentials too, since it can divide again at little cost.
     """
     return jax.nn.softmax(x)
 
@@ -153,10 +163,9 @@ softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def attention_reference(
-    q, k, v, *, scoring=Scoring(), slopes=None, segments=None, dropout=0.0, dropout_key=None
+    q, k, v, scoring=Scoring(), slopes=None, segments=None, dropout=0.0, dropout_key=None
 ):
     """Computes `attention` by its formula; arguments and result as there."""
-    _check_shapes(q, k, v, segments, slopes)
     k, v = _repeat_heads(q, k, v)
     time = jnp.arange(q.shape[1])
     visible = scoring.visible(time[:, None], time)
@@ -183,18 +192,13 @@ def attention_cached(
     slopes: jax.Array | None = None,
 ) -> jax.Array:
     """Lets new positions attend to a cache that holds their keys and values: `[B, T, N, H]`."""
-    chex.assert_rank([q, k_cache], 4)
     (B, T, N, H), (K, S) = q.shape, k_cache.shape[1:3]
     chex.assert_shape([k_cache, v_cache], (B, K, S, H))
-    chex.assert_is_divisible(N, K)
-    chex.assert_axis_dimension_gteq(k_cache, 2, T)
     chex.assert_type([k_cache, v_cache], q.dtype)
     chex.assert_shape(length, (B,) if jnp.ndim(length) else ())
-    chex.assert_type(length, int)
     first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
     query, key = first + jnp.arange(T)[:, None], jnp.arange(S)
-    # The queries of a group are rows of one product. With an axis for groups it would be a kind of
-    # product that XLA:CPU does not have for 16-bit operands.
+    # The queries of a group are rows of one product: XLA:CPU has none of 16 bits with three axes.
     rows = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
     products = jnp.einsum("bkrh,bksh->bkrs", rows, k_cache, preferred_element_type=jnp.float32)
     scores = _biased(scoring.scores(products.reshape(B, N, T, S), H), slopes, query, key)
@@ -215,32 +219,16 @@ def _repeat_heads(q, k, v):
     return (k, v) if times == 1 else tuple(jnp.repeat(x, times, axis=2) for x in (k, v))
 
 
-def _check_shapes(q, k, v, segments, slopes):
-    """Keys of a single row or position would broadcast, and segments likewise."""
-    chex.assert_rank(q, 4)
-    B, T, N, H = q.shape
-    chex.assert_shape([k, v], (B, T, None, H))
-    chex.assert_equal_shape([k, v])
-    chex.assert_is_divisible(N, k.shape[2])
-    chex.assert_type([k, v], q.dtype)
-    if segments is not None:
-        chex.assert_shape(segments, (B, T))
-        chex.assert_type(segments, int)
-    if slopes is not None:
-        chex.assert_shape(slopes, (N,))
-
-
-def _splash(qkv, constants, scoring, interpret):
+def _splash(qkv, constants, scoring):
     """Splash attention takes one example, heads first, and leaves the scale to its caller."""
-    # Only TPUs need it, and it takes a while to import.
+    # It takes a while to import.
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     (q, k, v), (segments, _) = qkv, constants
     T, N, H = q.shape[1:]
     block = max(size for size in (128, 256, 512) if T % size == 0)
-    forward = ("block_q", "block_kv", "block_kv_compute")
-    backward = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
-    sizes: dict[str, Any] = dict.fromkeys((*forward, *backward), block)
+    names = (field.name for field in dataclasses.fields(splash_attention.BlockSizes))
+    sizes: dict[str, Any] = {name: block for name in names if name.startswith("block_")}
     mask: Any = splash_attention.CausalMask((T, T))
     if scoring.window:
         mask = splash_attention.LocalMask((T, T), (scoring.window - 1, 0), offset=0)
@@ -250,7 +238,7 @@ def _splash(qkv, constants, scoring, interpret):
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=scoring.softcap or None,
-        interpret=interpret,
+        interpret=target().platform != "tpu",
         residual_checkpoint_name=CORE_ATTENTION,
     )
     ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
@@ -261,29 +249,3 @@ def _splash(qkv, constants, scoring, interpret):
 def _same_segment(segments):
     """`[B, 1, T, T]`, true where both positions lie in one segment."""
     return segments[:, None, :, None] == segments[:, None, None, :]
-
-
-def _obstacle_of_scores(implementation, scoring, alibi):
-    """Says which scores an implementation cannot compute, or None."""
-    if alibi and implementation == "splash":
-        return "cannot compute model.position=alibi"
-    if scoring.softcap and implementation in ("xla", "cudnn"):
-        return "cannot compute model.attention_softcap"
-    return None
-
-
-def _obstacle(implementation, platform, dtype, context_length, head_size):
-    """Says what an implementation lacks to run there, or None."""
-    if implementation == "cudnn":
-        if platform != "gpu":
-            return f"needs an NVIDIA GPU, and this is a {platform}"
-        if dtype not in (jnp.bfloat16, jnp.float16):
-            return f"needs bfloat16 or float16, and precision.compute is {dtype}"
-        if head_size % 8 or head_size > 128:
-            return f"needs heads of at most 128 in steps of 8, and these have {head_size}"
-    if implementation == "splash":
-        if platform != "tpu":
-            return f"needs a TPU, and this is a {platform}"
-        if context_length % 128:
-            return f"needs a context in steps of 128, and this one is {context_length}"
-    return None

@@ -1,12 +1,10 @@
 """Causal attention for CPUs: a block of queries at a time, with the keys up to its own end.
 
-Each block gives matrix products that are large enough for all threads (docs/performance.md, XLA:CPU
-note 10). Some heads at a time give scores that are small enough for the caches. Softmax sees whole
-rows. The backward pass computes the scores again from the saved log of the normaliser, as
-FlashAttention does (Dao et al. 2022, algorithm 4): of a head, at most T x T / n exist at a time.
+Each block gives products that are large enough for all threads (docs/performance.md, XLA:CPU note
+10), some heads at a time scores that fit the caches. Softmax sees whole rows. The backward pass
+computes the scores again, as FlashAttention does (Dao et al. 2022, algorithm 4).
 
-Below, g is a group of heads, of one sequence or of several. Arrays are `[groups, g, T, H]`. They
-hold 16-bit floats as plain bits, which move faster (docs/performance.md, XLA:CPU note 3).
+Arrays are `[groups, g, T, H]`, g heads in a group. They hold 16-bit floats as bits (note 3).
 """
 
 from functools import partial
@@ -112,8 +110,8 @@ def _backward(
 ):
     """Returns the gradients of q `[g, H, T]`, of k and of v `[g, T, H]`, as bits.
 
-    Scores, masks and the queries' gradient are transposed here, keys by queries. Every product
-    then takes its operands as they lie in memory (docs/performance.md, XLA:CPU notes 9 and 10).
+    Scores, masks and the queries' gradient are transposed, keys by queries: products then take
+    their operands as they lie in memory (docs/performance.md, XLA:CPU notes 9 and 10).
     """
     q, k, k_transposed, v, out, dout = (
         floats(x, dtype) for x in (q, k, k_transposed, v, out, dout)
@@ -152,28 +150,22 @@ def _blocks(T, segments, scoring, transposed):
     block = T // _num_blocks(T)
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (0, T - segments.shape[1])))
-    blocks = []
-    for end in range(block, T + 1, block):
-        start = max(0, end - block - scoring.window + 1) if scoring.window else 0
-        queries, keys = slice(end - block, end), slice(start, end)
-        blocks.append((queries, keys, _visible(T, queries, keys, segments, scoring, transposed)))
-    return blocks
 
-
-def _visible(T, queries, keys, segments, scoring, transposed):
-    """Returns the mask `[queries, keys]`, or transposed; with segments `[B, ...]`."""
-
-    def pairs(x):
+    def pairs(x, queries, keys):  # broadcast to `[..., queries, keys]`, or transposed
         query, key = x[..., queries], x[..., keys]
         if transposed:
             return query[..., None, :], key[..., :, None]
         return query[..., :, None], key[..., None, :]
 
-    visible = scoring.visible(*pairs(jnp.arange(T)))
-    if segments is None:
-        return visible
-    query_segment, key_segment = pairs(segments)
-    return visible & (query_segment == key_segment)
+    blocks = []
+    for end in range(block, T + 1, block):
+        start = max(0, end - block - scoring.window + 1) if scoring.window else 0
+        queries, keys = slice(end - block, end), slice(start, end)
+        visible = scoring.visible(*pairs(jnp.arange(T), queries, keys))
+        if segments is not None:
+            visible = visible & jnp.equal(*pairs(segments, queries, keys))
+        blocks.append((queries, keys, visible))
+    return blocks
 
 
 def _dot(equation, a, b):

@@ -1,9 +1,7 @@
 """The output head and the cross-entropy loss as one operation.
 
-The logits `[B, T, V]` are the largest array of a GPT-2 training step: 412 MB in float32 for 2048
-tokens. Here they exist for one chunk of positions at a time. The gradients with respect to hidden
-states and embedding are computed from each chunk in the same pass. The backward pass therefore
-neither keeps the logits nor computes them again.
+The logits `[B, T, V]` are the largest array of a training step. Here they exist for one chunk of
+positions at a time, and both gradients come from each chunk in the same pass.
 """
 
 import dataclasses
@@ -22,7 +20,6 @@ from gpt2.ops.variants import variants
 from gpt2.utils.platform import target
 
 # Bytes of float32 logits that the loss computes at a time: 10,000 tokens with GPT-2's vocabulary.
-# Matrix products of that size keep any device busy. The loss holds no more logits at once.
 LOGITS_BYTES = 2 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
 CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold, as long as each chunk has
@@ -50,72 +47,47 @@ def cross_entropy(
 
     Returns the sum, in nats, and the number of targets, both float32. Softmax and sums are float32.
     """
-    _check_shapes(hidden, embedding, targets, vocab_size, shards)
+    chex.assert_rank(hidden, 3)
+    chex.assert_shape(targets, hidden.shape[:2])  # fewer would broadcast, and be counted too few
+    chex.assert_type(targets, int)
+    shape = shards.whole_shape(embedding.shape) if shards else embedding.shape
+    chex.assert_equal(shape[1:], hidden.shape[2:])
+    chex.assert_axis_dimension_gteq(embedding, 0, vocab_size)
     dtype = jnp.dtype(dtype or hidden.dtype)
     if target().plain and shards is None:
-        options = dict(logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing)
-        options |= dict(vocab_size=vocab_size, dtype=dtype)
-        return cross_entropy_reference(hidden, embedding, targets, **options)
+        losses = dict(logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing)
+        return cross_entropy_reference(
+            hidden, embedding, targets, vocab_size=vocab_size, dtype=dtype, **losses
+        )
     count = (targets >= 0).sum(dtype=jnp.float32)
     terms = _Terms(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
     return _loss_sum(hidden.astype(dtype), embedding, targets, terms, dtype, chunk, shards), count
 
 
-def positions_per_chunk(
-    batch_size: int, length: int, table: tuple[int, ...], is_scarce: bool
-) -> int:
-    """Returns the `chunk` of `cross_entropy` for targets `[B, T]` that suits the platform.
-
-    `table` is the shape of the embedding; memory `is_scarce` where it is gathered by layer.
-    """
-    vocab_size = table[0]
+def positions_per_chunk(B: int, T: int, table: tuple[int, ...], is_scarce: bool) -> int:
+    """Returns the `chunk` of `cross_entropy` for targets `[B, T]` and a table of a shape."""
     if target().platform == "cpu":
         least = LARGE_TABLE_ROWS if 4 * math.prod(table) > LARGE_TABLE_BYTES else CPU_ROWS
-        rows = max(least, CPU_LOGITS_BYTES // (4 * vocab_size))
+        rows = max(least, CPU_LOGITS_BYTES // (4 * table[0]))
     else:
-        rows = (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * vocab_size)
-    fitting = max(1, rows // batch_size)
+        rows = (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * table[0])
+    fitting = max(1, rows // B)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
-    return 0 if length <= fitting else 1 << fitting.bit_length() - 1
+    return 0 if fitting >= T else 1 << fitting.bit_length() - 1
 
 
 def cross_entropy_reference(
-    hidden,
-    embedding,
-    targets,
-    *,
-    vocab_size,
-    logit_softcap=0.0,
-    z_loss=0.0,
-    label_smoothing=0.0,
-    dtype=None,
+    hidden, embedding, targets, *, vocab_size, dtype, logit_softcap=0, z_loss=0, label_smoothing=0
 ):
     """Computes `cross_entropy` with all logits at once and the derivative left to JAX."""
-    _check_shapes(hidden, embedding, targets, vocab_size)
-    dtype = jnp.dtype(dtype or hidden.dtype)
-    logits = jnp.einsum(
-        "btd,vd->btv",
-        hidden.astype(dtype),
-        embedding[:vocab_size].astype(dtype),
-        preferred_element_type=jnp.float32,
-    )
-    logits = soft_cap(logits, logit_softcap)
+    embedding = embedding[:vocab_size].astype(dtype)
+    logits = soft_cap(dot(hidden.astype(dtype), embedding, (2,), (1,)), logit_softcap)
     log_probs = jax.nn.log_softmax(logits)
     valid = targets >= 0
     picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     wanted = (1.0 - label_smoothing) * picked + label_smoothing * log_probs.mean(axis=-1)
     losses = z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2 - wanted
     return jnp.where(valid, losses, 0.0).sum(), valid.sum(dtype=jnp.float32)
-
-
-def _check_shapes(hidden, embedding, targets, vocab_size, shards=None):
-    """Targets of fewer rows or positions would broadcast, and be counted too few."""
-    chex.assert_rank(hidden, 3)
-    chex.assert_shape(targets, hidden.shape[:2])
-    chex.assert_type(targets, int)
-    shape = shards.whole_shape(embedding.shape) if shards else embedding.shape
-    chex.assert_equal(shape[1:], hidden.shape[2:])
-    chex.assert_axis_dimension_gteq(embedding, 0, vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,26 +126,21 @@ class _Terms:
         return jnp.where(targets[..., None] >= 0, losses, 0.0).sum()
 
     def _target_logits(self, logits, hidden, embedding, targets):
-        """Returns the targets' logits `[B, T, 1]`, float32.
+        """Returns the targets' logits `[B, T, 1]`, float32, from rows of the table: no pass over V.
 
-        They come from the targets' own rows, which costs less than a pass over the logits. Where
-        the product or its result was rounded they are read from the logits: beside sums of rounded
-        ones an exact one would give another loss, and a negative one for a confident model.
+        Where the product or its result was rounded they are read from the logits: an exact one
+        beside sums of rounded ones would give another loss, even a negative one.
         """
         is_rounded = hidden.dtype == jnp.float32 and variants().rounds_float32
         if is_rounded or self.logits_dtype != jnp.float32:
-            is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-            return jnp.where(is_target, logits, 0.0).sum(axis=-1, keepdims=True)
+            return jnp.where(_is_target(logits, targets), logits, 0.0).sum(axis=-1, keepdims=True)
         rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
         logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
         return soft_cap(logits, self.logit_softcap)
 
     def derivative(self, logits, exponentials, normaliser, highest, targets):
         """Returns the derivative of `loss` by the logits before their soft cap, `[B, T, V]`."""
-        valid = targets[..., None] >= 0
-        # A comparison replaces a scatter: it joins the same pass over the logits, and it splits
-        # without communication when V is spread over devices.
-        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+        valid, is_target = targets[..., None] >= 0, _is_target(logits, targets)
         factor = 1.0 / normaliser
         if self.z_loss:
             factor *= 1.0 + 2.0 * self.z_loss * (highest + jnp.log(normaliser))
@@ -187,6 +154,11 @@ class _Terms:
         if self.logit_softcap:
             dlogits *= 1.0 - (logits / self.logit_softcap) ** 2
         return dlogits
+
+
+def _is_target(logits, targets):
+    """A comparison in place of a scatter: it joins a pass over the logits, and splits over V."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -243,10 +215,7 @@ _loss_sum.defvjp(_loss_sum_fwd, _loss_sum_bwd)
 
 
 def _scan(add_chunk, sums, hidden, targets, chunk):
-    """Scans over chunks of positions, and returns the sums and the rows of outputs `[B, T, ...]`.
-
-    It is a loop, so that sums grow chunk by chunk (docs/performance.md, XLA:CPU note 7).
-    """
+    """Scans over chunks of positions (docs/performance.md, XLA:CPU note 7): sums, `[B, T, ...]`."""
     B, T, D = hidden.shape
     if not chunk or chunk >= T:
         return add_chunk(sums, (hidden, targets))
@@ -265,20 +234,12 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
 def _softmax(logits):
     """Returns exponentials `[B, T, V]`, their sums and the logits' maximum `[B, T, 1]`.
 
-    On CPUs the exponentials are stored once, for the sum and the gradient (docs/performance.md,
-    XLA:CPU note 8). In one pass, a sum is scaled whenever the maximum grows (Milakov and Gimelshein
-    2018, arXiv 1805.02867).
+    In one pass, a sum is scaled whenever the maximum grows (Milakov and Gimelshein 2018).
     """
-    if variants().one_pass:
-        highest, normaliser = (x[..., None] for x in _softmax_in_one_pass(logits))
-        return jnp.exp(logits - highest), normaliser, highest
-    highest = logits.max(axis=-1, keepdims=True)
-    exponentials = jnp.exp(logits - highest)
-    return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
-
-
-def _softmax_in_one_pass(logits):
-    """Returns the maximum and the sum of exponentials below it, of each row, `[B, T]`."""
+    if not variants().one_pass:  # stored once, for the sum and the gradient: XLA:CPU note 8
+        highest = logits.max(axis=-1, keepdims=True)
+        exponentials = jnp.exp(logits - highest)
+        return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
 
     def join(one, other):
         highest = jnp.maximum(one[0], other[0])
@@ -287,4 +248,6 @@ def _softmax_in_one_pass(logits):
 
     ones = jnp.ones_like(logits)
     least = jnp.float32(jnp.finfo(jnp.float32).min)
-    return jax.lax.reduce((logits, ones), (least, jnp.float32(0.0)), join, (2,))
+    sums = jax.lax.reduce((logits, ones), (least, jnp.float32(0.0)), join, (2,))
+    highest, normaliser = (x[..., None] for x in sums)
+    return jnp.exp(logits - highest), normaliser, highest

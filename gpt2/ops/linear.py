@@ -38,14 +38,13 @@ def linear(
 ) -> jax.Array:
     """Contracts `activation(x)` with `kernel`, in float32, and adds `bias`: `[..., O1, .., Om]`.
 
-    The gradient of a float32 kernel stays in float32, so it loses nothing to a narrower type. A
-    sharded kernel is gathered in `dtype`, once forward and once backward, and never kept.
+    The gradient of a float32 kernel stays in float32. A sharded kernel is gathered in `dtype`, once
+    forward and once backward, and never kept.
     """
     _check_shapes(x, kernel, bias, num_contract, shards)
     dtype = jnp.dtype(dtype or x.dtype)
     if target().plain and shards is None:
-        options = dict(num_contract=num_contract, activation=activation, dtype=dtype)
-        return linear_reference(x, kernel, bias, **options)
+        return linear_reference(x, kernel, bias, num_contract, activation, dtype)
     into_sum = into_sum and variants().sums_apart
     joins = follows_product and activation is gelu_tanh and variants().gelu_in_product
     joins = joins and dtype.itemsize == 2  # of float32 products XLA joins some, and pads none
@@ -72,16 +71,14 @@ def linear_parts(
     return _parts(x.astype(dtype), kernels, bias, dtype, shards.without_axis(1) if shards else None)
 
 
-def linear_reference(x, kernel, bias=None, *, num_contract=1, activation=None, dtype=None):
+def linear_reference(x, kernel, bias=None, num_contract=1, activation=None, dtype="float32"):
     """Computes `linear` as one `tensordot`, with the derivative left to JAX."""
-    _check_shapes(x, kernel, bias, num_contract)
-    dtype = jnp.dtype(dtype or x.dtype)
     x = activation(x.astype(dtype)) if activation else x.astype(dtype)
     y = jnp.tensordot(x, kernel.astype(dtype), num_contract, preferred_element_type=jnp.float32)
     return (y if bias is None else y + bias).astype(dtype)
 
 
-def _check_shapes(x, kernel, bias, num_contract, shards=None):
+def _check_shapes(x, kernel, bias, num_contract, shards):
     """A bias of another shape than the outputs' would broadcast."""
     chex.assert_type([x, kernel], float)
     shape = shards.whole_shape(kernel.shape) if shards else kernel.shape
@@ -95,7 +92,6 @@ def _whole(kernel, dtype, shards):
 
 
 def _flatten(x, kernel, num_contract):
-    """Returns two matrices of the same product, where the platform wants them."""
     if not variants().flat:
         return x, kernel, num_contract
     contracted = math.prod(kernel.shape[:num_contract])
@@ -171,9 +167,8 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 def _parts(x, kernels, bias, dtype, shards):
     # Cast before they are cut apart, or XLA:GPU takes a kernel for each.
     biases = [None] * len(kernels) if bias is None else bias.astype(result_type(dtype))
-    return [
-        _product(x, kernel, biases[part], 1, dtype, shards) for part, kernel in enumerate(kernels)
-    ]
+    pairs = zip(kernels, biases, strict=True)
+    return [_product(x, kernel, bias, 1, dtype, shards) for kernel, bias in pairs]
 
 
 def _parts_fwd(x, kernels, bias, dtype, shards):
@@ -192,7 +187,7 @@ def _parts_bwd(dtype, shards, residuals, dys):
     if bias is None:
         return dx, dkernels, None
     rows = x.ndim - 1
-    if variants().joint_biases:
+    if variants().joint_sums:
         dbias = sum_rows(jnp.stack(dys, rows), rows)
     else:
         dbias = jnp.stack([bias_gradient(dy, rows) for dy in dys])

@@ -1,8 +1,7 @@
 """Normalisation of the last axis, with its own backward rule.
 
 LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019). The backward pass keeps the input
-in its own type and two numbers for each row. It computes the normalised rows again, since reverse
-mode would keep them, and their intermediate values, in float32.
+in its own type and two numbers for each row, where reverse mode would keep several float32 arrays.
 """
 
 from functools import partial
@@ -31,27 +30,21 @@ def norm(
 
     With `center` the mean is subtracted first, which makes it LayerNorm; `eps` joins the square.
     """
+    chex.assert_type(x, float)
+    chex.assert_shape([scale] if bias is None else [scale, bias], x.shape[-1:])
     if target().plain:
         return norm_reference(x, scale, bias, center=center, eps=eps, dtype=dtype)
-    _check_shapes(x, scale, bias)
     return _norm(x, scale, bias, center, eps, x.dtype, jnp.dtype(dtype or x.dtype))
 
 
 def norm_reference(x, scale, bias=None, *, center=True, eps=1e-5, dtype=None):
     """Computes `norm` with the derivative left to JAX."""
-    _check_shapes(x, scale, bias)
     y = x.astype(jnp.float32)
     if center:
         y -= y.mean(axis=-1, keepdims=True)
     y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + eps)
     y *= scale
     return (y if bias is None else y + bias).astype(dtype or x.dtype)
-
-
-def _check_shapes(x, scale, bias):
-    """Rows of floats, and vectors as wide: another shape would broadcast."""
-    chex.assert_type(x, float)
-    chex.assert_shape([scale] if bias is None else [scale, bias], x.shape[-1:])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -82,8 +75,7 @@ def _normed(x, shift, inverse):
 def _variance(x):
     """Returns the variance of rows `[..., 1]`, from one pass over `x` `[..., D]`.
 
-    Chan et al. 1979, "Updating Formulae and a Pairwise Algorithm": counts, means and sums of
-    squares of two parts give those of both, without the cancellation of a difference of squares.
+    Counts, means and sums of squares of two parts give those of both (Chan et al. 1979).
     """
 
     def join(a, b):

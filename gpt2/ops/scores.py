@@ -1,11 +1,9 @@
-"""From products of queries and keys to scores, and which keys a query sees.
-
-Every implementation of attention takes these from here.
-"""
+"""What every implementation of attention shares: scores, which keys a query sees, positions."""
 
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -29,8 +27,7 @@ class Scoring:
 
     def scores(self, products: jax.Array, head_size: int) -> jax.Array:
         """Returns scores for products of queries and keys, float32."""
-        scores = products * self.factor(head_size)
-        return soft_cap(scores, self.softcap)
+        return soft_cap(products * self.factor(head_size), self.softcap)
 
     def visible(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """Returns whether positions `query` see positions `key`, which broadcast together."""
@@ -39,15 +36,31 @@ class Scoring:
 
 
 def alibi_slopes(num_heads: int) -> jax.Array:
-    """Returns the slope of each head, `[N]` float32 (Press et al. 2022, section 3).
+    """Returns the slope of each head, `[N]` float32 (Press et al. 2022, section 3, and its code).
 
-    A geometric series from 2^(-8/N) with that ratio. If N is no power of two, every second slope of
-    the next larger power follows those of the next smaller one, as in the paper's code.
+    If N is no power of two, every second slope of the next larger power follows.
     """
-
-    def series(count: int) -> list[float]:
-        return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
-
     smaller = 2 ** math.floor(math.log2(num_heads))
-    slopes = series(smaller) + series(2 * smaller)[::2][: num_heads - smaller]
-    return jnp.array(slopes, jnp.float32)
+    first = [2.0 ** (-8.0 * (i + 1) / smaller) for i in range(smaller)]
+    rest = [2.0 ** (-8.0 * (i + 0.5) / smaller) for i in range(num_heads - smaller)]
+    return jnp.array(first + rest, jnp.float32)
+
+
+def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines for `positions` `[B or 1, T]`, each `[B or 1, T, 1, H / 2]`.
+
+    Of the halves of a head's vector, as GPT-NeoX splits it, dimension i of either turns by the
+    angle `position / base^(2 i / H)` (Su et al. 2021).
+    """
+    half = head_size // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[:, :, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the vectors of `x` `[B, T, N, H]`, computed in float32, by `rotation`'s angles."""
+    B, T, _, H = x.shape
+    chex.assert_shape([cos, sin], ({1, B}, T, 1, H // 2))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)

@@ -1,8 +1,4 @@
-"""Variants of operations by platform: one table, in place of questions in each operation.
-
-All of them compute the same, within rounding. They differ in what XLA's compilers for the platform
-make of them.
-"""
+"""Variants of operations by platform: all compute the same, and XLA's compilers differ in them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +13,7 @@ from gpt2.utils.platform import leaves_products_to_cublas, target
 
 @dataclasses.dataclass(frozen=True)
 class Variants:
-    """How operations are written."""
+    """How operations are written for a platform."""
 
     # Products return 16-bit operands' type. They add up in float32, and nothing has to be cast.
     narrow_results: bool = False
@@ -25,36 +21,30 @@ class Variants:
     flat: bool = False
     # Queries, keys and values are a product each, so that none is copied out of a result.
     apart: bool = False
-    # A bias gradient is a product with so many rows of ones. XLA:CPU computes it at once
-    # (docs/performance.md, XLA:CPU note 6). XLA:TPU would join a sum, or a product with a single
-    # row, with what makes the gradient of the result, which could else join the product before.
+    # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6). XLA:TPU
+    # would join a sum, or a single row, with what else could join the product before.
     ones_for_bias: int = 0
     # 16-bit floats are kept as integers.
     bits: bool = False
     # The backward pass keeps an activation's value beside its input.
     keep_activations: bool = False
-    # In a training step of 16 bits, GELU of what a product gave is written as XLA looks for it, for
-    # cuBLAS to compute beside the product, from float32.
+    # In a training step of 16 bits, GELU of a product is written as XLA looks for it, for cuBLAS.
     gelu_in_product: bool = False
     # The gradient of the head's table adds up as [D, V] and is transposed at the end, which is less
     # to copy than the gradient of the logits. XLA:CPU lacks that product of 16-bit operands.
     head_by_width: bool = False
     # Statistics of a row are taken in one pass, for exponentials in a softmax, divisions in a norm.
     one_pass: bool = False
-    # Sums over rows are taken in two stages, of which the second joins what reads it.
-    staged_sums: bool = False
-    # Sums for the biases of queries, keys and values are one.
-    joint_biases: bool = False
-    # Squares of all small gradients are one sum.
-    joint_norm: bool = False
-    # A branch's last product adds neither bias nor residual stream, which cuBLAS would do in a copy
-    # of the stream. Both join the statistics of the norm that follows.
+    # Sums over rows are taken in two stages, of which the second joins what reads it. Sums for the
+    # biases of queries, keys and values are one, and squares of all small gradients are.
+    joint_sums: bool = False
+    # A branch's last product adds neither bias nor stream, which cuBLAS would do in a copy of the
+    # stream. Both join the statistics of the norm that follows.
     sums_apart: bool = False
-    # Products of float32 round their operands, to TF32 or bfloat16. What stands beside one has to
-    # come from it.
+    # Products of float32 round their operands; what stands beside one has to come from it.
     rounds_float32: bool = False
-    # One of two results is computed, not chosen from both, which would need copies of what is
-    # overwritten. A GPU would have to wait for the host to read the condition.
+    # One of two results is computed, not chosen from both, which would copy what is overwritten. A
+    # GPU would have to wait for the host to read the condition.
     branches: bool = False
 
 
@@ -67,9 +57,7 @@ _VARIANTS = {
         keep_activations=True,
         gelu_in_product=True,
         one_pass=True,
-        staged_sums=True,
-        joint_biases=True,
-        joint_norm=True,
+        joint_sums=True,
         sums_apart=True,
         rounds_float32=True,
     ),
@@ -82,9 +70,8 @@ def variants() -> Variants:
     traced = target()
     found = _VARIANTS[traced.platform]
     if traced.several:
-        # One norm would gather shards of gradients. What joins what reads it ends late, and is sent
-        # late.
-        found = dataclasses.replace(found, joint_norm=False, staged_sums=False, joint_biases=False)
+        # One norm would gather shards of gradients. What joins its reader is sent late.
+        found = dataclasses.replace(found, joint_sums=False)
     if not leaves_products_to_cublas():
         found = dataclasses.replace(found, gelu_in_product=False)
     if not traced.splits_axes:

@@ -3,13 +3,3 @@
 from gpt2.optim.optimizers import OPTIMIZERS, make_optimizer, num_updates
 from gpt2.optim.schedules import SCHEDULES, make_schedule
 from gpt2.optim.transforms import averaged_params, global_norm
-
-__all__ = [
-    "OPTIMIZERS",
-    "SCHEDULES",
-    "averaged_params",
-    "global_norm",
-    "make_optimizer",
-    "make_schedule",
-    "num_updates",
-]

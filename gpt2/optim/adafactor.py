@@ -26,8 +26,7 @@ class AdafactorState(NamedTuple):
 def scale_by_adafactor() -> optax.GradientTransformation:
     """Returns algorithm 4 of the paper, without its relative steps: the schedule gives them.
 
-    Fused heads count as one matrix [in, out], and stacked layers as a matrix each, which optax's
-    Adafactor does not know. It takes the steps of torch.optim.Adafactor where that bounds nothing.
+    Fused heads count as one matrix [in, out], and stacked layers as one each, unlike in optax's.
     """
 
     def init_fn(params: Any) -> AdafactorState:

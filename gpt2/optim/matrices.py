@@ -1,9 +1,7 @@
 """Kernels as stacks of matrices, for optimizers that work on whole matrices.
 
-A kernel is one matrix or several: queries, keys and values are three. Matrices are `[k, rows,
-columns]` here. Rows are those of the model's width, so a kernel that maps to the width (`c_proj`)
-is transposed. All layers' matrices then fall into few shapes, which are stored alike and make long
-stacks: 124M has `[48, 768, 768]` and `[24, 768, 3072]`.
+A kernel is one matrix or several, `[k, rows, columns]`. Rows are those of the model's width, so
+`c_proj` is transposed: all layers make few stacks, 124M `[48, 768, 768]` and `[24, 768, 3072]`.
 """
 
 import dataclasses
@@ -15,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gpt2.errors import UserError
-from gpt2.optim.parameters import Path
+from gpt2.optim.parameters import Path, map_parameters
 from gpt2.parallel.matrices import map_matrices
 
 
@@ -47,13 +44,7 @@ AXES = {
 
 def axes_for(path: Path) -> Axes:
     """Returns which axes of the kernel at `path` are a matrix's."""
-    axes = AXES.get("/".join(path[-3:-1]))
-    if axes is None:
-        raise UserError(
-            f"no optimizer for matrices knows which axes of {'/'.join(path)} are a matrix's",
-            "Name them in AXES, in gpt2/optim/matrices.py",
-        )
-    return axes
+    return AXES["/".join(path[-3:-1])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +91,7 @@ class Kernel:
 
 def kernels(tree: Any) -> Any:
     """Returns the `Kernel` of every leaf of a tree of hidden kernels, each named in `AXES`."""
-
-    def kernel(path: tuple, leaf: Any) -> Kernel:
-        return Kernel(leaf.shape, axes_for(tuple(key.key for key in path)))
-
-    return jax.tree_util.tree_map_with_path(kernel, tree)
+    return map_parameters(lambda path, leaf: Kernel(leaf.shape, axes_for(path)), tree)
 
 
 def to_matrices(tree: Any) -> Any:
@@ -113,16 +100,9 @@ def to_matrices(tree: Any) -> Any:
 
 
 def map_stacks(function: Callable, trees: tuple[Any, ...], *scalars: jax.Array) -> tuple[Any, ...]:
-    """Maps a function over all matrices, those of equal shapes in one call.
+    """Maps `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 
-    Under the pjit backend the matrices of a call are dealt out over the devices
-    (`gpt2.parallel.matrices.map_matrices`).
-
-    Args:
-        function: `function(stacks, *scalars) -> tuple of stacks`, with an array `[S, ?, ?]` of each
-            of `trees`, and matrices that know nothing of each other.
-        trees: of arrays `[k, ?, ?]`, with the same paths. Leaves of one path have the same k.
-        scalars: arrays `[]`.
+    Those of equal shapes are one call, whose matrices pjit's devices share (`map_matrices`).
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]
@@ -135,7 +115,7 @@ def map_stacks(function: Callable, trees: tuple[Any, ...], *scalars: jax.Array) 
         mapped = map_matrices(function, stacks, *scalars)
         start = 0
         for i in indices:
-            end = start + columns[0][i].shape[0]
+            end = start + len(columns[0][i])
             results[i] = [stack[start:end] for stack in mapped]
             start = end
     by_result = zip(*(results[i] for i in range(len(results))), strict=True)

@@ -1,5 +1,6 @@
 """Muon and NorMuon: the momentum of each hidden matrix, orthogonalised."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +10,7 @@ import optax
 from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
 from gpt2.utils.platform import platform
 
-# Of the quintic polynomial, and how often it is applied (Jordan et al. 2024,
-# https://kellerjordan.github.io/posts/muon).
+# Of the quintic polynomial, and how often it is applied (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 
@@ -31,18 +31,10 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     *, momentum: float, nesterov: bool, neurons: bool, beta2: float
 ) -> optax.GradientTransformation:
-    """Returns the direction of Muon (Jordan et al. 2024), or of NorMuon (Li et al. 2025).
+    """Returns the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
 
-    The trees hold hidden kernels only (`gpt2.optim.matrices.AXES`); other parameters are
-    `optax.MaskedNode()`. Muon is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. optax's
-    has another momentum and leaves every device with all matrices.
-
-    NorMuon divides the orthogonalised update of each neuron by the root of its running mean square,
-    and scales the matrix to the same root mean square as Muon's (arXiv 2510.05491, algorithm 1). A
-    neuron is an output: a row of the paper's matrices, a column of this project's kernels.
-
-    Both cost 5 (4 m^2 n + 2 m^3) operations a step for a matrix of m by n, m the smaller: for GPT-2
-    4.2 D / tokens of what its kernels cost in a step of that many tokens.
+    Or of NorMuon (Li et al. 2025, algorithm 1), which divides each output's update by the root of
+    its running mean square. The trees hold hidden kernels only.
     """
 
     def init(params: Any) -> MuonState:
@@ -58,12 +50,11 @@ def scale_by_muon(
         shapes = kernels(updates)
         mean = jax.tree.map(lambda m, g: _lerp(m, g, 1 - momentum), state.momentum, updates)
         ahead = jax.tree.map(lambda g, m: _lerp(g, m, momentum), updates, mean)
-        operands = jax.tree.map(
-            lambda x: x.astype(_operand_dtype(x.dtype)), to_matrices(ahead if nesterov else mean)
-        )
-        orthogonal, *squares = map_stacks(
-            _orthogonalize_and_measure if neurons else _orthogonalize, (operands,)
-        )
+        # bfloat16 where the hardware is made for it, as in the authors' code.
+        narrow = jnp.bfloat16 if platform() in ("gpu", "tpu") else None
+        operands = to_matrices(ahead if nesterov else mean)
+        operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
+        orthogonal, *squares = map_stacks(partial(_orthogonalize, measure=neurons), (operands,))
         orthogonal = jax.tree.map(lambda x, like: x.astype(like.dtype), orthogonal, updates)
         if neurons:
             squares = jax.tree.map(_of_neurons, shapes, *squares)
@@ -81,10 +72,7 @@ def scale_by_muon(
 
 
 def newton_schulz(matrices: jax.Array) -> jax.Array:
-    """Moves the singular values of matrices `[S, m, n]` to about 1, between 0.7 and 1.2.
-
-    Products take operands of the matrices' type and add up in float32, or in a wider type.
-    """
+    """Moves the singular values of matrices `[S, m, n]` to about 1, between 0.7 and 1.2."""
     if matrices.shape[1] > matrices.shape[2]:  # the smaller products
         return newton_schulz(matrices.mT).mT
     a, b, c = COEFFICIENTS
@@ -103,18 +91,11 @@ def newton_schulz(matrices: jax.Array) -> jax.Array:
     return x.astype(dtype)
 
 
-def _operand_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns bfloat16 where the hardware is made for it, as in the authors' code."""
-    return jnp.dtype(jnp.bfloat16) if platform() in ("gpu", "tpu") else dtype
-
-
-def _orthogonalize(stacks: tuple[jax.Array]) -> tuple[jax.Array]:
-    return (newton_schulz(*stacks),)
-
-
-def _orthogonalize_and_measure(stacks: tuple[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns matrices, and the mean squares of their rows [S, m, 1] and columns [S, 1, n]."""
+def _orthogonalize(stacks: tuple[jax.Array], measure: bool) -> tuple[jax.Array, ...]:
+    """Returns matrices, and maybe the mean squares of rows [S, m, 1] and columns [S, 1, n]."""
     x = newton_schulz(*stacks)
+    if not measure:
+        return (x,)
     square = jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
     return x, square.mean(axis=2, keepdims=True), square.mean(axis=1, keepdims=True)
 

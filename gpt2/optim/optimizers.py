@@ -30,20 +30,10 @@ from gpt2.optim.transforms import (
 def make_optimizer(
     optim: OptimConfig, schedule: optax.Schedule, *, num_steps: int, width_ratio: float = 1.0
 ) -> optax.GradientTransformation:
-    """Returns the optimizer as one chain.
+    """Returns clipping, the direction, weight decay, factors, the rate and averages as one chain.
 
-    Gradients are clipped by their global norm. The direction follows, with weight decay before it
-    (adam, sgd) or after it (all others). Factors of `layer_rates` and `adam_learning_rate`, the
-    learning rate and the sign come last, and an average of the new parameters if there is one.
-
-    Args:
-        optim: the `optim.` options.
-        schedule: learning rate by step, counted from 0.
-        num_steps: of the run.
-        width_ratio: the model's width over that for which its rates were tuned. Hidden kernels
-            take steps smaller by this factor, or by its root under muon and normuon. As in
-            microsoft/mup's MuAdam and MuAdamW, learning rate times `weight_decay` stays as it is:
-            adam's decay grows by the factor first.
+    `width_ratio` is the model's width over that for which its rates were tuned. As in
+    microsoft/mup, rate times `weight_decay` stays as it is: adam's decay grows by the ratio first.
     """
     direction = OPTIMIZERS[optim.name](optim, num_steps)
     if optim.cautious in ("updates", "both"):
@@ -68,10 +58,7 @@ def make_optimizer(
 
 
 def num_updates(opt_state: optax.OptState) -> jax.Array:
-    """Returns the number of updates so far, of which the schedule is a function: int32 scalar.
-
-    It is less than the number of steps if some were skipped. All parts of a chain count alike.
-    """
+    """Returns the updates so far, int32 scalar: fewer than steps if some were skipped."""
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
@@ -112,10 +99,7 @@ def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
 
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
-    """Multiplies updates by the factor of the first pattern of `layer_rates` that matches.
-
-    A pattern that is the first to match no parameter, which a run would ignore, is an error.
-    """
+    """Multiplies updates by the factor of the first pattern of `layer_rates` that matches."""
 
     def first_match(name: str) -> int | None:
         return next((i for i, (p, _) in enumerate(optim.rates) if re.search(p, name)), None)
@@ -128,11 +112,10 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
         names = jax.tree.leaves(map_parameters(unrolled_names, params))
         matched = set(map(first_match, names))
         for index, (pattern, _) in enumerate(optim.rates):
-            if index not in matched:
+            if index not in matched:  # a run would ignore it
                 raise UserError(
                     f"optim.layer_rates has {pattern!r}, which matches no parameter, or none that "
-                    "a pattern before it leaves",
-                    f"Patterns are for names such as {names[0]}",
+                    f"a pattern before it leaves, of names such as {names[0]}"
                 )
         return optax.EmptyState()
 
@@ -154,10 +137,6 @@ def _sgd(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
 def _lion(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
     return optax.scale_by_lion(b1=optim.beta1, b2=optim.beta2)
-
-
-def _adafactor(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
-    return scale_by_adafactor()
 
 
 def _ademamix(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
@@ -209,9 +188,7 @@ def _with_adam(
     """Gives hidden kernels to a direction for matrices, and everything else to Adam."""
 
     def kinds(params: Any) -> Any:
-        return map_parameters(
-            lambda path, _: "hidden" if is_hidden_kernel(path) else "adam", params
-        )
+        return jax.tree.map(lambda hidden: "hidden" if hidden else "adam", _hidden_mask(params))
 
     return optax.partition({"adam": _adam(optim, 0), "hidden": hidden}, kinds)
 
@@ -222,7 +199,7 @@ OPTIMIZERS = {
     "adam": _adam,
     "sgd": _sgd,
     "lion": _lion,
-    "adafactor": _adafactor,
+    "adafactor": lambda optim, num_steps: scale_by_adafactor(),
     "ademamix": _ademamix,
     "schedule_free": _schedule_free,
     "muon": _muon,
@@ -230,9 +207,7 @@ OPTIMIZERS = {
     "soap": _soap,
 }
 # `optim.name` -> the power of the width with which the largest singular value of a hidden kernel's
-# update grows. Updates whose entries have the size of the rate line up with their inputs: power 1
-# (Yang et al. 2022, appendix B.3). Orthogonal ones of equal root mean square have equal singular
-# values: power 1/2 (Yang et al. 2023, arXiv 2310.17813, condition 1).
+# update grows (Yang et al. 2022, appendix B.3; of orthogonal ones Yang et al. 2023, condition 1).
 _WIDTH_POWERS = {
     **dict.fromkeys(("adamw", "adam", "ademamix", "lion", "schedule_free"), 1.0),
     **dict.fromkeys(("muon", "normuon"), 0.5),

@@ -1,8 +1,7 @@
 """Which parameter is which: names, kinds, and layers that are stacked.
 
-An optimizer sees parameters in either layout of `gpt2.utils.scan` and must treat both alike. A
-parameter of stacked layers has `h` in its path and a leading layer axis: whatever is counted per
-tensor is counted per layer there.
+A parameter of stacked layers (`gpt2.utils.scan`) has `h` in its path and a leading layer axis:
+whatever is counted per tensor is counted per layer there.
 """
 
 import re

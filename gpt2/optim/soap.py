@@ -12,10 +12,7 @@ from gpt2.optim.matrices import kernels, map_stacks, to_matrices
 
 
 class SoapState(NamedTuple):
-    """The state of `scale_by_soap`. Trees have the parameters' paths.
-
-    The matrices' axes are explained in `gpt2.optim.matrices`. Bases hold a vector in each column.
-    """
+    """Trees with the parameters' paths; bases hold a vector in each column."""
 
     count: jax.Array  # type: ignore[assignment]  # steps done, int32
     mu: Any  # running means of gradients, in the parameters' shapes
@@ -29,16 +26,10 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     *, beta1: float, beta2: float, eps: float, every: int
 ) -> optax.GradientTransformation:
-    """Returns the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3).
+    """Returns the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
 
-    The trees hold hidden kernels only (`gpt2.optim.matrices.AXES`); other parameters are
-    `optax.MaskedNode()`. As in the authors' code, the first step only finds the bases, and its
-    direction is 0. Products are in float32 on every platform. The state takes
-    2 + 2 (rows^2 + columns^2) / (rows * columns) times the memory of a kernel. Bases are refreshed
-    after `every` steps, by a step of power iteration and a QR decomposition (algorithm 4).
-
-    Layouts that round differently part sooner than with other optimizers: where the first gradient
-    is nearly singular, rounding chooses between bases, and Adam's steps depend on the basis.
+    The trees hold hidden kernels only. The first step only finds the bases, as in the authors'
+    code. Rounding chooses between bases where a gradient is nearly singular.
     """
     step = partial(_step, beta1=beta1, beta2=beta2, eps=eps, every=every)
 
@@ -118,8 +109,7 @@ def _grams(grads, row_gram, column_gram, beta2):
 def _eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
     """Returns the eigenvectors of one gradient's Gram matrix, those of large eigenvalues first.
 
-    A gradient has no more than `rank` of them. Its null space has any number of bases, between
-    which rounding would choose; a QR decomposition completes the basis in one way everywhere.
+    Rounding would choose between bases of the null space; QR completes them in one way everywhere.
     """
     vectors = _each(lambda x: jnp.linalg.eigh(x)[1], gram)[..., ::-1]
     if rank == gram.shape[-1]:
@@ -128,10 +118,7 @@ def _eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
 
 
 def _power_iteration(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns a basis nearer to the eigenvectors, and which vectors of the old one it follows.
-
-    The order is that of the eigenvalues as the old basis has them, largest first.
-    """
+    """Returns a basis nearer to the eigenvectors, by eigenvalue, and its order of the old one."""
     product = gram @ basis
     order = jnp.argsort(-jnp.sum(basis * product, axis=1), axis=1)
     ordered = jnp.take_along_axis(product, order[:, None, :], axis=2)
@@ -141,8 +128,7 @@ def _power_iteration(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.
 def _each(decompose: Callable[[jax.Array], jax.Array], matrices: jax.Array) -> jax.Array:
     """Decomposes each of `[k, ?, ?]` by itself, on a CPU one after the other.
 
-    There, LAPACK shares a batch among the threads of all simulated devices. It waits for ever for
-    those that wait for it in a collective. One matrix at a time takes no longer.
+    There LAPACK shares a batch among all simulated devices' threads, which may wait for each other.
     """
     return jax.lax.platform_dependent(
         matrices, cpu=partial(jax.lax.map, decompose), default=jax.vmap(decompose)

@@ -18,13 +18,9 @@ _SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
 
 
 def global_norm(grads: Any) -> jax.Array:
-    """Returns the norm of all gradients together, a float32 scalar.
-
-    XLA:GPU takes a kernel or two for each tensor. In the variant for one GPU the small ones are
-    one.
-    """
+    """Returns the norm of all gradients together, a float32 scalar; of small ones by one kernel."""
     leaves = jax.tree.leaves(grads)
-    if variants().joint_norm:
+    if variants().joint_sums:
         small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
         large = [leaf for leaf in leaves if leaf.size >= _SMALL]
         leaves = [*large, jnp.concatenate(small)] if small else large
@@ -32,10 +28,9 @@ def global_norm(grads: Any) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns `optax.clip_by_global_norm`, computed as a product.
+    """Returns `optax.clip_by_global_norm` as a product: quotients are stored (XLA:CPU note 1).
 
-    XLA:CPU would store Optax's quotients: a copy of all gradients (docs/performance.md, XLA:CPU
-    note 1). `update` takes the gradients' norm as `grad_norm` from a caller that has it.
+    `update` takes the gradients' norm as `grad_norm` from a caller that has it.
     """
 
     def update_fn(grads, state, params=None, *, grad_norm=None, **_):
@@ -49,8 +44,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def cautious(direction: optax.GradientTransformation) -> optax.GradientTransformation:
     """Drops what a direction does against the gradient (Liang et al. 2024, algorithm 1).
 
-    What is left of a tensor is divided by the share that is left. Entries without a gradient, such
-    as rows of a table that no token of the batch looks up, count neither way.
+    What is left of a tensor is divided by its share. Entries without a gradient count neither way.
     """
 
     def mask(path: tuple[str, ...], update: jax.Array, grad: jax.Array) -> jax.Array:
@@ -97,11 +91,7 @@ class AverageState(NamedTuple):
 
 
 def average_parameters(decay: float) -> optax.GradientTransformation:
-    """Keeps an exponential average of the new parameters; it begins with the initial ones.
-
-    It is the last of a chain, where updates are final. `decay` is the share that each step keeps
-    (Polyak and Juditsky 1992; the form is that of Tarvainen and Valpola 2017).
-    """
+    """Keeps an exponential average of parameters (Tarvainen and Valpola 2017), last of a chain."""
 
     def init_fn(params: Any) -> AverageState:
         return AverageState(jax.tree.map(jnp.copy, params))  # a buffer that may be donated
