@@ -1,8 +1,8 @@
 """Activations of the MLP by name, and GELU in its tanh form with its own backward rule.
 
-Hendrycks and Gimpel 2016, section 2: x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3),
-here as a quotient, x / (1 + exp(-2 u)). The backward rule uses the quotient a second time, so that
-XLA:CPU stores it and does not compute it in each use (docs/performance.md, XLA:CPU note 2).
+Hendrycks and Gimpel 2016, section 2: x (1 + tanh u) / 2 = x / (1 + exp(-2 u)) with
+u = sqrt(2 / pi) (x + 0.044715 x^3). The backward rule uses the quotient again, so that XLA:CPU
+stores it (docs/performance.md, XLA:CPU note 2).
 """
 
 import math
@@ -21,18 +21,13 @@ _CUBIC = 0.044715
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """Returns GELU of `x`, elementwise, in the type of `x`; any float type, computed in float32."""
+    chex.assert_type(x, float)
     return gelu_tanh_reference(x) if target().plain else _gelu_tanh(x)
 
 
 def gelu_tanh_reference(x: jax.Array) -> jax.Array:
     """Computes `gelu_tanh` by its formula, with the derivative left to JAX."""
-    chex.assert_type(x, float)
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
-
-
-@jax.custom_vjp
-def _gelu_tanh(x):
-    return _fwd(x)[0]
 
 
 def _exp_minus_2u(x):
@@ -40,7 +35,6 @@ def _exp_minus_2u(x):
 
 
 def _fwd(x):
-    chex.assert_type(x, float)
     # `linear` calls this in its own backward pass, so y lives no longer than that.
     x32 = x.astype(jnp.float32)
     y = x32 / (1.0 + _exp_minus_2u(x32))
@@ -57,6 +51,7 @@ def _bwd(residuals, dy):
     return (dx.astype(x.dtype),)
 
 
+_gelu_tanh = jax.custom_vjp(lambda x: _fwd(x)[0])
 _gelu_tanh.defvjp(_fwd, _bwd)
 
 
@@ -69,20 +64,14 @@ def _power(x, power):
     return jnp.maximum(x, 0) if power == 1 else jnp.square(jnp.maximum(x, 0))
 
 
-_relu = jax.custom_vjp(_power, nondiff_argnums=(1,))
-
-
-def _relu_fwd(x, power):
-    # XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
-    # next kernel reads (docs/performance.md, XLA:CPU note 14).
-    return jax.lax.optimization_barrier(_power(x, power)), x
-
-
-def _relu_bwd(power, x, dy):
+def _power_bwd(power, x, dy):
     return (jnp.where(x > 0, dy, 0) if power == 1 else 2 * jnp.maximum(x, 0) * dy,)
 
 
-_relu.defvjp(_relu_fwd, _relu_bwd)
+# XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
+# next kernel reads (docs/performance.md, XLA:CPU note 14).
+_relu = jax.custom_vjp(_power, nondiff_argnums=(1,))
+_relu.defvjp(lambda x, power: (jax.lax.optimization_barrier(_power(x, power)), x), _power_bwd)
 
 # `model.activation` -> the function between the MLP's two linear maps.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -1,7 +1,6 @@
 """What several operations are made of: products, sums over rows, 16-bit floats as bits, padding."""
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -72,24 +71,17 @@ def pad_rows(table: jax.Array, multiple: int) -> jax.Array:
     padding = -len(table) % multiple
     # By nothing too: XLA:CPU sums the squares of a gradient that comes straight from a product in
     # windows, which takes ten times as long.
-    if not padding or target().plain:
-        return jnp.pad(table, ((0, padding), (0, 0)))
-    return _pad_rows(table, padding)
+    return (_pad if not padding or target().plain else _pad_apart)(table, padding)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _pad_rows(table, padding):
+def _pad(table, padding):
     return jnp.pad(table, ((0, padding), (0, 0)))
 
 
-def _pad_rows_fwd(table, padding):
-    return _pad_rows(table, padding), None
-
-
-def _pad_rows_bwd(padding, _, dtable):
-    # The barrier makes XLA cut off the padding where the gradient is read. It would else cut what
-    # adds up to the gradient, in copies.
-    return (jax.lax.optimization_barrier(dtable)[:-padding],)
-
-
-_pad_rows.defvjp(_pad_rows_fwd, _pad_rows_bwd)
+# The barrier makes XLA cut off the padding where the gradient is read. It would else cut what adds
+# up to the gradient, in copies.
+_pad_apart = jax.custom_vjp(_pad, nondiff_argnums=(1,))
+_pad_apart.defvjp(
+    lambda table, padding: (_pad(table, padding), None),
+    lambda padding, _, dtable: (jax.lax.optimization_barrier(dtable)[:-padding],),
+)

@@ -6,9 +6,7 @@
     cudnn      cuDNN's flash attention, on NVIDIA GPUs
     splash     Pallas splash attention, on TPUs
 
-All of them compute softmax in float32. Heads are a separate axis, so that they can be spread over
-devices. B batch, T time, N heads, K heads of keys and values, H head size, S stored time. Query
-head n reads the keys of head n // (N / K).
+All compute softmax in float32. Query head n reads the keys of head n // (N / K).
 """
 
 import dataclasses
@@ -61,20 +59,16 @@ def attention(
         options = dict(dropout=dropout, dropout_key=dropout_key)
         out = attention_reference(q, k, v, scoring, slopes, segments, **options)
         return named(out, CORE_ATTENTION)
-    if not _computes_scores(implementation, scoring, slopes is not None):
-        raise ValueError(f"{implementation!r} cannot compute these scores")
-    functions: dict[str, Callable] = {
+    if implementation == "xla":
+        return _from_jax((q, k, v), (segments, slopes), scoring, "xla")
+    if implementation == "cudnn":
+        kernel: Callable = partial(_from_jax, scoring=scoring, implementation="cudnn")
+        return map_kernel(kernel)((q, k, v), (segments, slopes))
+    kernel = {
         "blocked": lambda qkv, constants: blocked_attention(*qkv, *constants, scoring),
         "splash": partial(_splash, scoring=scoring),
-        "xla": partial(_from_jax, scoring=scoring, implementation="xla"),
-        "cudnn": partial(_from_jax, scoring=scoring, implementation="cudnn"),
-    }
-    function = functions[implementation]
-    if implementation in ("blocked", "splash"):
-        k, v = _repeat_heads(q, k, v)
-    if implementation != "xla":
-        function = map_kernel(function)
-    return function((q, k, v), (segments, slopes))
+    }[implementation]
+    return map_kernel(kernel)((q, *_repeat_heads(q, k, v)), (segments, slopes))
 
 
 def _from_jax(qkv, constants, scoring, implementation):
@@ -112,8 +106,10 @@ def resolve(
     """Returns the implementation for `auto`; an explicit one that cannot run is a `UserError`."""
 
     def obstacle(name: str) -> str | None:
-        if not _computes_scores(name, scoring, alibi):
-            return "cannot compute model.attention_softcap, or model.position=alibi"
+        if scoring.softcap and name in ("xla", "cudnn"):
+            return "cannot compute model.attention_softcap"
+        if alibi and name == "splash":
+            return "cannot compute model.position=alibi"
         if (name == "cudnn" and platform != "gpu") or (name == "splash" and platform != "tpu"):
             return f"does not run on a {platform}"
         if name == "cudnn" and jnp.dtype(dtype).itemsize != 2:
@@ -125,7 +121,6 @@ def resolve(
         return None if name in IMPLEMENTATIONS else f"is not one of {', '.join(IMPLEMENTATIONS)}"
 
     if implementation == "auto":
-        # Blocks suit the caches of a CPU. Accelerators are faster with all scores at once.
         on_cpu = "blocked" if context_length > SHORT else "reference"
         preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
         return next(name for name in (preferred, "xla", "reference") if not obstacle(name))
@@ -134,11 +129,6 @@ def resolve(
             f"model.attention={implementation!r} {found}", "Use --config.model.attention=auto"
         )
     return implementation
-
-
-def _computes_scores(implementation, scoring, alibi):
-    lacks_cap = scoring.softcap and implementation in ("xla", "cudnn")
-    return not (lacks_cap or (alibi and implementation == "splash"))
 
 
 @jax.custom_vjp

@@ -38,8 +38,8 @@ def _blocked_fwd(q, k, v, segments, slopes, scoring):
     groups = tuple(map(_split, (q, k, v)))
     blocks = _blocks(groups[0].shape[2], segments, scoring, transposed=False)
     run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
-    rows = _by_head(groups[0], q, slopes)
-    out, log_normaliser = jax.lax.map(lambda args: run(*args), (*groups, *rows))
+    operands = *groups, *_by_head(groups[0], q, slopes)
+    out, log_normaliser = jax.lax.map(lambda args: run(*args), operands)
     out, log_normaliser = named((out, log_normaliser), CORE_ATTENTION)
     return _join(out, q), (*groups, segments, slopes, out, log_normaliser)
 
@@ -49,10 +49,8 @@ def _blocked_bwd(scoring, residuals, dout):
     groups = q, k, jnp.swapaxes(k, -1, -2), v, out, log_normaliser, _split(dout)
     blocks = _blocks(q.shape[2], segments, scoring, transposed=True)
     run = partial(_backward, blocks=blocks, scoring=scoring, dtype=dout.dtype)
-    rows = _by_head(q, dout, slopes)
-    dq, dk, dv = jax.lax.map(lambda args: run(*args), (*groups, *rows))
-    grads = (_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv))
-    return *grads, None, None
+    dq, dk, dv = jax.lax.map(lambda args: run(*args), (*groups, *_by_head(q, dout, slopes)))
+    return *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)), None, None
 
 
 blocked_attention.defvjp(_blocked_fwd, _blocked_bwd)
@@ -146,7 +144,7 @@ def _distance(queries, keys):
 
 
 def _blocks(T, segments, scoring, transposed):
-    """Lists each block's queries, keys and mask, which no loop over heads computes again."""
+    """Lists each block's queries, keys and mask."""
     block = T // _num_blocks(T)
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (0, T - segments.shape[1])))

@@ -22,8 +22,8 @@ from gpt2.utils.platform import target
 # Bytes of float32 logits that the loss computes at a time: 10,000 tokens with GPT-2's vocabulary.
 LOGITS_BYTES = 2 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
-CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold, as long as each chunk has
-CPU_ROWS = 512  # positions: every chunk adds to the gradient of the whole table
+CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold
+CPU_ROWS = 512  # at least: every chunk adds to the gradient of the whole table
 LARGE_TABLE_BYTES, LARGE_TABLE_ROWS = 2**25, 2048  # which takes longer where no cache holds it
 
 IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
@@ -104,14 +104,12 @@ class _Terms:
         """Returns the logits `[B, T, V]`, float32, padding masked out."""
         logits = dot(hidden, embedding, (2,), (1,), self.logits_dtype).astype(jnp.float32)
         logits = soft_cap(logits, self.logit_softcap)
-        if self.vocab_size < embedding.shape[0]:
-            logits = jnp.where(self._exists(logits), logits, IMPOSSIBLE)
-        return logits
+        is_padded = self.vocab_size < len(embedding)
+        return jnp.where(self._exists(logits), logits, IMPOSSIBLE) if is_padded else logits
 
     def _exists(self, logits):
-        """Returns which tokens exist, `[1, 1, V]`; the others are padding."""
-        shape = (1, 1, logits.shape[-1])
-        return jax.lax.broadcasted_iota(jnp.int32, shape, 2) < self.vocab_size
+        """Returns which tokens exist, `[1, 1, V]`."""
+        return jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[2]), 2) < self.vocab_size
 
     def loss(self, logits, normaliser, highest, hidden, embedding, targets):
         """Returns the loss, summed over positions that have a target."""
@@ -176,10 +174,8 @@ def _loss_sum(hidden, embedding, targets, terms, dtype, chunk, shards):
 
 def _whole(embedding, dtype, shards):
     """Returns all rows in `dtype`, and an array to take single rows from: cheapest as stored."""
-    if not shards:
-        return embedding.astype(dtype), embedding
-    weights = shards.gather(embedding.astype(dtype))
-    return weights, weights
+    weights = shards.gather(embedding.astype(dtype)) if shards else embedding.astype(dtype)
+    return weights, weights if shards else embedding
 
 
 def _loss_sum_fwd(hidden, embedding, targets, terms, dtype, chunk, shards):
@@ -197,11 +193,11 @@ def _loss_sum_fwd(hidden, embedding, targets, terms, dtype, chunk, shards):
         dembedding += dot(*factors, (0, 1), (0, 1))
         return (loss, dembedding), dot(dlogits, weights, (2,), (0,), result).astype(dtype)
 
-    by_width = variants().head_by_width and jnp.dtype(dtype) == jnp.float32
+    by_width = variants().head_by_width and dtype == jnp.float32
     shape = weights.shape[::-1] if by_width else weights.shape
     sums = jnp.float32(0.0), jnp.zeros(shape, jnp.float32)
     (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
-    if by_width:  # without the barrier, XLA would transpose both factors of a single chunk instead
+    if by_width:  # without the barrier, XLA would transpose both factors of a single chunk
         dembedding = jax.lax.optimization_barrier(dembedding).T
     dembedding = shards.scatter(dembedding) if shards else dembedding
     return loss, (dhidden, dembedding.astype(embedding.dtype))
@@ -219,11 +215,10 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
     B, T, D = hidden.shape
     if not chunk or chunk >= T:
         return add_chunk(sums, (hidden, targets))
-    num_chunks = -(-T // chunk)
-    padding = num_chunks * chunk - T
+    padding = -T % chunk
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
-    rows = hidden.reshape(B, num_chunks, chunk, D), targets.reshape(B, num_chunks, chunk)
+    rows = hidden.reshape(B, -1, chunk, D), targets.reshape(B, -1, chunk)
     rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
     sums, outputs = jax.lax.scan(add_chunk, sums, rows)
     if outputs is not None:
@@ -232,16 +227,13 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
 
 
 def _softmax(logits):
-    """Returns exponentials `[B, T, V]`, their sums and the logits' maximum `[B, T, 1]`.
-
-    In one pass, a sum is scaled whenever the maximum grows (Milakov and Gimelshein 2018).
-    """
+    """Returns exponentials `[B, T, V]`, their sums and the logits' maximum `[B, T, 1]`."""
     if not variants().one_pass:  # stored once, for the sum and the gradient: XLA:CPU note 8
         highest = logits.max(axis=-1, keepdims=True)
         exponentials = jnp.exp(logits - highest)
         return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
 
-    def join(one, other):
+    def join(one, other):  # a sum is scaled when the maximum grows (Milakov and Gimelshein 2018)
         highest = jnp.maximum(one[0], other[0])
         scaled = (total * jnp.exp(top - highest) for top, total in (one, other))
         return highest, sum(scaled)

@@ -1,11 +1,7 @@
 """A linear map, and the nonlinearity before it, with their own backward rule.
 
-The rule states three direct matrix products,
-
-    y = x w        dx = dy w^T        dw = x^T dy
-
-so that each result has the layout in which it is stored, and nothing is transposed in memory
-(docs/performance.md, XLA:CPU note 4).
+y = x w, dx = dy w^T and dw = x^T dy are direct products, so that each result has the layout in
+which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU note 4).
 """
 
 import math
@@ -140,9 +136,8 @@ def _linear_bwd(num_contract, activation, dtype, shards, into_sum, joins, residu
     dy = dy.reshape(*(x.shape[axis] for axis in rows), *kernel.shape[num_contract:])
     outputs = range(len(rows), dy.ndim)
     if activation and kept is None:
-        # The barrier makes XLA compute the activation again, not keep the forward pass's value
-        # (docs/performance.md, XLA:CPU note 5). It stands before the product, which XLA:TPU lets
-        # compute the derivative.
+        # The barrier makes XLA compute the activation again (docs/performance.md, XLA:CPU note 5).
+        # It stands before the product, which XLA:TPU lets compute the derivative.
         x, dy = jax.lax.optimization_barrier((x, dy))
     dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result_type(dtype))
     dx, x = dx.astype(dtype), floats(x, dtype)
@@ -178,9 +173,8 @@ def _parts_fwd(x, kernels, bias, dtype, shards):
 def _parts_bwd(dtype, shards, residuals, dys):
     """Adds up gradients of `x` inside the products, as cuBLAS can."""
     x, kernels, bias = residuals
-    dx, dkernels = None, []
+    dx, dkernels, options = None, [], (1, None, dtype, shards, False, False)
     for kernel, dy in zip(kernels, dys, strict=True):
-        options = 1, None, dtype, shards, False, False
         dx_part, dkernel, _ = _linear_bwd(*options, (x, None, kernel, None), dy)
         dx = dx_part if dx is None else dx_part + dx  # in this order XLA adds in the product
         dkernels.append(dkernel)

@@ -4,8 +4,6 @@ LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019). The backward p
 in its own type and two numbers for each row, where reverse mode would keep several float32 arrays.
 """
 
-from functools import partial
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -47,11 +45,6 @@ def norm_reference(x, scale, bias=None, *, center=True, eps=1e-5, dtype=None):
     return (y if bias is None else y + bias).astype(dtype or x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _norm(x, scale, bias, center, eps, input_dtype, dtype):
-    return _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype)[0]
-
-
 def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
     one_pass = center and variants().one_pass
     x32 = x.astype(jnp.float32)
@@ -68,7 +61,7 @@ def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
 
 
 def _normed(x, shift, inverse):
-    """Returns normalised rows; in one pass `shift` is the mean times `inverse`, of one kernel."""
+    """Returns normalised rows; in one pass `shift` is the mean times `inverse`."""
     return x * inverse - shift if variants().one_pass else (x - shift) * inverse
 
 
@@ -94,8 +87,7 @@ def _variance(x):
 
 def _norm_bwd(center, eps, input_dtype, dtype, residuals, dy):
     x, scale, bias, shift, inverse = residuals
-    # The barrier makes XLA compute the normalised rows again, not keep the forward pass's
-    # (docs/performance.md, XLA:CPU note 5).
+    # The barrier makes XLA compute the normalised rows again (XLA:CPU note 5).
     x, dy = jax.lax.optimization_barrier((x, dy))
     x = floats(x, input_dtype)
     normed = _normed(x.astype(jnp.float32), shift, inverse)
@@ -109,4 +101,5 @@ def _norm_bwd(center, eps, input_dtype, dtype, residuals, dy):
     return (dx * inverse).astype(x.dtype), dscale.astype(scale.dtype), dbias
 
 
+_norm = jax.custom_vjp(lambda *args: _norm_fwd(*args)[0], nondiff_argnums=(3, 4, 5, 6))
 _norm.defvjp(_norm_fwd, _norm_bwd)

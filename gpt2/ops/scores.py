@@ -36,10 +36,7 @@ class Scoring:
 
 
 def alibi_slopes(num_heads: int) -> jax.Array:
-    """Returns the slope of each head, `[N]` float32 (Press et al. 2022, section 3, and its code).
-
-    If N is no power of two, every second slope of the next larger power follows.
-    """
+    """Returns the slope of each head, `[N]` float32 (Press et al. 2022, section 3, and code)."""
     smaller = 2 ** math.floor(math.log2(num_heads))
     first = [2.0 ** (-8.0 * (i + 1) / smaller) for i in range(smaller)]
     rest = [2.0 ** (-8.0 * (i + 0.5) / smaller) for i in range(num_heads - smaller)]

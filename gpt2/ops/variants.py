@@ -30,21 +30,19 @@ class Variants:
     keep_activations: bool = False
     # In a training step of 16 bits, GELU of a product is written as XLA looks for it, for cuBLAS.
     gelu_in_product: bool = False
-    # The gradient of the head's table adds up as [D, V] and is transposed at the end, which is less
-    # to copy than the gradient of the logits. XLA:CPU lacks that product of 16-bit operands.
+    # The gradient of the head's table adds up as [D, V], which is less to transpose than logits.
+    # XLA:CPU lacks that product of 16-bit operands.
     head_by_width: bool = False
     # Statistics of a row are taken in one pass, for exponentials in a softmax, divisions in a norm.
     one_pass: bool = False
     # Sums over rows are taken in two stages, of which the second joins what reads it. Sums for the
     # biases of queries, keys and values are one, and squares of all small gradients are.
     joint_sums: bool = False
-    # A branch's last product adds neither bias nor stream, which cuBLAS would do in a copy of the
-    # stream. Both join the statistics of the norm that follows.
+    # A branch's last product adds neither bias nor stream; both join the norm that follows.
     sums_apart: bool = False
     # Products of float32 round their operands; what stands beside one has to come from it.
     rounds_float32: bool = False
-    # One of two results is computed, not chosen from both, which would copy what is overwritten. A
-    # GPU would have to wait for the host to read the condition.
+    # One of two results is computed, for which a GPU would have to wait for the host.
     branches: bool = False
 
 
@@ -67,19 +65,18 @@ _VARIANTS = {
 
 def variants() -> Variants:
     """Returns the variants for what the current trace is for."""
-    traced = target()
+    traced, changes = target(), {}
     found = _VARIANTS[traced.platform]
     if traced.several:
         # One norm would gather shards of gradients. What joins its reader is sent late.
-        found = dataclasses.replace(found, joint_sums=False)
-    if not leaves_products_to_cublas():
-        found = dataclasses.replace(found, gelu_in_product=False)
-    if not traced.splits_axes:
-        return found
-    # The partitioner cannot follow an axis that it splits into a flat one, and it would add up the
-    # devices' results in the type of a product. Sums of rows that it splits cross the network.
-    split = dataclasses.replace(found, flat=False, narrow_results=False, gelu_in_product=False)
-    return dataclasses.replace(split, ones_for_bias=min(1, found.ones_for_bias))
+        changes |= dict(joint_sums=False)
+    if traced.splits_axes or not leaves_products_to_cublas():
+        changes |= dict(gelu_in_product=False)
+    if traced.splits_axes:
+        # The partitioner cannot follow an axis that it splits into a flat one, and it would add up
+        # the devices' results in the type of a product.
+        changes |= dict(flat=False, narrow_results=False, ones_for_bias=min(1, found.ones_for_bias))
+    return dataclasses.replace(found, **changes)
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
