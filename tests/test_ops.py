@@ -296,29 +296,6 @@ def by_rows(function, mesh, whole=0):
     return mapped
 
 
-def test_blocked_attention_of_spread_heads_sends_nothing(monkeypatch):
-    mesh = make_mesh(ParallelConfig(data=4, tensor=2))
-    spread = NamedSharding(mesh, PartitionSpec(BATCH_AXES, None, "tensor"))
-    # Two groups of heads in a sequence, so that the loop over groups crosses devices.
-    qkv = 3 * (jax.ShapeDtypeStruct((4, 1024, 4, 8), "float32", sharding=spread),)
-
-    def sent():
-        def values_and_gradients(*qkv):
-            blocked = partial(model_attention.spread_attention, implementation="blocked")
-            out, pull_back = jax.vjp(blocked, *qkv)
-            return out, *pull_back(out)
-
-        with spread_over(mesh, RULES):
-            on_rows = by_rows(values_and_gradients, mesh)
-            return collectives(
-                jax.jit(on_rows, out_shardings=spread).lower(*qkv).compile().as_text()
-            )
-
-    assert not sent()
-    monkeypatch.setattr(model_attention, "map_devices", lambda function, *_: function)
-    assert sent()  # what XLA makes of that loop by itself
-
-
 def test_softmax_equals_jax_and_keeps_its_result_alone(monkeypatch):
     x, dy = jax.random.normal(jax.random.key(0), (2, 3, 5, 64))
     x = x.at[0, 1:].set(-jnp.inf)  # a row that sees one key
@@ -485,13 +462,8 @@ def test_gelu_has_a_slope_as_far_out_as_its_cube_overflows(dtype):
     assert slopes.tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name.startswith("relu")])
-def test_activations_with_their_own_rule_have_the_derivative_of_their_formula(name):
+@pytest.mark.parametrize(("name", "power"), [("relu", 1), ("relu_squared", 2)])
+def test_activations_with_their_own_rule_have_the_derivative_of_their_formula(name, power):
     x = jnp.array([-2.0, -0.5, 0.0, 0.25, 3.0])
-    formula = {
-        "relu": lambda x: jnp.where(x > 0, x, 0.0),
-        "relu_squared": lambda x: jnp.where(x > 0, x, 0.0) ** 2,
-    }[name]
-    np.testing.assert_allclose(ACTIVATIONS[name](x), formula(x))
-    slopes = [jax.vmap(jax.grad(f))(x) for f in (ACTIVATIONS[name], formula)]
-    np.testing.assert_allclose(*slopes)
+    slopes = jax.vmap(jax.grad(ACTIVATIONS[name]))(x)
+    np.testing.assert_allclose(slopes, power * (x > 0) * jnp.abs(x) ** (power - 1))

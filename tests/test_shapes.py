@@ -7,17 +7,15 @@ from functools import partial
 import chex
 import flax.errors
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
 from configs import default
 from gpt2 import ops
 from gpt2.config import SIZES, Config
-from gpt2.model import GPT, GPTConfig, KVCache, layers, num_params
+from gpt2.model import KVCache, layers, num_params
 from gpt2.training.program import Program
 
-MIDDLE = ("gpt2-355m", "gpt2-774m")
 TOTALS = dict(zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True))
 B, T, V = 16, 1024, 50257
 IMPLEMENTATIONS = ("reference", "blocked", "xla", "splash")
@@ -26,12 +24,7 @@ WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
 each_model = pytest.mark.parametrize(
     ("size", "scanned"),
-    [
-        ("gpt2-124m", True),
-        ("gpt2-124m", False),
-        ("gpt2-1558m", True),
-        *(pytest.param(size, True, marks=pytest.mark.thorough) for size in MIDDLE),
-    ],
+    [("gpt2-124m", True), ("gpt2-124m", False), ("gpt2-1558m", True)],
 )
 
 
@@ -40,14 +33,6 @@ def array(dtype, *shape):
 
 
 ints, floats, halves = (partial(array, dtype) for dtype in ("int32", "float32", "bfloat16"))
-SCALARS = floats(), floats()
-
-
-def assert_is(tree, dtype, *shape):
-    """Every leaf has this type and this shape."""
-    leaves = jax.tree.leaves(tree)
-    chex.assert_shape(leaves, shape)
-    chex.assert_type(leaves, jnp.dtype(dtype))
 
 
 def assert_same(actual, expected):
@@ -67,12 +52,6 @@ def program(size, scanned):
     options.memory.scan_layers = scanned
     options.parallel.update(mesh_sizes(size))
     return Program.from_config(Config.from_dict(options), jax.devices())
-
-
-def gpt(size, scanned):
-    """The model of an OpenAI size, and its variables."""
-    config = GPTConfig.from_name(size, scan_layers=scanned, compute_dtype="bfloat16")
-    return GPT(config), {"params": shapes(program(size, scanned).state_shapes.params)}
 
 
 def method(model, name):
@@ -102,23 +81,8 @@ def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_n
     for moment in ("mu", "nu"):
         assert_same(optax.tree.get(state.opt_state, moment), state.params)
     assert all(len(x.sharding.spec) == x.ndim for x in jax.tree.leaves(state.params))
-    assert_is(state.step, "int32")
+    assert state.step.dtype == "int32" and not state.step.shape
     assert state.loss_scale is None
-
-
-@each_model
-def test_loss_is_two_scalars_and_a_cache_keeps_its_shape_as_it_is_extended(size, scanned):
-    (model, variables), (L, N, D), S = gpt(size, scanned), SIZES[size], 256
-    loss = jax.eval_shape(method(model, "loss"), variables, ints(B, T), ints(B, T))
-    assert_same(loss, {"loss": SCALARS})
-    cache = jax.eval_shape(partial(KVCache.create, model.config, B, S))
-    chex.assert_tree_shape_suffix(cache.layers, (B, N, S, D // N))
-    assert_is(cache.layers, "bfloat16", *([L] if scanned else []), B, N, S, D // N)
-    assert len(jax.tree.leaves(cache.layers)) == (2 if scanned else 2 * L)
-    extend = method(model, "extend")
-    logits, longer = jax.eval_shape(extend, variables, ints(B, 4), ints(B), cache)
-    assert_is(logits, "float32", B, V)
-    assert_same(longer, cache)
 
 
 def attend(name):
