@@ -35,7 +35,7 @@ class Training:
         self._state: Any = program.init_state()
         self._compiled = program.compile_train(self._state, self._batch)
         compute, device = config.precision.compute, self.devices[0]
-        precision = jax.config.read("jax_default_matmul_precision")
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         chip = find_chip(device.device_kind)
         self._products = first_step.products_of(compute, precision, platform_of(device))
         self.info = {
