@@ -244,8 +244,8 @@ a checkpoint of another run is believed
     + if changed := "":
 altered values are not noticed
     gpt2/training/checkpoint_files.py: tests/test_checkpoint.py -k damage_to_any
-    - digests.find_damage(folder, found, read=read)
-    + digests.find_damage(folder, found, read=False)
+    - files.find_damage(folder, found, read=read)
+    + files.find_damage(folder, found, read=False)
 a run that was killed begins anew
     train.py: tests/test_train.py -k killed
     - start = distributed.from_first(distributed.only_first(run_files.find_start)(workdir) or 0)

@@ -29,7 +29,7 @@ from gpt2.training.checkpoint import Checkpointer, load_params
 from gpt2.training.checkpoint_files import find_damage, move_aside, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.utils import digests
+from gpt2.utils import files
 from tests.helpers import TINY, metrics_of, params_of, run
 from tests.test_workdir import TINY_MODEL, make_config, write_run
 
@@ -348,7 +348,7 @@ def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     save_checkpoints(tmp_path, 2)
-    monkeypatch.setattr(digests, "_crc32", fail)
+    monkeypatch.setattr(files, "_crc32", fail)
     assert "cannot be read: Input/output error" in find_damage(tmp_path, 2)
 
 

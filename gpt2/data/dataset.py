@@ -20,7 +20,7 @@ from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.splits import SPLITS, write_splits
 from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_tokens
 from gpt2.errors import UserError, tell, warn
-from gpt2.utils import digests, files
+from gpt2.utils import files
 
 FORMAT = 4  # of a prepared directory; another number prepares everything anew
 
@@ -88,7 +88,7 @@ class Dataset:
 
 def read_data(path: Path) -> dict | None:
     """Returns what a run's data.json tells of its text, None if it is missing or damaged."""
-    return digests.read_sealed(path)
+    return files.read_sealed(path)
 
 
 def differing_data(saved: dict, found: dict) -> set[str]:
@@ -137,11 +137,11 @@ def _find_damage(directory: Path) -> str | None:
     facts = directory / "prepared.json"
     if not facts.exists():
         return ""
-    tree = digests.read_sealed(facts)
+    tree = files.read_sealed(facts)
     if tree is None:
         return "prepared.json was altered"
     total = sum(size for size, _ in tree["files"].values())
-    return digests.find_damage(directory, tree["files"], read=total <= _READ_BYTES) or None
+    return files.find_damage(directory, tree["files"], read=total <= _READ_BYTES) or None
 
 
 def _load(directory: Path) -> Dataset:
@@ -179,9 +179,9 @@ def _write(
             "corpus": data.corpus,
             "tokenizer": data.tokenizer,
             "val_fraction": data.val_fraction,
-            "files": digests.digest_folder(partial),
+            "files": files.digest_folder(partial),
         }
-        files.write_json(partial / "prepared.json", digests.seal(about | facts))
+        files.write_json(partial / "prepared.json", files.seal(about | facts))
         files.sync_tree(partial)
         if directory.exists():  # damaged; others may read from it until now
             directory.rename(old)

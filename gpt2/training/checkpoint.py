@@ -40,7 +40,7 @@ from gpt2.training.guard import Guard
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import files
-from gpt2.utils.digests import digest_folder, seal
+from gpt2.utils.files import digest_folder
 from gpt2.utils.scan import in_layout, is_scanned
 
 METRIC = "eval/loss"  # by which the best checkpoint is known
@@ -326,7 +326,7 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
         folder = Path(directory)
         found = digest_folder(folder.parent)
         found = {name: found[name] for name in found if name.split("/")[0] in ITEMS}
-        (folder / "digests").write_text(json.dumps(seal({"files": found})))
+        (folder / "digests").write_text(json.dumps(files.seal({"files": found})))
         files.sync_tree(folder.parent)  # before a rename makes them visible
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpt2.config import Config, flatten, leaves_training, load_config
 from gpt2.data.dataset import read_data
-from gpt2.utils import digests
+from gpt2.utils import files
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
 ITEMS = ("params", "rest", "layout", "metrics")
@@ -58,12 +58,12 @@ def find_damage(
         read: compare what the files hold with their digests, not their sizes alone.
     """
     folder = Path(workdir) / "checkpoints" / str(step)
-    saved = digests.read_sealed(folder / "digests" / "digests")
+    saved = files.read_sealed(folder / "digests" / "digests")
     if saved is None:
         return f"checkpoint {folder} is damaged (digests/digests is missing or was altered)"
     parts = {*items, "layout"}
     found = {name: saved["files"][name] for name in saved["files"] if name.split("/")[0] in parts}
-    if damage := digests.find_damage(folder, found, read=read):
+    if damage := files.find_damage(folder, found, read=read):
         return f"checkpoint {folder} is damaged ({damage})"
     layout = json.loads((folder / "layout" / "metadata").read_text("utf-8"))
     if layout.get("step", step) != step:

@@ -37,7 +37,6 @@ from gpt2.training.checkpoint_files import (
     saved_steps,
 )
 from gpt2.utils import files
-from gpt2.utils.digests import seal
 from gpt2.utils.text import format_duration
 
 _LOCK, _DATA = ".lock", "data.json"
@@ -149,8 +148,8 @@ def describe_results(
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
         line += f"\n(zlib -9 needs {dataset.zlib_bits_per_byte:.3f} for the same text)"
-    files = f"see loss.png and samples.txt in {workdir}"
-    return f"time: {format_duration(clock.total_seconds)}; {shares}\n{line}\n{files}"
+    places = f"see loss.png and samples.txt in {workdir}"
+    return f"time: {format_duration(clock.total_seconds)}; {shares}\n{line}\n{places}"
 
 
 @distributed.only_first
@@ -166,7 +165,7 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
             warn(f"the checkpoint of step {step} is now {move_aside(workdir, step)}")
     (workdir / "samples.txt").unlink(missing_ok=True)  # of an earlier end: see `is_finished`
     files.write_json(workdir / "config.json", config.to_dict())
-    files.write_json(workdir / _DATA, seal(dataset.describe()))
+    files.write_json(workdir / _DATA, files.seal(dataset.describe()))
     dataset.tokenizer.save(workdir / "tokenizer.json")
     record_start(workdir, start)
 

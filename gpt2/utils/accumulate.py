@@ -12,18 +12,10 @@ def accumulate(
     batch: dict[str, jax.Array],
     num_micro_batches: int,
 ) -> Any:
-    """Sums `function(micro_batch, index)` over equal slices of the batch's rows.
+    """Sums `function(micro_batch, index)` over equal slices of the batch's rows, B a multiple.
 
     It gives sums, not means: the caller divides once by the number of tokens, so that every token
     has the same weight whatever the size of its micro-batch.
-
-    Args:
-        function: maps a micro-batch and its index (int32 scalar) to a tree of arrays.
-        batch: arrays [B, ...]; B is a multiple of `num_micro_batches`.
-        num_micro_batches: 1 calls `function` directly.
-
-    Returns:
-        The tree that `function` gives, summed.
     """
     if num_micro_batches == 1:
         return function(batch, jnp.int32(0))

@@ -1,12 +1,6 @@
 """Prepares a process before its slow imports: memory, flags of XLA, a cache of its programs.
 
 Every command calls `prepare_process` first. What each setting saves: docs/performance.md.
-
-- glibc requests pages of 2 MB, since the kernel clears the temporary memory of every step page by
-  page, and keeps freed blocks of up to 256 MB: fragments of larger ones would take as much again.
-- XLA:CPU orders programs for little memory.
-- On NVIDIA GPUs, products go to cuBLAS, those that share an operand stay apart, and gathers of a
-  layer's kernels do not wait for each other.
 """
 
 import ctypes
@@ -22,6 +16,8 @@ from pathlib import Path
 
 from gpt2 import errors
 
+# glibc requests pages of 2 MB, since the kernel clears the temporary memory of every step page by
+# page, and keeps freed blocks of up to 256 MB: fragments of larger ones would take as much again.
 _KEPT = 2**28  # bytes
 _TUNABLES = {
     "glibc.malloc.hugetlb": 1,
@@ -29,22 +25,23 @@ _TUNABLES = {
     "glibc.malloc.trim_threshold": _KEPT,
 }
 _STARTED_AGAIN = "GPT2_STARTED_AGAIN"
+# Products go to cuBLAS, those that share an operand stay apart, and gathers of a layer's kernels do
+# not wait for each other.
 _GPU_FLAGS = (
     "--xla_gpu_enable_triton_gemm=false",
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
-_CPU_FLAG = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+_CPU_FLAG = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"  # for little memory
 _chosen: set[str] = set()  # variables of JAX's cache that this process set
 _imported = time.monotonic()
 
 
 def prepare_process() -> None:
-    """Makes the settings of a run, what a user sets excepted.
+    """Makes the settings of a run, what a user sets excepted. Call it before slow imports.
 
-    The C library reads its settings when a process starts. If they are missing, the program starts
-    itself again, once, unless it has imported JAX already: call this before slow imports. Where JAX
-    may find an accelerator, there are no memory settings to make.
+    The C library reads its own when a process starts: the program starts itself again, once. Where
+    JAX may find an accelerator, there are none.
     """
     errors.begin_process()
     again = _STARTED_AGAIN in os.environ  # even where the settings got lost
@@ -64,12 +61,10 @@ def prepare_process() -> None:
         os.environ |= _with_flags(*_GPU_FLAGS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        chosen = {
-            "JAX_COMPILATION_CACHE_DIR": str(place / "gpt2-jax" / "xla"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-        }
-        _chosen.update(chosen.keys() - os.environ.keys())
-        os.environ |= {name: chosen[name] for name in _chosen}
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(place / "gpt2-jax" / "xla")}
+        cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+        _chosen.update(cache.keys() - os.environ.keys())
+        os.environ |= {name: cache[name] for name in _chosen}
 
 
 def seconds_since_start() -> float:
@@ -104,15 +99,13 @@ def has_old_xla() -> bool:
 
 
 def _may_have_tpus() -> bool:
-    """Whether there are variables or device files of TPUs."""
     told = {name for name in os.environ if name.startswith(("TPU_", "CLOUD_TPU", "JAX_FORCE_TPU"))}
     told -= {"TPU_SKIP_MDS_QUERY"}  # which JAX sets where it finds none
     return bool(told) or any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
 
 
 def _has_glibc() -> bool:
-    """Whether the C library knows the tunables, and takes thresholds of more than 32 MB."""
-    name, release = platform.libc_ver()
+    name, release = platform.libc_ver()  # before 2.35: no tunables, thresholds of 32 MB at most
     return name == "glibc" and tuple(map(int, release.split(".")[:2])) >= (2, 35)
 
 

@@ -14,13 +14,9 @@ def init_key(seed: int) -> jax.Array:
 def dropout_key(
     seed: int, step: jax.Array | int, micro_batch: jax.Array | int, device: jax.Array | int
 ) -> jax.Array:
-    """Returns the dropout key of one micro-batch on one device at one step.
+    """Returns the dropout key of one micro-batch on one device at one step, all counted from 0.
 
-    Args:
-        seed: the run's seed.
-        step: optimizer step, counted from 0.
-        micro_batch: index of the micro-batch within the step.
-        device: index of the device along the axes that split the batch.
+    `device` counts along the axes that split the batch.
     """
     key = jax.random.fold_in(jax.random.key(seed), _DROPOUT)
     for index in (step, micro_batch, device):

@@ -17,11 +17,8 @@ CORE_ATTENTION = "attn/core"
 # JAX names no results of cuDNN's kernel. The operation stands for them.
 _CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
-_ATTENTION = (
-    *("attn/c_attn", "attn/c_q", "attn/c_kv"),
-    *(CORE_ATTENTION, _CUDNN_ATTENTION),
-    "attn/c_proj",
-)
+_ATTENTION = ("attn/c_attn", "attn/c_q", "attn/c_kv", CORE_ATTENTION, _CUDNN_ATTENTION)
+_ATTENTION += ("attn/c_proj",)
 _MLP = ("mlp/c_fc", "mlp/c_gate", "mlp/c_proj")
 
 # `memory.remat` -> what it keeps of a block beside the block's input, if the backward pass reads
@@ -40,13 +37,8 @@ def remat(
 ) -> type[nn.Module]:
     """Returns `block`, made to recompute its activations in the backward pass.
 
-    Args:
-        block: a Linen module class whose `__call__` is differentiated.
-        policy: one of `memory.remat`. `offload` keeps in the host's memory, the others on the
-            device.
-        static: names of the arguments of `__call__` that are not arrays.
-        looped: whether the block is the body of a loop. XLA cannot merge a loop's body with its
-            recomputation, so the barrier against that, which costs time, is left out.
+    `static` names the arguments of its `__call__` that are not arrays. `looped`: it is the body of
+    a loop.
     """
     if policy == "none":
         return block
@@ -54,6 +46,7 @@ def remat(
     return nn.remat(
         block,
         policy=_keep(KEPT[policy], on_host=policy == "offload"),
+        # XLA cannot merge a loop's body with its recomputation. A barrier against that costs time.
         prevent_cse=not looped,
         static_argnums=tuple(arguments.index(name) for name in static),
     )
@@ -62,12 +55,10 @@ def remat(
 def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, str]:
     """Returns the options that keep XLA from undoing a policy; `platform` is that of the program.
 
-    XLA:CPU drops all barriers before it merges equal expressions for the last time. Of layers
-    without a loop it would then keep what the policy computes again.
+    XLA:CPU drops all barriers before it merges equal expressions for the last time.
     """
-    if platform != "cpu" or looped or policy == "none":
-        return {}
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    undone = platform == "cpu" and not looped and policy != "none"
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if undone else {}
 
 
 def named(x: Any, name: str) -> Any:

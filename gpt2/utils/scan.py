@@ -1,9 +1,8 @@
 """Layers scanned or unrolled: one loop body for all layers, and the two parameter layouts.
 
 Unrolled layers keep parameters in siblings `h_0`, `h_1`, ... Scanned layers keep them in a single
-`h`, whose leaves have a leading layer axis. Both compute the same. Scanning compiles faster, and
-unrolling leaves XLA more to fuse. A scan that is unrolled has both: blocks that XLA fuses, and few
-large parameters, which an optimizer updates in as few kernels.
+`h`, whose leaves have a leading layer axis. Scanning compiles faster, and unrolling leaves XLA more
+to fuse. A scan that is unrolled has both: blocks that XLA fuses, and few large parameters.
 """
 
 import inspect
@@ -25,15 +24,10 @@ _LAYER = re.compile(r"h_(\d+)")
 def scan_layers(
     block: type[nn.Module], num_layers: int, *, per_layer: Collection[str], unroll: int = 1
 ) -> type[nn.Module]:
-    """Returns a module that applies `block` `num_layers` times, carrying its first argument.
+    """Returns a module that applies `block(x, ...) -> (x, y)` `num_layers` times, carrying x.
 
-    Args:
-        block: called as `block(x, ...) -> (x, y)`; `y` gets a leading layer axis outside.
-        num_layers: how often to apply it.
-        per_layer: names of the arguments that have a leading layer axis outside. The others are
-            the same for every layer.
-        unroll: how many applications one turn of the loop holds. With `num_layers` there is no
-            loop: each layer takes its slice of the stacked parameters.
+    `y` and the arguments `per_layer` have a leading layer axis outside; the others are the same for
+    every layer. One turn of the loop holds `unroll` applications.
     """
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
@@ -49,8 +43,8 @@ def scan_layers(
 def report(module: nn.Module, name: str, total: jax.Array, count: jax.Array | float = 1.0) -> None:
     """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
 
-    PATH is the module's, such as `h_3/attn`. Over micro-batches, devices and batches of a
-    validation, `total` and `count` add up, float32 scalars, and their quotient is logged.
+    PATH is the module's, such as `h_3/attn`. The scalars `total` and `count` add up over
+    micro-batches, devices and batches of a validation; their quotient is logged.
     """
     pair = jnp.float32(total), jnp.float32(count)
     module.sow(METRICS, name, pair, init_fn=lambda: None, reduce_fn=lambda _, new: new)
@@ -75,9 +69,8 @@ def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
 def stack_layers(tree: Any, stack: Callable = lambda *leaves: jnp.stack(leaves)) -> Any:
     """Turns unrolled layers into scanned ones, wherever a dictionary in `tree` holds them.
 
-    Args:
-        tree: parameters, or any state that contains dictionaries like them (an optimizer's).
-        stack: how to join the corresponding leaves of all layers, in order.
+    `tree` is parameters, or any state that contains dictionaries like them (an optimizer's);
+    `stack` joins the corresponding leaves of all layers.
     """
 
     def convert(node: dict) -> dict:
@@ -91,20 +84,14 @@ def stack_layers(tree: Any, stack: Callable = lambda *leaves: jnp.stack(leaves))
 def unstack_layers(
     tree: Any, num_layers: int, take: Callable = lambda leaf, index: leaf[index]
 ) -> Any:
-    """Turns scanned layers into unrolled ones: the inverse of `stack_layers`.
-
-    Args:
-        tree: parameters, or any state that contains dictionaries like them.
-        num_layers: the length of the layer axis.
-        take: how to take one layer's leaf out of the stacked one.
-    """
+    """Turns scanned layers into unrolled ones: `take` gives a layer's leaf of a stacked one."""
 
     def convert(node: dict) -> dict:
-        layers = {
-            f"h_{i}": jax.tree.map(lambda leaf, i=i: take(leaf, i), node["h"])
-            for i in range(num_layers)
-        }
-        return {k: v for k, v in node.items() if k != "h"} | layers
+        def layer(i: int) -> Any:
+            return jax.tree.map(lambda leaf: take(leaf, i), node["h"])
+
+        rest = {k: v for k, v in node.items() if k != "h"}
+        return rest | {f"h_{i}": layer(i) for i in range(num_layers)}
 
     return _convert(tree, lambda node: "h" in node, convert)
 
@@ -121,13 +108,7 @@ def in_layout(
     stack: Callable = lambda *leaves: jnp.stack(leaves),
     take: Callable = lambda leaf, index: leaf[index],
 ) -> Any:
-    """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked.
-
-    Args:
-        tree: parameters, or any state that contains dictionaries like them.
-        scanned: the wanted layout.
-        stack, take: as for `stack_layers` and `unstack_layers`.
-    """
+    """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked."""
     stacked = _stacked_leaf(tree)
     if (stacked is not None) == scanned:
         return tree
@@ -135,12 +116,7 @@ def in_layout(
 
 
 def find_leaf(params: dict, path: tuple[str, ...]) -> Any:
-    """Returns the leaf at a path of unrolled parameters, such as `("h_3", "ln_1", "scale")`.
-
-    Args:
-        params: of either layout.
-        path: names from the root, as unrolled parameters have them.
-    """
+    """Returns the leaf of either layout at a path of unrolled ones, as `("h_3", "ln_1", "scale")`."""
     layer = _LAYER.fullmatch(path[0])
     index = int(layer[1]) if layer and path[0] not in params else None
     node = params[path[0] if index is None else "h"]
@@ -157,9 +133,8 @@ def _stacked_leaf(tree: Any) -> Any:
 
 
 def _convert(tree: Any, holds_layers: Callable, convert: Callable) -> Any:
-    def is_target(node):
+    def is_target(node: Any) -> bool:
         return isinstance(node, dict) and holds_layers(node)
 
-    return jax.tree.map(
-        lambda node: convert(node) if is_target(node) else node, tree, is_leaf=is_target
-    )
+    swap = lambda node: convert(node) if is_target(node) else node  # noqa: E731
+    return jax.tree.map(swap, tree, is_leaf=is_target)
