@@ -116,7 +116,7 @@ def in_layout(
 
 
 def find_leaf(params: dict, path: tuple[str, ...]) -> Any:
-    """Returns the leaf of either layout at a path of unrolled ones, as `("h_3", "ln_1", "scale")`."""
+    """Returns the leaf at a path of unrolled parameters, of either layout, as `("h_3", "ln_1")`."""
     layer = _LAYER.fullmatch(path[0])
     index = int(layer[1]) if layer and path[0] not in params else None
     node = params[path[0] if index is None else "h"]
