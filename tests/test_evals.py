@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import configs.default
-from gpt2.config import Config
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.evals import scoring
@@ -287,11 +285,14 @@ def test_hellaswag_without_its_answers_is_refused(scorer, tmp_path, label):
         hellaswag(scorer, BYTES, tmp_path / "hellaswag.jsonl")
 
 
+def write_run(folder):
+    options = {"seed": 0, "data": {"val_fraction": 0.25, "data_dir": "kept"}}
+    (folder / "config.json").write_text(json.dumps(options))
+    return str(folder)
+
+
 def test_validation_scores_text_that_the_run_held_out(tmp_path):
-    tree = configs.default.get_config()
-    tree.data.update(dict(val_fraction=0.25, data_dir="kept"))
-    (tmp_path / "config.json").write_text(json.dumps(Config.from_dict(tree).to_dict()))
-    run = str(tmp_path)
+    run = write_run(tmp_path)
     with pytest.raises(UserError, match="without a corpus"):  # an imported run's
         validation_data(run, None, "", None)
     (tmp_path / "data.json").touch()  # which every run that was trained has
@@ -304,12 +305,10 @@ def test_validation_scores_text_that_the_run_held_out(tmp_path):
 
 
 def test_another_corpus_is_divided_and_read_as_the_runs(tmp_path):
-    tree = configs.default.get_config()
-    tree.data.update(dict(val_fraction=0.25, data_dir="kept"))
-    (tmp_path / "config.json").write_text(json.dumps(Config.from_dict(tree).to_dict()))
-    assert validation_data(str(tmp_path), None, "synthetic", None).tokenizer == "gpt2"
+    run = write_run(tmp_path)
+    assert validation_data(run, None, "synthetic", None).tokenizer == "gpt2"
     BYTES.save(tmp_path / "tokenizer.json")
-    for source in ((str(tmp_path), None), (None, str(tmp_path))):
+    for source in ((run, None), (None, run)):
         data = validation_data(*source, "synthetic", None)
         assert data.tokenizer == str(tmp_path / "tokenizer.json")
         assert data.val_fraction == (0.25 if source[0] else 0.005)

@@ -38,7 +38,6 @@ def write_tasks(directory):
     def words(low, high):
         return " ".join(rng.choices(WORDS, k=rng.randint(low, high)))
 
-    metrics = [dict(metric=name, aggregation="mean", higher_is_better=True) for name in ("acc",)]
     write_task(
         directory,
         "choices",
@@ -50,7 +49,7 @@ def write_tasks(directory):
         doc_to_text="{{q}}",
         doc_to_target="label",
         doc_to_choice="choices",
-        metric_list=metrics,
+        metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)],
     )
     write_task(
         directory,
