@@ -1,6 +1,7 @@
 """What a family of Hugging Face's models is: switches, names of options, tensors and their axes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -122,10 +123,12 @@ class Family:
         """Yields every tensor of a model. Parts of a parameter are in order."""
         sizes = dict(V=cfg.vocab_size, T=cfg.context_length, D=cfg.embed_dim, F=cfg.hidden_dim)
         sizes |= dict(N=cfg.num_heads, K=cfg.kv_heads, H=cfg.head_size, C=3)
-        layers = [(self.prefix + self.layer.format(i), f"h_{i}/") for i in range(cfg.num_layers)]
-        places = [("", "", row) for row in self.first]
-        places += [(*layer, row) for layer in layers for row in self.rows]
-        places += [("", "", row) for row in self.last]
+        layers = ((self.prefix + self.layer.format(i), f"h_{i}/") for i in range(cfg.num_layers))
+        places = itertools.chain(
+            (("", "", row) for row in self.first),
+            ((*layer, row) for layer in layers for row in self.rows),
+            (("", "", row) for row in self.last),
+        )
         for name, path, row in places:
             if row.when(cfg):
                 yield Tensor(name + row.name, tuple((path + row.path).split("/")), row, sizes)

@@ -26,10 +26,7 @@ from gpt2.utils import files
 
 
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
-    """Returns the configuration, without dropout, and the parameters of a Hugging Face directory.
-
-    These are float32 arrays in host memory, layers unrolled.
-    """
+    """Returns the configuration, without dropout, and the parameters: float32, layers unrolled."""
     directory = Path(directory)
     cfg = read_config(directory)
     family = family_for(cfg)

@@ -47,10 +47,7 @@ def export_run(workdir: Path, directory: Path, checkpoint: str | int = "best") -
 def load_model(
     workdir: str | Path | None, hf_directory: str | Path | None, checkpoint: str | int = "best"
 ) -> tuple[GPTConfig, dict, tokenizers.Tokenizer]:
-    """Loads configuration, parameters (on the default device) and tokenizer.
-
-    One of the two directories is None. `checkpoint` is a run's `best`, `latest` or a step.
-    """
+    """Loads configuration, parameters (on the default device) and tokenizer of one directory."""
     refuse(bool(workdir) == bool(hf_directory), "weights are in a workdir or in Hugging Face's")
     if workdir:
         config, params = load_params(workdir, checkpoint)
@@ -72,8 +69,7 @@ def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:
 def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer) -> dict:
     """Returns the weights that `train.init_from` names, in the layer layout of `cfg`.
 
-    A model of shorter context takes the first of their positions. A UserError tells weights of
-    another architecture, or learnt with another tokenizer than that of the new model's text.
+    A model of shorter context takes the first of their positions.
     """
     kind, directory, step = _split_source(source)
     found, theirs = check_source(source)
