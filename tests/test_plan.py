@@ -1,8 +1,8 @@
 """Plans: memory and collectives of a step, what compilers write, searches and drawings."""
 
-import dataclasses
 import importlib.util
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -17,7 +17,7 @@ from gpt2.plan.plan import OutOfMemory, compile_plan, compute_seconds, make_prog
 from gpt2.plan.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS
 from tests.helpers import TINY, run
-from tests.layouts import BATCH_SIZE, LAYOUTS, NUM_STEPS, OPTIM, Case, setup
+from tests.layouts import Case, setup
 
 SMALL = {
     **{"model.num_layers": 2, "model.num_heads": 4, "model.embed_dim": 64},
@@ -68,9 +68,8 @@ def test_collectives_are_read_from_every_form_of_hlo():
     assert found["reduce-scatter"].bytes_sent == 144
     assert found["collective-permute"].bytes == 5
     assert found["all-to-all"].group == (0, 4)
-    assert [c.bytes for c in collectives(HLO) if c.group == (0, 1) and c.kind == "all-to-all"] == [
-        8 * 4 * 4  # operands are part of what it returns
-    ]
+    begun = [c for c in collectives(HLO) if c.group == (0, 1) and c.kind == "all-to-all"]
+    assert [c.bytes for c in begun] == [8 * 4 * 4]  # operands are part of what it returns
     assert [c.kind for c in found.values() if c.loop_unknown] == ["all-to-all"]
 
 
@@ -99,16 +98,6 @@ CHIPS_HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
   ROOT %c.3 = bf16[32]{0} custom-call(%p, %ag.3)
 }
 
-%start.idle (p: bf16[4]) -> (bf16[4], bf16[32]) {
-  %ag.4 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="7"}
-  ROOT %c.4 = (bf16[4]{0}, bf16[32]{0}) custom-call(%p, %ag.4)
-}
-
-%done.idle (p: bf16[4]) -> bf16[32] {
-  %ag.5 = bf16[32]{0} all-gather(%p), replica_groups={}, frontend_attributes={chain_id="7"}
-  ROOT %c.5 = bf16[32]{0} custom-call(%p, %ag.5)
-}
-
 %cond (p: (s32[], f32[8])) -> pred[] {
   %limit = s32[]{:T(128)} constant(48)
   %turn = s32[]{:T(128)} get-tuple-element(%p), index=0
@@ -116,8 +105,6 @@ CHIPS_HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
 }
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %i1 = (bf16[4], bf16[32]) fusion(%x), kind=kCustom, calls=%start.idle
-  %i2 = bf16[32] fusion(%i1), kind=kCustom, calls=%done.idle
   %f1 = (bf16[4], bf16[32]) fusion(%x), kind=kCustom, calls=%start
   %f2 = (bf16[8], bf16[32]) fusion(%f1), kind=kCustom, calls=%async_collective_fusion.2
   %f3 = bf16[32] fusion(%f2), kind=kCustom, calls=%done
@@ -145,7 +132,6 @@ ENTRY %main (p: f32[16]) -> f32[16] {
 def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap():
     found = [(c.kind, c.bytes, c.times, c.overlapped) for c in collectives(CHIPS_HLO)]
     assert found == [
-        ("all-gather", 64, 48, False),
         ("all-gather", 64, 48, True),
         ("reduce-scatter", 128, 48, False),
         ("reduce-scatter", 64, 1, True),
@@ -153,7 +139,7 @@ def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap
         ("all-reduce", 16, 1, True),
     ]
     assert not any(c.loop_unknown for c in collectives(CHIPS_HLO))
-    assert "49% while products run" in describe_collectives(collectives(CHIPS_HLO))["all-gather"]
+    assert "98% while products run" in describe_collectives(collectives(CHIPS_HLO))["all-gather"]
 
 
 @pytest.mark.parametrize(
@@ -165,11 +151,7 @@ def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap
     ids=str,
 )
 def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
-    options = {"model.vocab_size": 300, "data.batch_size": BATCH_SIZE}
-    options |= {"memory.remat": case.remat, "memory.scan_layers": case.scanned}
-    options |= {"train.num_steps": NUM_STEPS, "train.accumulate_steps": case.accumulate}
-    planned = config(options)
-    planned = dataclasses.replace(planned, parallel=LAYOUTS[case.layout], optim=OPTIM)
+    planned = with_options(case.config(), {"data.tokenizer": "byte"})
     plan = compile_plan(make_program(planned, jax.devices()))
     trained = setup(case)
     state = trained.program.init_state()
@@ -183,21 +165,14 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
 
 def test_a_forecast_counts_the_products_that_remat_computes_again():
     def seconds(remat):
-        planned = with_options(
-            Config.from_dict(gpt2_124m.get_config()), {"memory.remat": remat}
-        ).with_vocabulary(50257)
-        return compute_seconds(planned, 8, "H100")
+        planned = Config.from_dict(gpt2_124m.get_config()).with_vocabulary(50257)
+        return compute_seconds(with_options(planned, {"memory.remat": remat}), 8, "H100")
 
     # Of 124M: all but the MLP's second product, over 6 N + 12 L D T.
     again = 12 * (16 * 768**2 + 4 * 768 * 1024) / (6 * 123_653_376 + 12 * 12 * 768 * 1024)
     assert seconds("full") / seconds("none") == pytest.approx(1 + again)
     assert seconds("full") > seconds("mlp") > seconds("attention") > seconds("dots")
     assert seconds("dots") == seconds("none")
-
-
-def test_a_plan_needs_no_tokenizer_but_its_size():
-    with pytest.raises(UserError, match="vocab_size"):
-        make_program(config({"data.tokenizer": "char"}), jax.devices()[:1])
 
 
 def test_links_slow_down_where_a_ring_leaves_its_domain():
@@ -215,42 +190,35 @@ def test_jax_takes_three_quarters_of_a_gpu_unless_told_otherwise(monkeypatch):
     assert usable_memory("H100") == pytest.approx(72e9)
 
 
-@pytest.mark.parametrize("name", ["tpu", "v7-8", "v5e-9", "h100-0", ""])
-def test_devices_that_nobody_makes_are_refused(name):
-    with pytest.raises(UserError, match="names no devices"):
-        find_devices(name)
-
-
-class _Planned:
-    """A plan of made-up memory and time, by the options that a search tries."""
-
-    def __init__(self, program):
-        parallel, config = program.config.parallel, program.config
-        kept = {"none": 8e9, "dots": 4e9, "full": 2e9}[config.memory.remat]
-        self.bytes_needed = (
-            3e9 if parallel.strategy in ("auto", "ddp") and parallel.fsdp == 1 else 1e9
-        ) + kept / config.train.accumulate_steps
-        self._seconds = 1.0 + (config.memory.remat == "full") + (parallel.tensor > 1)
-        if parallel.strategy == "megatron":
-            raise OutOfMemory("needs more")
-
-    def step_seconds(self, board):
-        return self._seconds
+def test_devices_that_nobody_makes_are_refused():
+    for name in ("tpu", "v7-8", "v5e-9", "h100-0"):
+        with pytest.raises(UserError, match="names no devices"):
+            find_devices(name)
 
 
 def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(monkeypatch, capsys):
     tried = []
-    monkeypatch.setattr(command, "compile_plan", lambda p: tried.append(p.config) or _Planned(p))
+
+    def plan(program):  # with made-up memory and time
+        config, parallel = program.config, program.config.parallel
+        tried.append(config)
+        if parallel.strategy == "megatron":
+            raise OutOfMemory("needs more")
+        kept = {"none": 8e9, "dots": 4e9, "full": 2e9}[config.memory.remat]
+        whole = parallel.strategy == "auto" and parallel.fsdp == 1
+        seconds = 1.0 + (config.memory.remat == "full") + (parallel.tensor > 1)
+        needed = (3e9 if whole else 1e9) + kept / config.train.accumulate_steps
+        return SimpleNamespace(bytes_needed=needed, step_seconds=lambda board: seconds)
+
+    monkeypatch.setattr(command, "compile_plan", plan)
     monkeypatch.setitem(BOARDS, "H100", BOARDS["H100"]._replace(memory=6 / 0.75))
-    monkeypatch.setattr(command.cli, "overrides", lambda: {"train.accumulate_steps": 1})
-    assert command._search(config({}), jax.devices()[:4], "simulated") == 0
+    given = ["train.accumulate_steps"]
+    assert command._search(config({}), jax.devices()[:4], "simulated", given) == 0
     rows = capsys.readouterr().out.splitlines()
     fits = [not row.startswith("does not fit") for row in rows]
     assert fits == sorted(fits, reverse=True)  # those that fit come first
-    times = [
-        float(row.split()[0].replace(",", "")) for row, fit in zip(rows, fits, strict=True) if fit
-    ]
-    assert times == sorted(times) and {1000.0, 2000.0} == set(times)
+    times = [row.split()[0] for row, fit in zip(rows, fits, strict=True) if fit]
+    assert times == sorted(times) and set(times) == {"1,000", "2,000"}
     assert "strategy=zero1 --config.memory.remat=dots" in rows[0]
     assert any("megatron" in row and "needs more" in row for row in rows)
     assert {each.train.accumulate_steps for each in tried} == {1}  # as given

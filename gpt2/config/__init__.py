@@ -16,5 +16,6 @@ from gpt2.config.run import (
     load_config,
     option,
     read_options,
+    tokens_by_name,
     with_options,
 )

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
+from gpt2.config import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
 from gpt2.errors import UserError
 from gpt2.utils import files
@@ -258,12 +259,6 @@ def check_spec(spec: str) -> str:
             "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json",
         )
     return hashlib.sha256(Path(spec).read_bytes()).hexdigest()
-
-
-def tokens_by_name(spec: str) -> int:
-    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
-    name, _, size = spec.partition(":")
-    return {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdecimal() else 0}.get(name, 0)
 
 
 def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) -> Tokenizer:

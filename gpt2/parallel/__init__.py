@@ -19,7 +19,6 @@ from typing import Any
 import jax
 
 from gpt2.config import ParallelConfig
-from gpt2.errors import UserError
 from gpt2.parallel.mesh import check_layout, make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
@@ -32,19 +31,6 @@ from gpt2.parallel.state import (
     state_bytes,
 )
 from gpt2.parallel.stop import Deadline, StopSignal
-
-__all__ = [
-    "Backend",
-    "Deadline",
-    "StopSignal",
-    "abstract_state",
-    "bytes_per_device",
-    "check_layout",
-    "check_sharded",
-    "gather_whole",
-    "make_backend",
-    "state_bytes",
-]
 
 Backend = PjitBackend | PmapBackend
 
@@ -64,11 +50,4 @@ def make_backend(
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
     chosen = gather_by if parallel.fsdp_gather == "auto" else parallel.fsdp_gather
-    backend = PjitBackend(mesh, logical_axes, Rules.from_config(parallel), chosen)
-    if parallel.fsdp_gather == "layer" != backend.gather_by and mesh.shape["fsdp"] > 1:
-        raise UserError(
-            "parallel.fsdp_gather=layer gathers nothing: it needs parallel.rules.embed or "
-            "parallel.rules.table to split over fsdp",
-            "Use --config.parallel.fsdp_gather=step",
-        )
-    return backend
+    return PjitBackend(mesh, logical_axes, Rules.from_config(parallel), chosen)

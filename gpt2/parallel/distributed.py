@@ -35,27 +35,23 @@ def initialize(
     num_processes: int | None = None,
     process_index: int | None = None,
 ) -> None:
-    """Joins the run's other processes, if there are any. Call it before JAX has devices.
+    """Joins the run's other processes, before JAX has devices.
 
-    Without `coordinator`, HOST:PORT where process 0 listens, Slurm, Open MPI or Cloud TPU describes
-    the processes. Without any of these, there is a single one.
+    Without `coordinator`, HOST:PORT of process 0, Slurm, Open MPI or Cloud TPU tells of them.
     """
     if coordinator is None and not _started_by_cluster():
         return
-    if coordinator is None:
-        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-    else:
-        if process_index == 0:  # the runtime crashes where the port is taken
-            socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
-        # The runtime waits for the others silently, and ends the process if they do not come.
-        tell(f"process {process_index} of {num_processes} waits for the others at {coordinator}")
-        jax.distributed.initialize(
-            coordinator,
-            num_processes,
-            process_index,
-            cluster_detection_method="deactivate",  # or a launcher might hide devices
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        )
+    if coordinator and process_index == 0:  # the runtime crashes where the port is taken
+        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+    # The runtime waits for the others silently, and ends the process if they do not come.
+    tell("waiting for the other processes")
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_index,
+        cluster_detection_method="deactivate" if coordinator else None,  # it might hide devices
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    )
     # If another process is gone, the runtime says so and aborts. Stacks would bury its words.
     faulthandler.disable()
 

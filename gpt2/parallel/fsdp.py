@@ -27,7 +27,7 @@ class Shards:
         stages: how many shards there are, as factors: the sides of the torus of chips that the
             group fills, outermost first, or just the number.
         forget: whether XLA would otherwise keep the whole from the forward pass to the backward
-            pass: neither a scan nor rematerialisation comes between them.
+            pass, for want of a scan or rematerialisation between them.
         spread: how XLA's partitioner splits the whole over other axes of the mesh, or None.
     """
 
@@ -106,10 +106,7 @@ class Shards:
 
 
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
-    """Returns the sides of the torus that devices `[N]` fill in their order, outermost first.
-
-    It is one number where they have no coordinates, or are in another order.
-    """
+    """Returns the sides of the torus that devices `[N]` fill in order, or just their number."""
     coords = [tuple(getattr(device, "coords", ())) for device in devices]
     sides = tuple(len(set(places)) for places in zip(*coords, strict=True))
     in_order = len(set(coords)) == len(coords) == math.prod(sides) and coords == sorted(coords)

@@ -29,13 +29,9 @@ def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
     """Returns `function(stacks, *scalars)`, each device computing for whole matrices of its own.
 
-    The matrices of a stack are dealt out over all mesh axes and come back stored by `matrix_spec`.
-    Each crosses the network once in, in an all-to-all over the axes that split it, and once out,
-    also in an all-gather over the others. `function` sends nothing.
-
-    `function` maps a tree of arrays `[S, ?, ?]` to another one, for matrices that know nothing of
-    each other; it sees a part of the stack, filled up with zeros. `stacks` are of the same S, and
-    `scalars` the same on all devices.
+    `function` maps a tree of stacks `[S, ?, ?]` to another one, matrix by matrix; it sees a part,
+    filled up with zeros. Results are stored by `matrix_spec`. Each matrix crosses the network once
+    in, in an all-to-all over the axes that split it, and once out.
     """
     mesh = target().mesh
     if mesh is None or mesh.size == 1:

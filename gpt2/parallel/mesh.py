@@ -24,12 +24,8 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
-    """Returns the size of every mesh axis, with -1 resolved to the rest.
-
-    Raises:
-        UserError: the sizes do not multiply to `num_devices`.
-    """
-    sizes, axis = parallel.sizes, parallel.strategy_axis
+    """Returns the size of every mesh axis, with -1 resolved to the rest of the devices."""
+    sizes = parallel.sizes
     asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     fixed = math.prod(size for size in sizes.values() if size != -1)
     sizes = {name: num_devices // fixed if n == -1 else n for name, n in sizes.items()}
@@ -38,19 +34,7 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
             f"{asked} does not make a mesh of {num_devices} devices",
             "Let the product of the sizes be their number; one size may be -1, for the rest",
         )
-    if axis and sizes[axis] == 1 < num_devices:
-        raise UserError(
-            f"parallel.strategy={parallel.strategy} has nothing to split: parallel.data="
-            f"{sizes['data']} leaves one device along parallel.{axis}",
-            "Use a smaller --config.parallel.data",
-        )
     return sizes
-
-
-def batch_shards(parallel: ParallelConfig, num_devices: int) -> int:
-    """Returns over how many devices the rows of a batch are split."""
-    sizes = mesh_sizes(parallel, num_devices)
-    return sizes["data"] * sizes["fsdp"]
 
 
 def check_layout(config: Config, num_devices: int) -> None:
@@ -85,18 +69,13 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
-    """Returns the rows of the global batch that this process's devices hold.
-
-    Raises:
-        UserError: the rows do not follow one another.
-    """
+    """Returns the rows of the global batch that this process's devices hold, one after another."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     parts = sorted({index[0].indices(batch_size)[:2] for index in indices if index is not None})
     start, stop = parts[0][0], parts[-1][1]
     if sum(last - first for first, last in parts) != stop - start:
         raise UserError(
             f"process {jax.process_index()} holds rows of the batch that are not neighbours",
-            "Use other sizes of --config.parallel.data, fsdp and tensor, so that each process has "
-            "a block of devices",
+            "Use other sizes of --config.parallel.data, fsdp and tensor",
         )
     return slice(start, stop)

@@ -12,7 +12,6 @@ layer   each kernel and table where the model uses it, in the compute type, forw
 Gradients cross the data axis once, after the last micro-batch.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,21 +25,17 @@ from gpt2.parallel.fsdp import Shards
 from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State, optimizer_specs
+from gpt2.utils.platform import tracing
 
 
 class PjitBackend:
-    """Runs steps over a mesh. See `gpt2.parallel.make_backend`.
-
-    `gather_by` says when parameters are gathered over `fsdp`: at each `step`, or by `layer` where
-    the rules cut some along an axis that layers gather.
-    """
+    """Runs steps over a mesh. See `gpt2.parallel.make_backend`."""
 
     def __init__(self, mesh: Mesh, logical_axes: Any, layout_rules: Rules, gather_by: str = "step"):
         self.mesh = mesh
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.gather_by = gather_by if mesh.shape["fsdp"] > 1 else "step"
-        self._by_layer = self.gather_by == "layer"
+        self.gather_by = gather_by  # unless the rules leave nothing that layers gather: see below
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)
@@ -50,11 +45,11 @@ class PjitBackend:
         axes = logical_axes, self._optimizer, self._compute
         self._leaves = jax.tree.map(self._make_leaf, *axes, is_leaf=rules.is_spec)
         if not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
-            self.gather_by, self._by_layer = "step", False
+            self.gather_by = "step"
 
     def _make_leaf(self, names: Any, reduced: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
         found = rules.gathered_axis(tuple(names), self.mesh, self.rules)
-        by_layer = self._by_layer and found is not None
+        by_layer = self.gather_by == "layer" and found is not None
         split = [dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)]
         if self.mesh.shape["fsdp"] == 1 or not split:
             return _Leaf(compute)
@@ -105,34 +100,32 @@ class PjitBackend:
 
     def compile_train(self, step: Callable) -> Callable:
         """Returns the jitted `(state, batch) -> (state, metrics)`; the state is donated."""
-        map_sum = partial(self._map_sum, with_gradients=True)
+        spread = self._spread(step, with_gradients=True)
 
         def train_step(state, batch):
-            with rules.spread_over(self.mesh, self.rules):
-                state, metrics = step(state, batch, map_sum)
+            state, metrics = spread(state, batch)
             return jax.lax.with_sharding_constraint(state, self.state_shardings(state)), metrics
 
         return jax.jit(train_step, donate_argnums=0)
 
     def compile_watch(self, step: Callable) -> Callable:
         """Returns the jitted `(state, batch) -> statistics`, whole on every device."""
-        map_sum = partial(self._map_sum, with_gradients=True)
-
-        def watch_step(state, batch):
-            with rules.spread_over(self.mesh, self.rules):
-                return step(state, batch, map_sum)
-
-        return jax.jit(watch_step, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(self._spread(step, with_gradients=True), out_shardings=whole)
 
     def compile_eval(self, step: Callable) -> Callable:
         """Returns the jitted `(params, batch) -> metrics`."""
-        map_sum = partial(self._map_sum, with_gradients=False)
+        return jax.jit(self._spread(step, with_gradients=False))
 
-        def eval_step(params, batch):
+    def _spread(self, step: Callable, with_gradients: bool) -> Callable:
+        """Returns a step that is traced for this mesh."""
+        map_sum = partial(self._map_sum, with_gradients=with_gradients)
+
+        def spread(state, batch):
             with rules.spread_over(self.mesh, self.rules):
-                return step(params, batch, map_sum)
+                return step(state, batch, map_sum)
 
-        return jax.jit(eval_step)
+        return spread
 
     def _map_sum(self, function: Callable, with_gradients: bool) -> Callable:
         """The `map_sum` of `gpt2.training.steps`: each device's rows, then one sum over devices.
@@ -146,7 +139,7 @@ class PjitBackend:
             if mesh.shape["tensor"] > 1:
                 spread = jax.tree.map(partial(rules.on_trace, mesh), self._compute)
                 params = jax.lax.with_sharding_constraint(params, spread)
-            with rules.holding_shards() if self._by_layer else contextlib.nullcontext():
+            with tracing(has_shards=self.gather_by == "layer"):
                 sums, grads = function(params, rows, jax.lax.axis_index(rules.BATCH_AXES))
             if with_gradients:
                 grads = self._sum_gradients(grads)
@@ -155,10 +148,8 @@ class PjitBackend:
         def mapped(params, batch):
             if self.num_shards == 1:
                 return function(params, batch, 0)
-            leaves = self._leaves
-            before = self._on_mesh(jax.tree.map(lambda leaf: leaf.before, leaves))
-            params = jax.lax.with_sharding_constraint(params, before)
-            given, sent = (jax.tree.map(f, leaves) for f in (_Leaf.given, _Leaf.sent))
+            params = jax.lax.with_sharding_constraint(params, self.gradient_shardings(params))
+            given, sent = (jax.tree.map(f, self._leaves) for f in (_Leaf.given, _Leaf.sent))
             sums, grads = jax.shard_map(
                 on_device,
                 mesh=mesh,

@@ -37,9 +37,7 @@ class PmapBackend:
         """Returns the sharding of every leaf of a state: whole on every device."""
         return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), state)
 
-    def gradient_shardings(self, params: Any) -> Any:
-        """Returns how gradients are spread while micro-batches add up: whole on every device."""
-        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), params)
+    gradient_shardings = state_shardings
 
     def init_state(self, init_fn: Callable[[jax.Array], State], key: jax.Array) -> State:
         """Returns `init_fn(key)`, computed by every device for itself."""
@@ -67,17 +65,11 @@ class PmapBackend:
 
     def compile_train(self, step: Callable) -> Callable:
         """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
-        return self._pmap(step, donate_argnums=0)
+        return self.compile_eval(step, donate_argnums=0)
 
-    def compile_watch(self, step: Callable) -> Callable:
-        """Returns the pmapped `(state, batch) -> statistics`."""
-        return self._pmap(step)
+    def compile_eval(self, step: Callable, **options: Any) -> Callable:
+        """Returns the pmapped `(params, batch) -> metrics`, which all devices have alike."""
 
-    def compile_eval(self, step: Callable) -> Callable:
-        """Returns the pmapped `(params, batch) -> metrics`."""
-        return self._pmap(step)
-
-    def _pmap(self, step, **options):
         def on_device(state, batch):
             with traced_for(self._devices[0], several=len(self._devices) > 1):
                 return step(state, batch, _map_sum)
@@ -90,6 +82,8 @@ class PmapBackend:
             devices=self._devices,
             **options,
         )
+
+    compile_watch = compile_eval
 
 
 def _map_sum(function: Callable) -> Callable:

@@ -82,32 +82,19 @@ class Rules:
 
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
     """Returns the mesh axes of an array whose axes are called `names`."""
-    entries = [table[name] for name in names]
-    return PartitionSpec(
-        *(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries)
-    )
+    return PartitionSpec(*(table[name] for name in names))
 
 
 def specs(logical_axes: Any, table: Table) -> Any:
-    """Maps a tree of logical axes (tuples of names in a PartitionSpec) to mesh axes.
-
-    Every parameter must match the table: a new one without a rule would be held whole everywhere.
-    """
+    """Maps a tree of logical axes (names in a PartitionSpec) to mesh axes, each by its rule."""
 
     def to_mesh(path: Any, names: PartitionSpec) -> PartitionSpec:
-        parameter = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not set(names) - {"layers"}:  # which scanning adds
+        if not set(names) - {"layers"} or set(names) - set(table):  # else it might be whole
+            parameter = jax.tree_util.keystr(path, simple=True, separator="/")
             raise UserError(
-                f"the axes of parameter {parameter} have no names",
-                "Create it with nn.with_logical_partitioning(init, names)",
+                f"no rules for the axes {tuple(names)} of parameter {parameter}",
+                "Name them by nn.with_logical_partitioning, as in gpt2/parallel/rules.py",
             )
-        for name in names:
-            if name not in table:
-                raise UserError(
-                    f"parameter {parameter} has an axis {name!r} that no rule names",
-                    "Give it one in configs/default.py and RulesConfig, or name it in _WHOLE of "
-                    "gpt2/parallel/rules.py",
-                )
         return spec(tuple(names), table)
 
     return jax.tree_util.tree_map_with_path(to_mesh, logical_axes, is_leaf=is_spec)
@@ -129,11 +116,6 @@ def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
         yield
 
 
-def holding_shards() -> contextlib.AbstractContextManager[None]:
-    """Says that what is traced inside holds shards of parameters, for `param_shards`."""
-    return tracing(has_shards=True)
-
-
 def gathered_for(params: Any, micro_batch: Any) -> Any:
     """Returns parameters whose shards are gathered for this micro-batch, and not once for all."""
     if not target().has_shards:
@@ -142,10 +124,7 @@ def gathered_for(params: Any, micro_batch: Any) -> Any:
 
 
 def param_shards(names: tuple[str, ...], *, forget: bool = False) -> Shards | None:
-    """Returns how the traced program holds a parameter of which each device has a shard, or None.
-
-    `names` are those of the parameter's axes, as the model declares them. None: it is whole.
-    """
+    """Returns how the traced program holds a parameter of these axes in shards; None: whole."""
     mesh, rules = target().mesh, target().rules
     axis = gathered_axis(names, mesh, rules) if target().has_shards else None
     if axis is None:
@@ -176,20 +155,13 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
     return split[0] if by_layer else None
 
 
-def is_spread(name: str) -> bool:
-    """Returns whether the traced program splits activations' axes of this name over devices."""
-    mesh, rules = target().mesh, target().rules
-    return mesh is not None and any(mesh.shape[axis] > 1 for axis in rules.activations[name])
-
-
 def vocab_multiple() -> int:
     """Returns the number to a multiple of which the traced head pads its vocabulary.
 
     It is 1 on a CPU that keeps the vocabulary whole: padding would only cost passes over the
     logits there.
     """
-    whole = not is_spread("vocab")
-    return 1 if whole and target().platform == "cpu" else VOCAB_MULTIPLE
+    return VOCAB_MULTIPLE if target().splits_axes or target().platform != "cpu" else 1
 
 
 def constrain(x: jax.Array, *names: str) -> jax.Array:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -14,18 +15,7 @@ from gpt2.parallel.matrices import matrix_spec
 MAX_UNSHARDED = 0.02
 
 
-class HasParams(Protocol):
-    """A pytree of arrays, or of their shapes, such as `gpt2.training.state.TrainState`."""
-
-    params: Any
-    opt_state: Any
-
-    def replace(self, **members: Any) -> Any:
-        """Returns the state with other members."""
-        ...
-
-
-State = TypeVar("State", bound=HasParams)
+State = TypeVar("State", bound=Any)
 
 
 def abstract_state(backend: Any, init_fn: Callable[[jax.Array], State]) -> State:
@@ -57,32 +47,22 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
-def state_bytes(backend: Any, state: HasParams) -> dict[str, int]:
-    """Returns bytes per device of parameters, optimizer state and the sum of gradients.
-
-    `state` holds arrays, or shapes with shardings such as `abstract_state` returns.
-    """
+def state_bytes(backend: Any, state: Any) -> dict[str, int]:
+    """Returns bytes per device of parameters, optimizer state and the sum of gradients."""
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
     parts = {"parameters": state.params, "optimizer": state.opt_state, "gradients": gradients}
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
 def unsharded_share(params: Any) -> float:
-    """Returns the share of parameter bytes that every device holds whole."""
+    """Returns the share of parameters, all of one type, that every device holds whole."""
     leaves = jax.tree.leaves(params)
-    whole = sum(_bytes(leaf) for leaf in leaves if leaf.sharding.is_fully_replicated)
-    return whole / sum(map(_bytes, leaves))
-
-
-def _bytes(leaf: Any) -> int:
-    return leaf.size * leaf.dtype.itemsize
+    whole = sum(leaf.size for leaf in leaves if leaf.sharding.is_fully_replicated)
+    return whole / sum(leaf.size for leaf in leaves)
 
 
 def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
-    """Refuses parameters that are left whole on a mesh that has axes to split them.
-
-    `mesh_shape` has the sizes of the axes that should split them.
-    """
+    """Refuses parameters that are left whole, although axes of these sizes should split them."""
     asked = [f"parallel.{axis}={n}" for axis, n in mesh_shape.items() if axis != "data" and n > 1]
     if asked and (share := unsharded_share(params)) > MAX_UNSHARDED:
         raise UserError(
@@ -94,28 +74,18 @@ def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
 def optimizer_specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> Any:
     """Returns a PartitionSpec for every leaf of an optimizer's state.
 
-    State is spread like the parameter whose path its own path ends with. `storage` has the
-    PartitionSpecs of state that has the shapes of `params`.
+    State is spread as `storage` says of the parameter whose path its own path ends with.
     """
-    by_path = {
-        _names(path): (param.shape, spec)
-        for (path, param), spec in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(storage), strict=True
-        )
-    }
+    name = partial(jax.tree_util.keystr, simple=True, separator="/")
+    leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(storage), strict=True)
+    by_name = {name(path): (param.shape, spec) for (path, param), spec in leaves}
 
     def find(path: Any, leaf: Any) -> PartitionSpec:
-        names = _names(path)
-        for start in range(len(names)):
-            if names[start:] in by_path:
-                return _spec(leaf.shape, *by_path[names[start:]], mesh)
-        return PartitionSpec()
+        tails = (name(path[start:]) for start in range(len(path)))
+        found = next((by_name[tail] for tail in tails if tail in by_name), None)
+        return _spec(leaf.shape, *found, mesh) if found else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(find, opt_state)
-
-
-def _names(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
 
 
 def _spec(

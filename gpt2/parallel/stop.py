@@ -20,12 +20,7 @@ MARGIN = 1.25  # times what was measured: another save, on a store that others u
 class Deadline:
     """Tells when a run has to stop, from the longest step, validation and save so far.
 
-    Time counts from the start of the process, imports, data and compilation included. The first
-    process decides for all.
-
-    Args:
-        max_seconds: of `--max_seconds`; None: there is no limit.
-        save_seconds: returns how long a save takes.
+    Time counts from the start of the process. The first process decides for all.
     """
 
     def __init__(self, max_seconds: float | None, save_seconds: Callable[[], float]):
@@ -46,13 +41,8 @@ class Deadline:
 class StopSignal:
     """Lets SIGTERM, SIGINT and the end of the run's time end the loop after its step.
 
-    A second signal ends the process at once: see `gpt2.errors.raise_at_interrupt`.
-
-    If there are several processes, a signal to any of them stops all, and so does the first one's
-    clock. JAX's runtime listens for SIGTERM and lets them agree on a step that none has passed yet.
-
-    Args:
-        is_over: returns whether the run's time is over after a step; asked after every step.
+    A signal to any of several processes stops all, and so does the first one's clock. JAX's runtime
+    listens for SIGTERM and lets them agree on a step that none has passed yet.
 
     Attributes:
         requested: the signal that came, or SIGTERM in place of one; None before.

@@ -17,14 +17,12 @@ class Collective:
     """One collective instruction.
 
     Attributes:
-        kind: one of `KINDS`.
         group: the devices that take part together, of the first group if there are several.
         bytes: of the whole array, gathered or not yet scattered, each time it runs.
         times: how often it runs per call of the program.
         loop_unknown: it runs in a loop of unknown length; `times` counts one turn of that loop.
         asynchronous: it has a start and an end, between which other instructions may run.
-        overlapped: a matrix product runs between them. All of its bytes count as overlapped then,
-            however short the product is.
+        overlapped: a matrix product, however short, runs between them.
     """
 
     kind: str
@@ -39,7 +37,7 @@ class Collective:
     def bytes_sent(self) -> float:
         """Bytes that each device sends per call of the program, by the ring algorithms.
 
-        An all-reduce is a reduce-scatter and an all-gather, each of which passes every piece but
+        An all-reduce is a reduce-scatter and an all-gather, each of which passes every shard but
         one on (Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
         """
         share = (len(self.group) - 1) / len(self.group)
@@ -49,10 +47,13 @@ class Collective:
 
 def collectives(text: str) -> list[Collective]:
     """Returns the collectives of a program as HLO, without those of a device with itself."""
-    num_devices = _num_devices(text)
+    # The line that names the module tells how many devices there are.
+    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    num_devices = math.prod(map(int, sizes))
     computations, entry = _split_computations(text)
     found = []
 
+    # `after` are the lines after the call of the computation.
     def walk(name: str, times: int, unknown: bool, after: list[str]) -> None:
         lines = computations[name]
         for i, line in enumerate(lines):
@@ -71,23 +72,18 @@ def collectives(text: str) -> list[Collective]:
                     Collective(kind, group, size, times, unknown, asynchronous, overlapped)
                 )
                 continue
-            if " while(" not in line:
-                for called in _called_by(line):
-                    walk(called, times, unknown, lines[i + 1 :])
-                continue
-            turns = _turns_of(line, computations)
+            is_loop = " while(" in line
+            turns = _turns_of(line, computations) if is_loop else 1
             for called in _called_by(line):
-                walk(called, times * (turns or 1), unknown or turns is None, [])
+                rest = [] if is_loop else lines[i + 1 :]
+                walk(called, times * (turns or 1), unknown or turns is None, rest)
 
     walk(entry, 1, False, [])
     return [each for each in found if len(each.group) > 1]
 
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
-    """Returns a row per kind of collective: how many, and how much is sent.
-
-    Where some have a start and an end, the share is told of those during which a product runs.
-    """
+    """Returns a row per kind of collective: how many, how much is sent, and what overlaps."""
     rows, asynchronous = {}, any(c.asynchronous for c in found)
     for kind in [kind for kind in KINDS if any(c.kind == kind for c in found)]:
         members = [c for c in found if c.kind == kind]
@@ -118,10 +114,7 @@ _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 def _until_done(
     line: str, rest: list[str], after: list[str], computations: dict[str, list[str]]
 ) -> list[str]:
-    """Returns the lines that run while a collective does; none if it is not asynchronous.
-
-    `rest` follows its line in its computation, and `after` the call of that computation.
-    """
+    """Returns the lines that run while a collective does; none if it is not asynchronous."""
     if chain := re.search(rf'{_CHAIN}"\d+"', line):  # of a TPU: other fusions continue it
         return [
             other
@@ -133,8 +126,7 @@ def _until_done(
     if "-start(" not in line or name is None:
         return []
     end = re.compile(rf"-done\(.*{re.escape(name[1])}\)")
-    done = next((i for i, other in enumerate(rest) if end.search(other)), 0)
-    return rest[:done]
+    return rest[: next((i for i, other in enumerate(rest) if end.search(other)), 0)]
 
 
 def _has_product(line: str, computations: dict[str, list[str]], depth: int = 3) -> bool:
@@ -149,18 +141,15 @@ def _has_product(line: str, computations: dict[str, list[str]], depth: int = 3) 
 
 
 def _starts_chain(lines: list[str]) -> bool:
-    """Returns whether a fusion of a TPU starts a collective that other fusions continue.
+    """Returns whether a fusion of a TPU starts a collective that others, which name it, continue.
 
-    All of them hold the instruction. The first one returns a tuple of what it has begun.
+    It returns a tuple of what it has begun.
     """
-    root = next((line for line in lines if line.lstrip().startswith("ROOT")), "")
-    return re.search(r"= \(.*\) custom-call\(", root) is not None
+    return re.search(r"= \(.*\) custom-call\(", _root(lines)) is not None
 
 
-def _num_devices(text: str) -> int:
-    """Returns how many devices the program runs on, from the line that names the module."""
-    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
-    return math.prod(map(int, sizes))
+def _root(lines: Sequence[str]) -> str:
+    return next((line for line in lines if line.lstrip().startswith("ROOT")), "")
 
 
 def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:
@@ -168,13 +157,14 @@ def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:
     sizes = _array_bytes(result)
     if kind == "reduce-scatter" and not start:
         return sum(sizes) * group  # the result is a device's part
-    if kind in ("all-gather", "reduce-scatter") and start:
+    if not start:
+        return sum(sizes)
+    if kind in ("all-gather", "reduce-scatter"):
         return sum(sizes) * group // (group + 1)  # operands are part of the result
-    if kind == "all-to-all" and start:
+    if kind == "all-to-all":
         return sum(sizes) // 2  # here too
-    if kind == "collective-permute" and start:
-        return sizes[0]  # operands are part of this result too, with two words of state
-    return sum(sizes)
+    # Here too, with two words of state.
+    return sizes[0] if kind == "collective-permute" else sum(sizes)
 
 
 def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
@@ -243,21 +233,17 @@ def _turns_of(line: str, computations: Mapping[str, Sequence[str]]) -> int | Non
         return int(trips[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     lines = computations.get(condition[1], []) if condition else []
-    root = next((line for line in lines if line.lstrip().startswith("ROOT")), "")
-    limit = re.search(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", root)
-    values = (
-        re.search(rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)", x) for x in lines if limit
-    )
-    return next((int(value[1]) for value in values if value), None)
+    limit = re.search(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", _root(lines))
+    if limit is None:
+        return None
+    value = re.search(rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)", "\n".join(lines))
+    return int(value[1]) if value else None
 
 
 def _array_bytes(shape: str) -> list[int]:
-    """Returns the bytes of each array of a shape: `f32[2,3]`, or a tuple's, `(pred[], bf16[8])`.
-
-    The number in the name of a type is its bits: f32, bf16, u8, f8e4m3fn, s4.
-    """
+    """Returns the bytes of each array of a shape: `f32[2,3]`, or a tuple's, `(pred[], bf16[8])`."""
     sizes = []
     for dtype, dims in _ARRAY.findall(shape):
-        bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-        sizes.append(bits * math.prod(int(size) for size in dims.split(",") if size) // 8)
+        bits = 8 if dtype == "pred" else _integers(dtype)[0]  # f32, bf16, u8, f8e4m3fn, s4
+        sizes.append(bits * math.prod(_integers(dims)) // 8)
     return sizes

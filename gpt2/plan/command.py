@@ -1,17 +1,17 @@
 """What `python train.py --plan` and its kin do."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
 
-from gpt2 import cli
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, leave_at_interrupt, tell
 from gpt2.model import num_params
+from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.drawing import visualize
 from gpt2.plan.plan import (
@@ -27,8 +27,6 @@ from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.utils.text import format_bytes, format_count
-
-_USUAL_BOARD = "H100"  # for which a search of simulated devices forecasts
 
 
 def define_flags() -> None:
@@ -53,13 +51,16 @@ def is_asked() -> bool:
     return any([args.plan, args.plan_devices, args.plan_chips, args.plan_text, args.plan_search])
 
 
-def run(config: Config) -> int:
-    """Does what the flags ask for, and returns the exit code: 1 if nothing fits."""
+def run(config: Config, given: Collection[str]) -> int:
+    """Does what the flags ask for, and returns the exit code: 1 if nothing fits.
+
+    A search keeps the options whose dotted names are `given`.
+    """
     leave_at_interrupt()  # there is nothing to save
     args, devices = flags.FLAGS, _find_devices()
     kind = "simulated" if args.plan_devices else devices[0].device_kind
     if args.plan_search:
-        return _search(config, devices, kind)
+        return _search(config, devices, kind, given)
     program = make_program(config, devices)
     if args.visualize:
         visualize(program, args.visualize)
@@ -71,7 +72,7 @@ def run(config: Config) -> int:
         return 1
     if args.plan_text:
         Path(args.plan_text).write_text(plan.text)
-    _print(_describe(plan, kind))
+    _print(plan, kind)
     return 0
 
 
@@ -88,12 +89,10 @@ def _find_devices() -> list[jax.Device]:
     return jax.devices()
 
 
-def _describe(plan: Plan, kind: str) -> dict[str, dict[str, str]]:
-    """Returns the sections of a plan's screen."""
-    program, config = plan.program, plan.program.config
+def _print(plan: Plan, kind: str) -> None:
+    program, config, board = plan.program, plan.program.config, board_name(kind)
     flops = config.tokens_per_step * model_flops_per_token(config.gpt())
-    board = board_name(kind)
-    return {
+    sections = {
         "plan": {
             "devices": f"{program.backend.mesh.size} ({kind})",
             "layout": program.backend.layout,
@@ -111,9 +110,6 @@ def _describe(plan: Plan, kind: str) -> dict[str, dict[str, str]]:
             name: _forecast(plan, name) for name in ([board] if board else BOARDS)
         },
     }
-
-
-def _print(sections: Mapping[str, Mapping[str, str]]) -> None:
     for title, rows in sections.items():
         print(title)
         for name, value in rows.items():
@@ -127,8 +123,6 @@ def _forecast(plan: Plan, board: str) -> str:
     fits = "" if plan.bytes_needed <= usable_memory(board) else ": does not fit"
     tokens = plan.program.config.tokens_per_step / seconds
     time = f"{1e3 * seconds:,.4g} ms, {1e3 * network:,.4g} of them sending, {tokens:,.0f} tokens/s"
-    if tokens == 0:
-        time = "network unknown beyond one pod"
     return f"{time}, {share}{fits}"
 
 
@@ -150,26 +144,22 @@ def _layouts(num_devices: int) -> Iterator[dict[str, Any]]:
                 yield usual | dict(data=1, fsdp=-1, tensor=tensor)
 
 
-def _variants(config: Config, num_shards: int) -> Iterator[dict[str, Any]]:
-    """Yields what a search tries in one layout, from the fastest to what holds least."""
-    for remat in ("none", "dots", "full"):
-        yield {"memory.remat": remat}
-    rows = config.data.batch_size // num_shards
-    yield {"memory.remat": "full", "train.accumulate_steps": rows}
-
-
-def _search(config: Config, devices: list[jax.Device], kind: str) -> int:
+def _search(config: Config, devices: list[jax.Device], kind: str, given: Collection[str]) -> int:
     """Compiles each layout until a variant of it fits, and prints the fastest first."""
-    board, given = board_name(kind) or _USUAL_BOARD, cli.overrides()
+    board = board_name(kind) or "H100"  # for simulated devices
     tell(f"compiling steps for {len(devices)} devices ({kind}), with memory and speed of {board}")
     found: dict[str, tuple[bool, float, str]] = {}
     for layout in _layouts(len(devices)):
         own = {f"parallel.{name}": value for name, value in layout.items()}
         own = {name: value for name, value in own.items() if name not in given}
         try:
-            spread = with_options(config, own | {"memory.remat": "none"})
-            num_shards = make_program(spread, devices).backend.num_shards
-            for variant in _variants(config, num_shards):
+            sizes = mesh_sizes(with_options(config, own).parallel, len(devices))
+            rows = config.data.batch_size // (sizes["data"] * sizes["fsdp"])
+            # From the fastest to what holds least.
+            variants: list[dict[str, Any]] = [
+                {"memory.remat": remat} for remat in ("none", "dots", "full")
+            ]
+            for variant in [*variants, variants[-1] | {"train.accumulate_steps": rows}]:
                 chosen = own | {name: v for name, v in variant.items() if name not in given}
                 changed = {name: v for name, v in chosen.items() if option(config, name) != v}
                 flags_to_add = " ".join(f"--config.{name}={v}" for name, v in changed.items())
@@ -181,9 +171,9 @@ def _search(config: Config, devices: list[jax.Device], kind: str) -> int:
                     break
         except UserError as error:
             tell(f"{'does not work':<40} {error.what}")
-    rows = sorted((result, added) for added, result in found.items())
-    print("\n".join(_row(*row) for row in rows))
-    return 0 if rows and not rows[0][0][0] else 1
+    ranked = sorted((result, added) for added, result in found.items())
+    print("\n".join(_row(*each) for each in ranked))
+    return 0 if ranked and not ranked[0][0][0] else 1
 
 
 def _try(program: Program, board: str) -> tuple[bool, float, str]:

@@ -11,18 +11,11 @@ from gpt2.errors import UserError
 from gpt2.training.program import Program
 from gpt2.utils.text import format_bytes
 
-_MOST_NAMES = 3
-
 
 def visualize(program: Program, pattern: str) -> None:
-    """Prints how the arrays are split whose names match, from shapes and shardings alone.
+    """Prints how the arrays are split whose names match `pattern`, a regular expression.
 
-    Arrays that are split alike share a drawing, the largest first.
-
-    Args:
-        program: of a run or a plan.
-        pattern: regular expression for names such as `params/h_0/mlp/c_fc/kernel`,
-            `opt_state/1/0/mu/wte/embedding` and `batch/tokens`.
+    Names are `params/h_0/mlp/c_fc/kernel`, `opt_state/1/0/mu/wte/embedding`, `batch/tokens`.
     """
     alike: dict[Any, list[str]] = {}
     leaves = jax.tree_util.tree_leaves_with_path(program.state_shapes)
@@ -36,22 +29,16 @@ def visualize(program: Program, pattern: str) -> None:
             f"--visualize={pattern} matches no array", f"Use, for example, --visualize={name}"
         )
     for names in sorted(alike.values(), key=lambda names: -named[names[0]].size):
-        leaf, more = named[names[0]], len(names) - _MOST_NAMES
-        print("\n".join(names[:_MOST_NAMES]) + (f"\nand {more} more" if more > 0 else ""))
+        leaf, more = named[names[0]], len(names) - 3
+        print("\n".join(names[:3]) + (f"\nand {more} more" if more > 0 else ""))
         part = leaf.sharding.shard_shape(leaf.shape)
         print(f"  {leaf.dtype} {list(leaf.shape)}, by {leaf.sharding.spec}")
         size = format_bytes(math.prod(part) * leaf.dtype.itemsize)
         print(f"  a device holds {list(part)}, {size}")
-        _draw(leaf)
-
-
-def _draw(leaf: Any) -> None:
-    """Draws the two axes that are split, else the longest ones, a box for each part."""
-    part = leaf.sharding.shard_shape(leaf.shape)
-    parts = [size // each for size, each in zip(leaf.shape, part, strict=True)]
-    ranked = sorted(range(leaf.ndim), key=lambda dim: (parts[dim] == 1, -leaf.shape[dim]))
-    shown = sorted(ranked[:2])
-    spec = (*leaf.sharding.spec, *[None] * leaf.ndim)
-    sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*(spec[dim] for dim in shown)))
-    boxes = tuple(parts[dim] for dim in shown)
-    jax.debug.visualize_sharding(boxes, sharding, use_color=False, scale=0.3)
+        # The two axes that are split, else the first ones, a box for each part.
+        boxes = [size // each for size, each in zip(leaf.shape, part, strict=True)]
+        dims = sorted(sorted(range(leaf.ndim), key=lambda dim: boxes[dim] == 1)[:2])
+        spec = (*leaf.sharding.spec, *[None] * leaf.ndim)
+        sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*(spec[dim] for dim in dims)))
+        shape = tuple(boxes[dim] for dim in dims)
+        jax.debug.visualize_sharding(shape, sharding, use_color=False, scale=0.3)

@@ -1,8 +1,8 @@
 """What a training step takes, read from the compiled step. Nothing runs.
 
-The train step is compiled from shapes alone: for simulated CPU devices, or by the compiler of a GPU
-or a TPU that is not here. Memory and collectives are those of a run in the same layout. A simulated
-plan has the state and gradients of a run on other chips, and other work space.
+It is compiled from shapes alone: for simulated CPU devices, or by the compiler of a GPU or a TPU
+that is not here. A simulated plan has the state and gradients of a run on chips, and other work
+space.
 """
 
 import dataclasses
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import jax
 
-from gpt2.config import Config
-from gpt2.data.tokenizer import tokens_by_name
+from gpt2.config import Config, tokens_by_name
 from gpt2.parallel import state_bytes
 from gpt2.plan.collectives import Collective, collectives
 from gpt2.telemetry.chips import BOARDS
@@ -34,13 +33,9 @@ class Plan:
     """What one training step takes.
 
     Attributes:
-        program: what was compiled.
-        memory: bytes per device by kind: parameters, optimizer, gradients and activations.
-            Activations include all else that the step holds, such as parameters gathered over
-            `fsdp`.
+        memory: bytes per device of parameters, optimizer, gradients, and activations with all else
+            that the step holds, such as gathered parameters.
         text: the compiled step, as HLO.
-        collectives: what it sends.
-        compile_seconds: what its compilation took.
     """
 
     program: Program
@@ -74,17 +69,13 @@ class Plan:
 
 
 def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
-    """Returns the program of a config whose tokenizer need not be read."""
+    """Returns the program of a config, from the size of its tokenizer alone."""
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     return Program.from_config(config, devices)
 
 
 def compile_plan(program: Program) -> Plan:
-    """Compiles a program's train step without running anything.
-
-    Raises:
-        OutOfMemory: the compiler says that the step does not fit.
-    """
+    """Compiles a program's train step, or raises OutOfMemory. Nothing runs."""
     state = program.state_shapes
     try:
         compiled = program.compile_train(state, program.batch_shapes)
@@ -101,10 +92,7 @@ def compile_plan(program: Program) -> Plan:
 
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
-    """Returns the seconds that a step computes, at `ATTAINABLE` of the data sheet's FLOP/s.
-
-    Products computed again count.
-    """
+    """Returns the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
     model = config.gpt()
     per_token = model_flops_per_token(model) + recomputed_flops_per_token(model)
     flops = config.tokens_per_step * per_token / num_devices
@@ -112,10 +100,6 @@ def compute_seconds(config: Config, num_devices: int, board: str) -> float:
 
 
 def usable_memory(board: str) -> float:
-    """Returns the bytes of an accelerator of `BOARDS` that a step may take.
-
-    JAX takes three quarters of a GPU's memory, or the share that XLA_CLIENT_MEM_FRACTION names.
-    """
-    is_tpu = board.startswith("TPU")
-    share = 1.0 if is_tpu else float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)
-    return share * 1e9 * BOARDS[board].memory
+    """Returns the bytes of an accelerator of `BOARDS` that JAX may take."""
+    share = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)  # of a GPU
+    return (1.0 if board.startswith("TPU") else share) * 1e9 * BOARDS[board].memory

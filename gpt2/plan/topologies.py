@@ -64,11 +64,10 @@ _ANY_GPU = """
 
 
 def find_devices(name: str) -> list[jax.Device]:
-    """Returns devices of a kind and number, such as `v5e-16` or `h100-8`, to compile for.
+    """Returns so many JAX devices of a kind, `v5e-16` or `h100-8`, to compile for.
 
-    A kind that ends with .txtpb is a file: XLA's own description of a GPU, which the benchmark's
-    suite writes on one. The number counts JAX devices. Google's names for slices of v4 and v5p
-    count cores, two in each device.
+    A kind that ends with .txtpb is a file: XLA's description of a GPU, as the benchmark's suite
+    writes it. Google's names for slices of v4 and v5p count cores, two in each device.
     """
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0
@@ -111,11 +110,9 @@ def _describe(platform: str, extra: str, **options: Any) -> list[jax.Device]:
     try:
         return list(get_topology_desc(platform=platform, **options).devices)
     except Exception as error:  # of several kinds, by what is missing
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"XLA's compiler for {platform} devices cannot be used here ({reason})",
-            f"Install it: pip install -e '.[{extra}]'",
-        ) from error
+        reason = str(error).strip().partition("\n")[0]
+        what = f"there is no compiler for {platform} devices here ({reason})"
+        raise UserError(what, f"Install it: pip install -e '.[{extra}]'") from error
 
 
 def _target(gpu: _Gpu) -> str:
