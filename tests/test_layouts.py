@@ -3,6 +3,7 @@
 A part of what `python -m tests.layouts` compares in full.
 """
 
+import collections
 import dataclasses
 import re
 
@@ -13,18 +14,8 @@ import pytest
 from gpt2.model import num_params
 from gpt2.parallel import bytes_per_device
 from gpt2.parallel.state import unsharded_share
-from gpt2.plan.collectives import Collective, collectives
-from tests.layouts import (
-    MODEL,
-    REFERENCE,
-    TOLERANCE,
-    Case,
-    Setup,
-    continue_elsewhere,
-    loss_difference,
-    param_difference,
-    setup,
-)
+from gpt2.plan.collectives import collectives
+from tests.layouts import MODEL, REFERENCE, TOLERANCE, Case, Setup, continued, difference, setup
 
 # Every layout, and between them every switch in both positions.
 CASES = [
@@ -45,13 +36,9 @@ CASES = [
 ]
 # Those that the default run leaves to CI: what they have, others have too.
 LONG = {1, 2, 3, 4, 7, 9, 11, 13}
-each_case = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=str(case), marks=pytest.mark.thorough if i in LONG else ())
-        for i, case in enumerate(CASES)
-    ],
-)
+thorough = pytest.mark.thorough
+marked = [pytest.param(c, marks=thorough) if i in LONG else c for i, c in enumerate(CASES)]
+each_case = pytest.mark.parametrize("case", marked, ids=str)
 SCALARS = 512  # bytes: losses, counts, and the norm of each gradient
 
 
@@ -60,33 +47,37 @@ def reference():
     return setup(REFERENCE).train()
 
 
-def sent(case: Case) -> list[Collective]:
+def sent(case):
     """Returns the collectives of a case's compiled step."""
     return collectives(setup(case).compiled.text())
 
 
-def param_bytes(case: Case) -> int:
-    return 4 * num_params(setup(case).shapes.params)
+def moved(case):
+    """Returns the bytes of a step's collectives by kind."""
+    each = (collections.Counter({c.kind: c.bytes * c.times}) for c in sent(case))
+    return sum(each, collections.Counter())
+
+
+def param_bytes(case):
+    """Returns the bytes of all parameters, and of those that are split."""
+    params = setup(case).shapes.params
+    return 4 * num_params(params), 4 * num_params(params) * (1 - unsharded_share(params))
 
 
 @each_case
 def test_any_layout_gives_the_losses_and_parameters_of_one_device(case, reference):
-    result = setup(case).train()
-    assert loss_difference(result, reference) < TOLERANCE
-    assert param_difference(result, reference) < TOLERANCE
+    assert difference(setup(case).train(), reference) < TOLERANCE
 
 
 @each_case
 def test_every_switch_changes_the_program(case):
-    one, other = setup(REFERENCE), setup(case)
-    assert len(jax.tree.leaves(other.shapes)[0].sharding.device_set) == 8
+    assert len(jax.tree.leaves(setup(case).shapes)[0].sharding.device_set) == 8
     assert sent(case) and not sent(REFERENCE)
-
-    def jaxpr(setup):
-        batch = {name: np.zeros((32, MODEL.context_length), np.int32) for name in setup.batch(0)}
-        return str(jax.make_jaxpr(setup.program.train_step)(setup.shapes, batch))
-
-    before, after = jaxpr(one), jaxpr(other)
+    batch = dict.fromkeys(("tokens", "targets"), np.zeros((32, MODEL.context_length), np.int32))
+    before, after = (
+        str(jax.make_jaxpr(each.program.train_step)(each.shapes, batch))
+        for each in (setup(REFERENCE), setup(case))
+    )
 
     def changed(pattern):
         return len(re.findall(pattern, before)) != len(re.findall(pattern, after))
@@ -101,23 +92,19 @@ def test_every_switch_changes_the_program(case):
 def test_data_parallel_sends_the_gradients_once_a_step(case):
     large = [c for c in sent(case) if c.bytes > SCALARS]
     assert [(c.kind, c.times, c.group) for c in large] == [("all-reduce", 1, tuple(range(8)))]
-    assert 0 <= large[0].bytes - param_bytes(case) <= SCALARS
+    assert 0 <= large[0].bytes - param_bytes(case)[0] <= SCALARS
     assert {c.kind for c in sent(case)} == {"all-reduce"}
 
 
 def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
     case = Case("fsdp 8", remat="full")
-    params = setup(case).shapes.params
-    split = param_bytes(case) * (1 - unsharded_share(params))
-    for kind in ("all-gather", "reduce-scatter"):
-        moved = [c for c in sent(case) if c.kind == kind]
-        assert sum(c.bytes * c.times for c in moved) == pytest.approx(split)
-    rest = [c for c in sent(case) if c.kind not in ("all-gather", "reduce-scatter")]
-    assert {c.kind for c in rest} == {"all-reduce"}
-    assert sum(c.bytes * c.times for c in rest) <= param_bytes(case) - split + SCALARS
+    (whole, split), found = param_bytes(case), moved(case)
+    assert found.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert found["all-gather"] == found["reduce-scatter"] == pytest.approx(split)
+    assert found["all-reduce"] <= whole - split + SCALARS
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=thorough)])
 def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_once(remat):
     # A policy that kept gathered kernels would gather them once.
     case = Case("fsdp 8 by layer", accumulate=4, remat=remat, scanned=True)
@@ -125,34 +112,27 @@ def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_onc
     kernels = 4 * num_params([leaf for leaf in jax.tree.leaves(params["h"]) if leaf.ndim > 2])
     kernels -= 4 * params["h"]["attn"]["c_attn"]["bias"].size
     tables = 4 * num_params([params["wte"], params["wpe"]])
-    vectors = param_bytes(case) * (1 - unsharded_share(params)) - kernels - tables
+    (whole, split), found = param_bytes(case), moved(case)
+    vectors = split - kernels - tables
     tokens = 4 * 32 // 4 * MODEL.context_length  # of a micro-batch, whose vectors are looked up
-    moved = {
-        kind: sum(c.bytes * c.times for c in sent(case) if c.kind == kind)
-        for kind in ("all-gather", "reduce-scatter", "all-to-all")
-    }
-    assert moved["all-gather"] == pytest.approx(4 * (2 * kernels + tables + tokens) + vectors)
-    assert moved["reduce-scatter"] == pytest.approx(4 * (kernels + tables) + vectors)
-    assert moved["all-to-all"] == 4 * 2 * tokens * MODEL.embed_dim // 8  # forward and backward
-    rest = [c for c in sent(case) if c.kind == "all-reduce"]
-    whole = param_bytes(case) * unsharded_share(params)
-    assert sum(c.bytes * c.times for c in rest) <= whole + SCALARS
+    assert found["all-gather"] == pytest.approx(4 * (2 * kernels + tables + tokens) + vectors)
+    assert found["reduce-scatter"] == pytest.approx(4 * (kernels + tables) + vectors)
+    assert found["all-to-all"] == 4 * 2 * tokens * MODEL.embed_dim // 8  # forward and backward
+    assert found["all-reduce"] <= whole - split + SCALARS
     by_step = setup(dataclasses.replace(case, layout="fsdp 8")).compiled.peak_bytes
     assert setup(case).compiled.peak_bytes < by_step
 
 
 def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
-    case = Case("zero1 x 8", accumulate=4)
-    shapes, spread = setup(case).shapes, setup(Case("fsdp 8", remat="full")).shapes
+    case, fsdp = Case("zero1 x 8", accumulate=4), Case("fsdp 8", remat="full")
+    shapes, spread = setup(case).shapes, setup(fsdp).shapes
     assert unsharded_share(shapes.params) == 1.0
     assert bytes_per_device(shapes.opt_state) == bytes_per_device(spread.opt_state)
-    split = param_bytes(case) * (1 - unsharded_share(spread.params))
     for kind in ("all-gather", "reduce-scatter"):
-        moved = sum(c.bytes * c.times for c in sent(case) if c.kind == kind)
-        assert moved == pytest.approx(split)
+        assert moved(case)[kind] == pytest.approx(param_bytes(fsdp)[1])
 
 
-@pytest.mark.thorough
+@thorough
 def test_megatron_holds_parts_of_the_sequence_between_layers():
     case = Case("data 2 x megatron x 4", remat="full", scanned=True)
     whole = dataclasses.replace(case, layout="data 2 x tensor 4")
@@ -161,39 +141,34 @@ def test_megatron_holds_parts_of_the_sequence_between_layers():
     assert saved > 0.5 * MODEL.num_layers * stream * (1 - 1 / 4)
 
 
-@pytest.mark.thorough
+@thorough
 def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
     model = dataclasses.replace(MODEL, dropout=0.1)
     layouts = ("fsdp 8", "fsdp 8 by layer", "zero1 x 8")
     step, *others = (setup(Case(layout, accumulate=4, model=model)).train() for layout in layouts)
-    assert loss_difference(step, reference) > 50 * TOLERANCE
+    assert difference(step, reference) > 50 * TOLERANCE
     for result in others:
-        assert loss_difference(result, step) < TOLERANCE
-        assert param_difference(result, step) < TOLERANCE
+        assert difference(result, step) < TOLERANCE
 
 
-@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=thorough)])
 def test_the_variants_of_other_platforms_train_alike_in_shards(monkeypatch, reference, platform):
     monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: platform)
     for layout in ("data 2 x fsdp 2 x tensor 2 by layer", "fsdp 8 by layer"):
         result = Setup(Case(layout, remat="full", scanned=True)).train()
-        assert loss_difference(result, reference) < TOLERANCE
-        assert param_difference(result, reference) < TOLERANCE
+        assert difference(result, reference) < TOLERANCE
 
 
 def test_accumulation_changes_nothing_that_crosses_the_data_axis():
     """Only what `tensor` sends, activations, may be sent once per micro-batch."""
     case = Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True)
-    across_data = [c for c in sent(case) if set(c.group) - {0, 1}]
-    assert across_data
-    assert all(c.times == 1 for c in across_data)
+    assert {c.times for c in sent(case) if set(c.group) - {0, 1}} == {1}
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_checkpoint_of_any_layout_continues_in_any_other(reference, tmp_path):
     for saved, others in ((CASES[0], CASES[3:6]), (CASES[5], [REFERENCE, *CASES[:2], CASES[12]])):
-        results = continue_elsewhere(saved, others, tmp_path / saved.layout)
+        results = continued(saved, others, tmp_path / saved.layout)
         for result in results.values():
             assert len(result.losses) == 3
-            assert loss_difference(result, reference) < TOLERANCE
-            assert param_difference(result, reference) < TOLERANCE
+            assert difference(result, reference) < TOLERANCE

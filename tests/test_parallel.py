@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -32,7 +33,7 @@ def config(options, name=quickstart) -> Config:
 
 
 def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL):
-    """Returns a backend, what draws a state, and its shapes and shardings."""
+    """Returns a backend, and the shapes and shardings of a state."""
     model, optimizer = GPT(cfg), optimizer or optax.adamw(1e-3)
     backend = make_backend(parallel, model.logical_axes())
 
@@ -40,7 +41,7 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL):
         params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
         return TrainState.create(params, optimizer, "float32")
 
-    return backend, init_fn, abstract_state(backend, init_fn)
+    return backend, abstract_state(backend, init_fn)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,9 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL):
     [
         (8, {"parallel.data": 3}, "data=3 .* does not make a mesh of 8 devices"),
         (8, {"parallel.backend": "pmap", "parallel.data": 4}, "data=4 .* of 8 devices"),
-        (8, {"data.batch_size": 20}, "batch_size=20 does not split over .*data=8 .* multiple of 8"),
+        (8, {"data.batch_size": 20}, "batch_size=20 does not split over .*data=8"),
         (8, {"parallel.tensor": 8}, r"num_heads=4 does not split over parallel\.tensor=8"),
         (512, {"parallel.fsdp": 512, "data.batch_size": 512}, "embed_dim=128 does not split"),
-        (6, {"parallel.strategy": "megatron"}, "num_heads=4 does not split"),
         (4, {"parallel.strategy": "megatron", "model.context_length": 66}, "context_length=66"),
     ],
 )
@@ -60,19 +60,15 @@ def test_a_mesh_that_does_not_fit_names_the_numbers(num_devices, options, messag
         check_layout(config({"data.batch_size": 24} | options), num_devices)
 
 
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        (dict(data=2, fsdp=-1), (2, 4, 1)),
-        (dict(strategy="ddp"), (8, 1, 1)),
-        (dict(strategy="zero3"), (1, 8, 1)),
-        (dict(strategy="zero1", fsdp=4), (2, 4, 1)),
-        (dict(strategy="megatron", data=2), (2, 1, 4)),
-        (dict(strategy="megatron", tensor=2, fsdp=2), (2, 2, 2)),
-    ],
-)
-def test_a_strategy_takes_all_devices_for_its_axis_unless_told(options, sizes):
-    assert tuple(mesh_sizes(ParallelConfig(**options), 8).values()) == sizes
+def test_a_strategy_takes_all_devices_for_its_axis_unless_told():
+    def sizes(**options):
+        return tuple(mesh_sizes(ParallelConfig(**options), 8).values())
+
+    assert sizes(data=2, fsdp=-1) == (2, 4, 1)
+    assert sizes(strategy="ddp") == (8, 1, 1)
+    assert sizes(strategy="zero3") == (1, 8, 1)
+    assert sizes(strategy="zero1", fsdp=4) == (2, 4, 1)
+    assert sizes(strategy="megatron", tensor=2, fsdp=2) == (2, 2, 2)
 
 
 def test_rows_of_a_process_follow_one_another_or_are_refused(monkeypatch):
@@ -99,14 +95,13 @@ def test_a_parameter_that_no_rule_names_is_an_error():
     ("options", "params", "moments"),
     [
         (dict(strategy="ddp"), 1, 1),
-        (dict(strategy="zero1"), 1, 8),
         (dict(strategy="zero1", data=2, fsdp=4), 1, 4),
         (dict(strategy="zero3"), 8, 8),
         (dict(strategy="zero3", data=4), 2, 2),
     ],
 )
 def test_a_strategy_says_what_is_split(options, params, moments):
-    backend, _, state = state_of(ParallelConfig(**options))
+    backend, state = state_of(ParallelConfig(**options))
     whole = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
     found = state_bytes(backend, state)
     # Biases are whole everywhere: 0.8 % of this model.
@@ -122,23 +117,16 @@ def test_layers_do_not_gather_what_rules_split_elsewhere():
     assert state_of(dataclasses.replace(parallel, rules=elsewhere))[0].gather_by == "step"
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
-        optax.partition(
-            {"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1, momentum=0.9)},
-            lambda p: jax.tree.map(lambda x: "adam" if x.ndim > 1 else "sgd", p),
-        ),
-    ],
-    ids=["multi_steps", "partition"],
-)
-def test_optimizer_state_is_laid_out_like_its_parameters(optimizer):
+def test_optimizer_state_is_laid_out_like_its_parameters():
+    parts = {"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1, momentum=0.9)}
+    apart = optax.partition(parts, partial(jax.tree.map, lambda x: ["sgd", "adam"][x.ndim > 1]))
+    optimizer = optax.MultiSteps(apart, 4).gradient_transformation()
+
     def named(tree):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {jax.tree_util.keystr(path): (x.shape, x.sharding) for path, x in leaves}
 
-    _, _, shapes = state_of(MIXED, optimizer)
+    _, shapes = state_of(MIXED, optimizer)
     params, kept = named(shapes.params), named(shapes.opt_state)
     kept = {name: held for name, held in kept.items() if held[0]}
     assert len(kept) >= len(params) / 2
@@ -148,7 +136,7 @@ def test_optimizer_state_is_laid_out_like_its_parameters(optimizer):
 
 def test_1558m_with_fsdp_8_holds_an_eighth_of_its_state_per_device():
     cfg = GPTConfig.from_name("gpt2-1558m", scan_layers=True)
-    _, _, spread = state_of(ParallelConfig(data=1, fsdp=8), cfg=cfg)
+    _, spread = state_of(ParallelConfig(data=1, fsdp=8), cfg=cfg)
     whole = 3 * 4 * 1_557_611_200  # parameters and Adam's two moments
     assert sum(leaf.size * 4 for leaf in jax.tree.leaves(spread)) == pytest.approx(whole)
     assert bytes_per_device(spread) / whole < 1 / 8 + 0.02
@@ -156,7 +144,7 @@ def test_1558m_with_fsdp_8_holds_an_eighth_of_its_state_per_device():
 
 
 def test_parameters_left_whole_are_an_error_where_spreading_was_asked_for():
-    _, _, shapes = state_of(ParallelConfig(data=1, fsdp=8))
+    _, shapes = state_of(ParallelConfig(data=1, fsdp=8))
     params, mesh = shapes.params, {"data": 1, "fsdp": 8, "tensor": 1}
     check_sharded(params, mesh)
     place = NamedSharding(params["wte"]["embedding"].sharding.mesh, PartitionSpec())
@@ -214,7 +202,7 @@ def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, 
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: "tpu")
     cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="dots")
-    backend, _, state = state_of(parallel, cfg=cfg)
+    backend, state = state_of(parallel, cfg=cfg)
     loss = next_token_loss(GPT(cfg))
     step = make_train_step(loss, optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2)
     batch = {name: np.zeros((16, 128), np.int32) for name in ("tokens", "targets", "segments")}

@@ -10,13 +10,18 @@ import time
 
 import pytest
 
-from tests.helpers import ROOT, TINY, environment, metrics_of
+from tests.helpers import ROOT, TINY, environment, metrics_of, run
 
 FLAGS = """
     --config.model.num_layers=2 --config.model.embed_dim=64 --config.data.batch_size=16
     --config.train.num_steps=100000 --config.train.eval_every=0 --config.train.eval_batches=1
     --config.train.checkpoint_every=5 --config.logging.tensorboard=False
 """
+
+
+def losses(workdir):
+    rows = metrics_of(workdir)
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
 class Pair:
@@ -54,9 +59,7 @@ class Pair:
             process.wait()
 
     def losses(self):
-        """Returns the training loss of every step logged so far."""
-        rows = metrics_of(self.workdir) if (self.workdir / "metrics.jsonl").exists() else []
-        return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+        return losses(self.workdir) if (self.workdir / "metrics.jsonl").exists() else {}
 
     def run_until(self, step, checkpoint):
         """Waits for a step to be logged and a checkpoint to be whole."""
@@ -75,6 +78,21 @@ class Pair:
     def output(self):
         """Returns what both processes printed."""
         return "\n".join(log.read_text() for log in self.logs)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "layout",
+    ["backend=pmap", "strategy=zero1", "data=1 fsdp=8 fsdp_gather=layer", "data=2 fsdp=2 tensor=2"],
+)
+def test_two_processes_train_in_any_layout_as_one_device(tmp_path, layout):
+    steps, spread = "--config.train.num_steps=5", layout.split()
+    with Pair(tmp_path / "two", steps, *(f"--config.parallel.{each}" for each in spread)) as pair:
+        assert pair.ends(300) == [0, 0], pair.output()
+    code, _, stderr = run(tmp_path / "one", *TINY, *FLAGS.split(), steps)
+    assert code == 0, stderr
+    assert len(pair.losses()) == 5
+    assert pair.losses() == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 @pytest.mark.thorough
