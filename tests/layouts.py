@@ -122,9 +122,7 @@ class Setup:
         batch = {"tokens": tokens[rows, :-1], "targets": targets[rows]}
         return self.backend.put_batch({k: v.astype(np.int32) for k, v in batch.items()})
 
-    def train(
-        self, start: int = 0, state: TrainState | None = None, save: Callable | None = None
-    ) -> Result:
+    def train(self, start=0, state: TrainState | None = None, save: Callable | None = None):
         state = self.program.init_state() if state is None else state
         losses = []
         for step in range(start, NUM_STEPS):

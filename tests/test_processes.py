@@ -29,9 +29,8 @@ class Pair:
 
     def __init__(self, workdir, *flags):
         self.workdir = workdir
-        with socket.socket() as sock:
-            sock.bind(("localhost", 0))
-            port = sock.getsockname()[1]
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
         flags = (
             *TINY,
             *FLAGS.split(),
@@ -43,12 +42,10 @@ class Pair:
         self.logs = [workdir.with_name(f"{workdir.name}.{i}.log") for i in range(2)]
         self.processes = []
         for index, log in enumerate(self.logs):
-            whose, both = [*command, f"--process_index={index}"], subprocess.STDOUT
-            with log.open("w") as output:
-                process = subprocess.Popen(
-                    whose, cwd=ROOT, env=environment(4), stdout=output, stderr=both
-                )
-            self.processes.append(process)
+            own = [*command, f"--process_index={index}"]
+            with log.open("w") as out:
+                place = dict(cwd=ROOT, env=environment(4), stdout=out, stderr=subprocess.STDOUT)
+                self.processes.append(subprocess.Popen(own, **place))
 
     def __enter__(self):
         return self
