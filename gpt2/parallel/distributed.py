@@ -49,7 +49,7 @@ def initialize(
         coordinator,
         num_processes,
         process_index,
-        cluster_detection_method="deactivate" if coordinator else None,  # it might hide devices
+        cluster_detection_method="deactivate" if coordinator else None,  # a launcher hides devices
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
     # If another process is gone, the runtime says so and aborts. Stacks would bury its words.
