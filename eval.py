@@ -22,7 +22,6 @@ from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS, run_task, task_file, validation_data
 from gpt2.hf.weights import load_model
-from gpt2.model import GPT
 
 
 def define_flags() -> None:
@@ -51,7 +50,7 @@ def main() -> None:
         data = validation_data(args.workdir, args.hf, args.corpus, args.val_fraction)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     stride = args.stride or max(1, cfg.context_length // 2)
-    scorer = Scorer(GPT(cfg), params)
+    scorer = Scorer(cfg, params)
     figures = validation(scorer, tokenizer, data) if data else []
     for name, path in files.items():
         figures += run_task(name, scorer, tokenizer, path, stride)

@@ -28,7 +28,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def scorer(params):
-    return Scorer(GPT(CFG), params, jax.devices()[:1])
+    return Scorer(CFG, params, jax.devices()[:1])
 
 
 def mixed_requests(num=200, seed=0):
@@ -66,7 +66,7 @@ def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
     # A token that is the likeliest, which random ones hardly are.
     best = int(logits_by_hand(params, [1, 2, 3])[-1].argmax())
     requests.append(continuation([1, 2, 3], [best], 128))
-    scores = Scorer(GPT(CFG), params, jax.devices()[:num_devices]).score(requests)
+    scores = Scorer(CFG, params, jax.devices()[:num_devices]).score(requests)
     assert scores[-1].greedy and not all(score.greedy for score in scores)
     for request, score in zip(requests, scores, strict=True):
         logits = logits_by_hand(params, request.tokens)
@@ -79,7 +79,7 @@ def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
 
 
 def test_200_mixed_lengths_compile_once_per_bucket(params):
-    scorer = Scorer(GPT(CFG), params, jax.devices()[:1])
+    scorer = Scorer(CFG, params, jax.devices()[:1])
     requests = mixed_requests()
     scorer.score(requests)
     buckets = {scoring.bucket(len(r.tokens), 128) for r in requests}

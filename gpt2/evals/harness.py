@@ -24,7 +24,6 @@ from gpt2.evals.examples import after
 from gpt2.evals.scoring import Scorer, continuation
 from gpt2.generate import Sampling, stream
 from gpt2.hf.weights import load_model
-from gpt2.model import GPT
 
 PROMPTS_PER_BATCH = 8
 TOKENS_PER_CHUNK = 16  # generated between two checks for a stop sequence
@@ -56,7 +55,7 @@ class HarnessModel(LM):
         super().__init__()
         self._cfg, self._params, self._tokenizer = load_model(workdir, hf, checkpoint)
         refuse(self._tokenizer.eot is None, "this tokenizer lacks the end-of-text token")
-        self._scorer = Scorer(GPT(self._cfg), self._params)
+        self._scorer = Scorer(self._cfg, self._params)
         self._seed = seed
 
     @property

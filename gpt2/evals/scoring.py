@@ -21,6 +21,7 @@ from rich.progress import track
 
 from gpt2.errors import UserError
 from gpt2.generate import bucket
+from gpt2.model import GPT, GPTConfig
 from gpt2.utils.text import counted
 
 # On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
@@ -102,7 +103,7 @@ class Scorer:
     """A model on one or more devices, each of which scores its share of every batch.
 
     Args:
-        model: `gpt2.model.GPT`, whose `hidden` and `logits` are used.
+        config: of the model.
         params: of the model.
         devices: share the rows of a batch; all local devices if not given.
         tokens_per_batch: on each device, padding included, but at least one row; if not given, a
@@ -114,12 +115,12 @@ class Scorer:
 
     def __init__(
         self,
-        model: nn.Module,
+        config: GPTConfig,
         params: Any,
         devices: Sequence[jax.Device] | None = None,
         tokens_per_batch: int = 0,
     ):
-        self.context_length = model.config.context_length
+        self.context_length = config.context_length
         devices = devices or jax.local_devices()
         on_cpu = devices[0].platform == "cpu"
         self._tokens_per_batch = tokens_per_batch or (
@@ -132,7 +133,7 @@ class Scorer:
         self._num_devices = len(devices)
         self._score: Any = jax.jit(  # its own type hides `_cache_size`
             jax.shard_map(
-                partial(_score, model, at_once),
+                partial(_score, GPT(config), at_once),
                 mesh=mesh,
                 in_specs=(PartitionSpec(), PartitionSpec("data")),
                 out_specs=PartitionSpec("data"),
