@@ -25,23 +25,15 @@ class Cost(NamedTuple):
 
 
 class Breakdown(NamedTuple):
-    """Where the time of a step goes, in seconds per step.
+    """Where the time of a step goes, in seconds per step."""
 
-    Attributes:
-        seconds: of a step, the sum of all below.
-        numbers: of the traced steps, if the trace tells.
-        operations: of the step, by name. Those that run at once share their time.
-        idle: longer moments inside a step in which no operation runs.
-        others: other programs, such as that of validation, by name.
-    """
-
-    seconds: float
+    seconds: float  # of a step, the sum of all below
     steps: int
-    numbers: list[str]
-    operations: dict[str, Cost]
-    idle: float
+    numbers: list[str]  # of the traced steps, if the trace tells
+    operations: dict[str, Cost]  # by name; those that run at once share their time
+    idle: float  # longer moments inside a step in which no operation runs
     gaps: Gaps
-    others: dict[str, float]
+    others: dict[str, float]  # other programs, such as that of validation, by name
 
 
 def break_down(trace: Trace, program: ProgramText) -> Breakdown:
@@ -96,11 +88,9 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
 
 
 def _runs(own: list[Ran]) -> list[tuple[float, float]]:
-    """Returns start and end of each run of the step, on the first device.
-
-    Where a GPU's trace numbers no runs, one begins where the first operation comes again.
-    """
+    """Returns start and end of each run of the step, on the first device."""
     spans: dict[int, tuple[float, float]] = {}
+    # Where a GPU's trace numbers no runs, one begins where the first operation comes again.
     again, device = 0, min((ran.device for ran in own), default=0)
     for ran in own:
         again += ran.name == own[0].name

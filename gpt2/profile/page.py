@@ -36,12 +36,9 @@ class Cause(NamedTuple):
 
 
 def explain(path: Path) -> str:
-    """Returns the page of a workdir, of its profile folder, or of a trace file.
-
-    The text of the compiled step lies near the trace.
-    """
+    """Returns the page of a workdir, of its profile folder, or of a trace file."""
     file = find_trace(path)
-    # The profiler puts a trace under plugins/profile/TIME.
+    # The text of the step lies above the trace, which the profiler puts under plugins/profile/TIME.
     texts = [folder / PROGRAM for folder in file.parents[:4] if (folder / PROGRAM).exists()]
     try:
         program = ProgramText(texts[0].read_text() if texts else "")
@@ -73,10 +70,7 @@ def find_causes(found: Breakdown, program: ProgramText) -> list[Cause]:
             first = program.find(names[0])
             where = f"`{program.find(loop).source or first.source or loop}`, {first.part}"
             count = sum(found.operations[name].count for name in names)
-            help = (
-                f"It runs {count:,.0f} operations a step: do the work of many turns at once, as "
-                "one operation on a larger array."
-            )
+            help = f"It runs {count:,.0f} operations a step: do many turns as one larger one."
             causes.append(Cause("loop of tiny operations", _seconds(found, names), where, help))
     help = f"Each takes less than {1e6 * SHORT:.0f} µs: use a larger batch."
     causes.append(Cause("small operations", outside, "", help))

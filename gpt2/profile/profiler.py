@@ -17,8 +17,7 @@ from gpt2.profile.trace import STEP
 class Profiler:
     """Traces the steps `start` to `start + steps - 1`; a context manager.
 
-    xprof (TensorBoard's profiler) and Perfetto read the trace too. `logdir` takes it and its page,
-    for which `text` returns the compiled step as HLO.
+    `logdir` takes the trace and its page, for which `text` returns the compiled step as HLO.
     """
 
     def __init__(self, logdir: Path | str, start: int, steps: int, text: Callable[[], str]):
@@ -50,10 +49,8 @@ class Profiler:
             try:
                 (self._logdir / PROGRAM).write_text(self._text())
                 (self._logdir / PAGE).write_text(page := explain(self._logdir))
-                tell(
-                    f"{page.splitlines()[2].replace('**', '')} See {self._logdir / PAGE}",
-                    sys.stdout,
-                )
+                cause = page.splitlines()[2].replace("**", "")
+                tell(f"{cause} See {self._logdir / PAGE}", sys.stdout)
             except Exception as error:  # a run is worth more than its page
                 warn(f"there is no profile.md ({error})")
         self._has_trace = False

@@ -32,30 +32,18 @@ _CALLED = re.compile(r"\b(?:body|condition|to_apply|calls|\w+_computations?)=\{?
 
 
 class Operation(NamedTuple):
-    """An instruction that a device runs by itself.
+    """An instruction that a device runs by itself."""
 
-    Attributes:
-        kind: of `_KINDS`, else other.
-        part: a named scope such as `attention`, or a module outside all scopes; with `forward` or
-            `backward` behind it where it is differentiated.
-        source: FILE:LINE in Python, or empty.
-        loop: name of the innermost loop around it, or empty.
-    """
-
-    kind: str = "other"
-    part: str = "unknown"
-    source: str = ""
-    loop: str = ""
+    kind: str = "other"  # of `_KINDS`
+    part: str = "unknown"  # a scope or module, with `forward` or `backward` if differentiated
+    source: str = ""  # FILE:LINE in Python
+    loop: str = ""  # name of the innermost loop around it
 
 
 class ProgramText:
     """A compiled program, read from its optimised HLO, as `CompiledStep.text()` gives it.
 
-    Attributes:
-        module: its name, which a trace gives too.
-
-    Raises:
-        ValueError: this is no HLO text, and not empty.
+    Its name is `module`, which a trace gives too. Other text, if not empty, is a ValueError.
     """
 
     def __init__(self, text: str):
@@ -117,8 +105,7 @@ def _called(line: str) -> list[str]:
 def part_of(line: str) -> str:
     """Returns the part of the model that an instruction belongs to: see `Operation`.
 
-    Its line of HLO holds the path of the operation in JAX, `op_name`, with named scopes, modules,
-    and `transpose` for what reverse mode adds.
+    Its line of HLO holds the path in JAX, `op_name`: scopes, modules, `transpose` in reverse mode.
     """
     # XLA joins several paths as `a/b;a/c`, or behind what they share as `a/(b:c)`: the first one.
     path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]

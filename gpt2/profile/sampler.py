@@ -20,10 +20,9 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 @contextlib.contextmanager
 def sampled() -> Iterator[None]:
-    """Looks at the calling thread every 2 ms, within a trace.
+    """Looks at the calling thread every 2 ms, and annotates the trace with its line.
 
-    Python's own tracer would give each call, at a cost that changes what is measured. A line
-    stands in the trace as an annotation of another thread, for as long as it is seen.
+    Python's own tracer would give each call, at a cost that changes what is measured.
     """
     ended = threading.Event()
     thread = threading.Thread(target=_watch, args=(threading.get_ident(), ended), daemon=True)

@@ -21,16 +21,13 @@ _WAIT = re.compile(
 
 
 class Span(NamedTuple):
-    """What took time on the host, in seconds since the trace began.
-
-    A sampled line is named FILE:LINE, has its source in `text`, and `waits` for a device or not.
-    """
+    """What took time on the host, in seconds since the trace began; or a line, FILE:LINE."""
 
     name: str
     start: float
     end: float
-    text: str = ""
-    waits: bool = False
+    text: str = ""  # a line's source
+    waits: bool = False  # for a device
 
 
 class Ran(NamedTuple):
@@ -58,11 +55,8 @@ def find_trace(path: Path) -> Path:
     if path.is_file():
         return path
     folder = path / "profile" if (path / "profile").is_dir() else path
-    found = [
-        file
-        for file in folder.rglob("*.xplane.pb")
-        if not file.relative_to(folder).parts[0].startswith("process_")  # another process's
-    ]
+    files = folder.rglob("*.xplane.pb")  # not those of other processes
+    found = [f for f in files if not f.relative_to(folder).parts[0].startswith("process_")]
     if not found:
         how = "--config.logging.profile_start=10 --config.logging.profile_steps=5"
         raise UserError(f"{path} holds no trace", f"Train with {how}")
