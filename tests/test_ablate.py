@@ -22,9 +22,8 @@ from gpt2.ablate.arms import Arm, make_arms, read_tuned
 from gpt2.ablate.compare import read_reference
 from gpt2.ablate.jobs import make_slots
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
-from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.report import write_report
-from gpt2.ablate.results import Curve, amount_to_reach, read_curve
+from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import judge, reach_table
@@ -395,15 +394,6 @@ def test_runs_at_once_share_the_cores(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # none, as is known to CUDA
     with pytest.raises(UserError, match="CPU cores"):
         make_slots(1000)
-
-
-@pytest.mark.parametrize("log_x", [False, True])
-def test_curves_of_one_point_of_many_and_of_none_are_drawn(tmp_path, log_x):
-    amounts = [np.array(steps) * 2048.0 for steps in ([1], np.arange(0, 2001, 100))]
-    curves = {str(len(x)): [Curve(x, x, x, 8 - np.log1p(x) / 4)] * 2 for x in amounts}
-    empty = Curve(*[np.zeros(0)] * 4)
-    plot_curves(tmp_path / "curves.png", curves | {"none": [empty]}, "nats", log_x=log_x)
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 # Scaling

@@ -99,24 +99,19 @@ def main():
         columns[f"{name} n={num}"] = rates((num,) * 6, deviations)
     for num in (3, 5):
         columns[f"found n={num}"] = rates((num,) * 6, noisy["equal"], 5 * math.sqrt(2 / num))
-    worst = {"alike": dict.fromkeys(RULES, (0.0, "")), "others": dict.fromkeys(RULES, (0.0, ""))}
+    worst = {"alike": dict.fromkeys(RULES, 0.0), "others": dict.fromkeys(RULES, 0.0)}
     for arms, num, first in itertools.product((1, 2, 5, 10), (3, 5), (3, 5, 10)):
         for noisy_arms in sorted({0, 1, arms // 2, arms}):
             for deviation in (1.0, 3.0):
                 deviations = (deviation, *[3.0] * noisy_arms, *[1.0] * (arms - noisy_arms))
-                where = f"{arms} arms of {num}, a baseline of {first}, {deviations}"
                 found = worst["alike" if num == first else "others"]
                 sizes = (first,) + (num,) * arms
                 for name, rate in rates(sizes, deviations, num=20_000).items():
-                    found[name] = max(found[name], (rate, where))
-    for kind, found in worst.items():
-        columns[f"worst, {kind}"] = {name: rate for name, (rate, _) in found.items()}
+                    found[name] = max(found[name], rate)
+    columns |= {f"worst, {kind}": found for kind, found in worst.items()}
     for name in RULES:
         print(f"{name:34}" + " ".join(f"{rate[name]:5.1f}" for rate in columns.values()))
     print("columns: " + ", ".join(columns))
-    for kind, found in worst.items():
-        for name, (_, where) in found.items():
-            print(f"worst of {name}, {kind}: {where}")
 
 
 if __name__ == "__main__":
