@@ -40,6 +40,7 @@ def plot_differences(
                 axes.plot([verdict.low, verdict.high], [row, row], color=color, linewidth=2.4)
             axes.plot([verdict.difference], [row], "D", color=color, markersize=6)
     axes.set_yticks(range(len(names)), [name.replace(",", ",\n") for name in names])
+    axes.set_ylim(-0.7, len(names) - 0.3)
     axes.set_xlabel(f"difference from the baseline ({unit}); lower is better")
     figure.savefig(png)
 
