@@ -78,7 +78,8 @@ def main() -> int:
     # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
     start = distributed.from_first(distributed.only_first(folder.find_start)(workdir) or 0)
     if distributed.from_first(folder.is_finished(workdir, config, start)):
-        distributed.only_first(print)(folder.describe_finished(workdir, config))
+        how = "raise --config.train.num_steps to continue"
+        distributed.only_first(print)(f"{workdir} is finished at step {start}; {how}")
         return 0
     state = None if start else first_state(program, dataset)
     folder.begin(workdir, config, dataset, start)  # from here on, the run writes to its workdir

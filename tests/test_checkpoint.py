@@ -1,14 +1,13 @@
 """Checkpoints: what they give later, that they are whole or not there, and what damage does."""
 
 import dataclasses
-import errno
 import re
 import shutil
 import subprocess
 import threading
 import time
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -29,8 +28,7 @@ from gpt2.training.checkpoint import Checkpointer, load_params
 from gpt2.training.checkpoint_files import find_damage, move_aside, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.utils import files
-from tests.helpers import TINY, metrics_of, params_of, run
+from tests.helpers import TINY, params_of, run
 from tests.test_workdir import TINY_MODEL, make_config, write_run
 
 # What a run saved, by step: its validation loss there, None where it was not validated.
@@ -65,14 +63,6 @@ def steps_in(params):
     return {float(value) for leaf in jax.tree.leaves(params) for value in leaf.ravel()}
 
 
-def test_the_newest_checkpoints_and_the_best_survive(saved):
-    workdir, _, steps, best = saved
-    assert steps == saved_steps(workdir) == [20, 50, 60]
-    assert best == (20, 2.0)
-    with Checkpointer(workdir, read_only=True) as reopened:
-        assert (reopened.all_steps(), reopened.best()) == (steps, best)
-
-
 @pytest.mark.parametrize(
     ("keep", "keep_every", "kept"),
     [(1, 0, [20, 60]), (1, 20, [20, 40, 60]), (2, 30, [20, 30, 50, 60])],
@@ -90,16 +80,14 @@ def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
     assert steps_in(load_model(saved[0], None, which)[1]) == {step}
 
 
-@pytest.mark.parametrize(("suffix", "step"), [("", 20), ("@50", 50)])
-def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved, suffix, step):
-    workdir, cfg, *_ = saved
-    params = load_initial_params(f"run:{workdir}{suffix}", cfg, ByteTokenizer())
-    assert steps_in(params) == {step}
-
-
-def test_a_step_that_was_not_kept_is_told_with_those_that_were(saved):
+def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved):
+    workdir, cfg, steps, best = saved
+    assert steps == saved_steps(workdir) == [20, 50, 60] and best == (20, 2.0)
+    for suffix, step in ("", 20), ("@50", 50):
+        params = load_initial_params(f"run:{workdir}{suffix}", cfg, ByteTokenizer())
+        assert steps_in(params) == {step}
     with pytest.raises(UserError, match=r"has no checkpoint 30.*20, 50, 60"):
-        load_params(saved[0], "30")
+        load_params(workdir, "30")
 
 
 def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path):
@@ -136,10 +124,8 @@ def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(t
     ("params", "optimizer"),
     [
         ({"a": (2, 3)}, optax.adam),
-        ({"a": (1, 2)}, optax.adam),
         ({}, optax.adam),
         ({"a": (2, 2), "c": (1,)}, optax.adam),
-        ({"a": (2, 2)}, optax.lion),
         ({"a": (2, 2)}, optax.adagrad),
     ],
 )
@@ -190,23 +176,18 @@ def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(tm
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(
-    tmp_path, monkeypatch, synchronous
-):
-    """With 100 MB for a store that takes 4 s, which a synchronous save waits for."""
+def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(tmp_path, monkeypatch):
+    """With 100 MB for a store that takes 4 s."""
     digest = checkpoint.digest_folder
     slow = lambda folder: time.sleep(4) or digest(folder)  # noqa: E731
     monkeypatch.setattr(checkpoint, "digest_folder", slow)
     params = {str(i): jnp.full((512, 1024), i, jnp.float32) for i in range(16)}
-    with Checkpointer(tmp_path, parameters_in_flight=2**40 if synchronous else None) as saver:
+    with Checkpointer(tmp_path) as saver:
         began = time.perf_counter()
         saver.save(state_at(1, params, optax.adamw(1.0)), 1)
-        blocked = time.perf_counter() - began
-        assert (blocked < 0.05 * 60) != synchronous
+        assert time.perf_counter() - began < 0.05 * 60
         saver.wait()
-        assert time.perf_counter() - began > 4
-        assert synchronous or saver.longest_seconds > 4
+        assert time.perf_counter() - began > 4 and saver.longest_seconds > 4
 
 
 def save_checkpoints(workdir, *steps, **groups):
@@ -243,16 +224,6 @@ def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
     assert "another run's, with seed=1, not 0" in capsys.readouterr().err
     shutil.copytree(tmp_path / "longer" / "checkpoints" / "6", ours / "6")
     assert run_files.find_start(tmp_path / "0") == 6
-    with Checkpointer(tmp_path / "0", keep=9) as checkpointer:  # its score does not count either
-        assert checkpointer.best()[0] == 6 and checkpointer.all_steps() == [2, 4, 6]
-
-
-def test_a_state_of_another_step_is_not_restored(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(state_at(3), 4)
-        checkpointer.wait()
-        with pytest.raises(UserError, match="holds step 3"):
-            checkpointer.restore(4, state_at(3))
 
 
 @pytest.mark.parametrize("name", ["012", "²", "-1", "x", "1_000"])
@@ -315,15 +286,6 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
         run_files.find_start(tmp_path)
 
 
-def test_an_empty_checkpoint_is_a_damaged_one(tmp_path):
-    save_checkpoints(tmp_path, 2)
-    (tmp_path / "checkpoints" / "99").mkdir()
-    run_files.check_options(tmp_path, make_config())  # of fewer steps
-    assert run_files.find_start(tmp_path) == 2
-    with pytest.raises(UserError, match=r"a run of 2 steps, more than train\.num_steps=1"):
-        run_files.check_options(tmp_path, make_config(train=dict(num_steps=1)))
-
-
 def test_a_damaged_checkpoint_moves_aside_so_that_its_step_is_saved_again(tmp_path):
     for number in (1, 2):
         save_checkpoints(tmp_path, 2, 4)
@@ -332,24 +294,19 @@ def test_a_damaged_checkpoint_moves_aside_so_that_its_step_is_saved_again(tmp_pa
         assert len(list((tmp_path / "damaged").iterdir())) == number
 
 
-def test_damaged_scores_of_an_older_checkpoint_neither_end_the_run_nor_count(tmp_path, capsys):
-    save_checkpoints(tmp_path, 2, 4)
-    scores = tmp_path / "checkpoints/2/metrics/metrics"
+def test_damaged_or_foreign_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatch):
+    run_path, data = tmp_path / "run", SimpleNamespace(describe=dict, tokenizer=ByteTokenizer())
+    save_checkpoints(run_path, 2, 4)
+    scores = run_path / "checkpoints/2/metrics/metrics"
     scores.write_text(scores.read_text().replace("8.0", "0.0"))
     with pytest.raises(UserError, match=r"2 is damaged \(metrics/metrics"):
-        Checkpointer(tmp_path, read_only=True)
-    with Checkpointer(tmp_path) as checkpointer:
+        load_params(run_path)
+    save_checkpoints(tmp_path / "other", 1, seed=1)
+    shutil.copytree(tmp_path / "other/checkpoints/1", run_path / "checkpoints/1")
+    run_files.begin(run_path, make_config(), data, 4)
+    assert {path.name[0] for path in (run_path / "damaged").iterdir()} == {"1", "2"}
+    with Checkpointer(run_path) as checkpointer:
         assert checkpointer.best() == (4, 6.0)
-    assert f"it is now {tmp_path}/damaged/2" in capsys.readouterr().err
-
-
-def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path, monkeypatch):
-    def fail(path):
-        raise OSError(errno.EIO, "Input/output error")
-
-    save_checkpoints(tmp_path, 2)
-    monkeypatch.setattr(files, "_crc32", fail)
-    assert "cannot be read: Input/output error" in find_damage(tmp_path, 2)
 
 
 @pytest.mark.thorough
@@ -402,32 +359,13 @@ def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(tmp_path, small_
         assert checkpointer.failure == "" and checkpointer.all_steps() == [3]
 
 
-@pytest.mark.thorough
-def test_a_full_disk_is_told_at_each_save_and_the_run_goes_on(tmp_path, small_disk):
-    options = [*TINY, "--config.train.keep_checkpoints=9", "--config.train.eval_batches=1"]
-    options += ["--config.logging.tensorboard=False"]
-    code, _, told = run(small_disk / "run", *options)
-    assert code == 5
-    warnings = [line for line in told.splitlines() if line.startswith("warning: the state of st")]
-    assert len(warnings) >= 2 and all("is not saved in" in line for line in warnings)
-    assert re.match(r"error: the state of step 8 is not saved", told.splitlines()[-1])
-    subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
-    code, _, told = run(small_disk / "run", *options)
-    assert (code, told) == (0, "")
-    assert run(tmp_path / "whole", *options)[0] == 0
-    wanted = params_of(tmp_path / "whole")
-    for name, value in params_of(small_disk / "run").items():
-        np.testing.assert_array_equal(value, wanted[name])
-    assert [line["step"] for line in metrics_of(small_disk / "run")] == list(range(1, 9))
-
-
 def test_a_save_without_room_or_that_fails_is_told_and_the_next_is_tried(
     tmp_path, monkeypatch, capsys
 ):
     with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
         checkpointer.save(state_at(1), 1)
         checkpointer.wait()
-        patched.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10))
+        patched.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
         checkpointer.save(state_at(2), 2)
         assert "the state of step 2 is not saved" in checkpointer.failure
         assert "no room is left" in capsys.readouterr().err

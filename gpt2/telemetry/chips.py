@@ -1,8 +1,7 @@
 """Accelerators by name: what they compute, hold and send, from their makers' pages."""
 
-import os
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -94,10 +93,3 @@ def peak_memory() -> dict[str, float]:
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return {"perf/peak_memory_bytes": float(max(peaks))} if peaks else {}
-
-
-def device_memory(device: Any) -> int | None:
-    """Returns the bytes that programs on a device may take; a CPU's devices share the host's."""
-    if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()

@@ -12,15 +12,6 @@ class Batches:
     """Reads a run's batches and puts them on the devices ahead of their use.
 
     Each process reads the rows that its own devices hold.
-
-    Attributes:
-        dataset: the prepared corpus.
-        num_eval_batches: batches in a validation.
-        targets_per_byte: tokens to predict for each byte of the validation split; None unless a
-            validation covers all of it.
-
-    Raises:
-        UserError: a split is smaller than a batch, or has no documents to mask.
     """
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
@@ -41,6 +32,7 @@ class Batches:
         self._put = backend.put_batch
         self._batch_size = size
         self.num_eval_batches = len(self._eval)
+        # Tokens to predict for each byte of the validation split, if a validation covers all of it.
         whole = dataset.splits["validation"].targets_per_byte if self._eval.is_whole else None
         self.targets_per_byte = whole
 

@@ -9,7 +9,6 @@ optimizer. This file is the only user of Orbax.
 import contextlib
 import dataclasses
 import json
-import math
 import shutil
 import sys
 import time
@@ -26,16 +25,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from gpt2.config import Config, ParallelConfig, TrainConfig, load_config
 from gpt2.errors import UserError, warn
-from gpt2.model import GPT
 from gpt2.parallel import distributed
-from gpt2.training.checkpoint_files import (
-    ITEMS,
-    WEIGHTS,
-    find_damage,
-    identity,
-    move_aside,
-    saved_steps,
-)
+from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, identity, saved_steps
 from gpt2.training.guard import Guard
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
@@ -46,91 +37,53 @@ from gpt2.utils.scan import in_layout, is_scanned
 METRIC = "eval/loss"  # by which the best checkpoint is known
 
 
-class _NoRoomError(Exception):
-    """The disk has no room for a save: all processes raise it together, before it begins."""
-
-
 class Checkpointer(contextlib.AbstractContextManager):
     """Saves and restores the states of one run, under `workdir/checkpoints/STEP`.
 
-    A save that fails, on a full disk for example, is told, and the checkpoints before it stay. With
-    several processes it ends them all, since each holds a part of the state.
-
-    Attributes:
-        failure: why the newest state that was to be saved is not; empty if it is.
-        longest_seconds: of the slowest save so far; 0 before the first.
-
-    Args:
-        workdir: the run's directory.
-        keep: how many of the newest checkpoints to keep, beside the best by validation loss.
-        keep_every: checkpoints of a multiple of so many steps are kept too; 0: none.
-        read_only: neither create nor delete anything.
-        parameters_in_flight: bytes of parameters that may exist twice while saving or restoring,
-            at least those of the largest array; `save` then returns only when all is saved.
+    A save that fails is told, and the checkpoints before it stay. With several processes it ends
+    them all, since each holds a part of the state.
     """
 
     def __init__(
-        self,
-        workdir: Path | str,
-        keep: int = 1,
-        keep_every: int = 0,
-        read_only: bool = False,
-        parameters_in_flight: int | None = None,
+        self, workdir: Path | str, keep: int = 1, keep_every: int = 0, read_only: bool = False
     ):
         self._workdir = Path(workdir).resolve()
         self._directory = self._workdir / "checkpoints"
-        self._keep, self._keep_every, self._read_only = keep, keep_every, read_only
-        self._in_flight = parameters_in_flight
         self._saving: int | None = None
-        self.failure, self.longest_seconds = "", 0.0
+        self.failure = ""  # why the newest state that was to be saved is not
+        self.longest_seconds = 0.0  # of a save
+        score = lambda metrics: metrics[METRIC]  # noqa: E731
+        best = policy.BestN(
+            get_metric_fn=score, reverse=True, n=1, keep_checkpoints_without_metrics=False
+        )
+        kept = [policy.LatestN(keep), best]
+        kept += [policy.EveryNSteps(keep_every)] if keep_every else []
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy.AnyPreservationPolicy(kept),
+            best_fn=score,
+            best_mode="min",
+            read_only=read_only,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
+            async_options=ocp.options.AsyncOptions(
+                barrier_sync_fn=self._wait_for_others if jax.process_count() > 1 else None,
+                post_finalization_callback=self._note_seconds,
+                create_directories_asynchronously=False,  # or a read-only disk is tried for minutes
+            ),
+        )
         self._open()
 
     def _open(self) -> None:
-        for step in saved_steps(self._workdir) if jax.process_index() == 0 else ():
-            if damage := find_damage(self._workdir, step, ("metrics",)):  # Orbax reads all scores
-                if self._read_only:
-                    raise UserError(damage, "Restore it from a copy, or move it elsewhere")
-                warn(f"{damage}; it is now {move_aside(self._workdir, step)}")
-        best = policy.BestN(
-            get_metric_fn=lambda metrics: metrics[METRIC],
-            reverse=True,
-            n=1,
-            keep_checkpoints_without_metrics=False,
-        )
-        kept = [policy.LatestN(self._keep), best]
-        kept += [policy.EveryNSteps(self._keep_every)] if self._keep_every else []
-        in_background = self._in_flight is None
         self._manager = ocp.CheckpointManager(
-            self._directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy.AnyPreservationPolicy(kept),
-                best_fn=lambda metrics: metrics[METRIC],
-                best_mode="min",
-                read_only=self._read_only,
-                create=not self._read_only,
-                cleanup_tmp_directories=not self._read_only,
-                enable_async_checkpointing=in_background,
-                async_options=self._asynchronous() if in_background else None,
-            ),
-            handler_registry=_make_handlers(self._in_flight),
+            self._directory, options=self._options, handler_registry=_make_handlers()
         )
-        self._lowest_loss = (self.best() or (0, math.inf))[1]
 
-    def _asynchronous(self) -> ocp.options.AsyncOptions:
-        wait = ocp.multihost.get_barrier_sync_fn()
-
-        def wait_for_others(**options: Any) -> None:
-            # The thread of a save that failed comes to another barrier, and would wait there.
-            with distributed.ends_together():
-                if isinstance(error := sys.exception(), Exception):
-                    raise self._for_all(error)
-                wait(**options)
-
-        return ocp.options.AsyncOptions(
-            barrier_sync_fn=wait_for_others if jax.process_count() > 1 else None,
-            post_finalization_callback=self._note_seconds,
-            create_directories_asynchronously=False,  # a read-only disk would be tried for minutes
-        )
+    def _wait_for_others(self, **options: Any) -> None:
+        # The thread of a save that failed comes to another barrier, and would wait there.
+        with distributed.ends_together():
+            if isinstance(error := sys.exception(), Exception):
+                raise self._for_all(error)
+            ocp.multihost.get_barrier_sync_fn()(**options)
 
     def _note_seconds(self) -> None:
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - self._began)
@@ -144,7 +97,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     def improves(self, eval_loss: float) -> bool:
         """Says whether a validation loss is below that of every checkpoint so far."""
         self.wait()  # which tells of a save that has failed meanwhile
-        return eval_loss < self._lowest_loss
+        best = self.best()
+        return best is None or eval_loss < best[1]
 
     def all_steps(self) -> list[int]:
         """Returns the steps saved, ascending."""
@@ -158,15 +112,15 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.wait()
         if step in self._manager.all_steps():
             return
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        if distributed.from_first(shutil.disk_usage(self._workdir).free < needed):
+            self._warn(step, "no room is left on the disk")  # a save would fill it, and fail
+            return
         self._saving, self._began = step, time.monotonic()
         scanned, guarded = is_scanned(state.params), state.guard is not None
         layout = {"scan_layers": scanned, "guard": guarded, "step": step}
         try:
-            free = shutil.disk_usage(self._workdir).free
-            needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            if distributed.from_first(free < needed):  # else it would fill the disk, and fail
-                raise _NoRoomError("no room is left on the disk")
-            saved = self._manager.save(
+            self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.params),
@@ -175,32 +129,29 @@ class Checkpointer(contextlib.AbstractContextManager):
                     digests=ocp.args.JsonSave({}),
                 ),
                 metrics=None if scores is None else {METRIC: scores[METRIC]},
+                force=True,
             )
-            if not saved:
-                raise OSError("Orbax has declined to save it")
         except Exception as error:  # of many kinds
             self._recover(error)
-            return
-        if scores is not None:
-            self._lowest_loss = min(self._lowest_loss, scores[METRIC])
 
     def restore(self, step: int, shapes: TrainState) -> TrainState:
         """Restores a state, in whatever layout it was saved, to these shapes and shardings."""
         layout = self._read(step, layout=ocp.args.JsonRestore())["layout"]
+        # A run may gain a guard, lose it, or lower its limit when it continues.
+        guard = jax.eval_shape(partial(Guard.create, TrainConfig(skip_bad_steps=1)))
+        guard = shapes.guard or _placed(guard, shapes.step.sharding)
         saved = _as_saved(shapes, layout["scan_layers"])
-        # Its options may change when a run continues.
-        saved = saved.replace(guard=_guard_shapes(shapes) if layout["guard"] else None)
+        saved = saved.replace(guard=guard if layout["guard"] else None)
         items = self._read(
             step,
             params=ocp.args.StandardRestore(saved.params),
             rest=ocp.args.StandardRestore(_rest(saved)),
         )
         state = TrainState(**items["rest"] | {"params": items["params"]})
-        if int(state.step) != step:
-            what = f"checkpoint {self._directory / str(step)} holds step {state.step}"
-            raise UserError(what, "Give its folder that name")
-        guard = shapes.guard and (state.guard or jax.tree.map(_zeros, shapes.guard)).capped()
-        return _place(state.replace(guard=guard), shapes)
+        if shapes.guard and not state.guard:
+            zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
+            state = state.replace(guard=jax.tree.map(zeros, shapes.guard))
+        return _place(state.replace(guard=shapes.guard and state.guard.capped()), shapes)
 
     def restore_params(self, step: int, shapes: Any) -> Any:
         """Restores the parameters alone, otherwise as `restore`."""
@@ -212,8 +163,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax and TensorStore raise many kinds
-            reason = str(error).strip().partition("\n")[0]
-            what = f"checkpoint {self._directory / str(step)} cannot be read ({reason})"
+            what = f"checkpoint {self._directory / str(step)} cannot be read ({_first_line(error)})"
             raise UserError(what, "Use the code that saved it, or another checkpoint") from error
 
     def wait(self) -> None:
@@ -240,36 +190,35 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _recover(self, error: Exception) -> None:
         """Tells of a save that failed, and goes on with the checkpoints before it."""
-        if jax.process_count() > 1 and not isinstance(error, _NoRoomError):
+        if jax.process_count() > 1:
             raise self._for_all(error)
         step, self._saving = self._saving, None
         with contextlib.suppress(Exception):
             self._manager.close()
         self._open()  # which removes what the save left
-        if step in self.all_steps() and not find_damage(self._workdir, step):
-            self.failure = ""  # what failed was to remove an older one
-            return
-        self.failure = self._describe(step, error)
+        if step in self.all_steps():  # what failed was to remove an older one
+            self.failure = ""
+        else:
+            self._warn(step, _first_line(error))
+
+    def _warn(self, step: int | None, reason: str) -> None:
+        self.failure = f"the state of step {step} is not saved in {self._directory} ({reason})"
         distributed.only_first(warn)(f"{self.failure}; the run goes on")
 
     def _for_all(self, error: Exception) -> Exception:
         """Returns what ends all processes after a save that failed in this one."""
         if isinstance(error, jax.errors.JaxRuntimeError):  # another one has ended
             return error
-        what = self._describe(self._saving, error)
-        return UserError(what, "Mend that, and start all processes again", exit_code=5)
-
-    def _describe(self, step: int | None, error: Exception) -> str:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        return f"the state of step {step} is not saved in {self._directory} ({reason})"
+        what = f"the state of step {self._saving} is not saved in {self._directory}"
+        how = "Mend that, and start all processes again"
+        return UserError(f"{what} ({_first_line(error)})", how, exit_code=5)
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Any]:
     """Loads a run's config and its weights, averaged if it averages, on one device.
 
-    Args:
-        workdir: of the run. The options that suited its devices are set to their defaults.
-        which: `best` by validation loss (the latest if none was validated), `latest`, or a step.
+    `which` is `best` by validation loss (the latest if none was validated), `latest`, or a step.
+    The options that suited the run's devices are set to their defaults.
     """
     config = load_config(Path(workdir))
     config = dataclasses.replace(
@@ -278,10 +227,13 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         parallel=ParallelConfig(),
         memory=dataclasses.replace(config.memory, remat="none"),
     )
-    if not saved_steps(workdir):
+    if not (saved := saved_steps(workdir)):
         raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
+    if damage := "; ".join(filter(None, (find_damage(workdir, s, ("metrics",)) for s in saved))):
+        raise UserError(damage, "Restore it from a copy, or move it elsewhere")
     device = jax.local_devices()[0]
-    sharding = SingleDeviceSharding(device)
+    shapes = Program.from_config(config, [device]).state_shapes
+    shapes = _placed(shapes, SingleDeviceSharding(device))
     with Checkpointer(workdir, read_only=True) as checkpointer:
         steps = {str(step): step for step in checkpointer.all_steps()}
         latest = max(steps.values(), default=None)
@@ -292,26 +244,21 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
             raise UserError(damage, "Restore it from a copy, or use another")
         if averages:
-            state = Program.from_config(config, [device]).state_shapes
-            return config, checkpointer.restore(step, _placed(state, sharding)).eval_params
-        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        shapes = jax.eval_shape(GPT(config.gpt()).init, jax.random.key(0), token)["params"]
-        return config, checkpointer.restore_params(step, _placed(shapes, sharding))
+            return config, checkpointer.restore(step, shapes).eval_params
+        return config, checkpointer.restore_params(step, shapes.params)
 
 
-def _make_handlers(parameters_in_flight: int | None) -> Any:
+def _make_handlers() -> Any:
     """Returns what saves and restores each part, in the order in which they are finalized."""
-    limit = None if parameters_in_flight is None else parameters_in_flight / 10**9
-    limited = ocp.StandardCheckpointHandler(save_concurrent_gb=limit, restore_concurrent_gb=limit)
-    arrays = (ocp.args.StandardSave, ocp.args.StandardRestore)
-    json_args = (ocp.args.JsonSave, ocp.args.JsonRestore)
+    arrays = ocp.args.StandardSave, ocp.args.StandardRestore
+    texts = ocp.args.JsonSave, ocp.args.JsonRestore
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for name, handler, kinds in (
-        ("params", limited, arrays),
+        ("params", ocp.StandardCheckpointHandler(), arrays),
         ("rest", ocp.StandardCheckpointHandler(), arrays),
-        ("layout", ocp.JsonCheckpointHandler(), json_args),
-        ("metrics", ocp.JsonCheckpointHandler("metrics"), json_args),
-        ("digests", _DigestHandler("digests"), json_args),
+        ("layout", ocp.JsonCheckpointHandler(), texts),
+        ("metrics", ocp.JsonCheckpointHandler("metrics"), texts),
+        ("digests", _DigestHandler("digests"), texts),
     ):
         for kind in kinds:
             registry.add(name, kind, handler)
@@ -330,22 +277,14 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
         files.sync_tree(folder.parent)  # before a rename makes them visible
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def _rest(state: TrainState) -> dict[str, Any]:
     """Returns what is saved beside the parameters, by name."""
-    members = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    if state.guard is None:
-        del members["guard"]
-    return members | {"params": None}
-
-
-def _guard_shapes(shapes: TrainState) -> Guard:
-    """Returns the shapes and shardings of a guard, which `shapes` may lack."""
-    guard = jax.eval_shape(partial(Guard.create, TrainConfig(skip_bad_steps=1)))
-    return shapes.guard or _placed(guard, shapes.step.sharding)
-
-
-def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    members = vars(state) | {"params": None}
+    return members if state.guard else {k: members[k] for k in members if k != "guard"}
 
 
 def _as_saved(target: Any, scanned: bool) -> Any:

@@ -49,13 +49,9 @@ def move_aside(workdir: Path, step: int) -> Path:
 def find_damage(
     workdir: Path | str, step: int, items: Sequence[str] = ITEMS, *, read: bool = True
 ) -> str:
-    """Returns why a checkpoint cannot be used, as a clause, or an empty text.
+    """Returns why the `items` of a checkpoint cannot be used, as a clause, or an empty text.
 
-    Args:
-        workdir: of the run.
-        step: of the checkpoint.
-        items: which parts of it have to be whole.
-        read: compare what the files hold with their digests, not their sizes alone.
+    Files are `read` to compare them with their digests, or their sizes alone are looked at.
     """
     folder = Path(workdir) / "checkpoints" / str(step)
     saved = files.read_sealed(folder / "digests" / "digests")

@@ -14,34 +14,24 @@ LEAST = WINDOW // 2  # steps before the first outlier
 
 
 class Guard(struct.PyTreeNode):
-    """What a run remembers to tell steps that it skips: they change no parameter and no moment.
+    """What a run remembers to tell steps that it skips: they change no parameter and no moment."""
 
-    Attributes:
-        skipped: int32 scalar, steps skipped so far.
-        bad_in_a_row: int32 scalar, steps up to now whose loss or gradients held NaN or Inf. Once
-            it is above `max_bad`, no step changes the state, which is then looked at.
-        recent: float32 [2, WINDOW], losses and gradient norms of the last finite steps.
-        num_finite: int32 scalar, finite steps so far.
-        max_bad: `train.skip_bad_steps`.
-        max_z: `train.skip_outliers`.
-    """
-
-    skipped: jax.Array
+    skipped: jax.Array  # int32 scalar, steps so far
+    # int32 scalar, steps up to now whose loss or gradients held NaN or Inf. Once it is above
+    # `max_bad`, no step changes the state, which is then looked at.
     bad_in_a_row: jax.Array
-    recent: jax.Array
-    num_finite: jax.Array
-    max_bad: int = struct.field(pytree_node=False)
-    max_z: float = struct.field(pytree_node=False)
+    recent: jax.Array  # float32 [2, WINDOW], losses and gradient norms of the last finite steps
+    num_finite: jax.Array  # int32 scalar, steps so far
+    max_bad: int = struct.field(pytree_node=False)  # train.skip_bad_steps
+    max_z: float = struct.field(pytree_node=False)  # train.skip_outliers
 
     @classmethod
     def create(cls, train: TrainConfig) -> "Guard | None":
         """Returns the guard at the start of a run, or None if its options skip no step."""
         if not (train.skip_bad_steps or train.skip_outliers):
             return None
-        recent, limits = (
-            jnp.zeros((2, WINDOW), jnp.float32),
-            (train.skip_bad_steps, train.skip_outliers),
-        )
+        recent = jnp.zeros((2, WINDOW), jnp.float32)
+        limits = train.skip_bad_steps, train.skip_outliers
         return cls(jnp.int32(0), jnp.int32(0), recent, jnp.int32(0), *limits)
 
     def capped(self) -> "Guard":

@@ -1,7 +1,7 @@
 """A run's program, built once from its options and its devices.
 
-train.py, plans, the benchmark and the tests of layouts all take model, optimizer, backend and
-steps from here. Building a `Program` computes and places nothing.
+All commands take model, loss, optimizer, backend and steps from here. Building a `Program` computes
+and places nothing.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import optax
 
 from gpt2.config import Config
-from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
 from gpt2.ops import Scoring, resolve
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend, state_bytes
+from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend
 from gpt2.parallel.mesh import check_layout, mesh_sizes
-from gpt2.telemetry.chips import BOARDS, board_name, device_memory
+from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.compile_watch import CompiledStep, compile_once
 from gpt2.training.batches import Batches
 from gpt2.training.state import TrainState
 from gpt2.training.statistics import Statistics, make_watch_step
 from gpt2.training.steps import (
+    LossFn,
     evaluation_loss,
     make_eval_step,
     make_train_step,
@@ -50,7 +50,7 @@ class Program:
 
     config: Config
     model: GPT
-    schedule: optax.Schedule
+    loss: LossFn
     optimizer: optax.GradientTransformation
     backend: Backend
     train_step: Callable
@@ -68,21 +68,12 @@ class Program:
         schedule: Callable = make_schedule,
         optimizer: Callable = make_optimizer,
     ) -> "Program":
-        """Returns the program of a config whose vocabulary is resolved, over `devices`.
-
-        Args:
-            config, devices: of the run.
-            model, loss, schedule, optimizer: what makes each; train.py names them.
-        """
+        """Returns the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
         gpt = model(config.gpt())
         rates = schedule(config.optim, config.train.num_steps)
-        chain = optimizer(
-            config.optim,
-            rates,
-            num_steps=config.train.num_steps,
-            width_ratio=config.model.width_ratio,
-        )
+        sizes = dict(num_steps=config.train.num_steps, width_ratio=config.model.width_ratio)
+        chain = optimizer(config.optim, rates, **sizes)
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
         resolve_attention(config, devices[0])
         backend = make_backend(
@@ -93,16 +84,12 @@ class Program:
         )
         update = loss(gpt, config.loss), chain, rates
         options = dict(seed=config.seed, accumulate_steps=config.train.accumulate_steps)
-        program = cls(
-            config,
-            gpt,
-            rates,
-            chain,
-            backend,
-            train_step=make_train_step(*update, **options),
-            watch_step=make_watch_step(make_update(*update, **options)),
-            eval_step=make_eval_step(evaluation_loss(gpt)),
+        steps = (
+            make_train_step(*update, **options),
+            make_watch_step(make_update(*update, **options)),
+            make_eval_step(evaluation_loss(gpt)),
         )
+        program = cls(config, gpt, update[0], chain, backend, *steps)
         sizes = dict(backend.mesh.shape)
         if config.parallel.strategy == "zero1":  # parameters are whole along fsdp
             del sizes["fsdp"]
@@ -114,33 +101,18 @@ class Program:
         return self._first_state(draw_params(self.model, key))
 
     def _first_state(self, params: Any) -> TrainState:
-        config = self.config
-        return TrainState.create(params, self.optimizer, config.precision.compute, config.train)
+        compute, train = self.config.precision.compute, self.config.train
+        return TrainState.create(params, self.optimizer, compute, train)
 
     def init_state(self, params: Any = None) -> TrainState:
         """Returns the state before the first step. Each device draws its own part.
 
-        Given `params` take the place of drawn ones. They are in host memory, or devices would have
-        to hold both.
+        Given `params`, in host memory, take the place of drawn ones.
         """
-        needed = sum(state_bytes(self.backend, self.state_shapes).values())
-        memory = device_memory(self.backend.mesh.local_devices[0])
-        if memory and needed > memory:
-            raise UserError(
-                f"parameters, optimizer state and gradients take {format_bytes(needed)} a device, "
-                f"which has {format_bytes(memory)}",
-                "Spread them by --config.parallel.strategy=zero3, or take a smaller model",
-            )
         if params is None:
             return self.backend.init_state(self.init, init_key(self.config.seed))
         shardings = self.backend.state_shardings(self.state_shapes).params
         return self.backend.init_state(self._first_state, jax.device_put(params, shardings))
-
-    def init_params(self) -> Any:
-        """Draws the parameters of `init_state` alone, placed as there."""
-        shardings = self.backend.state_shardings(self.state_shapes).params
-        draw = jax.jit(lambda key: self.init(key).params, out_shardings=shardings)
-        return draw(init_key(self.config.seed))
 
     @functools.cached_property
     def state_shapes(self) -> TrainState:
@@ -198,10 +170,7 @@ class Program:
     def compile_watch(
         self, state: TrainState, batch: Any
     ) -> Callable[[int, TrainState, Any], Statistics | None]:
-        """Returns `(step, state, batch) -> statistics`, or None at a step that is not watched.
-
-        It compiles nothing without `logging.watch_every`. Arguments are as for `compile_train`.
-        """
+        """Compiles `(step, state, batch) -> statistics`, None at a step that is not watched."""
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
@@ -211,13 +180,11 @@ class Program:
 
     @property
     def _compiler_options(self) -> dict[str, str]:
-        cfg, device = self.model.config, self.backend.mesh.devices.flat[0]
-        return compiler_options(
-            cfg.remat, looped=cfg.loops_over_layers, platform=platform_of(device)
-        )
+        cfg, platform = self.model.config, platform_of(self.backend.mesh.devices.flat[0])
+        return compiler_options(cfg.remat, looped=cfg.loops_over_layers, platform=platform)
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
-        """Compiles `(params, batch) -> {name: (sum, count)}`; arguments as for `compile_train`."""
+        """Compiles `(params, batch) -> {name: (sum, count)}`."""
         return _compile(self.backend.compile_eval(self.eval_step), params, batch)
 
 
@@ -233,19 +200,16 @@ def draw_params(model: GPT, key: jax.Array) -> Any:
 
 
 def choose_gather(config: Config, devices: Sequence[jax.Device], num_params: int) -> str:
-    """Returns when parameters are gathered over `fsdp` on these devices: by `layer` or by `step`.
-
-    `auto` takes `layer` with one micro-batch and 16-bit computation: it holds less and sends no
-    more, since two gathers in 16 bits are one in 32. Else `step` sends less, if parameters and
-    gradients, 8 bytes each, take less than half of the device.
-    """
+    """Returns when parameters are gathered over `fsdp`: by `layer` or by `step`."""
     if config.parallel.fsdp_gather != "auto":
         return config.parallel.fsdp_gather
     sizes = mesh_sizes(config.parallel, len(devices))
     if sizes["fsdp"] == 1 or config.parallel.strategy == "zero1":
         return "step"
+    # It holds less, and sends no more: two gathers in 16 bits are one in 32.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
+    # `step` sends less, and holds parameters and gradients, 8 bytes each.
     name = board_name(devices[0].device_kind)
     needed = 8 * num_params / sizes["tensor"]
     return "layer" if name and needed > 0.5 * 1e9 * BOARDS[name].memory else "step"
@@ -254,12 +218,6 @@ def choose_gather(config: Config, devices: Sequence[jax.Device], num_params: int
 def resolve_attention(config: Config, device: jax.Device) -> str:
     """Returns the implementation of attention that a config takes on a device."""
     model = config.model
-    return resolve(
-        model.attention,
-        platform_of(device),
-        config.precision.compute,
-        model.context_length,
-        model.head_size,
-        scoring=Scoring(window=model.window, softcap=model.attention_softcap),
-        alibi=model.position == "alibi",
-    )
+    scoring = Scoring(window=model.window, softcap=model.attention_softcap)
+    shape = platform_of(device), config.precision.compute, model.context_length, model.head_size
+    return resolve(model.attention, *shape, scoring=scoring, alibi=model.position == "alibi")

@@ -13,15 +13,10 @@ from gpt2.training.guard import Guard
 
 
 class LossScale(struct.PyTreeNode):
-    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2).
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2)."""
 
-    Attributes:
-        scale: float32 scalar that multiplies the loss.
-        good_steps: int32 scalar, steps with finite gradients since `scale` last changed.
-    """
-
-    scale: jax.Array
-    good_steps: jax.Array
+    scale: jax.Array  # float32 scalar that multiplies the loss
+    good_steps: jax.Array  # int32 scalar, steps with finite gradients since `scale` last changed
 
     GROWTH_INTERVAL = 2000
 
@@ -39,21 +34,13 @@ class LossScale(struct.PyTreeNode):
 
 
 class TrainState(struct.PyTreeNode):
-    """The state of training after `step` optimizer steps.
+    """The state of training after `step` optimizer steps."""
 
-    Attributes:
-        step: int32 scalar.
-        params: the model's parameters, plain nested dictionaries.
-        opt_state: the optimizer's.
-        loss_scale: for float16, else None.
-        guard: for `train.skip_bad_steps` and `train.skip_outliers`, else None.
-    """
-
-    step: jax.Array
-    params: Any
+    step: jax.Array  # int32 scalar
+    params: Any  # plain nested dictionaries
     opt_state: optax.OptState
-    loss_scale: LossScale | None
-    guard: Guard | None = None
+    loss_scale: LossScale | None  # for float16
+    guard: Guard | None = None  # for `train.skip_bad_steps` and `train.skip_outliers`
 
     @classmethod
     def create(
@@ -74,8 +61,5 @@ class TrainState(struct.PyTreeNode):
 
     @property
     def eval_params(self) -> Any:
-        """The parameters that are validated, sampled from and exported.
-
-        They are `params`, or the average that the optimizer keeps of them.
-        """
+        """What is validated, sampled and exported: `params`, or the optimizer's average of them."""
         return averaged_params(self.opt_state, self.params)

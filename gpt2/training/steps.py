@@ -36,19 +36,14 @@ MapSum = Callable[[Callable], Callable]
 LossFn = Callable[..., Sums]
 
 
-def next_token_loss(model: GPT, options: LossConfig = LossConfig(), **apply: Any) -> LossFn:
+def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
     """Returns `loss(params, batch, key=None) -> {name: (sum, count)}`, float32 scalars.
 
-    `loss` is `GPT.loss`'s, and other names are its own and those that modules `report`. A training
-    step swaps it for any function of this signature.
-
-    Args:
-        model: its `loss` is applied.
-        options: what to add to cross-entropy.
-        **apply: for `GPT.apply`; a collection to record in as well, for example.
+    `loss` is `GPT.loss`'s; other names are its own and those that modules `report`. train.py may
+    swap this function for another of its signature.
     """
 
-    def loss(params: Any, batch: Batch, key: jax.Array | None = None) -> Any:
+    def loss(params: Any, batch: Batch, key: jax.Array | None = None) -> Sums:
         chex.assert_rank(batch["tokens"], 2)
         chex.assert_equal_shape(list(batch.values()))
         chex.assert_type(list(batch.values()), int)
@@ -63,10 +58,9 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig(), **apply: Any
             label_smoothing=options.label_smoothing,
             rngs={"dropout": key} if drops else {},
             method="loss",
-            **{"mutable": [METRICS]} | apply,
+            mutable=[METRICS],
         )
-        sums = sums | reported(variables.get(METRICS, {}))
-        return (sums, variables) if apply else sums
+        return sums | reported(variables.get(METRICS, {}))
 
     return loss
 
@@ -82,19 +76,12 @@ def means(sums: Sums, prefix: str) -> Metrics:
 
 
 class Update(NamedTuple):
-    """What one optimizer step computes.
-
-    Attributes:
-        state: after the step.
-        metrics: see `make_train_step`.
-        grads: mean gradients of the global batch, before clipping, a tree like the parameters.
-        updates: what the optimizer adds to the parameters, a tree like them.
-    """
+    """What one optimizer step computes."""
 
     state: TrainState
     metrics: Metrics
-    grads: Any
-    updates: Any
+    grads: Any  # means over the global batch, before clipping
+    updates: Any  # what the optimizer adds to the parameters
 
 
 def make_update(
@@ -168,19 +155,11 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
     """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
-    Metrics, float32 scalars: `train/loss` (nats per token, with what the options add) and
-    `train/NAME` for whatever else `loss` returns; `train/grad_norm` (before clipping) and
-    `train/learning_rate`. Where steps may be skipped, also `bad_in_a_row` (steps up to this one
-    with NaN or Inf) and, with a guard, `train/skipped_steps` (so far) and `skipped` (0 or 1).
-
-    Args:
-        loss, optimizer, schedule, **options: as for `make_update`, which tells what a step does.
+    It does what `make_update` tells, from the same arguments. Metrics are float32 scalars.
     """
     update = make_update(loss, optimizer, schedule, **options)
 
-    def train_step(
-        state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
-    ) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Any:
         new_state, metrics, _, _ = update(state, batch, map_sum)
         return new_state, metrics
 
@@ -193,8 +172,7 @@ def _judge(
     """Returns whether to take a step, None for always, `state` that knows of it, and metrics."""
     keep: jax.Array | None = None
     overflows: Any = False
-    about_skips: Metrics = {}
-    loss_scale = state.loss_scale
+    about_skips, loss_scale = Metrics(), state.loss_scale
     if loss_scale is not None:
         keep = finite = jnp.isfinite(grad_norm)
         # A scale that cannot be lowered is not to blame.
@@ -207,11 +185,10 @@ def _judge(
         guard = _choose(overflows, state.guard, judged)
         loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
         about_skips = {
-            "train/skipped_steps": guard.skipped,
-            "skipped": guard.skipped - state.guard.skipped,
-            "bad_in_a_row": guard.bad_in_a_row,
+            "train/skipped_steps": jnp.float32(guard.skipped),
+            "skipped": jnp.float32(guard.skipped - state.guard.skipped),  # 0 or 1
+            "bad_in_a_row": jnp.float32(guard.bad_in_a_row),  # steps up to this one
         }
-        about_skips = {name: jnp.float32(value) for name, value in about_skips.items()}
         state = state.replace(guard=guard)
     return keep, state.replace(loss_scale=loss_scale), about_skips
 
@@ -221,10 +198,7 @@ def _choose(condition: Any, tree: Any, other: Any) -> Any:
 
 
 def make_eval_step(loss: LossFn) -> Callable[[Any, Batch, MapSum], Sums]:
-    """Returns `eval_step(params, batch, map_sum=on_one_device) -> {name: (sum, count)}`.
-
-    Sums are over the global batch, float32 scalars.
-    """
+    """Returns `eval_step(params, batch, map_sum=on_one_device)`: `loss` over the global batch."""
 
     def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
         return map_sum(lambda params, rows, device: (loss(params, rows), None))(params, batch)[0]

@@ -8,7 +8,6 @@ environment.jsonl   with what the run was made, a line for each start
 """
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -40,9 +39,7 @@ from gpt2.utils import files
 from gpt2.utils.text import format_duration
 
 _LOCK, _DATA = ".lock", "data.json"
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _SOURCE = Path(__file__).parents[2]  # where train.py, gpt2/ and configs/ lie
-_GIT_SECONDS = 5  # after which a slow file system leaves the commit unknown
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -57,15 +54,12 @@ def check_options(workdir: Path, config: Config) -> None:
         check_wandb()
     if (workdir / "config.json").exists():
         if newest_whole_step(workdir, read=False) == 0:
-            raise UserError(
-                f"{workdir} holds imported weights, not a run to continue",
-                f"Give another --workdir and --config.train.init_from=run:{workdir}",
-            )
+            what = f"{workdir} holds imported weights, not a run to continue"
+            how = f"Give another --workdir and --config.train.init_from=run:{workdir}"
+            raise UserError(what, how)
         if not saved_steps(workdir) and (workdir / "samples.txt").exists():
-            raise UserError(
-                f"{workdir} holds a finished run without checkpoints; a new one erases its metrics",
-                "Give another --workdir",
-            )
+            what = f"{workdir} holds a finished run without checkpoints to continue from"
+            raise UserError(what, "Give another --workdir")
         refuse_changes(workdir, config)
         return
     data = data_root(config.data.data_dir).resolve()
@@ -86,15 +80,12 @@ def refuse_changes(workdir: Path, config: Config) -> None:
         if in_files(saved[name]) and in_files(now[name]):  # they may move: `check_data` decides
             del saved[name]
     if changed := changes({name: saved[name] for name in saved if name in now}, now):
-        raise UserError(
-            f"{workdir} holds a run with {changed}", "Give another --workdir, or the run's value"
-        )
+        what = f"{workdir} holds a run with {changed}"
+        raise UserError(what, "Give another --workdir, or the run's value")
     latest, num_steps = newest_whole_step(workdir, read=False) or 0, config.train.num_steps
     if latest > num_steps:
-        raise UserError(
-            f"{workdir} holds a run of {latest} steps, more than train.num_steps={num_steps}",
-            "Give another --workdir, or as many steps",
-        )
+        what = f"{workdir} holds a run of {latest} steps, more than train.num_steps={num_steps}"
+        raise UserError(what, "Give another --workdir, or as many steps")
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:
@@ -105,24 +96,18 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
     if differing := differing_data(saved or {}, dataset.describe()):
         other = differing & {"tokenizer", "tokenizer_sha256"}
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
-        raise UserError(
-            f"{name} names is no longer what {workdir} was trained on",
-            "Restore it, or give another --workdir",
-        )
+        what = f"{name} names is no longer what {workdir} was trained on"
+        raise UserError(what, "Restore it, or give another --workdir")
 
 
 def find_start(workdir: Path) -> int:
-    """Returns the step to continue from: that of the newest checkpoint that is whole, 0 for none.
-
-    Checkpoints that are passed over are told. That none of several is whole is an error.
-    """
+    """Returns the step of the newest whole checkpoint, 0 without any, and tells of those after."""
     start = newest_whole_step(workdir)
     passed_over = [step for step in saved_steps(workdir) if step > (start or 0)]
     damage = [find_damage(workdir, step) for step in reversed(passed_over)]
     if damage and start is None:
-        raise UserError(
-            f"{damage[0]}, and there is no whole one", "Restore one from a copy, or start anew"
-        )
+        what = f"{damage[0]}, and there is no whole one"
+        raise UserError(what, "Restore one from a copy, or start anew")
     for each in damage:
         warn(f"{each}; the run continues from step {start}")
     return start or 0
@@ -131,12 +116,6 @@ def find_start(workdir: Path) -> int:
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
     """Returns whether a run stands at its last step and has written its last file, the samples."""
     return start == config.train.num_steps and (workdir / "samples.txt").exists()
-
-
-def describe_finished(workdir: Path, config: Config) -> str:
-    """Returns a line for a run that is finished."""
-    steps = config.train.num_steps
-    return f"{workdir} is finished at step {steps}; raise --config.train.num_steps to continue"
 
 
 def describe_results(
@@ -154,14 +133,10 @@ def describe_results(
 
 @distributed.only_first
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
-    """Locks the directory and writes the files of a run that starts or continues from `start`.
-
-    Checkpoints beyond `start` cannot be used. They move to `workdir/damaged`, so that the run can
-    save those steps again.
-    """
+    """Locks the directory and writes the files of a run that starts or continues from `start`."""
     lock(workdir, start)
     for step in saved_steps(workdir):
-        if step > start:
+        if step > start or find_damage(workdir, step, ("metrics",)):
             warn(f"the checkpoint of step {step} is now {move_aside(workdir, step)}")
     (workdir / "samples.txt").unlink(missing_ok=True)  # of an earlier end: see `is_finished`
     files.write_json(workdir / "config.json", config.to_dict())
@@ -171,36 +146,25 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
 
 
 def lock(workdir: Path, start: int) -> None:
-    """Keeps other processes from training in `workdir` until this one ends, however it ends.
-
-    It has no effect on a file system without locks. `start` is the newest step that this process
-    has found whole, 0 for none: another may have trained and ended since.
-    """
+    """Keeps other processes from training in `workdir` until this one ends, however it ends."""
     workdir.mkdir(parents=True, exist_ok=True)
+    # Another may have trained and ended since this one has found the newest whole step.
     if not files.lock_for_good(workdir / _LOCK) or newest_whole_step(workdir, after=start):
-        raise UserError(
-            f"another process is training in {workdir}",
-            "Wait for it or stop it, or give another --workdir",
-        )
+        what = f"another process is training in {workdir}"
+        raise UserError(what, "Wait for it or stop it, or give another --workdir")
 
 
 def record_start(workdir: Path, step: int) -> None:
-    """Adds a line to environment.jsonl: what beside options and data decides a run's figures.
-
-    The file is replaced as a whole, so that a kill leaves no part of a line. No line holds the
-    machine's name or its environment variables, which may be secret.
-    """
+    """Adds a line to environment.jsonl: what beside options and data decides a run's figures."""
     path = workdir / "environment.jsonl"
     text = path.read_bytes() if path.exists() else b""
-    line = json.dumps(describe_start(step)).encode()
-    files.write_bytes(path, [text[: text.rfind(b"\n") + 1], line, b"\n"])
+    files.write_bytes(path, [text, json.dumps(describe_start(step)).encode(), b"\n"])
 
 
 def describe_start(step: int) -> dict[str, Any]:
-    """Returns the line of a start, in values of JSON.
+    """Returns the line of a start. It holds no name of a machine and no environment variables.
 
-    `commit` and `clean` are of the checkout that gpt2 lies in, None where there is none. `clean`:
-    no Python file there differs from the commit or is new, but for those that git ignores.
+    `commit` and `clean` (no Python file differs from it) are of gpt2's checkout, None without one.
     """
     # Code that pip has installed below someone's checkout is no part of that checkout.
     tracked = _git("ls-files", "--error-unmatch", "gpt2/__init__.py") is not None
@@ -214,7 +178,7 @@ def describe_start(step: int) -> dict[str, Any]:
         "clean": None if changed is None else not changed,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: version(name) for name in _LIBRARIES},
+        **{name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
         "device_kind": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "processes": jax.process_count(),
@@ -223,12 +187,9 @@ def describe_start(step: int) -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     """Returns what git prints about the code, None if it fails, hangs or is missing."""
-    # A git hook sets GIT_DIR and the like, which would name another checkout.
-    variables = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
     command = ["git", "--no-optional-locks", "-C", str(_SOURCE), *arguments]
-    options: dict[str, Any] = dict(env=variables, stdin=subprocess.DEVNULL, timeout=_GIT_SECONDS)
-    try:
-        done = subprocess.run(command, capture_output=True, check=True, **options)
+    try:  # file systems may be slow
+        done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode(errors="replace").strip()
+    return done.stdout.strip()

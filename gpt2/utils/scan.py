@@ -14,9 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-# Collections of variables, for what a layer gives beside its result.
-PROBES = "probes"  # by the search for the first NaN or Inf
-METRICS = "metrics"  # by `report`
+METRICS = "metrics"  # the collection of what modules `report`
 
 _LAYER = re.compile(r"h_(\d+)")
 
@@ -32,7 +30,7 @@ def scan_layers(
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
         block,
-        variable_axes={"params": 0, PROBES: 0, METRICS: 0},
+        variable_axes={"params": 0, METRICS: 0},
         split_rngs={"params": True, "dropout": True},
         in_axes=tuple(0 if name in per_layer else nn.broadcast for name in others),
         length=num_layers,
