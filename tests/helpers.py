@@ -3,6 +3,7 @@
 import atexit
 import functools
 import json
+import random
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import numpy as np
 from gpt2.training.checkpoint import load_params
 from tests.forks import LATE, ROOT, Commands, environment
 
+WORDS = ["the", "of", "and", "to", "in", "that", "was", "his", "he", "it", "with", "is"]
 SECONDS = 240  # after which a run counts as hanging
 TINY = [
     "--config.model.num_layers=1",
@@ -84,6 +86,16 @@ def finish(process, timeout):
         process.communicate()
         raise
     return process.returncode, stdout, stderr
+
+
+def write_words(folder, number, words):
+    """Writes documents of so many words, the same each time, and returns their pattern."""
+    folder.mkdir(parents=True)
+    draw = random.Random(0)
+    for index in range(number):
+        text = draw.choices(WORDS, k=words)
+        (folder / f"{index:02}.txt").write_text(" ".join(text))
+    return folder / "*.txt"
 
 
 def metrics_of(workdir):

@@ -1,8 +1,6 @@
 """What went bad first is named: a weight, a batch, a micro-batch, an activation, a gradient."""
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 import re
 
@@ -11,61 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import (
-    Config,
-    DataConfig,
-    LoggingConfig,
-    LossConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TrainConfig,
-)
 from gpt2.errors import DivergedError
-from gpt2.model import layers
 from gpt2.training.diagnosis import Diagnosis
-from gpt2.training.program import Program
-
-MICRO_BATCHES, ROWS, T = 4, 32, 8
-POISON = 50  # a token whose row of the embedding is not finite
-MODEL = ModelConfig(
-    vocab_size=64,
-    context_length=T,
-    num_layers=2,
-    num_heads=2,
-    embed_dim=16,
-    tie_embeddings=False,
+from gpt2.training.steps import next_token_loss
+from tests.test_guard import (
+    MICRO_BATCHES,
+    POISON,
+    ROWS,
+    T,
+    breaking_norms,  # noqa: F401
+    compiled,
+    make_program,
 )
-LAYOUTS = {
-    "one device": (ParallelConfig(), 1),
-    "pmap": (ParallelConfig(backend="pmap"), 8),
-    "by layer": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="layer"), 8),
-    "by step": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="step"), 8),
-}
-
-
-def make_program(layout="one device", scanned=False, remat="none", **train):
-    parallel, number = LAYOUTS[layout]
-    config = Config(
-        seed=0,
-        model=MODEL,
-        precision=PrecisionConfig(),
-        data=DataConfig(batch_size=ROWS),
-        loss=LossConfig(),
-        optim=OptimConfig(warmup_steps=0, learning_rate=1e-2, end_learning_rate=1e-3),
-        train=TrainConfig(num_steps=10, accumulate_steps=MICRO_BATCHES, **train),
-        parallel=parallel,
-        memory=MemoryConfig(scan_layers=scanned, remat=remat),
-        logging=LoggingConfig(),
-    )
-    return Program.from_config(config, jax.devices()[:number])
-
-
-@functools.cache
-def compiled(program):
-    return program.backend.compile_train(program.train_step)
 
 
 def make_batch(step, poisoned=None, shards=1):
@@ -149,13 +104,12 @@ class StubCheckpointer:
     [
         ("one device", False, "none"),
         pytest.param("pmap", True, "full", marks=pytest.mark.thorough),
-        pytest.param("one device", True, "none", marks=pytest.mark.slow),
         pytest.param("by layer", True, "full", marks=pytest.mark.thorough),
         pytest.param("by step", False, "full", marks=pytest.mark.slow),
     ],
 )
 def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned, remat):
-    program = make_program(layout, scanned, remat)
+    program = make_program(layout, scanned, remat=remat)
     name, layer = ("h/mlp/c_fc/kernel", 1) if scanned else ("h_1/mlp/c_fc/kernel", None)
     told = diagnose(tmp_path, program, lambda state: plant(state, name, layer=layer))
     assert "at step 1: parameter h_1/mlp/c_fc/kernel was the first" in told
@@ -173,38 +127,28 @@ def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
     assert "at step 3: parameter h_1/mlp/c_fc/kernel was the first" in told
 
 
-@jax.custom_vjp
-def break_gradient(x):
-    return x
-
-
-# The gradient breaks where the stream is large, as it is for the poisoned token alone.
-break_gradient.defvjp(
-    lambda x: (x, x), lambda x, dy: (jnp.where(jnp.abs(x).max() > 50, jnp.nan, dy),)
-)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("scanned", [True, False])
-def test_a_gradient_is_named_with_its_micro_batch(tmp_path, monkeypatch, scanned):
-    norm = layers.norm
-    monkeypatch.setattr(layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw))
+def test_a_gradient_is_named_with_its_micro_batch(tmp_path, breaking_norms, scanned):  # noqa: F811
     loud = lambda state: plant(  # noqa: E731
         state, "wte/embedding", np.tile([100.0, -100.0], 8), slice(POISON * 16, (POISON + 1) * 16)
     )
-    told = diagnose(tmp_path, make_program(scanned=scanned), loud, (2, 1))
+    told = diagnose(tmp_path, make_program.__wrapped__(scanned=scanned), loud, (2, 1))
     assert "the gradients are not finite at step 3" in told
     assert re.search(r"the gradient of h_1/mlp/c_proj/\w+ was the first, in micro-batch 2", told)
 
 
-def test_what_is_finite_when_run_again_points_to_the_hardware(tmp_path):
-    program = make_program()
-    diagnosis = Diagnosis(
-        program, StubBatches(program), tmp_path, StubCheckpointer(), compiled(program), None
-    )
-    diagnosis = dataclasses.replace(diagnosis, first_state=program.init_state)
-    error = DivergedError(3, "the loss is", before=True)
-    assert "hardware" in str(diagnosis.explain(error, program.init_state()))
+def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
+    def loss(model, options):
+        def bad_for_poison(params, batch, key=None):
+            sums = next_token_loss(model, options)(params, batch, key)
+            bad = jnp.where((batch["tokens"] == POISON).any(), jnp.inf, 0.0)
+            return sums | {"loss": (sums["loss"][0] + bad, sums["loss"][1])}
+
+        return bad_for_poison
+
+    told = diagnose(tmp_path, make_program(loss=loss), lambda state: state, (0, 3))
+    assert "at step 1: the loss was the first, in micro-batch 4" in told
 
 
 def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
@@ -220,9 +164,5 @@ def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
     told = str(diagnosis.explain(error, huge))
     assert re.search("the output of h_0/ln_1 was the first, in batch of .* 2", told)
     assert "hardware" in str(diagnosis.explain(error, state))
-
-
-def test_the_error_goes_on_if_the_origin_cannot_be_found(tmp_path):
-    diagnosis = Diagnosis(None, None, tmp_path, StubCheckpointer(), None, None)
-    told = str(diagnosis.explain(DivergedError(7, "the loss is", before=True), None))
-    assert "at step 7: where it began is not known" in told
+    lost = Diagnosis(None, None, tmp_path, StubCheckpointer(), None, None)
+    assert "where it began is not known" in str(lost.explain(error, None))

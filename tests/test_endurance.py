@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.faults.laboratory import Watched
-from tests.helpers import TINY
+from tests.helpers import TINY, metrics_of
 
 STEPS, WARM = 20_000, 2_000
 WINDOW = 1_000  # steps whose samples count
@@ -37,7 +37,10 @@ def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
     samples = []
     with Watched(tmp_path / "run", data_dir, *options, screen=tmp_path / "screen") as run:
         run.until_step(WARM)
-        while run.process.poll() is None and (step := run.newest_step()) < STEPS - 10:
+        while (
+            run.process.poll() is None
+            and (step := metrics_of(tmp_path / "run")[-1]["step"]) < STEPS - 10
+        ):
             run.look()
             samples.append((step, *read_usage(run.process.pid)))
             time.sleep(0.2)

@@ -14,33 +14,38 @@ from gpt2.model import layers
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import LEAST, WINDOW, Guard
 from gpt2.training.program import Program
+from gpt2.training.steps import next_token_loss
 from tests.test_config import build
 
-T, ROWS, POISON = 8, 16, 50
+T, ROWS, MICRO_BATCHES, POISON = 8, 32, 4, 50
 MODEL = ModelConfig(
     vocab_size=64, context_length=T, num_layers=2, num_heads=2, embed_dim=16, tie_embeddings=False
 )
 LAYOUTS = {
-    "one device": (ParallelConfig(), False),
-    "pmap": (ParallelConfig(backend="pmap"), True),
-    "by layer": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="layer"), True),
+    "one device": (ParallelConfig(), 1),
+    "pmap": (ParallelConfig(backend="pmap"), 8),
+    "by layer": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="layer"), 8),
+    "by step": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="step"), 8),
 }
 
 
 @functools.cache
-def make_program(layout="one device", compute="float32", **train):
-    parallel, scanned = LAYOUTS[layout]
+def make_program(
+    layout="one device", scanned=None, compute="float32", loss=next_token_loss, remat="none", **on
+):
+    """A tiny program; layers are scanned on several devices unless that is given."""
+    parallel, number = LAYOUTS[layout]
     # A schedule that shows how many updates there were.
     optim = OptimConfig(warmup_steps=2, learning_rate=1e-2, end_learning_rate=1e-3)
     config = dataclasses.replace(
-        build(data__batch_size=ROWS, precision__compute=compute),
+        build(data__batch_size=ROWS, precision__compute=compute, logging__watch_every=1),
         model=dataclasses.replace(MODEL, num_layers=1 if compute == "float16" else 2),
         optim=optim,
         parallel=parallel,
-        memory=MemoryConfig(scan_layers=scanned),
-        train=TrainConfig(num_steps=10, accumulate_steps=2, **train),
+        memory=MemoryConfig(scan_layers=number > 1 if scanned is None else scanned, remat=remat),
+        train=TrainConfig(num_steps=10, accumulate_steps=MICRO_BATCHES, **on),
     )
-    return Program.from_config(config, jax.devices()[: 8 if scanned else 1])
+    return Program.from_config(config, jax.devices()[:number], loss=loss)
 
 
 @functools.cache
@@ -101,15 +106,19 @@ def break_gradient(x):
     return x
 
 
-# The gradient alone breaks, where the stream is large: for the poisoned token.
 break_gradient.defvjp(
     lambda x: (x, x), lambda x, dy: (jnp.where(jnp.abs(x).max() > 50, jnp.nan, dy),)
 )
 
 
-def test_a_step_whose_gradient_alone_is_bad_is_skipped_too(monkeypatch):
+@pytest.fixture
+def breaking_norms(monkeypatch):
+    """The gradient alone breaks, where the stream is large: for a token with large weights."""
     norm = layers.norm
     monkeypatch.setattr(layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw))
+
+
+def test_a_step_whose_gradient_alone_is_bad_is_skipped_too(breaking_norms):
     program = make_program.__wrapped__(skip_bad_steps=1)
     state = program.init_state()
     table = state.params["wte"]["embedding"].at[POISON].set(jnp.tile(jnp.array([100.0, -100.0]), 8))
@@ -128,11 +137,6 @@ def test_without_the_option_the_same_step_spoils_the_run():
     state, seen = train(make_program(), range(4), {2})
     assert not np.isfinite(seen[3]["train/loss"])
     assert state.guard is None and "skipped" not in seen[0]
-
-
-def test_a_guard_skips_no_step_that_is_finite():
-    states = [train(make_program(**on), range(5))[0] for on in ({}, {"skip_bad_steps": 2})]
-    chex.assert_trees_all_equal(states[0].params, states[1].params)
 
 
 def test_after_too_many_bad_steps_the_state_stays_to_be_looked_at():
@@ -170,7 +174,6 @@ def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
         checkpointer.save(state, 3)
         checkpointer.wait()
         restored = checkpointer.restore(3, program.state_shapes)
-        chex.assert_trees_all_equal(restored, state)
         again, rest = train(program, range(3, 6), {1, 2, 3}, restored)
         chex.assert_trees_all_equal(again, whole)
         np.testing.assert_equal(rest, metrics[3:])
@@ -215,28 +218,10 @@ def numpy_rule(pairs, z):
 
 def test_outliers_are_those_of_the_rule():
     pairs = np.random.default_rng(0).normal((3.0, 1.0), (0.1, 0.2), (2 * WINDOW + 40, 2))
-    spikes = {
-        LEAST - 9: (9, 1),
-        LEAST + 4: (3, 3),
-        LEAST + 9: (3, 9),
-        150: (9, 1),
-        151: (9, 1),
-        290: (0.1, 0.01),
-    }
-    for index, pair in spikes.items():
-        pairs[index] = pair
+    pairs[[LEAST - 9, 150, 151]] = 9, 1
+    pairs[[LEAST + 4, LEAST + 9]], pairs[290] = (3, 9), (0.1, 0.01)
     kept, guard = judge(Guard.create(TrainConfig(skip_outliers=6.0)), pairs)
     assert kept == numpy_rule(pairs, 6.0)
     skipped = {index for index, keep in enumerate(kept) if not keep}
     assert {LEAST + 4, LEAST + 9, 150} <= skipped and not skipped & {LEAST - 9, 290}
     assert guard.skipped == len(skipped) and guard.bad_in_a_row == 0
-
-
-def test_what_is_not_finite_does_not_enter_the_window():
-    values = np.random.default_rng(1).normal(3.0, 0.1, (LEAST + 20, 2))
-    with_nan = np.insert(values, 10, np.nan, axis=0)
-    on = TrainConfig(skip_outliers=3.0, skip_bad_steps=1)
-    kept, guard = judge(Guard.create(on), with_nan)
-    expected, clean = judge(Guard.create(on), values)
-    assert kept == [*expected[:10], False, *expected[10:]]
-    chex.assert_trees_all_equal(guard.recent, clean.recent)

@@ -95,23 +95,6 @@ def test_batch_depends_on_seed_and_step_alone(counting):
     assert not np.array_equal(forward[0]["tokens"], loader(2).batch(0)["tokens"])
 
 
-def test_nearby_seeds_share_no_epoch(counting):
-    def order(seed, epoch):
-        loader = TrainLoader(counting, batch_size=311, context_length=16, seed=seed)
-        starts = loader.batch(epoch)["tokens"][:, 0]
-        return tuple((starts - starts.min()) // 16)
-
-    assert not {order(0, e) for e in range(4)} & {order(1, e) for e in range(4)}
-
-
-def test_batches_straddle_epochs(counting):
-    loader = TrainLoader(counting, batch_size=200, context_length=16, seed=0)
-    rows = np.concatenate([loader.batch(step)["tokens"][:, 0] for step in range(4)])
-    first, second = np.sort(rows[:311]), np.sort(rows[311:622])
-    np.testing.assert_array_equal(np.diff(first), 16)
-    np.testing.assert_array_equal(np.diff(second), 16)
-
-
 @pytest.mark.parametrize("kind", ["train", "validation"])
 def test_processes_together_read_the_whole_batch(counting, kind):
     if kind == "train":
@@ -123,15 +106,6 @@ def test_processes_together_read_the_whole_batch(counting, kind):
         parts = [loader.batch(2, slice(i, i + size)) for i in range(0, 8, size)]
         for name, values in whole.items():
             np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), values)
-
-
-def test_only_the_rows_asked_for_are_read(counting, monkeypatch):
-    loader = TrainLoader(counting, batch_size=8, context_length=16, seed=0)
-    reads = []
-    read = loader._stream.read
-    monkeypatch.setattr(loader._stream, "read", lambda *a: reads.append(a) or read(*a))
-    loader.batch(0, slice(2, 4))
-    assert len(reads) == 2
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 64])

@@ -1,42 +1,19 @@
 """Statistics of every tensor: those that numpy finds, in every layout, and no other training."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import LoggingConfig, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
-from gpt2.telemetry.writers import NUM_BUCKETS
-from gpt2.training.program import Program
+from gpt2.telemetry.event_file import NUM_BUCKETS
 from gpt2.training.statistics import count_values
-from tests.test_config import build
+from tests.test_guard import ROWS, T, make_program
 
-T, ROWS = 8, 16
-LAYOUTS = {
-    "one device": (ParallelConfig(), False),
-    "pmap": (ParallelConfig(backend="pmap"), True),
-    "by layer": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="layer"), True),
-}
 BATCH = {
     "tokens": np.random.default_rng(0).integers(0, 64, (ROWS, T)).astype(np.int32),
     "targets": np.random.default_rng(1).integers(0, 64, (ROWS, T)).astype(np.int32),
 }
-
-
-def make_program(layout="one device", watch_every=1):
-    parallel, scanned = LAYOUTS[layout]
-    config = dataclasses.replace(
-        build(data__batch_size=ROWS, train__num_steps=9, train__accumulate_steps=2),
-        model=ModelConfig(vocab_size=64, context_length=T, num_layers=2, num_heads=2, embed_dim=16),
-        optim=OptimConfig(warmup_steps=0, learning_rate=1e-2, end_learning_rate=1e-3),
-        parallel=parallel,
-        memory=MemoryConfig(scan_layers=scanned),
-        logging=LoggingConfig(watch_every=watch_every),
-    )
-    return Program.from_config(config, jax.devices()[: 8 if scanned else 1])
 
 
 def watch(layout):
@@ -86,20 +63,3 @@ def test_a_histogram_counts_as_numpy_does():
     np.testing.assert_allclose(found.edges, edges, rtol=1e-5)
     constant = jax.device_get(count_values(jnp.ones(7)))
     assert constant.counts.sum() == 7
-
-
-def test_watching_compiles_nothing_unless_asked_for(monkeypatch):
-    program = make_program(watch_every=0)
-    state = program.state_shapes
-    monkeypatch.setattr("gpt2.training.program._compile", lambda *_, **__: pytest.fail("compiled"))
-    assert program.compile_watch(state, None)(1, state, None) is None
-
-
-def test_a_watched_step_leaves_the_train_step_as_it_is():
-    texts = []
-    for every in (0, 3):
-        program = make_program(watch_every=every)
-        batch = program.backend.batch_shapes((ROWS, T), ("tokens", "targets"))
-        lowered = program.backend.compile_train(program.train_step)
-        texts.append(lowered.lower(program.state_shapes, batch).as_text())
-    assert texts[0] == texts[1]

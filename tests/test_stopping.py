@@ -1,6 +1,5 @@
 """A run stops on signals and in time for a limit, and continues to the same bits."""
 
-import os
 import re
 import shutil
 import signal
@@ -149,18 +148,6 @@ def test_ctrl_c_ends_a_process_whose_main_thread_hears_nothing(mode, pauses, tol
     assert process.returncode == (130 if told else -signal.SIGKILL)
 
 
-def test_ctrl_c_ends_a_process_whose_stderr_nobody_reads():
-    reader, writer = os.pipe()
-    command = [sys.executable, "-c", BLOCKED.format(mode="", pauses=(0.5, 0.6))]
-    process = subprocess.Popen(command, stderr=writer, cwd=ROOT)
-    os.close(writer)
-    os.close(reader)
-    try:
-        assert process.wait(timeout=20) == 130
-    finally:
-        process.kill()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_loop_after_its_step_and_its_handlers_go_with_it(number):
     before = signal.getsignal(number)
@@ -209,28 +196,6 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
     code, _, told = finish(process, timeout=30)
     assert time.monotonic() - began < 3
     assert code == 128 + number and "left at once" in told and "the same command" in told
-
-
-@pytest.mark.slow
-def test_ctrl_c_at_any_moment_is_a_line_and_the_run_continues_to_the_same_bits(tmp_path):
-    options = [*TINY, "--config.train.eval_batches=2", f"--config.data.data_dir={tmp_path}/data"]
-    began = time.monotonic()
-    assert run(tmp_path / "whole", *options)[0] == 0
-    seconds = time.monotonic() - began
-    wanted = params_of(tmp_path / "whole")
-    for index in range(12):
-        workdir = tmp_path / str(index)
-        process = start(workdir, *options)
-        time.sleep(0.3 + seconds * index / 12)
-        process.send_signal(signal.SIGINT)
-        code, stdout, told = finish(process, timeout=120)
-        assert code in (0, 130) and told.count("\n") <= 1, (code, told)
-        assert code != 130 or "stopped by SIGINT" in told + stdout
-        if index % 3 == 0:
-            assert run(workdir, *options)[0] == 0
-            for name, value in params_of(workdir).items():
-                np.testing.assert_array_equal(value, wanted[name], err_msg=name)
-            assert [line["step"] for line in metrics_of(workdir)] == list(range(1, 9))
 
 
 SLOW_STEPS = """

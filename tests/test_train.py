@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.utils import launch
-from tests.helpers import TINY, finish, metrics_of, params_of, run, start, wait_for_step
+from tests.helpers import (
+    TINY,
+    finish,
+    metrics_of,
+    params_of,
+    run,
+    start,
+    wait_for_step,
+    write_words,
+)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A few documents of words, as an option of train.py."""
-    directory = tmp_path_factory.mktemp("corpus")
-    words = ["the", "of", "and", "to", "in", "that", "was", "his", "he", "it", "with", "is"]
-    random = np.random.default_rng(0)
-    for index in range(20):
-        (directory / f"{index}.txt").write_text(" ".join(random.choice(words, 400)))
-    return [f"--config.data.corpus=text:{directory}/*.txt", "--config.data.val_fraction=0.1"]
+    pattern = write_words(tmp_path_factory.mktemp("corpus") / "texts", 20, 400)
+    return [f"--config.data.corpus=text:{pattern}", "--config.data.val_fraction=0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +157,6 @@ def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     assert metrics_of(workdir)[-1]["step"] == step
 
 
-def test_divergence_names_its_step_and_exits_with_3(corpus, tmp_path):
-    code, _, stderr = run(
-        tmp_path / "run", *TINY, *corpus, "--config.optim.learning_rate=1e30",
-        "--config.optim.clip_norm=0.0",
-    )  # fmt: skip
-    assert code == 3
-    assert re.search(r"at step \d+: [\w/ ]+ was the first, in micro-batch 1", stderr)
-
-
 def test_a_diverged_state_is_never_saved(corpus, tmp_path):
     options = ["--config.train.checkpoint_every=1", "--config.train.eval_every=0"]
     options += ["--config.optim.learning_rate=1e30", "--config.optim.warmup_steps=0"]
@@ -180,18 +175,6 @@ def test_weights_that_are_not_there_are_told_before_a_corpus_is_prepared(tmp_pat
     code, told, stderr = run(tmp_path / "run", *TINY, *options)
     assert code == 2 and "nowhere holds no run" in stderr
     assert told == "" and not (tmp_path / "data").exists()
-
-
-def test_a_cpu_run_starts_again_before_slow_imports(corpus, tmp_path, monkeypatch):
-    if not launch._has_glibc():
-        pytest.skip("the settings are glibc's")
-    monkeypatch.delenv("GLIBC_TUNABLES")
-    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # a line on stderr for each import
-    options = [*TINY, "--config.train.num_steps=1"]
-    code, _, stderr = run(tmp_path / "run", *corpus, *options, imports=True)
-    imported = [line.rpartition("|")[2].strip() for line in stderr.splitlines()]
-    assert code == 0
-    assert imported.count("gpt2.utils.launch") == 2 and imported.count("jax") == 1
 
 
 @pytest.mark.thorough

@@ -115,16 +115,6 @@ def spread(tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_a_validation_of_many_batches_ends_on_simulated_devices(tmp_path):
-    """Without a limit on what is dispatched ahead, XLA's devices wait for each other for ever."""
-    options = ["--config.parallel.strategy=zero3", "--config.train.eval_batches=1000"]
-    options += ["--config.data.corpus=synthetic", "--config.train.num_steps=2"]
-    code, stdout, stderr = run(tmp_path / "run", *TINY, *options, devices=4)
-    assert code == 0, stderr
-    assert "validation loss" in stdout
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"]
 )
@@ -184,39 +174,3 @@ def test_float16_lowers_its_loss_scale_until_gradients_are_finite(reference, tmp
     assert state.loss_scale.scale == 2.0 ** (12 - skipped)
     assert state.loss_scale.good_steps == NUM_STEPS - skipped
     assert_has_more_digits_than(np.float16, state)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax_cuda12_plugin"
-)
-@pytest.mark.parametrize(
-    ("compute", "remat", "joins"),
-    [
-        ("bfloat16", "none", True),
-        ("bfloat16", "full", True),
-        ("bfloat16", "dots", False),  # which saves its input
-        ("float32", "none", False),
-    ],
-)
-def test_gelu_on_chips_that_are_not_here_joins_a_product(tmp_path, compute, remat, joins):
-    text = tmp_path / "step.hlo"
-    options = [*OPTIONS, f"--config.precision.compute={compute}", f"--config.memory.remat={remat}"]
-    options += ["--config.model.embed_dim=256", "--config.data.batch_size=8"]
-    code, _, stderr = run(
-        None, "--plan_chips=h100-1", f"--plan_text={text}", *options, imports=True
-    )
-    assert code == 0, stderr
-    assert ("BIAS_GELU_AUX" in text.read_text()) == joins
-    assert " tanh(" not in text.read_text()  # by itself the formula would round at each step
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax_cuda12_plugin"
-)
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_a_plan_for_gpu_chips_that_are_not_here_splits_attention(tensor):
-    options = [*OPTIONS, "--config.precision.compute=bfloat16", "--config.model.num_heads=4"]
-    options += [f"--config.parallel.tensor={tensor}", "--config.data.batch_size=16"]
-    code, stdout, stderr = run(None, "--plan_chips=h100-8", *options, imports=True)
-    assert code == 0, stderr
-    assert f"x tensor {tensor}" in stdout

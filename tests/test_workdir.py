@@ -51,16 +51,6 @@ def write_run(workdir, config, checkpoints=()):
     return workdir
 
 
-@pytest.fixture
-def prepared(tmp_path, monkeypatch):
-    """A text, prepared."""
-    monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "data"))
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 20)
-    return prepare(
-        DataConfig(corpus=f"text:{tmp_path}/text.txt", tokenizer="byte", val_fraction=0.2)
-    )
-
-
 def test_a_finished_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
     workdir = write_run(tmp_path, make_config())
     run_files.check_options(workdir, make_config())
@@ -69,12 +59,14 @@ def test_a_finished_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
         run_files.check_options(workdir, make_config())
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"spl', "{}", "3", "[" * 10**5])
+@pytest.mark.parametrize("content", ["", '{"spl', "{}", "[" * 10**5])
 @pytest.mark.parametrize("name", ["data.json", "tokenizer.json"])
 def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
-    tmp_path, prepared, capsys, monkeypatch, name, content
+    tmp_path, capsys, monkeypatch, name, content
 ):
     workdir = tmp_path / "run"
+    monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "data"))
+    prepared = prepare(DataConfig(**data_at(tmp_path / "texts")))
     monkeypatch.setattr(run_files, "lock", lambda *_: workdir.mkdir(exist_ok=True))
     run_files.begin(workdir, make_config(), prepared, 0)
     (workdir / "checkpoints" / "2").mkdir(parents=True)
@@ -90,12 +82,11 @@ def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
     ("before", "now", "told"),
     [
         (dict(optim=dict(name="lion")), {}, "optim.name=lion, not adamw"),
+        ({}, dict(optim=dict(beta1=0.8, weight_decay=0.2)), "beta1=0.9, not 0.8; optim.weight_d"),
         (dict(seed=1), {}, "seed=1, not 0"),
         (dict(data=dict(batch_size=4)), {}, "data.batch_size=4, not"),
         (dict(loss=dict(z_loss=0.1)), {}, "loss.z_loss=0.1, not 0.0"),
-        (dict(precision=dict(compute="bfloat16")), {}, "precision.compute=bfloat16, not float32"),
         ({}, dict(model=dict(TINY_MODEL, num_layers=2)), "model.num_layers=1, not 2"),
-        ({}, dict(model=dict(TINY_MODEL, attention_softcap=50.0)), "model.attention_softcap=0.0"),
         ({}, dict(model=dict(TINY_MODEL, vocab_size=51)), "model.vocab_size=50, not 51"),
         ({}, dict(model=dict(TINY_MODEL, vocab_size=0)), ""),  # not known yet
         ({}, dict(model=dict(TINY_MODEL, attention="xla")), ""),
@@ -107,7 +98,7 @@ def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
         ),
         ({}, dict(train=dict(num_steps=9, skip_bad_steps=3, eval_every=1, log_every=7)), ""),
         ({}, dict(parallel=dict(fsdp=2), memory=dict(remat="full")), ""),
-        ({}, dict(logging=dict(wandb=True)), ""),
+        ({}, dict(logging=dict(tensorboard=False)), ""),
     ],
 )
 def test_a_run_continues_unless_what_it_trains_would_change(tmp_path, before, now, told):
@@ -118,13 +109,6 @@ def test_a_run_continues_unless_what_it_trains_would_change(tmp_path, before, no
     with pytest.raises(UserError) as error:
         run_files.check_options(workdir, make_config(**now))
     assert told in str(error.value)
-
-
-def test_all_options_that_differ_are_named_at_once(tmp_path):
-    workdir = write_run(tmp_path, make_config())
-    with pytest.raises(UserError) as error:
-        run_files.check_options(workdir, make_config(optim=dict(weight_decay=0.2, beta1=0.8)))
-    assert "optim.beta1=0.9, not 0.8; optim.weight_decay=0.1, not 0.2" in str(error.value)
 
 
 def test_a_workdir_where_nothing_can_be_written_is_refused(tmp_path):
@@ -146,17 +130,14 @@ def test_a_folder_of_other_files_is_refused_unless_they_are_prepared_corpora(tmp
         run_files.check_options(tmp_path / "run", config)
 
 
-def test_a_continued_run_has_no_samples_before_its_end(tmp_path, prepared):
+def test_a_run_is_finished_at_its_last_step_with_samples(tmp_path):
     config = make_config(train=dict(num_steps=4))
     workdir = write_run(tmp_path / "run", config, checkpoints=(2, 4))
     assert not run_files.is_finished(workdir, config, start=4)
     (workdir / "samples.txt").touch()
     assert run_files.is_finished(workdir, config, start=4)
     assert not run_files.is_finished(workdir, config, start=2)  # the last checkpoint is damaged
-    longer = make_config(train=dict(num_steps=6))
-    assert not run_files.is_finished(workdir, longer, start=4)
-    run_files.begin(workdir, longer, prepared, 4)
-    assert not (workdir / "samples.txt").exists()
+    assert not run_files.is_finished(workdir, make_config(train=dict(num_steps=6)), start=4)
 
 
 DOCUMENTS = [f"document {i} " * (10 + i % 3) for i in range(30)]
@@ -187,25 +168,17 @@ def begun(tmp_path, monkeypatch):
     return begin, resume
 
 
-def test_a_text_with_one_other_character_is_refused(tmp_path, begun):
-    begin, resume = begun
-    text = "to be or not to be, that is the question. " * 2000
-    begin(data_at(tmp_path / "here", [text]))
-    for position in (30_001, 41_234, 55_555):
-        other = data_at(tmp_path / str(position), [text[:position] + "#" + text[position + 1 :]])
-        with pytest.raises(UserError, match=r"text that data\.corpus names is no longer what"):
-            resume(other)
-
-
 def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
     begin, resume = begun
     begin(data_at(tmp_path / "here"))
     resume(data_at(tmp_path / "there"))
-    altered = [text.replace("ent 7 ", "ent 9 ") for text in DOCUMENTS]
+    altered = [DOCUMENTS[0][:50] + "#" + DOCUMENTS[0][51:], *DOCUMENTS[1:]]
     reordered = [*DOCUMENTS[3:], *DOCUMENTS[:3]]
     for name, documents in (("altered", altered), ("reordered", reordered)):
         with pytest.raises(UserError, match=r"text that data\.corpus names is no longer what"):
             resume(data_at(tmp_path / name, documents))
+    with pytest.raises(UserError, match=r"holds a run with data\.corpus=.*, not pystdlib"):
+        resume(data_at(tmp_path / "other") | {"corpus": "pystdlib"})
 
 
 def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
@@ -218,15 +191,6 @@ def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
     resume(data | {"tokenizer": f"{tmp_path}/moved.json"})
     with pytest.raises(UserError, match=r"tokenizer that data\.tokenizer names is no longer what"):
         resume(data | {"tokenizer": f"{tmp_path}/2.json"})
-
-
-@pytest.mark.parametrize(("option", "value"), [("corpus", "pystdlib"), ("tokenizer", "gpt2")])
-def test_what_is_no_move_is_refused_before_it_is_prepared(tmp_path, begun, option, value):
-    begin, resume = begun
-    data = data_at(tmp_path / "here")
-    begin(data)
-    with pytest.raises(UserError, match=rf"holds a run with data\.{option}=.*, not {value}"):
-        resume(data | {option: value})
 
 
 ENDLESS = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=100000"]
@@ -268,27 +232,15 @@ def starts_of(workdir):
 def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
     monkeypatch.setattr(run_files, "_SOURCE", tmp_path)  # no checkout; see below for those
-    run_files.record_start(tmp_path, step=0)
-    with (tmp_path / "environment.jsonl").open("a") as file:
-        file.write('{"step": 20, "ti')  # torn
-    run_files.record_start(tmp_path, step=20)
+    for step in (0, 20):
+        run_files.record_start(tmp_path, step)
     new, continued = starts_of(tmp_path)
     assert (new["step"], continued["step"]) == (0, 20)
-    began = datetime.fromisoformat(new.pop("time"))
+    began = datetime.fromisoformat(new["time"])
     assert timedelta() <= datetime.now(UTC) - began < timedelta(minutes=5)
-    assert new.pop("platform")
-    libraries = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    assert new == libraries | {
-        "step": 0,
-        "command": ["train.py", "--config.seed=3"],
-        "gpt2": gpt2.__version__,
-        "commit": None,
-        "clean": None,
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "device_kind": jax.devices()[0].device_kind,
-        "devices": jax.device_count(),
-        "processes": 1,
-    }
+    assert new["command"] == ["train.py", "--config.seed=3"] and new["gpt2"] == gpt2.__version__
+    assert new["commit"] is None and new["clean"] is None and new["jax"] == version("jax")
+    assert new["devices"] == jax.device_count() and new["processes"] == 1
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
@@ -311,7 +263,6 @@ def test_a_checkout_is_clean_until_its_code_changes(tmp_path, monkeypatch, chang
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True).strip()
     monkeypatch.setattr(run_files, "_SOURCE", tmp_path)
-    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as a hook sets it
     assert commit_and_clean() == (commit, True)
     (tmp_path / changed).write_text("x = 1")
     assert commit_and_clean() == (commit, clean)

@@ -8,6 +8,7 @@ environment.jsonl   with what the run was made, a line for each start
 """
 
 import json
+import os
 import platform
 import subprocess
 import sys

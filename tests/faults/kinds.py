@@ -1,9 +1,8 @@
-"""The faults: signals, damaged checkpoints, disks, texts, and processes of which one ends."""
+"""The faults: signals, full disks, and processes of which one ends."""
 
 import contextlib
 import itertools
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -31,7 +30,6 @@ STEPS = 440  # so many that signals run out first
 DELAYS = {"preparation": 0.5, "compile": 3.0, "step": 0.3, "save": 0.1}
 # Exit codes of a process that finds itself alone; 5 where it does so in a save.
 ALONE = (1, 4, 5, -signal.SIGABRT)
-SMALL_DISK = ("-t", "tmpfs", "-o", "size=32m", "tmpfs")
 
 
 def signals(lab: Laboratory, number: signal.Signals, times: int) -> Iterator[Fault]:
@@ -85,54 +83,14 @@ def strike(run: Watched, number: signal.Signals, saved: int) -> str:
     return hit
 
 
-def damages(lab: Laboratory) -> Iterator[Fault]:
-    """Damages files of the newest checkpoint, one at a time; the run trains to it again."""
-    newest = lab.unharmed(SHORT) / "checkpoints" / str(SHORT)
-    files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
-    by_size = sorted(files, key=lambda file: (newest / file).stat().st_size)
-    largest = list({file.parts[0]: file for file in by_size}.values())  # of each item
-
-    def flip(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-
-    def cut(path: Path) -> None:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-    def harm(damage: Callable[[Path], None], chosen: list[Path]) -> float:
-        quiet = 0.0
-        for file in chosen:
-            workdir = lab.copy(SHORT, f"{damage.__name__}-{str(file).replace('/', '-')}")
-            if (workdir / "checkpoints" / str(SHORT) / file).stat().st_size:
-                damage(workdir / "checkpoints" / str(SHORT) / file)
-            try:
-                quiet = max(quiet, lab.finish(workdir, SHORT, SHORT - 10))
-            except Broken as broken:
-                raise Broken(f"{file}: {broken}") from broken
-            shutil.rmtree(workdir)
-        return quiet
-
-    for what, damage, chosen in (
-        ("a flipped byte in each file", flip, files),
-        ("the largest file of each item cut to half", cut, largest),
-        ("the largest file of each item missing", Path.unlink, largest),
-    ):
-        chosen = chosen[: lab.most]
-        yield f"the newest checkpoint: {what}", len(chosen), partial(harm, damage, chosen)
-
-
 @contextlib.contextmanager
-def mounted(path: Path, *options: str) -> Iterator[Callable[..., None]]:
-    """Mounts a disk at a folder, which is created, and yields what mounts it with other options."""
+def mounted(path: Path) -> Iterator[None]:
+    """Mounts a small disk at a folder, which is created."""
     path.mkdir(exist_ok=True)
-
-    def mount(*options: str) -> None:
-        subprocess.run(["mount", *options, path], check=True, capture_output=True)
-
-    mount(*options)
+    options = ["-t", "tmpfs", "-o", "size=32m", "tmpfs"]
+    subprocess.run(["mount", *options, path], check=True, capture_output=True)
     try:
-        yield mount
+        yield
     finally:
         subprocess.run(["umount", path], check=True)
 
@@ -148,7 +106,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 def disks(lab: Laboratory) -> Iterator[Fault]:
-    """Fills the disk of a run or of its prepared text, or makes it read-only. It takes root."""
+    """Fills the disk of a run or of its prepared text. It takes root."""
 
     def check_told(run: Watched) -> None:
         told = re.findall(r"^warning: the state of step \d+ is not", run.stderr(), re.M)
@@ -156,7 +114,7 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
             raise Broken(f"it does not tell of its saves: {run.stderr()!r}")
 
     def full_during_a_save(index: int) -> float:
-        with mounted(disk := lab.directory / f"disk-{index}", *SMALL_DISK):
+        with mounted(disk := lab.directory / f"disk-{index}"):
             with lab.run(disk / disk.name, SHORT) as run:
                 run.until_phase("save", saved=10)
                 run.stop()
@@ -169,7 +127,7 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
 
     def full_during_preparation(index: int) -> float:
         disk, workdir = lab.directory / f"data-disk-{index}", lab.directory / f"unprepared-{index}"
-        with mounted(disk, *SMALL_DISK):
+        with mounted(disk):
             with lab.run(workdir, SHORT, data_dir=disk) as run:
                 run.until_phase("preparation")
                 run.stop()
@@ -178,45 +136,10 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
                     run.wait(2)
             return max(run.quiet, lab.finish(workdir, SHORT, data_dir=disk))
 
-    def read_only(index: int) -> float:
-        with mounted(disk := lab.directory / f"read-only-{index}", *SMALL_DISK) as mount:
-            with lab.run(disk / disk.name, SHORT) as run:
-                run.until_step(21)
-            saved = newest_saved(run.workdir)
-            mount("-o", "remount,ro")
-            with lab.run(run.workdir, SHORT) as again:
-                again.wait(2)
-            mount("-o", "remount,rw")
-            return max(run.quiet, again.quiet, lab.finish(run.workdir, SHORT, saved))
-
-    for make, times in (full_during_a_save, 3), (full_during_preparation, 2), (read_only, 1):
+    for make, times in (full_during_a_save, 3), (full_during_preparation, 2):
         times = min(times, lab.most)
         what = f"a disk that is {make.__name__.replace('_', ' ')}"
         yield what, times, lambda make=make, times=times: max(map(make, range(times)))
-
-
-def texts(lab: Laboratory) -> Iterator[Fault]:
-    """Deletes or changes a text: its run does not see it, and is refused until it is undone."""
-
-    def lengthen(path: Path) -> None:
-        path.write_text(path.read_text() + " more")
-
-    def harm(what: str, change: Callable[[Path], object]) -> float:
-        workdir, corpus = lab.directory / what, lab.write_corpus(f"{what}-corpus")
-        text = corpus / "29.txt"
-        whole = text.read_text()
-        with lab.run(workdir, SHORT, corpus=corpus) as run:
-            run.until_step(11)
-            change(text)
-            run.until_step(22)
-        saved = newest_saved(workdir)
-        with lab.run(workdir, SHORT, corpus=corpus) as again:
-            again.wait(2)
-        text.write_text(whole)
-        return max(run.quiet, again.quiet, lab.finish(workdir, SHORT, saved, corpus=corpus))
-
-    for what, change in (("deleted", Path.unlink), ("changed", lengthen)):
-        yield f"a text {what} while a run trains on it", 1, partial(harm, what, change)
 
 
 def processes(lab: Laboratory) -> Iterator[Fault]:
@@ -275,8 +198,6 @@ KINDS: dict[str, Callable[[Laboratory], Iterator[Fault]]] = {
     "kill": partial(signals, number=signal.SIGKILL, times=10),
     "term": partial(signals, number=signal.SIGTERM, times=5),
     "int": partial(signals, number=signal.SIGINT, times=5),
-    "damage": damages,
     "disk": disks,
-    "text": texts,
     "processes": processes,
 }

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 
 from gpt2.training.checkpoint_files import latest_step
-from tests.helpers import ROOT, TINY, metrics_of, params_of
+from tests.helpers import ROOT, TINY, metrics_of, params_of, write_words
 
 PHASES = ("start", "preparation", "compile", "step", "save", "report")
 SHORT = 40  # steps of a run
@@ -130,22 +129,12 @@ class Laboratory:
     def __init__(self, directory: Path, seed: int, most: int):
         self.directory, self.random, self.most = directory, random.Random(seed), most
         self.data_dir, self._screens = directory / "data", directory / "screens"
-        self.corpus = self.write_corpus("corpus")
         self._screens.mkdir()
-
-    def write_corpus(self, name: str) -> Path:
-        """Writes a folder of texts, the same each time."""
-        words = ["the", "of", "and", "to", "in", "that", "was", "his", "he", "it", "with", "is"]
-        draw, folder = random.Random(0), self.directory / name
-        folder.mkdir(parents=True)
-        for number in range(30):
-            (folder / f"{number:02}.txt").write_text(" ".join(draw.choices(words, k=8000)))
-        return folder
+        self._corpus = f"--config.data.corpus=text:{write_words(directory / 'corpus', 30, 8000)}"
 
     def run(self, workdir: Path, steps: int, *options: str, **where) -> Watched:
-        """Starts a run; `where`: `corpus`, `data_dir`, `process` and environment variables."""
-        texts = f"--config.data.corpus=text:{where.pop('corpus', self.corpus)}/*.txt"
-        options = (*_OPTIONS, texts, f"--config.train.num_steps={steps}", *options)
+        """Starts a run; `where`: `data_dir`, `process` and environment variables."""
+        options = (*_OPTIONS, self._corpus, f"--config.train.num_steps={steps}", *options)
         screen = self._screens / f"{workdir.name}-{where.pop('process', 0)}"
         data_dir = where.pop("data_dir", self.data_dir)
         return Watched(workdir, data_dir, *options, screen=screen, **where)
@@ -170,13 +159,6 @@ class Laboratory:
             check_start(workdir, saved)
         compare(workdir, self.unharmed(steps))
         return run.quiet
-
-    def copy(self, steps: int, name: str) -> Path:
-        """Returns a copy of the run without faults, which will train on from where it can."""
-        workdir = self.directory / name
-        shutil.copytree(self.unharmed(steps), workdir)
-        (workdir / "samples.txt").unlink()  # else it is finished
-        return workdir
 
 
 def check_start(workdir: Path, saved: int) -> None:
