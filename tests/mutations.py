@@ -48,20 +48,12 @@ outliers are told by all values, known or not
     + std = jnp.std(self.recent, axis=1, ddof=1)
 the gradient that is named is the last that broke
     gpt2/training/diagnosis.py: tests/test_diagnosis.py -k gradient
-    - key=lambda name: -ranks.get(
-    + key=lambda name: ranks.get(
+    - sorted(grads, key=place, reverse=True)
+    + sorted(grads, key=place)
 micro-batches are named in the wrong order
     gpt2/training/diagnosis.py: tests/test_diagnosis.py -k named
     - jnp.arange(number) == index
     + jnp.arange(number)[::-1] == index
-a pause counts as a hang
-    gpt2/telemetry/reporter.py: tests/test_telemetry.py -k watchdog
-    - stands = is_watched and
-    + stands =
-rope turns with another base
-    gpt2/model/gpt.py: tests/test_switch_values.py -k rope
-    - rotation(positions, cfg.head_size, cfg.rope_base)
-    + rotation(positions, cfg.head_size, 1.5 * cfg.rope_base)
 rope ignores rope_base
     gpt2/model/gpt.py: tests/test_switch_values.py -k rope_base
     - rotation(positions, cfg.head_size, cfg.rope_base)
@@ -70,62 +62,18 @@ alibi favours far tokens
     gpt2/ops/attention.py: tests/test_switch_values.py -k alibi
     - slopes[:, None, None] * (key - query)
     + slopes[:, None, None] * (query - key)
-alibi's slopes begin at 1
-    gpt2/ops/scores.py: tests/test_switch_values.py -k slopes
-    - (i + 1) / smaller
-    + i / smaller
-sinusoids are not scaled with the embedding
-    gpt2/model/gpt.py: tests/test_switch_values.py -k sinusoidal
-    - x * scale + waves
-    + x + waves
-SwiGLU's gate and value are swapped
-    gpt2/model/layers.py: tests/test_switch_values.py -k swiglu
-    - GATES[cfg.activation](gate) * hidden
-    + GATES[cfg.activation](hidden) * gate
 nothing is dropped of the embedding
     gpt2/model/gpt.py: tests/test_switch_values.py -k dropout
     - x = self.dropout(x, deterministic=deterministic)
     + x = self.dropout(x, deterministic=True)
-nothing is dropped of the MLP's branch
-    gpt2/model/block.py: tests/test_switch_values.py -k dropout
-    - dropout(self._sandwich("ln_2_post", y))
-    + self._sandwich("ln_2_post", y)
-attention's weights are not scaled up
-    gpt2/ops/attention.py: tests/test_switch_values.py -k dropout
-    - jnp.where(kept, weights / (1.0 - dropout), 0.0)
-    + jnp.where(kept, weights, 0.0)
-relu_squared without the square
-    gpt2/ops/activation.py: tests/test_switch_values.py -k relu_squared
-    - jnp.maximum(x, 0) if power == 1 else jnp.square(jnp.maximum(x, 0))
-    + jnp.maximum(x, 0)
-relu_squared's derivative without the factor 2
-    gpt2/ops/activation.py: tests/test_ops.py -k activations
-    - else 2 * jnp.maximum(x, 0) * dy
-    + else jnp.maximum(x, 0) * dy
-norms take another epsilon
-    gpt2/model/layers.py: tests/test_switch_values.py -k norm_eps
-    - center=center, eps=cfg.norm_eps
-    + center=center, eps=10 * cfg.norm_eps
 qk_norm takes its own epsilon
     gpt2/model/layers.py: tests/test_hf.py -k qwen3
     - center=center, eps=cfg.norm_eps
     + center=center, eps=1e-5 if self.axis == 'head_size' else cfg.norm_eps
-a window sees one token more
-    gpt2/ops/scores.py: tests/test_switch_values.py -k window
-    - query - key < self.window
-    + query - key <= self.window
-the mask hides the token itself
-    gpt2/ops/scores.py: tests/test_switch_values.py -k gelu
-    - seen = query >= key
-    + seen = (query > key) | (query == 0)
 blocks of queries begin a key too late under a window
     gpt2/ops/blocked_attention.py: tests/test_ops.py -k scoring
     - end - block - scoring.window + 1
     + end - block - scoring.window + 2
-a scan gives the window to the layers that see all
-    gpt2/model/attention.py: tests/test_switches.py -k 'cached and gemma'
-    - jnp.array(cfg.windows)[index] > 0
-    + jnp.array(cfg.windows)[index] == 0
 the heads of keys are repeated in the wrong order
     gpt2/ops/attention.py: tests/test_switch_values.py -k grouped
     - jnp.repeat(x, times, axis=2) for x in (k, v)
@@ -134,10 +82,6 @@ the soft cap of scores has the wrong derivative in blocks
     gpt2/ops/blocked_attention.py: tests/test_ops.py -k scoring
     - 1.0 - (capped / scoring.softcap) ** 2
     + 1.0 - (capped / scoring.softcap)
-the soft cap of scores is ignored
-    gpt2/model/attention.py: tests/test_switch_values.py -k attention_softcap
-    - softcap=cfg.attention_softcap
-    + softcap=0.0
 post-norm norms the branch, not the sum
     gpt2/model/block.py: tests/test_switch_values.py -k post
     - Norm(cfg, name=name)(x + y) if cfg.norm_position == "post"
@@ -146,18 +90,10 @@ a parallel block's MLP reads what attention wrote
     gpt2/model/block.py: tests/test_switch_values.py -k parallel_block
     - read = x if cfg.parallel_block else between
     + read = between
-values are mixed with the layer before, not the first
-    gpt2/model/attention.py: tests/test_switch_values.py -k third_layer
-    - (v, first), first
-    + (v, first), v
 the scanned first layer mixes in nothing
     gpt2/model/attention.py: tests/test_switches.py -k 'cached and modded'
     - jnp.where(index == 0, v, first_values)
     + first_values
-z-loss has half its gradient
-    gpt2/ops/cross_entropy.py: tests/test_ops.py -k cross_entropy
-    - 1.0 + 2.0 * self.z_loss
-    + 1.0 + self.z_loss
 label smoothing spreads over one token too few
     gpt2/ops/cross_entropy.py: tests/test_switch_values.py -k label_smoothing
     - target_logits - mean / self.vocab_size
@@ -166,30 +102,10 @@ validation smooths labels too
     gpt2/training/steps.py: tests/test_switch_values.py -k validation
     - return next_token_loss(GPT(dataclasses.replace(model.config, logits_dtype="float32")))
     + return next_token_loss(GPT(model.config), LossConfig(label_smoothing=0.1))
-muP leaves the head's multiplier out
-    gpt2/model/gpt.py: tests/test_switch_values.py -k mup
-    - x / cfg.width_ratio if cfg.mup_base_width else x
-    + x
-muP draws kernels as wide ones
-    gpt2/model/layers.py: tests/test_switch_values.py -k kernels
-    - cfg.init_std / cfg.width_ratio**0.5
-    + cfg.init_std
-wsd decays over a tenth
-    gpt2/config/optim.py: tests/test_optim.py -k schedules
-    - _DECAY_PERCENT = 20.0
-    + _DECAY_PERCENT = 10.0
-the warm-up ends a step late
-    gpt2/optim/schedules.py: tests/test_optim.py -k schedules
-    - [optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup]
-    + [optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup + 1]
 weight decay on norms and biases
     gpt2/optim/parameters.py: tests/test_optim.py -k 'formulas and adamw'
     - return map_parameters(lambda path, _: is_matrix(path), params)
     + return map_parameters(lambda path, _: True, params)
-cautious updates are not scaled up
-    gpt2/optim/transforms.py: tests/test_optim.py -k formulas
-    - update * (agrees / jnp.maximum(share, _MIN_SHARE))
-    + update * agrees
 the average keeps the parameters before the step
     gpt2/optim/transforms.py: tests/test_optim.py -k formulas
     - (1 - decay) * (param + update)
@@ -218,18 +134,10 @@ a Newton-Schulz coefficient is missing
     gpt2/optim/muon.py: tests/test_optim_matrices.py -k formula
     - product(b * gram + c * product(gram, gram), x)
     + product(b * gram, x)
-four Newton-Schulz iterations
-    gpt2/optim/muon.py: tests/test_optim_matrices.py -k formula
-    - range(NUM_ITERATIONS)
-    + range(NUM_ITERATIONS - 1)
 soap does not turn its second moment with the basis
     gpt2/optim/soap.py: tests/test_optim_matrices.py -k formula
     - return row_basis, column_basis, jnp.take_along_axis(nu, columns[:, None, :], axis=2)
     + return row_basis, column_basis, nu
-bits per byte with the logarithm to base 10
-    gpt2/evals/validation.py: tests/test_switch_values.py -k bits_per_byte
-    - math.log(2.0)
-    + math.log10(2.0)
 FLOPs count a gated MLP as a plain one
     gpt2/telemetry/flops.py: tests/test_switches.py -k 'flops and swiglu'
     - into_mlp = 2 if cfg.is_gated else 1
@@ -248,7 +156,7 @@ altered values are not noticed
     + files.find_damage(folder, found, read=False)
 a run that was killed begins anew
     train.py: tests/test_train.py -k killed
-    - start = distributed.from_first(distributed.only_first(run_files.find_start)(workdir) or 0)
+    - start = distributed.from_first(distributed.only_first(folder.find_start)(workdir) or 0)
     + start = 0
 a run continues with another optimizer
     gpt2/training/checkpoint_files.py: tests/test_workdir.py -k continues_unless
