@@ -10,7 +10,6 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
-from pathlib import Path
 
 import jax
 import pytest
@@ -113,7 +112,7 @@ def test_a_run_continues_unless_what_it_trains_would_change(tmp_path, before, no
 
 def test_a_workdir_where_nothing_can_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/runs/first")):
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UserError, match=rf"written in {place}"):
             run_files.check_options(place, make_config())
     run_files.check_options(tmp_path / "runs" / "first", make_config())
