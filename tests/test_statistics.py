@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.telemetry.event_file import NUM_BUCKETS
+from gpt2.telemetry.writers import NUM_BUCKETS
 from gpt2.training.statistics import count_values
 from tests.test_guard import ROWS, T, make_program
 
