@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,7 @@ from gpt2.model import GPT
 from gpt2.training import checkpoint
 from gpt2.training import workdir as run_files
 from gpt2.training.checkpoint import Checkpointer, load_params
-from gpt2.training.checkpoint_files import find_damage, move_aside, saved_steps
+from gpt2.training.checkpoint_files import find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from tests.helpers import TINY, params_of, run
@@ -175,21 +174,6 @@ def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(tm
     assert jnp.abs(table - trained).max() > 1e-6
 
 
-@pytest.mark.thorough
-def test_a_save_a_minute_costs_the_loop_less_than_a_twentieth_of_its_time(tmp_path, monkeypatch):
-    """With 100 MB for a store that takes 4 s."""
-    digest = checkpoint.digest_folder
-    slow = lambda folder: time.sleep(4) or digest(folder)  # noqa: E731
-    monkeypatch.setattr(checkpoint, "digest_folder", slow)
-    params = {str(i): jnp.full((512, 1024), i, jnp.float32) for i in range(16)}
-    with Checkpointer(tmp_path) as saver:
-        began = time.perf_counter()
-        saver.save(state_at(1, params, optax.adamw(1.0)), 1)
-        assert time.perf_counter() - began < 0.05 * 60
-        saver.wait()
-        assert time.perf_counter() - began > 4 and saver.longest_seconds > 4
-
-
 def save_checkpoints(workdir, *steps, **groups):
     """A run whose checkpoints are of a tiny model."""
     config = make_config(**groups)
@@ -284,14 +268,6 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
     shutil.rmtree(tmp_path / "checkpoints" / "2")
     with pytest.raises(UserError, match=r"4 is damaged \(params/.*no whole one"):
         run_files.find_start(tmp_path)
-
-
-def test_a_damaged_checkpoint_moves_aside_so_that_its_step_is_saved_again(tmp_path):
-    for number in (1, 2):
-        save_checkpoints(tmp_path, 2, 4)
-        move_aside(tmp_path, 4)
-        assert saved_steps(tmp_path) == [2]
-        assert len(list((tmp_path / "damaged").iterdir())) == number
 
 
 def test_damaged_or_foreign_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatch):

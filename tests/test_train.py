@@ -93,22 +93,6 @@ def test_eval_scores_the_checkpoint_as_training_did(finished):
     assert loss == pytest.approx(metrics_of(workdir)[-1]["eval/loss"], rel=1e-5)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("suffix", "checkpoint"), [("", "best"), ("@8", "8")])
-def test_a_run_that_learns_nothing_keeps_the_weights_it_began_with(
-    finished, corpus, tmp_path, suffix, checkpoint
-):
-    workdir, _ = finished
-    options = [f"--config.train.init_from=run:{workdir}{suffix}", "--config.train.num_steps=1"]
-    options += ["--config.optim.learning_rate=0.0", "--config.optim.end_learning_rate=0.0"]
-    code, _, stderr = run(tmp_path / "run", *TINY, *corpus, "--config.seed=1", *options)
-    assert code == 0, stderr
-    expected, found = params_of(workdir, checkpoint), params_of(tmp_path / "run")
-    assert expected.keys() == found.keys()
-    for name in expected:
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
-
-
 @pytest.mark.parametrize(
     "kill_at",
     [
@@ -165,16 +149,6 @@ def test_a_diverged_state_is_never_saved(corpus, tmp_path):
     assert not [
         path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()
     ]
-
-
-def test_weights_that_are_not_there_are_told_before_a_corpus_is_prepared(tmp_path):
-    options = [
-        "--config.train.init_from=run:nowhere",
-        f"--config.data.data_dir={tmp_path / 'data'}",
-    ]
-    code, told, stderr = run(tmp_path / "run", *TINY, *options)
-    assert code == 2 and "nowhere holds no run" in stderr
-    assert told == "" and not (tmp_path / "data").exists()
 
 
 @pytest.mark.thorough
