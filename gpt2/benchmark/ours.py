@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gpt2.benchmark import first_step
 from gpt2.benchmark.measure import serve
 from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
-from gpt2.optim.parameters import map_parameters, unrolled_names
 from gpt2.telemetry.chips import find_chip
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.utils.platform import platform_of
-from gpt2.utils.scan import stack_layers
+from gpt2.utils.scan import in_layout, stack_layers
 
 
 class Training:
@@ -88,21 +88,15 @@ def draw_params(cfg: GPTConfig) -> Any:
     """Returns the parameters that `draw_weight` draws, float32 in host memory."""
     model, draw = GPT(dataclasses.replace(cfg, scan_layers=False)), first_step.draw_weight
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    drawn = map_parameters(lambda path, leaf: draw("/".join(path), leaf.shape), shapes)
+    named = flatten_dict(shapes, sep="/")
+    drawn = unflatten_dict({name: draw(name, leaf.shape) for name, leaf in named.items()}, sep="/")
     return stack_layers(drawn, lambda *leaves: np.stack(leaves)) if cfg.scan_layers else drawn
 
 
 def samples(params: Any) -> dict[str, np.ndarray]:
     """Returns the entries of each parameter that are compared, by its name in unrolled layers."""
-    found = {}
-
-    def add(path: tuple[str, ...], leaf: jax.Array) -> None:
-        names, values = unrolled_names(path, leaf), np.asarray(leaf)
-        for name, value in zip(names, values if "h" in path else [values], strict=True):
-            found[name] = first_step.sample(name, value)
-
-    map_parameters(add, params)
-    return found
+    named = flatten_dict(in_layout(params, scanned=False), sep="/")
+    return {name: first_step.sample(name, np.asarray(leaf)) for name, leaf in named.items()}
 
 
 def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:

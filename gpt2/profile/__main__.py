@@ -6,11 +6,6 @@ The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. T
 folder as profile.md already; this makes it again, and prints it.
 """
 
-from gpt2.utils import launch
-
-if __name__ == "__main__":
-    launch.prepare_process()
-
 from pathlib import Path
 
 from gpt2 import cli
