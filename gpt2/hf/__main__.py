@@ -14,6 +14,7 @@ from pathlib import Path
 from absl import flags
 
 from gpt2 import cli
+from gpt2.config import load_config
 from gpt2.errors import refuse
 from gpt2.hf.weights import export_run, import_run
 
@@ -36,11 +37,16 @@ def main(command: str) -> None:
     source, target = (Path(flags.FLAGS[name].value) for name in _DIRECTORIES[command])
     if command == "import":
         cfg = import_run(source, target)
-        print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide, for --workdir=")
-        print(f"train on: --config={target}/config.json --config.train.init_from=run:{target}")
+        print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")
+        print(f"score it: python eval.py --workdir={target} --corpus=text:FILE")
+        start = f"--config={target}/config.json --config.train.init_from=run:{target}"
+        print(f"train on: python train.py {start} --workdir=DIR --config.data.corpus=text:FILE")
     else:
         export_run(source, target, flags.FLAGS.checkpoint)
+        data = load_config(source).data
         print(f"{target}: ready for transformers' from_pretrained")
+        text = f"--corpus='{data.corpus}' --val_fraction={data.val_fraction}"
+        print(f"score it: python eval.py --hf={target} {text}")
 
 
 if __name__ == "__main__":
