@@ -52,7 +52,7 @@ def main() -> int:
     workdir = Path(args.workdir or Path("runs") / cli.config_name())
     folder.check_options(workdir, config)
     check_layout(config, jax.device_count())
-    if config.train.init_from and folder.latest_step(workdir) is None:
+    if config.train.init_from and not folder.saved_steps(workdir):
         check_source(config.train.init_from)
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.

@@ -184,7 +184,7 @@ def _watch(reader: int) -> None:
         if signum not in (signal.SIGINT, signal.SIGTERM):
             continue
         if signal.getsignal(signum) is _stop:  # to which the main thread may not come
-            _stop()
+            _stop(signum, None)
         if first is not None and time.monotonic() - first > _SAME_PRESS:
             _leave(f"left at once by a second {signum.name}", signum)
         first = first or time.monotonic()

@@ -17,6 +17,7 @@ import functools
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -86,7 +87,8 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     size = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
     arms = [Arm(arm.change, arm.config.with_vocabulary(size(arm.config.data))) for arm in arms]
     scaled = at_sizes(arms, FLAGS.scaling) if FLAGS.scaling else arms
-    equal, names = [], {}
+    equal: list[Arm] = []
+    names: dict[Any, str] = {}
     for start in range(0, len(scaled), len(arms)):
         of_a_size = scaled[start : start + len(arms)]
         equal += equalize(of_a_size, FLAGS.equal, lambda a: measure(root, a, slot)[0])

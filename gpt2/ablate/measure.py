@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from gpt2.ablate.arms import Arm
 from gpt2.ablate.jobs import Slot, train_all
@@ -25,7 +26,10 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
     names = ["train.eval_every", "train.checkpoint_every", "train.keep_every"]
     names += ["logging.profile_start", "logging.profile_steps"]
     names += ["optim.warmup_steps", "optim.decay_steps"]
-    options = dict.fromkeys(names, 0) | {"train.num_steps": _STEPS, "train.eval_batches": 1}
+    options: dict[str, Any] = dict.fromkeys(names, 0) | {
+        "train.num_steps": _STEPS,
+        "train.eval_batches": 1,
+    }
     options |= {"train.keep_checkpoints": DEFAULTS.train.keep_checkpoints}
     # Another schedule takes as long, and may not fit into so few steps.
     options |= {"optim.schedule": "constant", "optim.warmup_percent": 0.0}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import jinja2
 import pandas as pd
@@ -32,7 +33,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         _draw_differences(sweep, by_arm, verdicts)
     curves = {arm.name: list(tables.compared(results, arm).curve) for arm in sweep.arms}
     if has_curves := any(len(curve.scores) for members in curves.values() for curve in members):
-        several = dict(log_x=len(groups) > 1, num_sizes=len(groups))
+        several: Any = dict(log_x=len(groups) > 1, num_sizes=len(groups))
         pictures.plot_curves(root / "curves.png", curves, sweep.unit, **several)
     points = tables.scaling_points(sweep, results) if len(groups) > 1 else {}
     if points:

@@ -66,8 +66,8 @@ def compute_to_match(baseline: Fit, arm: Fit, flops: float) -> tuple[float, floa
     drop = baseline.height + baseline.slope * (log_flops - baseline.middle) - arm.height
     place = arm.middle + drop / arm.slope  # where the arm has that loss
     nums = baseline.df + 1, arm.df + 1
-    variances = baseline.variance(log_flops) * nums[0], arm.variance(place) * nums[1]
-    error, df = welch(*variances, *nums)
+    own, other = baseline.variance(log_flops) * nums[0], arm.variance(place) * nums[1]
+    error, df = welch(np.asarray(own), np.asarray(other), *nums)
     half_width = scipy.stats.t.ppf(0.975, df) * error / -arm.slope
     middle = place - log_flops
     share, low, high = np.exp([middle, middle - half_width, middle + half_width])

@@ -128,7 +128,7 @@ def scaling_table(sweep: Sweep, points: Points) -> pd.DataFrame:
         flops, share = [flops for flops, _ in points[change]], ""
         if baseline in laws and change != baseline:
             middle, *ends = compute_to_match(laws[baseline], fit, max(points[baseline])[0])
-            share = f"{_number(middle, '.2f')} {_interval(*ends, '.2f')}"
+            share = f"{_number(middle, '.2f')} {_interval(ends[0], ends[1], '.2f')}"
         rows.append(
             {
                 "arm": change,

@@ -34,7 +34,7 @@ def main(command: str) -> None:
     """Runs `import` or `export`, and says what takes what it wrote."""
     for name in _DIRECTORIES[command]:
         refuse(not flags.FLAGS[name].value, f"--{name} is missing", f"Give --{name}=DIR")
-    source, target = (Path(flags.FLAGS[name].value) for name in _DIRECTORIES[command])
+    source, target = (Path(str(flags.FLAGS[name].value)) for name in _DIRECTORIES[command])
     if command == "import":
         cfg = import_run(source, target)
         print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")

@@ -101,7 +101,8 @@ def _read_weights(directory: Path) -> dict[str, np.ndarray]:
     kinds, ending = ("model.safetensors", "pytorch_model.bin"), ".index.json"
     present = {path.name.removesuffix(ending) for path in directory.iterdir()}
     path = directory / next((kind for kind in kinds if kind in present), kinds[0])
-    index, weights = path.with_name(path.name + ending), {}
+    index = path.with_name(path.name + ending)
+    weights: dict[str, np.ndarray] = {}
     try:
         paths = [path]
         if index.is_file():

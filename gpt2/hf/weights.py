@@ -85,8 +85,8 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     differing = [name for name in sorted(names) if getattr(found, name) != getattr(wanted, name)]
     options = ", ".join(f"model.{name}={getattr(found, name)}" for name in differing)
     refuse(options, f"the weights of {source} are of a model with {options}")
-    places = (None, directory) if kind == "hf" else (directory, None)
-    _, params, _ = load_model(*places, step)
+    workdir, hf_directory = (None, directory) if kind == "hf" else (directory, None)
+    _, params, _ = load_model(workdir, hf_directory, step)
     if cfg.position == "learned":
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}

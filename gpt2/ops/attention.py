@@ -64,11 +64,11 @@ def attention(
     if implementation == "cudnn":
         kernel: Callable = partial(_from_jax, scoring=scoring, implementation="cudnn")
         return map_kernel(kernel)((q, k, v), (segments, slopes))
-    kernel = {
+    kernels: dict[str, Callable] = {
         "blocked": lambda qkv, constants: blocked_attention(*qkv, *constants, scoring),
         "splash": partial(_splash, scoring=scoring),
-    }[implementation]
-    return map_kernel(kernel)((q, *_repeat_heads(q, k, v)), (segments, slopes))
+    }
+    return map_kernel(kernels[implementation])((q, *_repeat_heads(q, k, v)), (segments, slopes))
 
 
 def _from_jax(qkv, constants, scoring, implementation):

@@ -65,7 +65,8 @@ _VARIANTS = {
 
 def variants() -> Variants:
     """Returns the variants for what the current trace is for."""
-    traced, changes = target(), {}
+    traced = target()
+    changes: dict[str, Any] = {}
     found = _VARIANTS[traced.platform]
     if traced.several:
         # One norm would gather shards of gradients. What joins its reader is sent late.

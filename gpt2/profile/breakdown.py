@@ -20,7 +20,7 @@ class Cost(NamedTuple):
     """Seconds per step of an operation, with idle moments below `SHORT` before it; its runs."""
 
     seconds: float
-    count: float
+    count: float  # type: ignore[assignment]  # hides tuple.count
     is_short: bool  # most runs take less than `SHORT`
 
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt2.errors import UserError
 from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SHORT, SYNC, Breakdown, break_down
@@ -105,7 +105,7 @@ def render(found: Breakdown, program: ProgramText) -> str:
             f"{_ms(found.seconds)}.** The largest part is {parts[0]}."
         )
     numbers = f", {found.numbers[0]} to {found.numbers[-1]} counted from 0" if found.numbers else ""
-    tables = [
+    tables: list[Any] = [
         (
             "Causes",
             ("cause", "per step", "share", "where", "what helps"),

@@ -4,7 +4,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt2.profile.sampler import short_path
 
@@ -126,10 +126,10 @@ def _read_frames(text: str) -> dict[int, str]:
     """Returns FILE:LINE of each stack frame: its innermost line outside of libraries."""
     head = text.partition("\n%")[0]  # which holds tables of numbers
 
-    def table(name: str, row: str) -> list[tuple[str, ...]]:
+    def table(name: str, row: str) -> list[Any]:
         return re.findall(row, head.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.M)
 
-    files = dict(table("FileNames", r'^(\d+) "(.*)"$'))
+    files: dict[str, str] = dict(table("FileNames", r'^(\d+) "(.*)"$'))
     locations = table("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)")
     lines = {place: (files.get(file, ""), line) for place, file, line in locations}
     found: dict[int, str] = {}

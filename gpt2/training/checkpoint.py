@@ -151,7 +151,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         if shapes.guard and not state.guard:
             zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
             state = state.replace(guard=jax.tree.map(zeros, shapes.guard))
-        return _place(state.replace(guard=shapes.guard and state.guard.capped()), shapes)
+        return _place(
+            state.replace(guard=shapes.guard and state.guard and state.guard.capped()), shapes
+        )
 
     def restore_params(self, step: int, shapes: Any) -> Any:
         """Restores the parameters alone, otherwise as `restore`."""

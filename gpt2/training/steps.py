@@ -56,7 +56,7 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
             deterministic=not drops,
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
-            rngs={"dropout": key} if drops else {},
+            rngs={"dropout": key} if key is not None and drops else {},
             method="loss",
             mutable=[METRICS],
         )

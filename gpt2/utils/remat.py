@@ -17,8 +17,10 @@ CORE_ATTENTION = "attn/core"
 # JAX names no results of cuDNN's kernel. The operation stands for them.
 _CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
-_ATTENTION = ("attn/c_attn", "attn/c_q", "attn/c_kv", CORE_ATTENTION, _CUDNN_ATTENTION)
-_ATTENTION += ("attn/c_proj",)
+_ATTENTION = (
+    *("attn/c_attn", "attn/c_q", "attn/c_kv"),
+    *(CORE_ATTENTION, _CUDNN_ATTENTION, "attn/c_proj"),
+)
 _MLP = ("mlp/c_fc", "mlp/c_gate", "mlp/c_proj")
 
 # `memory.remat` -> what it keeps of a block beside the block's input, if the backward pass reads
