@@ -6,6 +6,21 @@ that nanoGPT and llm.c share.
 
 from ml_collections import ConfigDict
 
+# `optim.name` -> the options that it reads, beside those that all of them read.
+_MATRIX = ("beta1", "beta2", "eps", "adam_learning_rate")
+OPTIMIZERS = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "adam": ("beta1", "beta2", "eps"),
+    "sgd": ("momentum", "nesterov"),
+    "lion": ("beta1", "beta2"),
+    "adafactor": (),
+    "ademamix": ("beta1", "beta2", "beta3", "alpha", "eps"),
+    "schedule_free": ("beta1", "beta2", "eps"),
+    "muon": (*_MATRIX, "momentum", "nesterov"),
+    "normuon": (*_MATRIX, "momentum", "nesterov"),
+    "soap": (*_MATRIX, "precondition_every"),
+}
+
 # The names to choose from, for options that have a fixed set of them.
 CHOICES = {
     "model.activation": ("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "swiglu", "geglu"),
@@ -17,10 +32,7 @@ CHOICES = {
     "precision.params": ("float32",),  # 16 bits lose an optimizer's small updates
     "precision.compute": ("float32", "bfloat16", "float16"),
     "precision.logits": ("float32", "bfloat16"),
-    "optim.name": (
-        *("adamw", "adam", "sgd", "lion", "adafactor", "ademamix"),
-        *("schedule_free", "muon", "normuon", "soap"),
-    ),
+    "optim.name": tuple(OPTIMIZERS),
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"),
     "optim.cautious": ("none", "updates", "decay", "both"),
     "parallel.backend": ("pjit", "pmap"),

@@ -128,8 +128,8 @@ layer_rates takes the last pattern that matches
     + next((i for i, (p, _) in reversed([*enumerate(optim.rates)]) if
 an option that the optimizer does not read passes
     gpt2/config/run.py: tests/test_optim.py -k mistakes
-    - {*READS[self.name]}
-    + {*READS[self.name], 'momentum'}
+    - {*OPTIMIZERS[self.name]}
+    + {*OPTIMIZERS[self.name], 'momentum'}
 a Newton-Schulz coefficient is missing
     gpt2/optim/muon.py: tests/test_optim_matrices.py -k formula
     - product(b * gram + c * product(gram, gram), x)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from configs.default import OPTIMIZERS
 from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
 from gpt2.config.options import DEFAULTS, Options, complete, flatten
 from gpt2.errors import UserError, refuse
@@ -25,22 +26,6 @@ _ASIDE = (
     *("train.accumulate_steps", "train.log_every", "train.eval_", "train.checkpoint_every"),
     "train.hang_seconds",
 )
-
-
-# `optim.name` -> the options that it reads, beside those that all of them read.
-_MATRIX = ("beta1", "beta2", "eps", "adam_learning_rate")
-READS = {
-    "adamw": ("beta1", "beta2", "eps"),
-    "adam": ("beta1", "beta2", "eps"),
-    "sgd": ("momentum", "nesterov"),
-    "lion": ("beta1", "beta2"),
-    "adafactor": (),
-    "ademamix": ("beta1", "beta2", "beta3", "alpha", "eps"),
-    "schedule_free": ("beta1", "beta2", "eps"),
-    "muon": (*_MATRIX, "momentum", "nesterov"),
-    "normuon": (*_MATRIX, "momentum", "nesterov"),
-    "soap": (*_MATRIX, "precondition_every"),
-}
 
 
 class PrecisionConfig(Options, group="precision"):
@@ -67,8 +52,8 @@ class OptimConfig(Options, group="optim"):
         super().__post_init__()
         _ = self.rates, self.pieces  # which refuse what they cannot read
         given = {name for name, value in DEFAULTS.optim.items() if getattr(self, name) != value}
-        readable = {option for reads in READS.values() for option in reads}
-        ignored = ", ".join(sorted((readable & given) - {*READS[self.name]}))
+        readable = {option for reads in OPTIMIZERS.values() for option in reads}
+        ignored = ", ".join(sorted((readable & given) - {*OPTIMIZERS[self.name]}))
         refuse(ignored, f"optim.name={self.name} would ignore optim.{ignored}")
         for part in ("warmup", "decay"):
             both = getattr(self, f"{part}_steps") and getattr(self, f"{part}_percent")

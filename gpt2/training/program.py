@@ -37,7 +37,7 @@ from gpt2.utils import launch
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 from gpt2.utils.remat import compiler_options
-from gpt2.utils.text import format_bytes, format_count
+from gpt2.utils.text import counted, format_bytes, format_count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class Program:
         """Returns the run's first screen: what will be trained, on what, and for how long."""
         config, splits = self.config, batches.dataset.splits
         model, train, memory = config.model, config.train, config.memory
-        layers = f"{model.num_layers} layers" + (" scanned" if memory.scan_layers else "")
+        layers = counted(model.num_layers, "layer") + (" scanned" if memory.scan_layers else "")
         remat = f", remat {memory.remat}" if memory.remat != "none" else ""
         tokens, held_out = splits["train"].num_tokens, splits["validation"].num_tokens
         epochs = train.num_steps * config.tokens_per_step / tokens
@@ -155,7 +155,8 @@ class Program:
             "step": f"{config.tokens_per_step:,} tokens{micro}, "
             + (f"{format_bytes(used)} a device, " if used else "")
             + f"compiled in {train_step.compile_seconds:.1f} s",
-            "run": f"steps {start + 1} to {train.num_steps}",
+            "run": f"steps {start + 1} to {train.num_steps}, {config.optim.name}, "
+            f"rate {config.optim.learning_rate:g}, {config.optim.schedule}",
         }
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
