@@ -11,20 +11,16 @@ import time
 from functools import partial
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from absl import flags
 
 from gpt2.benchmark import __main__ as command
-from gpt2.benchmark import attention, first_step, loop, measure, ours, suite, tables
+from gpt2.benchmark import attention, first_step, loop, measure, ours, suite
 from gpt2.benchmark.first_step import FirstStep, compare
 from gpt2.config import DEFAULTS, Config, with_options
 from gpt2.errors import UserError
 from gpt2.ops import Scoring
-from gpt2.training.program import Program
 
 SMALL = {
     **{"model.num_layers": 2, "model.num_heads": 2, "model.embed_dim": 32},
@@ -152,16 +148,6 @@ def test_a_planted_difference_is_named(options, plant, told, monkeypatch):
     assert found and found.startswith(told)
 
 
-@pytest.mark.parametrize(
-    "option", [{"model__position": "rope"}, {"model__window": 4}, {"model__mlp_ratio": 2}], ids=str
-)
-def test_what_plain_gpt2_has_not_is_a_difference(option):
-    try:
-        assert difference(our_steps(**option), their_steps(**option))
-    except TypeError as error:
-        raise AssertionError("shapes differ without a word") from error
-
-
 def test_a_peer_on_a_cpu_clips_by_the_norm_of_large_tensors():
     """PyTorch's own is 0.1 % too small there."""
     peers = peers_module()
@@ -194,38 +180,6 @@ def test_each_kind_of_difference_is_named_in_turn():
         ("weights of a/kernel differs by 5.0e-01", dict(after=late)),
     ):
         assert difference(step(), step(**changes)).startswith(start)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"memory__scan_layers": True},
-        pytest.param({"parallel__fsdp": 8, "parallel__data": 1}, marks=pytest.mark.thorough),
-    ],
-    ids=str,
-)
-def test_layouts_show_the_same_first_step(options):
-    assert difference(our_steps(), our_steps(**options)) is None
-
-
-@pytest.mark.thorough
-def test_gradients_read_from_moments_are_those_of_the_loss():
-    program = Program.from_config(make_config(), jax.devices()[:1])
-    params = ours.draw_params(program.model.config)
-    tokens, targets = map(jnp.asarray, first_step.draw_batch(make_config()))
-
-    def loss(params):
-        logits = program.model.apply({"params": params}, tokens)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    gradients = jax.grad(loss)(params)
-    norm = optax.tree.norm(gradients)
-    assert norm > 1  # so that clipping does something
-    expected = ours.samples(jax.tree.map(lambda gradient: gradient / norm, gradients))
-    found = our_steps().gradients
-    assert set(found) == set(expected)
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, atol=1e-4 * np.abs(values).max())
 
 
 def test_large_tensors_are_compared_by_a_sample():
@@ -287,23 +241,6 @@ def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
     assert row["tokens_per_second"] == 8 * 8 / 0.5  # half of the context is new
 
 
-def test_sides_share_a_gpus_memory_unless_the_user_has_said_how(fake):
-    sides, names = cases("train", "torch"), measure._MEMORY
-    sides["b"] = sides["jax"].varied("optim.eps=1")
-
-    def shares():
-        measure.measure(sides, rounds=1, seconds=0.0)
-        return [[env.get(name) for name in names] for _, env in Fake.started.values()]
-
-    for name in names:
-        fake.delenv(name, raising=False)
-    assert shares() == [["0.30", None]] * 3
-    assert json.loads(Fake.started["b"][0][-1])["optim"]["eps"] == 1.0
-    assert "gpt2.benchmark.peers" in Fake.started["torch"][0]
-    fake.setenv(names[1], "0.2")  # JAX refuses both names at once
-    assert shares() == [[None, "0.2"]] * 3
-
-
 def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
     fake.setattr(Fake, "shown", lambda self: FirstStep("float32", len(self.name), {}, {}, {}))
     with pytest.raises(UserError, match="torch does not compute what jax computes: loss differs"):
@@ -359,36 +296,8 @@ def test_a_player_does_the_steps_it_is_asked_for_and_tells(tmp_path):
         assert pickle.loads((tmp_path / "shown").read_bytes()) == [1] * 4
 
 
-def test_a_player_that_ends_early_ends_the_command():
-    it = player("print(1, flush=True); input(); raise SystemExit(2)")
-    for _ in range(2):  # also once it has ended
-        with pytest.raises(SystemExit, match="2"):
-            it.ask(1)
-    it.close()
-    killed = player("import os; print(1, flush=True); input(); os.abort()")
-    with pytest.raises(UserError, match="by signal 6"):
-        killed.ask(1)
-
-
 def test_generation_fills_the_other_half_of_the_context():
     assert [len(tokens) for tokens in ours.Generation(make_config()).step()] == 8 * [8]
-
-
-def test_a_document_mask_is_timed_with_documents():
-    assert "segments" not in ours._batch(make_config())
-    segments = ours._batch(make_config(data__document_mask=True))["segments"]
-    assert segments.shape == (8, 16) and segments.max() > 0
-    assert (np.diff(segments, axis=1) >= 0).all()
-
-
-def test_no_peak_is_known_without_a_data_sheet(monkeypatch):
-    assert not ours.Training(make_config()).info["peak_flops"]
-    monkeypatch.setattr(ours, "find_chip", lambda kind: find_chip("NVIDIA H100 80GB HBM3"))
-    from gpt2.telemetry.chips import find_chip
-
-    sheet = find_chip("NVIDIA H100 80GB HBM3").peak_flops("bfloat16")
-    found = ours.Training(make_config(**BFLOAT16)).info["peak_flops"]
-    assert found == len(jax.devices()) * sheet
 
 
 def test_the_step_of_a_run_skips_its_first_lines():
@@ -495,11 +404,6 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
         suite.run_suite(tmp_path, ["god"], {}, dry_run=False)
 
 
-def test_the_machine_is_told_by_its_devices_and_commit():
-    row = suite.describe_machine(None)
-    assert row["devices"] == jax.device_count() and {"commit", "jax", "flags"} <= set(row)
-
-
 def test_nothing_that_a_part_started_lives_on(tmp_path):
     pid = tmp_path / "pid"
     script = "import subprocess, sys, time\n"
@@ -538,26 +442,3 @@ def test_every_part_of_the_suite_has_options_that_work(tmp_path):
             case = measure.Case(name, command.make_config(values.peers))
             assert name in command.COMMANDS
             assert all(case.varied(text) != case for text in values.vary)
-
-
-def test_beside_peers_the_config_is_one_that_they_can_have(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    file = f"--config={Path(command.__file__).parents[2]}/configs/shakespeare_char.py"
-    with parsed(file, "--config.model.vocab_size=65"):
-        assert command.make_config([]).model.dropout > 0
-        config = command.make_config(["torch"])
-        assert config.model.dropout == 0.0 and config.model.vocab_size == 128
-        assert config.optim.schedule == "constant" and config.optim.warmup_steps == 0
-        with pytest.raises(UserError, match="torch_compile"):
-            command.make_config(["tensorflow"])
-
-
-def test_a_table_shows_the_columns_that_rows_fill():
-    rows = [
-        {"name": "jax", "step_seconds": 0.2, "turns": [0.1, 0.3], "ratio": [1.0, 1.0, 1.0]},
-        {"name": "torch", "step_seconds": 0.5, "turns": [0.5], "ratio": [2.5, 2.4, 2.6]},
-    ]
-    title, rule, ours, theirs = tables.table(rows).splitlines()
-    assert "MFU" not in title and set(rule) == set("| -")
-    assert "200.00 ms" in ours and "2.50 (2.40 to 2.60)" in theirs
-    assert len({len(line) for line in (title, rule, ours, theirs)}) == 1

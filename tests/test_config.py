@@ -5,7 +5,6 @@ import importlib
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import configs.default
@@ -16,9 +15,7 @@ from gpt2.config import (
     GPTConfig,
     OptimConfig,
     ParallelConfig,
-    differences,
     flatten,
-    load_config,
 )
 from gpt2.config.run import read_options
 from gpt2.errors import UserError
@@ -88,31 +85,6 @@ def test_the_gpt2_configs_have_openais_shapes(name):
         assert getattr(config.model, field) == getattr(released, field)
 
 
-def test_differences_names_what_changed():
-    assert differences(build(), build(seed=3, model__bias=False)) == {
-        "seed": (0, 3),
-        "model.bias": (True, False),
-    }
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        dict(remat="some"),
-        dict(compute_dtype="int8"),
-        dict(attention="flash"),
-        dict(vocab_size=0),
-        dict(num_heads=5),
-        dict(dropout=1.0),
-    ],
-)
-def test_a_model_by_itself_is_validated_too(option):
-    with pytest.raises(UserError):
-        GPTConfig(**option)
-    with pytest.raises(UserError):
-        dataclasses.replace(GPTConfig(), **option)
-
-
 def test_the_vocabulary_is_the_tokenizers_or_larger():
     assert build().with_vocabulary(257).model.vocab_size == 257
     assert build(model__vocab_size=300).with_vocabulary(257).model.vocab_size == 300
@@ -127,17 +99,11 @@ def test_the_vocabulary_is_the_tokenizers_or_larger():
     ("text", "told"),
     [
         ("{}", "does not hold the options of a run"),
-        ("null", "cannot be read"),
         ('{"seed": 0', "cannot be read"),
-        ("\xff", "cannot be read"),
-        ("[" * 100_000, "cannot be read"),
         ('{"seed": 0, "model_type": "gpt2"}', "no option model_type"),
-        ('{"seed": "zero"}', "not of type int"),
-        ('{"seed": 0, "optim": []}', "no group"),
         ('{"seed": 0, "model": {"bias": 1}}', r"model\.bias=1 is not of type bool"),
-        ('{"seed": 0, "model": {"num_layer": 1}}', r"model\.num_layer.*model\.num_layers"),
     ],
-    ids=range(10),
+    ids=range(4),
 )
 def test_a_file_that_is_no_record_of_a_run_is_named(tmp_path, text, told):
     path = tmp_path / "config.json"
@@ -146,85 +112,37 @@ def test_a_file_that_is_no_record_of_a_run_is_named(tmp_path, text, told):
         read_options(str(path))
 
 
-def test_a_record_is_read_before_its_options_are_changed_to_what_works(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"seed": 0, "model": {"num_heads": 7}}')
-    assert read_options(str(path))["model"]["num_heads"] == 7
-    with pytest.raises(UserError, match="num_heads"):
-        load_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"train__keep_checkpoints": 3, "train__checkpoint_every": 0, "train__eval_every": 0},
-        {"logging__profile_start": 5},
-        {"optim__schedule": "constant"},
-        {"parallel__fsdp_gather": "step"},
-        {"optim__learning_rate": np.float32(0.5), "train__num_steps": np.int64(9000)},
-        {"model__bias": np.bool_(False), "optim__weight_decay": 0},
-    ],
-)
-def test_harmless_options_are_accepted_and_numbers_become_pythons(options):
-    for value in flatten(build(**options).to_dict()).values():
-        assert type(value) in (bool, int, float, str)
-
-
 WRONG = [  # options and a word of the message
     ("seed=-1", "seed=-1"),
-    ("seed=4294967296", "4294967296"),
-    ("train.num_steps='many'", "int"),
     ("model.num_heads=7", "embed_dim"),
-    ("model.num_kv_heads=5", "num_kv_heads"),
-    ("model.num_layers=0", "num_layers=0"),
-    ("model.attention='flash'", "attention=flash"),
-    ("model.dropout=1.0", "dropout=1.0"),
     ("model.dropout=0.1 model.attention='blocked'", "dropout"),
     ("model.activation='gelo'", "mean gelu"),
     ("model.position='rope' model.embed_dim=36", "even"),
     ("model.rope_base=5e5", "rope_base"),
-    ("model.rope_base=0.0 model.position='rope'", "rope_base"),
-    ("model.norm_eps=float('nan')", "norm_eps=nan"),
-    ("model.attention_softcap=float('inf')", "softcap=inf"),
     ("model.mlp_dim=9 model.mlp_ratio=2", "mlp_ratio"),
     ("model.window_pattern='SL'", "window"),
-    ("model.window=4 model.window_pattern='SX'", "window_pattern"),
     ("model.window=4 model.window_pattern='L'", "window"),
     ("model.window=1024", "window"),
     ("model.parallel_block=True model.norm_position='post'", "parallel_block"),
     ("model.mup_base_width=256 model.init='xavier'", "init"),
-    ("loss.z_loss=-1.0", "z_loss"),
-    ("loss.label_smoothing=1.0", "label_smoothing"),
-    ("precision.compute='float8'", "float8"),
-    ("precision.params='bfloat16'", "params=bfloat16"),
     ("precision.logits='bfloat16'", "logits=bfloat16"),
-    ("data.val_fraction=0.0", "val_fraction"),
     ("data.val_fraction=1.0", "val_fraction"),
-    ("data.batch_size=0", "batch_size"),
     ("train.accumulate_steps=7", "accumulate_steps=7"),
     ("train.keep_every=1500", "keep_every"),
     ("train.keep_every=5 train.checkpoint_every=0", "keep_every"),
     ("train.init_from='somewhere'", "somewhere"),
-    ("train.init_from='run:'", "run:"),
     ("optim.name='sgd' optim.beta1=0.8", "beta1"),
     ("optim.name='adafactor' optim.cautious='updates'", "cautious"),
-    ("optim.name='sgd' optim.cautious='decay'", "cautious"),
     ("optim.name='schedule_free'", "schedule"),
     ("optim.warmup_percent=10.0", "warmup"),
     ("optim.decay_steps=10", "wsd"),
     ("optim.schedule='piecewise:5=0.5,5=0.1'", "piecewise"),
-    ("optim.schedule='piecewise'", "piecewise"),
     ("optim.schedule='cosine:3=1'", "cosine:3=1"),
-    ("optim.layer_rates='(=1'", "layer_rates"),
     ("optim.layer_rates='wte'", "layer_rates"),
-    ("parallel.data=0", "parallel"),
-    ("parallel.fsdp=-1", "one axis"),
     ("parallel.strategy='ddp' parallel.fsdp=8", "ddp"),
     ("parallel.strategy='zero3' parallel.backend='pmap'", "pmap"),
     ("parallel.rules=dict(embed='fsp')", "fsp"),
-    ("memory.scan_unroll=12", "scan_unroll"),
     ("memory.scan_layers=True memory.scan_unroll=5", "scan_unroll"),
-    ("memory.remat='offload'", "offload"),
 ]
 
 

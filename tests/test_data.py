@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -21,7 +19,6 @@ import pytest
 from gpt2.config import DataConfig
 from gpt2.data import dataset as prepare
 from gpt2.data import splits, tokens
-from gpt2.data.corpus import open_corpus
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 
@@ -174,19 +171,6 @@ def test_any_stretch_can_be_read_across_files(tmp_path, monkeypatch):
     assert validation.read(0, 99).tolist() == list(ids[:9])
 
 
-def test_nothing_imports_tensorflow(tmp_path):
-    code = (
-        "import sys\n"
-        "from gpt2.config import DataConfig\n"
-        "from gpt2.data.dataset import prepare\n"
-        "from gpt2.data.loader import TrainLoader\n"
-        f"data = DataConfig(corpus='synthetic', tokenizer='byte', data_dir={str(tmp_path)!r})\n"
-        "TrainLoader(prepare(data), batch_size=2, context_length=8, seed=0).batch(0)\n"
-        "assert 'tensorflow' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 def test_long_documents_encode_as_if_whole(monkeypatch):
     gpt2 = build("gpt2")
     text = "".join(_document(i, 9) + "\n\n  \n if x:\t\r\n" for i in range(60))
@@ -196,16 +180,6 @@ def test_long_documents_encode_as_if_whole(monkeypatch):
         parts = list(splits.read_parts(text))
         assert len(parts) > 10
         np.testing.assert_array_equal(np.concatenate([gpt2.encode(p) for p in parts]), whole)
-
-
-def test_standard_library_is_real_and_without_tests():
-    corpus = open_corpus("pystdlib")
-    documents = list(corpus.documents())
-    assert len(documents) > 200
-    assert Path(json.__file__).read_text(encoding="utf-8") in documents
-    assert documents == list(corpus.documents())
-    test_file = Path(json.__file__).parents[1] / "test" / "test_json" / "test_dump.py"
-    assert not test_file.exists() or test_file.read_text(encoding="utf-8") not in documents
 
 
 def test_prepared_once_and_anew_when_anything_differs(tmp_path, make):
@@ -327,48 +301,20 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(tmp_path, make, mo
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        ("pystdlb", "names no corpus.*pystdlib, text:GLOB"),
-        ("pystdlib:x", "Write one of: pystdlib"),
-        ("text:", "Write one of: text:GLOB"),
-        ("text:no/such/*.txt", "no file matches 'no/such"),
         ("text:EMPTY", "holds no text"),
-        ("text:LATIN", "LATIN cannot be read .*utf-8"),
         ("jsonl:CUT.gz", r"CUT\.gz cannot be read .*ended before"),
-        ("jsonl:PLAIN.gz", r"PLAIN\.gz cannot be read .*gzip"),
-        ("jsonl:DEEP", "DEEP:1 is not JSON"),
         ("text:TINY", "leaves a split of data.corpus='text:TINY' empty"),
         ("jsonl:LINES#body", "LINES:1 has no text in 'body'"),
-        ("parquet:LATIN", "cannot be read"),
         ("parquet:TABLE#body", "no column 'body'.*text, number"),
         ("parquet:TABLE#number", "holds no text"),
-        ("tokens:LATIN", "Add --config.data.tokenizer=gpt2"),
     ],
 )
 def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, corpus, message):
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").touch()
-    Path("LATIN").write_bytes("naïve".encode("latin-1") * 99)
     Path("TINY").write_text("a")
     Path("CUT.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
-    Path("PLAIN.gz").write_text('{"text": "a"}\n')
-    Path("DEEP").write_text("[" * 10**5)
     Path("LINES").write_text('{"text": "a"}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "number": [1]}), "TABLE")
     with pytest.raises(UserError, match=message):
         make(corpus)
-
-
-def test_a_disk_that_fills_while_tokens_are_written_is_named(tmp_path, make, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tokens.TokenWriter, "append", fail)
-    with pytest.raises(UserError, match="No space left on device"):
-        make("synthetic")
-    assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
-
-
-def test_too_little_room_is_refused_before_writing(make, monkeypatch):
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: type("", (), {"free": 10})())
-    with pytest.raises(UserError, match="bytes are needed, and 10 are free"):
-        make("synthetic")

@@ -11,9 +11,9 @@ from gpt2.errors import UserError
 from gpt2.evals import scoring
 from gpt2.evals.examples import after, cbt, hellaswag, lambada, read_cbt
 from gpt2.evals.perplexity import compression, detokenize, wikitext
-from gpt2.evals.report import Figure, mean, ratio, write_json
+from gpt2.evals.report import mean, ratio
 from gpt2.evals.scoring import Scorer, continuation, windows
-from gpt2.evals.tasks import TASKS, TEXTS, run_task, task_file, validation_data
+from gpt2.evals.tasks import validation_data
 from gpt2.model import GPT, GPTConfig
 
 CFG = GPTConfig(vocab_size=257, context_length=128, num_layers=2, num_heads=2, embed_dim=16)
@@ -243,37 +243,6 @@ def test_wikitext_is_detokenised():
     assert detokenize(text) == (
         ' == Title ==\nOver 1,000 (or so) half-kings, it said "hi there". It\'s so'
     )
-
-
-def write_task_files(directory):
-    contents = {
-        "lambada": '{"text": "the cat sat on the mat"}\n{"text": "a dog ran home"}\n',
-        "hellaswag": "".join(
-            json.dumps(dict(ctx="a b", ctx_a="a", ctx_b="b", activity_label="c", endings=ends))[:-1]
-            + f', "label": {i}}}\n'
-            for i, ends in enumerate([["d", "e", "f", "g"]] * 4)
-        ),
-        "cbt": cbt_block("queen") + "\n" + cbt_block("dog"),
-    } | dict.fromkeys(TEXTS, "some text to compress, and more of it\n" * 20)
-    for name, text in contents.items():
-        (directory / TASKS[name][0]).write_text(text)
-
-
-def test_every_task_states_its_convention_and_error_in_a_file(scorer, tmp_path):
-    with pytest.raises(UserError, match=TASKS["cbt"][0]):
-        task_file("cbt", str(tmp_path))
-    write_task_files(tmp_path)
-    figures = []
-    for name in TASKS:
-        figures += run_task(name, scorer, BYTES, task_file(name, str(tmp_path)), 64)
-    assert {figure.task for figure in figures} == set(TASKS)
-    assert all(figure.convention and figure.num_examples > 1 for figure in figures)
-    write_json([*figures, Figure("t", "m", 1.0, math.nan, 1, "c")], tmp_path / "f.json")
-    *rows, last = json.loads((tmp_path / "f.json").read_text())
-    assert [row["value"] for row in rows] == [figure.value for figure in figures]
-    assert last["stderr"] is None
-    with pytest.raises(UserError, match="skips tokens"):
-        run_task("enwik8", scorer, BYTES, tmp_path / "enwik8", 129)
 
 
 @pytest.mark.parametrize("label", ["", "4", -1, None])

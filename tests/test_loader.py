@@ -1,6 +1,5 @@
 """Batches: functions of (seed, step), every window once an epoch, every token once a validation."""
 
-import dataclasses
 import time
 from types import SimpleNamespace
 
@@ -12,8 +11,6 @@ from gpt2.data import dataset as prepare
 from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
 from gpt2.data.tokens import TokenWriter
 from gpt2.errors import UserError
-from gpt2.training.batches import Batches
-from tests.test_config import build
 
 EOT = 99_999
 
@@ -150,14 +147,6 @@ def test_document_mask_without_documents_is_refused(make):
             TrainLoader(dataset, batch_size=1, context_length=8, seed=0, document_mask=True)
 
 
-def test_split_smaller_than_a_batch_is_refused(counting):
-    TrainLoader(counting, batch_size=49, context_length=100, seed=0)
-    with pytest.raises(UserError, match=r"49 windows .* a batch needs 50"):
-        TrainLoader(counting, batch_size=50, context_length=100, seed=0)
-    with pytest.raises(UserError, match="0 windows"):
-        TrainLoader(counting, batch_size=1, context_length=5000, seed=0)
-
-
 def test_prefetch_yields_every_step_in_order():
     batches = Prefetcher(lambda step: {"x": step}, range(3, 20), lambda batch: batch["x"] * 10)
     assert list(batches) == [10 * step for step in range(3, 20)]
@@ -193,26 +182,3 @@ def test_errors_while_prefetching_reach_the_consumer(place):
     with pytest.raises(ValueError, match="broken record"):
         next(batches)
     assert list(batches) == []
-
-
-def batches_of(dataset, **options):
-    """Returns a batches of batches of 50 windows, which puts them nowhere."""
-    config = build(
-        data__batch_size=50,
-        model__context_length=16,
-        train__eval_batches=1,
-        data__tokenizer="byte",
-        **options,
-    )
-    whole = prepare.Split(101, 1, 9)
-    dataset = dataclasses.replace(dataset, splits=dataset.splits | {"validation": whole})
-    return Batches(
-        config, dataset, SimpleNamespace(local_rows=lambda _: slice(None), put_batch=None)
-    )
-
-
-def test_the_end_of_each_epoch_is_told_at_the_step_that_reads_its_last_window(counting):
-    batches = batches_of(counting)
-    windows = TrainLoader(counting, batch_size=50, context_length=16, seed=0).num_windows
-    told = {step: text for step in range(1, 30) if (text := batches.epoch_end(step))}
-    assert list(told) == [-(-epoch * windows // 50) for epoch in (1, 2, 4)]

@@ -40,13 +40,11 @@ def pristine(tmp_path_factory, commands):
         assert done.code == 0, done.stderr
     (folder / "mine.py").write_text("def get_config():\n    return {'optim': {'lr': 1.0}}\n")
     (folder / "fails.py").write_text("import no_such_module\n")
-    (folder / "empty.txt").write_text("")
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3\n')
     (folder / "points.csv").write_text("steps,loss\n1,2\n")
     tree = json.loads((folder / "run" / "config.json").read_text())
-    for name, changed in (("older", {"seeds": 0}), ("typed", {"seed": "x"})):
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(tree | changed))
+    (folder / "older").mkdir()
+    (folder / "older" / "config.json").write_text(json.dumps(tree | {"seeds": 0}))
     shutil.copytree(folder / "hf", folder / "cut")
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -55,77 +53,39 @@ def pristine(tmp_path_factory, commands):
 
 MISTAKES = [  # a command, and a word of the line
     ([*TRAIN, "--config.train.num_stps=3"], "--config.train.num_steps"),
-    ([*TRAIN, "--config.num_steps=3"], "--config.train.num_steps"),
-    ([*TRAIN, "--num_steps=3"], "--config.train.num_steps"),
-    ([*TRAIN, "--lr=1e-3"], "--config.optim.learning_rate"),
-    ([*TRAIN, "--config.optim.lr=1e-3"], "--config.optim.learning_rate"),
     ([*TRAIN, "--n_layer=3"], "--config.model.num_layers"),
-    ([*TRAIN, "--config.model.n_head=3"], "--config.model.num_heads"),
-    ([*TRAIN, "--batch_size=3"], "--config.data.batch_size"),
     ([*TRAIN, "--workdr=x"], "--workdir"),
-    ([*TRAIN, "--config.model.num_heads[0]=3"], "num_heads"),
-    ([*TRAIN, "--config.model=3"], "model"),
-    ([*TRAIN, "--config.="], "no option"),
-    ([*TRAIN, "--config.seed=x"], "seed=x"),
-    ([*TRAIN, "--config.seed="], "seed="),
-    ([*TRAIN, "--config.seed=-1"], "seed=-1"),
     ([*TRAIN, "--config.train.num_steps=1e3"], "1e3"),
-    ([*TRAIN, "--config.train.num_steps=0"], "num_steps=0"),
-    ([*TRAIN, "--config.optim.learning_rate=nan"], "learning_rate=nan"),
-    ([*TRAIN, "--config.optim.beta1=1"], "beta1"),
     ([*TRAIN, "--config.optim.name=adamv"], "adam"),
-    ([*TRAIN, "--config.model.bias=maybe"], "maybe"),
-    ([*TRAIN, "--config.precision.compute=fp16"], "float16"),
-    ([*TRAIN, "--config.model.num_heads=5"], "num_heads"),
-    ([*TRAIN, "--config.train.accumulate_steps=3"], "accumulate_steps"),
     ([*TRAIN, "--config.parallel.data=3"], "parallel"),
-    ([*TRAIN, "--config.parallel.fsdp=-1"], "parallel"),
-    ([*TRAIN, "--config.model.vocab_size=100"], "vocab_size"),
     ([*TRAIN, "--config.model.context_length=100000"], "context_length"),
-    ([*TRAIN, "num_steps=3"], "num_steps=3"),
     ([*TRAIN, "--workdir=in.txt"], "in.txt"),
-    ([*TRAIN, "--workdir="], "workdir"),
     ([*TRAIN, RUN, "--config.optim.beta1=0.5"], "optim.beta1"),
     ([*TRAIN, RUN, f"{CORPUS}text:bad.jsonl"], "corpus"),
     ([*TRAIN, f"{CORPUS}text:none.txt"], "none.txt"),
-    ([*TRAIN, f"{CORPUS}txt:in.txt"], "txt:in.txt"),
-    ([*TRAIN, f"{CORPUS}text:empty.txt"], "empty"),
     ([*TRAIN, f"{CORPUS}jsonl:bad.jsonl"], "bad.jsonl"),
-    ([*TRAIN, f"{CORPUS}jsonl:in.txt"], "in.txt"),
-    ([*TRAIN, f"{CORPUS}parquet:in.txt"], "in.txt"),
     ([*TRAIN, f"{CORPUS}tokens:in.txt"], "in.txt"),
     ([*TRAIN, "--config.data.tokenizer=gpt-2"], "gpt-2"),
-    ([*TRAIN, "--config.data.tokenizer=in.txt"], "in.txt"),
-    ([*TRAIN, "--config.train.init_from=hf:none"], "none"),
     ([*TRAIN, "--config.train.init_from=hf:run"], "run"),
     ([*TRAIN, "--config.train.init_from=hf:cut"], "cut"),
     ([*TRAIN, "--config.train.init_from=run:run@7"], "7"),
     (["train.py", "--config=quickstart"], "quickstart"),
-    (["train.py", "--config=in.txt"], "in.txt"),
     (["train.py", "--config=mine.py"], "optim.learning_rate"),
     (["train.py", "--config=fails.py"], "no_such_module"),
     (["train.py", "--config=run/config.json"], "--workdir"),
     (["train.py", "--config=hf/config.json", "--workdir=x"], "hf/config.json"),
     ([*TRAIN, "--num_processes=2"], "coordinator"),
-    ([*TRAIN, "--max_seconds=0"], "max_seconds"),
     (["eval.py"], "workdir"),
-    (["eval.py", "--workdir=none"], "none"),
     (["eval.py", "--workdir=older"], "seed"),
-    (["eval.py", "--workdir=typed"], "seed"),
     (["eval.py", RUN, "--checkpoint=9"], "9"),
     (["eval.py", RUN, "--tasks=lambda"], "lambada"),
     (["gpt2.generate", RUN, "--hf=hf"], "hf"),
-    (["gpt2.generate", RUN, "--top_p=2"], "top_p"),
-    (["gpt2.generate", RUN, "--temprature=1"], "temperature"),
     (["gpt2.generate", "--hf=cut", "--prompt=1"], "cut"),
     (["gpt2.hf", "copy"], "import"),
-    (["gpt2.hf", "export", RUN], "--to"),
     (["gpt2.hf", "export", RUN, "--to=hf"], "hf"),
-    (["gpt2.compare", "none"], "none"),
     (["gpt2.compare", "run", "--reference=points.csv"], "points.csv"),
     (["gpt2.profile", "in.txt"], "in.txt"),
     (["gpt2.ablate", *SHORT, "--vary=optim.nme=adam", "--workdir=sweep"], "optim.name"),
-    (["gpt2.ablate", *SHORT, "--vary=optim.name=adamv", "--workdir=sweep"], "adamw"),
 ]
 
 

@@ -268,18 +268,6 @@ def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name,
         np.testing.assert_allclose(decayed[kernel], share * without[kernel], rtol=1e-5)
 
 
-def test_mistakes_that_a_run_would_ignore_are_refused():
-    with pytest.raises(UserError, match="mup_base_width"):
-        train(OptimConfig(name="sgd", **RATES), width_ratio=2.0)
-    for ignored in (
-        dict(momentum=0.9),
-        dict(name="sgd", beta2=0.9),
-        dict(name="adam", cautious="decay"),
-    ):
-        with pytest.raises(UserError):
-            OptimConfig(**ignored)
-
-
 @each_layout
 @pytest.mark.parametrize("name", ["muon", "normuon", "soap"])
 def test_hidden_kernels_alone_get_the_direction_for_matrices(monkeypatch, name, scanned):

@@ -18,7 +18,7 @@ from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.parallel import abstract_state, bytes_per_device, check_sharded, make_backend, state_bytes
 from gpt2.parallel.fsdp import Shards, torus_sides
-from gpt2.parallel.mesh import batch_sharding, check_layout, local_rows, make_mesh, mesh_sizes
+from gpt2.parallel.mesh import batch_sharding, local_rows, make_mesh, mesh_sizes
 from gpt2.parallel.state import unsharded_share
 from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
@@ -42,22 +42,6 @@ def state_of(parallel: ParallelConfig, optimizer=None, cfg=SMALL):
         return TrainState.create(params, optimizer, "float32")
 
     return backend, abstract_state(backend, init_fn)
-
-
-@pytest.mark.parametrize(
-    ("num_devices", "options", "message"),
-    [
-        (8, {"parallel.data": 3}, "data=3 .* does not make a mesh of 8 devices"),
-        (8, {"parallel.backend": "pmap", "parallel.data": 4}, "data=4 .* of 8 devices"),
-        (8, {"data.batch_size": 20}, "batch_size=20 does not split over .*data=8"),
-        (8, {"parallel.tensor": 8}, r"num_heads=4 does not split over parallel\.tensor=8"),
-        (512, {"parallel.fsdp": 512, "data.batch_size": 512}, "embed_dim=128 does not split"),
-        (4, {"parallel.strategy": "megatron", "model.context_length": 66}, "context_length=66"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_names_the_numbers(num_devices, options, message):
-    with pytest.raises(UserError, match=message):
-        check_layout(config({"data.batch_size": 24} | options), num_devices)
 
 
 def test_a_strategy_takes_all_devices_for_its_axis_unless_told():

@@ -1,6 +1,5 @@
 """Plans: memory and collectives of a step, what compilers write, searches and drawings."""
 
-import dataclasses
 import importlib.util
 import re
 from types import SimpleNamespace
@@ -10,10 +9,8 @@ import pytest
 
 from configs import gpt2_124m
 from gpt2.config import Config, with_options
-from gpt2.errors import UserError
 from gpt2.plan import command
 from gpt2.plan.collectives import collectives, describe_collectives
-from gpt2.plan.drawing import visualize
 from gpt2.plan.plan import OutOfMemory, compile_plan, compute_seconds, make_program
 from gpt2.telemetry.chips import BOARDS
 from tests.helpers import TINY, run
@@ -194,20 +191,6 @@ def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(mon
     assert {each.train.accumulate_steps for each in tried} == {1}  # as given
     zero1 = [each.memory.remat for each in tried if each.parallel.strategy == "zero1"]
     assert zero1 == ["none", "dots"]  # and nothing that computes more than what fits
-
-
-def test_a_drawing_says_which_devices_hold_a_part(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    unrolled = dataclasses.replace(MIXED, scanned=False)
-    program = make_program(with_options(unrolled.config(), BYTES), jax.devices())
-    visualize(program, "h_0/mlp/c_fc/kernel|batch")
-    out = capsys.readouterr().out
-    assert "params/h_0/mlp/c_fc/kernel" in out and "/mu/h_0/mlp/c_fc/kernel" in out
-    boxes = [line for line in out.splitlines() if line.startswith("│")]
-    assert boxes[:2] == ["│CPU 0,4│CPU 1,5│", "│CPU 2,6│CPU 3,7│"]
-    assert boxes[2:] == ["│CPU 0,1│", "│CPU 2,3│", "│CPU 4,5│", "│CPU 6,7│"]
-    with pytest.raises(UserError, match="matches no array"):
-        visualize(program, "no_such")
 
 
 def test_a_plan_prints_what_a_step_takes_and_leaves_nothing(tmp_path):

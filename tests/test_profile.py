@@ -199,16 +199,6 @@ def test_trace_holds_the_named_steps_and_no_others_beside_its_page(tmp_path, fir
     assert written == page.explain(tmp_path) == page.explain(file)
 
 
-def test_no_trace_unless_asked_for_and_no_page_without_a_step(tmp_path, capsys):
-    traced(tmp_path / "profile", steps=0)
-    assert not (tmp_path / "profile").exists()
-    with pytest.raises(UserError, match="holds no trace"):
-        page.explain(tmp_path)
-    with Profiler(tmp_path, start=1, steps=1, text=lambda: TEXT) as profile:
-        profile.step(1, jnp.ones(()))
-    assert "warning: there is no profile.md" in capsys.readouterr().err
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "fault, named, least, most",

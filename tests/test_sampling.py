@@ -182,9 +182,3 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
 def test_what_draws_no_token_is_refused(options):
     with pytest.raises(UserError, match="draws no token"):
         Sampling(**options)
-
-
-@pytest.mark.parametrize("prompt", [[], [1] * 60])
-def test_prompts_have_a_token_and_leave_space_for_new_ones(prompt):
-    with pytest.raises(UserError, match="prompt"):
-        generate({}, CFG, [prompt], max_new_tokens=10)

@@ -21,8 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import GPTConfig, TrainConfig
 from gpt2.errors import DivergedError, UserError
-from gpt2.model import GPT, num_params
-from gpt2.telemetry import chips, compile_watch, flops, metrics, plots, progress, writers
+from gpt2.telemetry import chips, compile_watch, flops, metrics, writers
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
@@ -89,19 +88,6 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
     assert lines(tmp_path)[2]["train/loss"] == 7.0 and lines(tmp_path)[2]["eval/loss"] == 7.5
     with metrics_file(tmp_path):
         assert lines(tmp_path) == []
-
-
-def test_a_start_reads_the_end_of_a_long_file_alone(tmp_path, monkeypatch):
-    line = json.dumps({"step": 1, "train/loss": 1.0, "more": "x" * 900}) + "\n"
-    (tmp_path / "metrics.jsonl").write_text(
-        line * 20_000 + '{"step": 2, "perf/total_seconds": 5.0}\n{"step": 3}\n{"step": 4}\n'
-    )
-    parsed = []
-    loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda data: parsed.append(data) or loads(data))
-    MetricsFile(tmp_path / "metrics.jsonl", resume_step=2).close()
-    assert metrics.seconds_taken(tmp_path / "metrics.jsonl", 2) == 5.0
-    assert len(parsed) < 6
 
 
 def test_a_full_disk_keeps_lines_until_there_is_space(tmp_path, monkeypatch, capsys):
@@ -288,83 +274,7 @@ def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
 # The screen
 
 
-def test_through_a_pipe_progress_is_a_line_per_update(capsys, monkeypatch):
-    clock = iter([0.0, 10.0, 25.0])
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
-    shown = progress.Progress(total=100)
-    shown.write(10, {"train/loss": 3.21456, "perf/tokens_per_second": 12_345.0})
-    shown.write(10, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "tokens": 640})
-    shown.write(20, {"train/loss": 3.0})
-    assert capsys.readouterr().out.splitlines() == [
-        "step  10/100 | loss 3.2146 | 12.3k tokens/s | 1m 30s left",
-        "step  10/100 | val loss 3.0000 | perplexity 20.09",
-        "step  20/100 | loss 3.0000 | 1m 40s left",
-    ]
-
-
-SCREEN = """
-import time
-from gpt2.telemetry.progress import Progress, told_if_slow
-with told_if_slow("compiling"):
-    time.sleep(1.3)
-shown = Progress(total=1000)
-shown.step(10)
-shown.write(10, {"train/loss": 4.5886, "perf/tokens_per_second": 2116.0, "perf/mfu": 0.435})
-shown.write(10, {"eval/loss": 4.8165, "eval/perplexity": 20.0})
-time.sleep(0.1)
-shown.step(13)
-time.sleep(1.1)
-shown.close()
-"""
-
-
-def test_on_a_terminal_a_bar_stays_beside_its_figures_and_moves_with_each_step(tmp_path):
-    (tmp_path / "screen.py").write_text(SCREEN)
-    command = f"stty cols 80 rows 24; {sys.executable} {tmp_path / 'screen.py'}"
-    environment = os.environ | {"TERM": "xterm", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(
-        ["script", "-qec", command, "/dev/null"], capture_output=True, text=True, env=environment
-    )
-    shown = re.split(r"[\r\n]+", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout))
-    assert any(re.match(r"compiling 0:00:01", line) for line in shown)
-    assert any(line.startswith("step   10/1000 | val loss 4.8165") for line in shown)
-    last = [line for line in shown if "13/1000" in line][-1]
-    assert len(last) <= 80 and last.count("━") + last.count("╸") + last.count("╺") >= 8
-    assert "loss 4.5886 | val loss 4.8165 | 2,116 tokens/s 0:00:" in last
-
-
-@pytest.mark.parametrize("steps", [0, 1, 100])
-def test_curves_are_drawn_for_short_and_long_runs(tmp_path, steps):
-    with metrics_file(tmp_path) as writer:
-        for step in range(1, steps + 1):
-            writer.write(step, {"train/loss": 2 + 8 / step})
-            if step % 10 == 0:
-                writer.write(step, {"eval/loss": 2.5 + 8 / step})
-        writer.write(steps + 1, {"train/loss": math.nan})
-    plots.plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png", title="a run")
-    assert (tmp_path / "loss.png").exists() == (steps > 0)
-
-
 # Speed
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"tie_embeddings": False, "bias": False},
-        {"activation": "swiglu", "qk_norm": True},
-        {"norm": "rmsnorm", "position": "rope"},
-    ],
-)
-def test_compute_parameters_are_those_of_the_model(options):
-    size = dict(vocab_size=97, context_length=16, num_layers=3, num_heads=4, embed_dim=32)
-    cfg = GPTConfig(**size, **options)
-    tokens = jnp.zeros((1, 16), jnp.int32)
-    params = jax.eval_shape(GPT(cfg).init, jax.random.key(0), tokens)["params"]
-    looked_up = {"wpe"} if cfg.tie_embeddings else {"wpe", "wte"}
-    computing = {name: tree for name, tree in params.items() if name not in looked_up}
-    assert flops.count_compute_parameters(cfg) == num_params(computing)
 
 
 def test_flops_per_token_follow_the_published_formula():
