@@ -182,14 +182,6 @@ def test_each_kind_of_difference_is_named_in_turn():
         assert difference(step(), step(**changes)).startswith(start)
 
 
-def test_large_tensors_are_compared_by_a_sample():
-    values = np.arange(2.0 * first_step.SAMPLE)
-    found = first_step.sample("a", values)
-    assert found.size == first_step.SAMPLE and np.unique(found).size > 0.7 * found.size
-    np.testing.assert_array_equal(found, first_step.sample("a", values.copy()))
-    np.testing.assert_array_equal(first_step.sample("a", values[:9]), values[:9])
-
-
 def test_products_of_float32_are_known_by_platform():
     known = {("high", "gpu"): "tf32", ("highest", "gpu"): "float32", (None, "tpu"): "bfloat16"}
     for (precision, platform), products in known.items():

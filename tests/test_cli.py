@@ -79,12 +79,6 @@ def test_mistakes_in_flags_are_told_with_the_nearest_name(parse, given, told):
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("form", [["--config.parallel.data=-1"], ["--config.parallel.data", "-1"]])
-def test_a_value_may_be_negative_in_both_forms(parse, form):
-    parse("--config", DEFAULT, *form, "--config.seed=0x10")
-    assert (flags.FLAGS.config.parallel.data, flags.FLAGS.config.seed) == (-1, 16)
-
-
 def test_commands_prepare_their_process_before_they_import_jax():
     """What `python -m` imports before a command's first line must not bring JAX."""
     packages = "gpt2.benchmark, gpt2.data, gpt2.evals, gpt2.hf"

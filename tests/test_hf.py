@@ -20,7 +20,6 @@ from gpt2.hf.tokenizer import save_tokenizer
 from gpt2.hf.weights import export_run, import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.utils.scan import stack_layers
-from tests.helpers import run
 
 WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
@@ -288,15 +287,3 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
     for option in ("num_layers=2", "bias=True", "context_length=96"):
         assert f"model.{option}" in str(raised.value)
     assert "dropout" not in str(raised.value)
-
-
-def test_the_command_imports_and_exports(tmp_path):
-    source = peer.write_model(tmp_path / "source", "tied")
-    save_tokenizer(source, peer.characters(131), 96)
-    for arguments in (
-        ("import", "--from=source", "--workdir=my run"),
-        ("export", "--workdir=my run", "--to=copy"),
-    ):
-        code, _, mistake = run(None, *arguments, script="gpt2.hf", cwd=tmp_path)
-        assert code == 0, mistake
-    assert (tmp_path / "copy" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
