@@ -27,18 +27,11 @@ Document = str | Path
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source of documents, in an order that never changes.
+    """A source of documents, in an order that never changes."""
 
-    Attributes:
-        fingerprint: differs whenever the documents may differ. Computing it needs no network.
-        documents: starts an iteration over the documents; raises `UserError` when they cannot be
-            read.
-        num_bytes: about how many bytes of text there are; 0: not known in advance.
-    """
-
-    fingerprint: str
-    documents: Callable[[], Iterator[Document]]
-    num_bytes: int = 0
+    fingerprint: str  # differs whenever the documents may differ; computing it needs no network
+    documents: Callable[[], Iterator[Document]]  # starts an iteration over them
+    num_bytes: int = 0  # about how many bytes of text there are; 0: not known in advance
 
 
 def open_corpus(spec: str) -> Corpus:

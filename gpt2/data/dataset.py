@@ -30,17 +30,11 @@ _READ_BYTES = 1 << 28
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """What a split holds.
+    """What a split holds."""
 
-    Attributes:
-        num_tokens: length of the token stream, end-of-text tokens included.
-        num_bytes: UTF-8 bytes of the documents' text; end-of-text tokens count none.
-        num_documents: documents; the two halves of a single text count as one each.
-    """
-
-    num_tokens: int
-    num_bytes: int
-    num_documents: int
+    num_tokens: int  # length of the token stream, end-of-text tokens included
+    num_bytes: int  # UTF-8 bytes of the documents' text; end-of-text tokens count none
+    num_documents: int  # the two halves of a single text count as one each
 
     @property
     def targets_per_byte(self) -> float:
@@ -50,26 +44,15 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A prepared corpus.
-
-    Attributes:
-        directory: where it lies.
-        tokenizer: turns text into its tokens and back.
-        splits: `train` and `validation`.
-        zlib_bits_per_byte: bits that zlib at level 9 needs for a byte of the validation text,
-            documents one after the other: a baseline for the model.
-        token_crc32: of each split's tokens.
-        shards: of each split, in `directory` or elsewhere.
-        dtype: of stored tokens.
-    """
+    """A prepared corpus."""
 
     directory: Path
     tokenizer: tokenizers.Tokenizer
-    splits: dict[str, Split]
-    zlib_bits_per_byte: float
-    token_crc32: dict[str, int]
-    shards: dict[str, list[Shard]]
-    dtype: str
+    splits: dict[str, Split]  # `train` and `validation`
+    zlib_bits_per_byte: float  # that zlib -9 needs for the validation text: a baseline
+    token_crc32: dict[str, int]  # of each split's tokens
+    shards: dict[str, list[Shard]]  # of each split, in `directory` or elsewhere
+    dtype: str  # of stored tokens
 
     def open(self, split: str) -> TokenStream:
         """Returns the token stream of `train` or `validation`."""

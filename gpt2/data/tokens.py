@@ -26,18 +26,12 @@ Shard = tuple[str, int, int]  # file, tokens to skip in it, tokens
 
 
 class TokenWriter:
-    """Appends token ids to the splits of a prepared corpus.
-
-    Attributes:
-        dtype: of a stored token, uint16 where the vocabulary fits.
-        crc32: of each split's tokens so far, as they are stored.
-        shards: of each split so far.
-    """
+    """Appends token ids to the splits of a prepared corpus."""
 
     def __init__(self, directory: Path, vocab_size: int):
-        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)  # as stored
         self._directory = directory
-        self.crc32 = {"train": 0, "validation": 0}
+        self.crc32 = {"train": 0, "validation": 0}  # of the tokens so far, as stored
         self.shards: dict[str, list[Shard]] = {"train": [], "validation": []}
 
     def append(self, split: str, tokens: np.ndarray) -> None:
@@ -85,17 +79,11 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class ReadyTokens:
-    """Shards that somebody else has made.
+    """Shards that somebody else has made."""
 
-    Attributes:
-        fingerprint: differs whenever the tokens may differ.
-        shards: of each split.
-        by_share: whether `val_fraction` divides them; if not, their names do.
-    """
-
-    fingerprint: str
-    shards: dict[str, list[Shard]]
-    by_share: bool
+    fingerprint: str  # differs whenever the tokens may differ
+    shards: dict[str, list[Shard]]  # of each split
+    by_share: bool  # whether `val_fraction` divides them; if not, their names do
 
 
 def open_ready_tokens(data: DataConfig) -> ReadyTokens:

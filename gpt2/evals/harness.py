@@ -33,13 +33,8 @@ TOKENS_PER_CHUNK = 16  # generated between two checks for a stop sequence
 class HarnessModel(LM):
     """A model of this project, as lm-evaluation-harness wants it.
 
-    Args:
-        workdir: of a run.
-        hf: directory of a Hugging Face model, in place of `workdir`.
-        checkpoint: of the run: `best`, `latest` or a step.
-        seed: of sampled, not greedy, generation.
-        batch_size, max_batch_size, device: accepted as the harness passes them; batches are sized
-            by gpt2/evals/scoring.py, and all devices are used.
+    `seed` is that of sampled generation. `batch_size`, `max_batch_size` and `device` are accepted,
+    since the harness passes them: gpt2/evals/scoring.py sizes batches, for all devices.
     """
 
     def __init__(

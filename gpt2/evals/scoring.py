@@ -19,10 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.generate import bucket
 from gpt2.model import GPT, GPTConfig
-from gpt2.utils.text import counted
 
 # On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
 # keep an accelerator busy. Small ones waste less on a CPU and keep logits in its cache.
@@ -32,48 +31,29 @@ CPU_TOKENS_PER_BATCH, CPU_LOGITS_AT_ONCE = 512, 64
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text, and which of its tokens to score.
+    """A text, and which of its tokens to score; all are [T] int32."""
 
-    Attributes:
-        tokens: [T] int32, what the model reads.
-        targets: [T] int32, the token after each; -1 where it is not scored.
-        segments: [T] int32 or None; tokens see only those of their own segment.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    segments: np.ndarray | None = None
+    tokens: np.ndarray  # what the model reads
+    targets: np.ndarray  # the token after each; -1 where it is not scored
+    segments: np.ndarray | None = None  # tokens see only those of their own segment
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The model's score of a request.
+    """The model's score of a request."""
 
-    Attributes:
-        log_prob: of all scored tokens, in nats.
-        count: how many those are.
-        greedy: whether each of them was the likeliest.
-    """
-
-    log_prob: float
-    count: int
-    greedy: bool
+    log_prob: float  # of all scored tokens, in nats
+    count: int  # how many those are
+    greedy: bool  # whether each of them was the likeliest
 
 
 def continuation(context: Sequence[int], tokens: Sequence[int], context_length: int) -> Request:
-    """Returns the request for the likelihood of `tokens` after `context`.
-
-    A context that is too long loses its beginning.
-
-    Raises:
-        UserError: there is no context, or the tokens alone exceed `context_length`.
-    """
-    if not len(context) or not 0 < len(tokens) <= context_length:
-        raise UserError(
-            f"an example has {counted(len(context), 'token')} of context and "
-            f"{len(tokens)} to score",
-            f"Give at least one of each, and at most {context_length} to score",
-        )
+    """Returns the request for the likelihood of `tokens` after `context`, cut at its beginning."""
+    refuse(
+        not len(context) or not 0 < len(tokens) <= context_length,
+        f"an example has {len(context)} tokens of context and {len(tokens)} to score",
+        f"Give at least one of each, and at most {context_length} to score",
+    )
     text = np.array([*context, *tokens], np.int32)[-context_length - 1 :]
     targets = text[1:].copy()
     targets[: -len(tokens)] = -1
@@ -102,15 +82,8 @@ def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Req
 class Scorer:
     """A model on one or more devices, each of which scores its share of every batch.
 
-    Args:
-        config: of the model.
-        params: of the model.
-        devices: share the rows of a batch; all local devices if not given.
-        tokens_per_batch: on each device, padding included, but at least one row; if not given, a
-            number that suits the platform.
-
-    Attributes:
-        context_length: tokens that the model can read at a time.
+    `devices` are all local ones if not given; `tokens_per_batch` of each, padding included, suits
+    the platform.
     """
 
     def __init__(

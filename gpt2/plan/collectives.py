@@ -14,24 +14,15 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction.
-
-    Attributes:
-        group: the devices that take part together, of the first group if there are several.
-        bytes: of the whole array, gathered or not yet scattered, each time it runs.
-        times: how often it runs per call of the program.
-        loop_unknown: it runs in a loop of unknown length; `times` counts one turn of that loop.
-        asynchronous: it has a start and an end, between which other instructions may run.
-        overlapped: a matrix product, however short, runs between them.
-    """
+    """One collective instruction."""
 
     kind: str
-    group: tuple[int, ...]
-    bytes: int
-    times: int = 1
-    loop_unknown: bool = False
-    asynchronous: bool = False
-    overlapped: bool = False
+    group: tuple[int, ...]  # devices that take part together, of the first group if several
+    bytes: int  # of the whole array, gathered or not yet scattered, each time it runs
+    times: int = 1  # how often it runs per call of the program
+    loop_unknown: bool = False  # it runs in a loop of unknown length, of which `times` is one turn
+    asynchronous: bool = False  # it has a start and an end
+    overlapped: bool = False  # a matrix product, however short, runs between them
 
     @property
     def bytes_sent(self) -> float:
