@@ -85,7 +85,6 @@ def test_commands_prepare_their_process_before_they_import_jax():
     program = f"import sys, {packages}, gpt2.utils.launch; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
     modules = ["benchmark/__main__", "data/prepare", "evals/harness", "generate", "hf/__main__"]
-    modules += ["profile/__main__"]
     commands = ["train.py", "eval.py", *(f"gpt2/{module}.py" for module in modules)]
     for path in commands:
         _docstring, first, second, *_ = ast.parse((ROOT / path).read_text()).body
