@@ -375,8 +375,8 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path):
         (run.workdir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert measure(tmp_path, arm, slots[0]) == pytest.approx((0.1, 20))
     *_, last, total = describe_runs(sweep, slots).splitlines()
-    assert last == "optim.name=muon seed 1  1000 steps  2m 00s"
-    assert total.startswith("about 2m 00s with --jobs=1")
+    assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
+    assert total.startswith("about 0:02:00 with --jobs=1")
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):

@@ -212,7 +212,6 @@ print(os.environ.get("XLA_FLAGS"))
 
 
 def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
-    monkeypatch.setattr(launch, "_has_glibc", lambda: True)
     monkeypatch.setattr(launch, "has_old_xla", lambda: True)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=4096")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")

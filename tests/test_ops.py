@@ -140,13 +140,11 @@ def test_gradients_of_a_norm_of_split_rows_cross_devices_as_sums(monkeypatch, pl
             )
             return collectives(gradients.lower(x, vector, vector).compile().as_text())
 
-    monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: platform)
+    monkeypatch.setattr(rules, "platform_of", lambda _: platform)
     assert {c.kind for c in sent()} == {"all-reduce"}
     if platform == "gpu":  # what XLA makes of the variant for rows that are whole
-        with_several = rules.traced_for
-        monkeypatch.setattr(
-            rules, "traced_for", lambda *a, **how: with_several(*a, **how | dict(several=False))
-        )
+        tracing = rules.tracing
+        monkeypatch.setattr(rules, "tracing", lambda **how: tracing(**how | dict(several=False)))
         assert "collective-permute" in {c.kind for c in sent()}
 
 

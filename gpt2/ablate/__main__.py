@@ -31,7 +31,6 @@ from gpt2.ablate.terms import TERMS, at_sizes, choose_score, equalize
 from gpt2.data.dataset import prepare
 from gpt2.errors import refuse
 from gpt2.utils import files
-from gpt2.utils.text import align
 
 FLAGS = flags.FLAGS
 
@@ -112,7 +111,7 @@ def _report(sweep: Sweep) -> int:
     """Writes the report, prints its verdicts, and returns 1 if a run failed or is to come."""
     with files.locked(sweep.root / ".sweep.lock"):
         table = write_report(sweep)
-    print(align([list(table.columns), *table.values.tolist()]))
+    print(table.to_string(index=False))
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
     states = [run.outcome().state for run in (*sweep.undecided_runs(), *sweep.runs())]
     broken, waiting = states.count("failed"), states.count("waiting")

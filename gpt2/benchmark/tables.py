@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpt2.utils.text import format_rate
+from gpt2.utils.text import format_count
 
 Row = dict[str, Any]
 
@@ -26,7 +26,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "step": _number("{:,.2f} ms", "step_seconds", 1e3),
     "least": ("turns", lambda row: f"{1e3 * min(row['turns']):,.2f}"),
     "most": ("turns", lambda row: f"{1e3 * max(row['turns']):,.2f}"),
-    "tokens/s": ("tokens_per_second", lambda row: format_rate(row["tokens_per_second"])),
+    "tokens/s": ("tokens_per_second", lambda row: format_count(row["tokens_per_second"])),
     "MFU": _number("{:.1f} %", "mfu", 100),
     "memory": _number("{:.2f} GB", "peak_bytes", 1e-9),
     "compiled in": _number("{:.1f} s", "compile_seconds"),

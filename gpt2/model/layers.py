@@ -11,12 +11,13 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.config import GPTConfig
 from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm, pad_rows
 from gpt2.parallel.fsdp import gather_parameter, look_up
 from gpt2.parallel.rules import constrain, param_shards, vocab_multiple
-from gpt2.utils.remat import is_saved, named
+from gpt2.utils.remat import is_saved
 
 
 class Linear(nn.Module):
@@ -70,7 +71,7 @@ class Linear(nn.Module):
                 into_sum=self.is_projection,
                 follows_product=self.follows_product,
             )
-        return named(y, "/".join(self.path[-2:]))
+        return checkpoint_name(y, "/".join(self.path[-2:]))
 
     def _stddev(self) -> float:
         """Returns the stddev of the kernel, as `model.init` says.

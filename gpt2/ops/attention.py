@@ -17,13 +17,14 @@ from typing import Any, Literal, cast
 import chex
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from gpt2.errors import UserError
 from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.ops.scores import Scoring
 from gpt2.utils.platform import target
-from gpt2.utils.remat import CORE_ATTENTION, named
+from gpt2.utils.remat import CORE_ATTENTION
 
 IMPLEMENTATIONS = ("reference", "xla", "blocked", "cudnn", "splash")
 SHORT = 64  # up to so many positions, the reference is as fast as blocks on a CPU
@@ -58,7 +59,7 @@ def attention(
     if dropout or implementation == "reference" or target().plain:
         options = dict(dropout=dropout, dropout_key=dropout_key)
         out = attention_reference(q, k, v, scoring, slopes, segments, **options)
-        return named(out, CORE_ATTENTION)
+        return checkpoint_name(out, CORE_ATTENTION)
     if implementation == "xla":
         return _from_jax((q, k, v), (segments, slopes), scoring, "xla")
     if implementation == "cudnn":
@@ -90,7 +91,7 @@ def _from_jax(qkv, constants, scoring, implementation):
         implementation=cast(Literal["xla", "cudnn"], implementation),
     )
     # A policy that knew cuDNN's output by two names would keep it twice.
-    return out if implementation == "cudnn" else named(out, CORE_ATTENTION)
+    return out if implementation == "cudnn" else checkpoint_name(out, CORE_ATTENTION)
 
 
 def resolve(

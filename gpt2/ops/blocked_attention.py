@@ -11,10 +11,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.ops.arrays import bits, floats
 from gpt2.ops.scores import Scoring
-from gpt2.utils.remat import CORE_ATTENTION, named
+from gpt2.utils.remat import CORE_ATTENTION
 
 BLOCK = 256  # queries in a block, if that makes 2 to 8 blocks; measured in docs/log.md
 SCORES = 2**19  # at a time, if one head has no more: 2 MB, the second-level caches of two cores
@@ -40,7 +41,7 @@ def _blocked_fwd(q, k, v, segments, slopes, scoring):
     run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
     operands = *groups, *_by_head(groups[0], q, slopes)
     out, log_normaliser = jax.lax.map(lambda args: run(*args), operands)
-    out, log_normaliser = named((out, log_normaliser), CORE_ATTENTION)
+    out, log_normaliser = checkpoint_name((out, log_normaliser), CORE_ATTENTION)
     return _join(out, q), (*groups, segments, slopes, out, log_normaliser)
 
 

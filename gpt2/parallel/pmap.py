@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel.mesh import describe_mesh, local_rows
 from gpt2.parallel.state import State
-from gpt2.utils.platform import traced_for
+from gpt2.utils.platform import platform_of, tracing
 
 AXIS = "data"
 
@@ -71,7 +71,8 @@ class PmapBackend:
         """Returns the pmapped `(params, batch) -> metrics`, which all devices have alike."""
 
         def on_device(state, batch):
-            with traced_for(self._devices[0], several=len(self._devices) > 1):
+            platform = platform_of(self._devices[0])
+            with tracing(platform=platform, splits_axes=False, several=len(self._devices) > 1):
                 return step(state, batch, _map_sum)
 
         return jax.pmap(

@@ -17,11 +17,14 @@ from gpt2.config import Config, tokens_by_name
 from gpt2.parallel import state_bytes
 from gpt2.plan.collectives import Collective, collectives
 from gpt2.telemetry.chips import BOARDS
-from gpt2.telemetry.flops import model_flops_per_token, recomputed_flops_per_token
+from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
 
 # The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
+# The share of a step's products that a policy computes again: the forward pass is a third, and MLPs
+# are two thirds of it.
+RECOMPUTED = {"full": 1 / 3, "attention": 2 / 9, "mlp": 1 / 9}
 
 
 class OutOfMemory(Exception):
@@ -93,9 +96,8 @@ def compile_plan(program: Program) -> Plan:
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
     """Returns the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
-    model = config.gpt()
-    per_token = model_flops_per_token(model) + recomputed_flops_per_token(model)
-    flops = config.tokens_per_step * per_token / num_devices
+    recomputed = 1 + RECOMPUTED.get(config.memory.remat, 0.0)
+    flops = config.tokens_per_step * model_flops_per_token(config.gpt()) * recomputed / num_devices
     return flops / (ATTAINABLE * BOARDS[board].peak_flops(config.precision.compute))
 
 

@@ -26,20 +26,16 @@ class Chip(NamedTuple):
         return 1e12 * (self.half if fast else self.single)
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
-        """Returns bytes/s that each device of a ring, given by numbers, sends; None if unknown.
-
-        Where it leaves a domain, the adapters of all its devices there share the traffic.
-        """
+        """Returns bytes/s that each device of a ring, given by numbers, sends; None if unknown."""
         together = sum(device // self.domain == group[0] // self.domain for device in group)
-        if together == len(group):
-            return 1e9 * self.near
-        return None if self.far is None else 1e9 * min(self.near, self.far * together)
+        if together < len(group):  # the adapters of all devices of a domain share the traffic
+            return None if self.far is None else 1e9 * min(self.near, self.far * together)
+        return 1e9 * self.near
 
 
-# The first row that matches counts. Without sparsity: half of what NVIDIA's data sheets give.
-# `near` is half of NVLink's, or of Cloud TPU's links between chips, in both directions, or else the
-# PCIe slot; `far` the network adapter that each GPU has in the maker's own system (DGX, NVL72). TPU
-# v2, v3 and TPU7: half a chip, which is one JAX device.
+# The first row that matches counts. Without sparsity: half of NVIDIA's data sheets. `near` is half
+# of NVLink's or Cloud TPU's links, or else the PCIe slot; `far` the network adapter of each
+# GPU in the maker's own system. TPU v2, v3 and TPU7: half a chip, which is one JAX device.
 CHIPS = (
     Chip("GB200", 2500.0, 1250.0, "NVIDIA GB200 NVL72 data sheet", 186, 900, 72, 50),
     Chip("B200", 2250.0, 1125.0, "NVIDIA HGX B200 data sheet", 180, 900, 8, 50),
@@ -68,9 +64,7 @@ CHIPS = (
     Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page", 16, 164, 2048),
     Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1", 8, 124, 512),
 )
-
-# Those whose memory and links are known.
-BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}
+BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}  # whose memory and links are known
 
 
 def find_chip(kind: str) -> Chip | None:
@@ -91,5 +85,5 @@ def board_name(kind: str) -> str | None:
 def peak_memory() -> dict[str, float]:
     """Returns `perf/peak_memory_bytes`, the most that a local device has held, if they tell."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
-    return {"perf/peak_memory_bytes": float(max(peaks))} if peaks else {}
+    peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
+    return {"perf/peak_memory_bytes": float(peak)} if peak else {}

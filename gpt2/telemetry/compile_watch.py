@@ -14,8 +14,7 @@ class RecompileError(RuntimeError):
 class CompiledStep:
     """A compiled function that takes the arguments it was compiled for, and no others.
 
-    Its `compile_seconds` are those of tracing, lowering and compiling. `peak_bytes` of a device are
-    in use while it runs, arguments included, as XLA counts them.
+    `peak_bytes` of a device are in use while it runs, arguments included, as XLA counts them.
     """
 
     def __init__(self, name: str, compiled: Any, seconds: float):
@@ -28,11 +27,11 @@ class CompiledStep:
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs it. Other arguments than those it was compiled for are a RecompileError."""
-        if jax.config.jax_disable_jit:
-            return self._compiled(*arguments)
         try:
             return self._compiled(*arguments)
         except (TypeError, ValueError) as error:  # raised before it runs or takes a donation
+            if jax.config.jax_disable_jit:
+                raise
             raise RecompileError(f"{self.name} would be compiled again. {error}") from error
 
     def text(self) -> str:
@@ -43,10 +42,7 @@ class CompiledStep:
 def compile_once(
     function: Any, *arguments: Any, name: str = "", options: Mapping[str, str] | None = None
 ) -> CompiledStep:
-    """Compiles a `jax.jit` or `jax.pmap` function for these arguments, and for no others.
-
-    Arguments are arrays, or `jax.ShapeDtypeStruct`s with shardings; `options` are XLA's.
-    """
+    """Compiles a jitted or pmapped function for these arguments or shapes, with options of XLA."""
     began = time.perf_counter()
     compiled = function  # what people debug with prints runs operation by operation
     if not jax.config.jax_disable_jit:

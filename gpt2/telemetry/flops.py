@@ -4,7 +4,6 @@ import jax
 
 from gpt2.config import GPTConfig
 from gpt2.telemetry.chips import find_chip
-from gpt2.utils.remat import CORE_ATTENTION, is_kept
 
 
 def count_compute_parameters(cfg: GPTConfig) -> int:
@@ -35,25 +34,6 @@ def model_flops_per_token(cfg: GPTConfig) -> float:
     """
     seen = sum(window or cfg.context_length for window in cfg.windows)
     return float(6 * count_compute_parameters(cfg) + 12 * cfg.embed_dim * seen)
-
-
-def recomputed_flops_per_token(cfg: GPTConfig) -> float:
-    """Returns the FLOPs of the products that `memory.remat` computes twice for one token.
-
-    The scores of fused attention, which its backward rule always computes again, do not count.
-    """
-    width, hidden = cfg.embed_dim, cfg.hidden_dim
-    reads_sum = cfg.norm_position != "pre"  # a norm reads what a branch adds, or the sum
-    flops = {
-        "attn/c_attn": 2 * width * (width + 2 * cfg.kv_heads * cfg.head_size),
-        "attn/c_proj": 2 * width * width if reads_sum or not cfg.parallel_block else 0,
-        "mlp/c_fc": 2 * width * hidden * (2 if cfg.is_gated else 1),
-        "mlp/c_proj": 2 * width * hidden if reads_sum else 0,
-    }
-    again = cfg.num_layers * sum(n for name, n in flops.items() if not is_kept(cfg.remat, name))
-    if not is_kept(cfg.remat, CORE_ATTENTION):
-        again += 4 * width * sum(window or cfg.context_length for window in cfg.windows)
-    return float(again)
 
 
 def total_peak_flops(dtype: str) -> float | None:

@@ -1,13 +1,12 @@
 """metrics.jsonl, the record of a run: one JSON object per logged step, in order, each step once.
 
-That holds after a kill and a resume, too. NaN or Inf is written as `null`, because JSON cannot
-express it (pandas reads it back as NaN).
+That holds after a kill and a resume, too. NaN or Inf is `null`, because JSON cannot express it.
 """
 
+import contextlib
 import errno
 import json
 import math
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,18 +21,16 @@ class MetricsFile(Writer):
     A line goes to disk when a later step begins, or at `flush`, and is written again if more values
     come (a validation after a checkpoint). Where the disk is full, an OSError, lines wait.
 
-    `resume_step` is that of the checkpoint from which the run continues, 0 for none: later lines
-    are dropped, since the run produces them again, and so is an incomplete line.
+    Lines after `resume_step`, which a continued run produces again, are dropped, and torn ones.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
         # The newest records, from the byte of the file on where they belong. The last one may grow.
         self._start, self._records = 0, list[dict[str, Any]]()
         end = 0
-        for start, stop, record in _backwards(path):
+        for start, stop, record in _records(path):
             if record["step"] <= resume_step:
                 self._start, end, self._records = start, stop, [record]
-                break
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.truncate(self._file, end)
 
@@ -76,36 +73,26 @@ class MetricsFile(Writer):
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Returns one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
-    return [record for _, _, record in _backwards(Path(path))][::-1]
+    return [record for _, _, record in _records(Path(path))]
 
 
 def seconds_taken(path: Path | str, up_to: int) -> float:
     """Returns `perf/total_seconds` of the newest step up to `up_to` that a metrics.jsonl tells."""
-    lines = (record for _, _, record in _backwards(Path(path)) if record["step"] <= up_to)
-    known = (line["perf/total_seconds"] for line in lines if "perf/total_seconds" in line)
-    return next(known, None) or 0.0
+    known = (line for line in read_metrics(path) if line["step"] <= up_to)
+    return max((line.get("perf/total_seconds") or 0.0 for line in known), default=0.0)
 
 
-def _backwards(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yields start, end and record of each line from the last one on, a torn or bad one skipped."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = data.rfind(b"\n") + 1
-        while end:
-            start = data.rfind(b"\n", 0, end - 1) + 1
-            try:
-                record = json.loads(data[start:end])
-            except (ValueError, RecursionError):
-                record = None
+def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yields start, end and record of each line, a torn or bad one skipped."""
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        start, end = end, end + len(line)
+        with contextlib.suppress(ValueError):
+            record = json.loads(line) if line.endswith(b"\n") else None
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield start, end, record
-            end = start
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+    finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+    return json.dumps(finite).encode() + b"\n"

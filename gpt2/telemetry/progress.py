@@ -1,14 +1,14 @@
 """What a person sees within the loop: a bar on a terminal, elsewhere (a file, a pipe) lines."""
 
-import contextlib
+import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpt2.errors import tell, unheard
 from gpt2.telemetry.writers import Writer
-from gpt2.utils.text import format_bytes, format_duration, format_rate, on_terminal
+from gpt2.utils.text import format_bytes, format_count, format_duration
 
 # How each metric reads in a line, in this order; others appear only in metrics.jsonl.
 _SHOWN = {
@@ -18,45 +18,27 @@ _SHOWN = {
     "eval/loss": lambda value: f"val loss {value:.4f}",
     "eval/perplexity": lambda value: f"perplexity {value:,.2f}",
     "eval/bits_per_byte": lambda value: f"bits/byte {value:.4f}",
-    "perf/tokens_per_second": lambda value: f"{format_rate(value)} tokens/s",
+    "perf/tokens_per_second": lambda value: f"{format_count(value)} tokens/s",
     "perf/mfu": lambda value: f"MFU {value:.1%}",
     "perf/peak_memory_bytes": lambda value: f"peak {format_bytes(value)}",
 }
-# What stands beside the bar; the last one where the terminal is wide.
-_ON_BAR = ("train/loss", "eval/loss", "perf/tokens_per_second", "perf/mfu")
+_ON_BAR = ("train/loss", "perf/tokens_per_second", "perf/mfu")
 
 
-def _format(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_SHOWN)) -> str:
+def _format(metrics: Mapping[str, float], names: Iterable[str] = _SHOWN) -> str:
     return " | ".join(_SHOWN[name](metrics[name]) for name in names if name in metrics)
 
 
-@contextlib.contextmanager
-def told_if_slow(text: str, *, silent: bool = False) -> Iterator[None]:
-    """Shows on a terminal what goes on and for how long; elsewhere it is a line."""
-    if on_terminal() and not silent:
-        from rich.progress import Progress as Shown
-        from rich.progress import TextColumn, TimeElapsedColumn
-
-        with Shown(TextColumn(text), TimeElapsedColumn(), transient=True) as shown:
-            shown.add_task(text, total=None)
-            yield
-        return
-    if not silent:
-        tell(text, sys.stdout)
-    yield
-
-
 class Progress(Writer):
-    """Shows how far a run is.
+    """Shows how far a run is: a bar with the newest figures, and a line for each validation above.
 
-    On a terminal, validations print a line above the bar, which has the newest figures and the time
-    left. Elsewhere all metrics do. What a screen that is gone cannot show is lost.
+    Where there is no terminal, all metrics print lines. What a screen cannot show is lost.
     """
 
     def __init__(self, total: int, start: int = 0):
         self._total, self._start, self._began = total, start, time.perf_counter()
-        self._newest: dict[str, float] = {}
-        self._bar = self._make_bar() if on_terminal() else None
+        on_terminal = sys.stdout and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._bar = self._make_bar() if on_terminal else None
 
     def _make_bar(self) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -87,10 +69,8 @@ class Progress(Writer):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
         line, is_validation = _format(metrics), "eval/loss" in metrics
-        if self._bar:
-            self._newest.update(metrics)
-            names = _ON_BAR if self._bar.console.width >= 100 else _ON_BAR[:-1]
-            self._bar.update(self._bar.task_ids[0], figures=_format(self._newest, names))
+        if self._bar and (figures := _format(metrics, _ON_BAR)):
+            self._bar.update(self._bar.task_ids[0], figures=figures)
         if line and (is_validation or not self._bar):
             parts = [f"step {step:>{len(str(self._total))}}/{self._total}", line]
             if step > self._start and not is_validation:

@@ -24,8 +24,8 @@ from gpt2.telemetry.writers import EventFile, Wandb, Writer
 class Reporter:
     """Fetches the metrics of each step while the next one runs, so that no device waits for them.
 
-    A context manager, which closes its writers. Whatever scalar a step's metrics hold is logged
-    under its name, every `log_every` steps and at the last one.
+    Each scalar is logged under its name, every `log_every` steps and at the last. The context ends
+    with closed writers.
     """
 
     def __init__(self, writers: Sequence[Writer], clock: StepClock, options: TrainConfig):
@@ -62,10 +62,10 @@ class Reporter:
         """Waits for the newest step and reports it; a DivergedError if it holds NaN or Inf."""
         if self._late is None:
             return
-        (step, metrics, note, statistics), self._late = self._late, None
+        (step, metrics, note, watched), self._late = self._late, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if statistics is not None:  # of a step that diverges too
-            found = jax.device_get(statistics)
+        if watched is not None:  # of a step that diverges too
+            found = jax.device_get(watched)
             self.write(step, {name: float(value) for name, value in found["norms"].items()})
             self._each("write_histograms", step, found["histograms"])
         self._check(step, values)
@@ -74,8 +74,8 @@ class Reporter:
             self.say(note)
         self._each("step", step)
         if step % self._options.log_every == 0 or step == self._options.num_steps:
-            number = len(self._losses)  # 0 if all steps since the last line are skipped
-            values["train/loss"] = math.fsum(self._losses) / number if number else math.nan
+            # NaN if all steps since the last line are skipped.
+            values["train/loss"] = statistics.fmean(self._losses or [math.nan])
             self._losses = []
             tokens = {"tokens": step * self._clock.tokens_per_step}
             self.write(step, tokens | values | self._clock.read() | peak_memory())
@@ -83,16 +83,13 @@ class Reporter:
     def _check(self, step: int, values: dict[str, float]) -> None:
         """Raises if a step ends the run, tells of one that is skipped, and keeps its loss."""
         loss, grad_norm = values["train/loss"], values["train/grad_norm"]
-        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        bad_in_a_row = values.pop("bad_in_a_row", float(not is_finite))
         is_skipped = values.pop("skipped", 0.0) > 0
-        if bad_in_a_row > self._options.skip_bad_steps:
+        is_bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if values.pop("bad_in_a_row", float(is_bad)) > self._options.skip_bad_steps:
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
         if is_skipped:
-            why = "stand out" if is_finite else "are NaN or Inf"
-            about = f"loss {loss:.4g} and gradient norm {grad_norm:.4g}"
-            self.say(f"step {step} is skipped: its {about} {why}")
+            self.say(f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}")
         else:
             self._losses.append(loss)
 
@@ -131,19 +128,22 @@ class Reporter:
 class Watchdog(Writer):
     """Ends a process whose steps stop coming, with the stacks of its threads.
 
-    Between steps, at most `least_seconds` (0: any time) may pass, and ten times the median of the
-    newest steps. Time in which the process was stopped does not count: a thread counts its looks.
+    A step may take `least_seconds` (0: any time) and ten times as long as the one before. Time in
+    which the process was stopped does not count: a thread counts its looks.
     """
 
     EXIT_CODE = 4
 
-    def __init__(
-        self, clock: StepClock, least_seconds: float, end: Callable[[int], object] = os._exit
-    ):
+    def __init__(self, clock: StepClock, least_seconds: float, end: Callable = os._exit):
         self._clock, self._least, self._end = clock, least_seconds, end
+        self._quiet, self._allowed = 0.0, 1800.0  # other processes may still compile
         self._closed = threading.Event()
         if least_seconds:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def step(self, step: int) -> None:
+        """Hears that a step came."""
+        self._quiet, self._allowed = 0.0, 10 * self._quiet
 
     def close(self) -> None:
         """Ends the thread."""
@@ -151,15 +151,10 @@ class Watchdog(Writer):
 
     def _watch(self) -> None:
         pause = min(5.0, self._least / 10)
-        quiet, steps = 0.0, -1
         while not self._closed.wait(pause):
-            is_watched = self._clock.current in ("step", "data wait")  # where steps should end
-            stands = is_watched and self._clock.num_steps == steps
-            quiet, steps = quiet + pause if stands else 0.0, self._clock.num_steps
-            newest = list(self._clock.newest_seconds)
-            # The first step may wait for other processes to compile.
-            allowed = 10 * statistics.median(newest) if newest else 1800.0
-            if quiet > max(self._least, allowed):
+            if self._clock.current in ("step", "data wait"):  # where steps should end
+                self._quiet += pause
+            if self._quiet > max(self._least, self._allowed):
                 faulthandler.dump_traceback(sys.stderr)
-                tell(f"error: the run hangs: no step for {quiet:.0f} s; the same command continues")
+                tell("error: the run hangs: no step came in time; the same command continues")
                 return self._end(self.EXIT_CODE)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,12 +17,9 @@ from gpt2.utils import launch
 class StepClock:
     """Measures steps, and the share of a run's time that each phase takes.
 
-    Time is charged to exactly one phase: the innermost open one, or `start and end` outside of all.
-    The loop runs inside `phase("step")`, with `data wait`, `validation` and `checkpoint` nested in
-    it. Devices run behind the host: wait for the last step before opening the latter two.
-
-    `seconds_before` is what earlier starts of the run have taken, `start_seconds` what this one has
-    before the clock was made. Without `peak_flops`, of all devices, there is no MFU.
+    Time is charged to the innermost open phase, or to `start and end`. Devices run behind the host:
+    wait for the last step before opening a validation or checkpoint. `seconds_before` is what
+    earlier starts of the run have taken. Without `peak_flops`, of all devices, there is no MFU.
     """
 
     def __init__(
@@ -38,10 +35,7 @@ class StepClock:
         self._now, self._seconds_before = now, seconds_before
         self.current, self._since = "start and end", now()
         self._seconds = defaultdict(float, {self.current: start_seconds})
-        self._read = (0, 0.0, 0.0)  # number of steps, seconds of steps and data wait at `read`
-        self._counted = 0.0  # seconds before the newest step
-        self.num_steps = 0
-        self.newest_seconds: deque[float] = deque(maxlen=100)  # of steps, with the wait for data
+        self._num_steps, self._read = 0, (0, 0.0, 0.0)  # and at `read`, with their seconds
 
     @classmethod
     def for_run(cls, config: Config, workdir: Path, start: int) -> "StepClock":
@@ -67,23 +61,20 @@ class StepClock:
 
     def count_step(self) -> None:
         """Counts one optimizer step."""
-        self._switch(self.current)
-        seconds = self._seconds["step"] + self._seconds["data wait"]
-        self.newest_seconds.append(seconds - self._counted)
-        self._counted = seconds
-        self.num_steps += 1
+        self._num_steps += 1
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
         self._switch(self.current)
-        now = self.num_steps, self._seconds["step"], self._seconds["data wait"]
+        wait = self._seconds["data wait"]
+        now = self._num_steps, self._seconds["step"] + wait, wait
         steps, seconds, wait = (new - old for new, old in zip(now, self._read, strict=True))
         self._read = now
-        if not steps or seconds + wait <= 0:
+        if not (steps and seconds):
             return {}
-        tokens_per_second = self.tokens_per_step * steps / (seconds + wait)
+        tokens_per_second = self.tokens_per_step * steps / seconds
         metrics = {
-            "perf/step_seconds": (seconds + wait) / steps,
+            "perf/step_seconds": seconds / steps,
             "perf/tokens_per_second": tokens_per_second,
             "perf/data_wait_seconds": wait / steps,
             "perf/total_seconds": self.total_seconds,
@@ -103,7 +94,7 @@ class StepClock:
         self._switch(self.current)
         total = sum(self._seconds.values())
         ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
-        return {name: seconds / total for name, seconds in ranked if seconds > 0}
+        return {name: seconds / total for name, seconds in ranked if seconds}
 
     def _switch(self, name: str) -> None:
         now = self._now()

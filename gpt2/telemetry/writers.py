@@ -1,5 +1,6 @@
 """What takes a run's metrics: what every writer offers, TensorBoard's event file, and W&B."""
 
+import importlib.util
 import secrets
 import time
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 
 NUM_BUCKETS = 32  # TensorBoard draws 30
 
@@ -27,10 +28,7 @@ class Histogram(NamedTuple):
 
 
 class Writer:
-    """Takes the metrics of a run. A writer of one's own overrides a part.
-
-    An OSError is told once, and ends no run.
-    """
+    """Takes the metrics of a run, or some of them. An OSError is told once, and ends no run."""
 
     def step(self, step: int) -> None:
         """Hears that a step is done, with metrics or not."""
@@ -52,43 +50,35 @@ class Writer:
 
 
 class EventFile(Writer):
-    """Scalars and histograms in a TensorBoard event file.
-
-    A full disk would end the thread of tensorboardX's SummaryWriter, and block the run.
-    """
+    """A TensorBoard event file. tensorboardX's SummaryWriter would hang where the disk is full."""
 
     def __init__(self, directory: Path, resume_step: int):
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names, which count whole seconds. A file of
-        # the same name would be replaced.
-        self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{time.time_ns()}")
+        self._event, self._summary = Event, summary
+        # Names count whole seconds: a file of the same name would be replaced.
+        self._file = event_file_writer.EventsWriter(
+            str(directory / "events"), filename_suffix=f".{time.time_ns()}"
+        )
         # TensorBoard then forgets what a killed run wrote from this step on.
         self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def _add(self, step: int, **content: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._file.write_event(Event(step=step, wall_time=time.time(), **content))
+        self._file.write_event(self._event(step=step, wall_time=time.time(), **content))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes scalars by name."""
-        from tensorboardX.summary import scalar
-
         for name, value in metrics.items():
-            self._add(step, summary=scalar(name, value))
+            self._add(step, summary=self._summary.scalar(name, value))
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Writes histograms by name; their sums are of the buckets' middles."""
-        from tensorboardX.summary import histogram_raw
-
+        """Writes histograms by name, without the values' sums, which TensorBoard shows nowhere."""
         for name, each in histograms.items():
             ends, counts = each.edges, np.asarray(each.counts)
-            sums = [float(counts @ ((ends[1:] + ends[:-1]) / 2) ** power) for power in (0, 1, 2)]
-            buckets = ends[1:].tolist(), counts.tolist()
-            self._add(step, summary=histogram_raw(name, ends[0], ends[-1], *sums, *buckets))
+            about = ends[0], ends[-1], counts.sum(), 0.0, 0.0, ends[1:].tolist(), counts.tolist()
+            self._add(step, summary=self._summary.histogram_raw(name, *about))
 
     def flush(self, step: int) -> None:
         """Puts all that was written on disk."""
@@ -101,11 +91,8 @@ class EventFile(Writer):
 
 def check_wandb() -> None:
     """Raises a UserError if W&B is not installed."""
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        how = "Run `pip install wandb`"
-        raise UserError("logging.wandb needs the package wandb", how) from None
+    missing = importlib.util.find_spec("wandb") is None
+    refuse(missing, "logging.wandb needs the package wandb", "Run `pip install wandb`")
 
 
 class Wandb(Writer):
@@ -115,12 +102,12 @@ class Wandb(Writer):
         import wandb
 
         identity = workdir / "wandb" / "run_id"
-        identity.parent.mkdir(parents=True, exist_ok=True)
         if not identity.exists():
+            identity.parent.mkdir(parents=True, exist_ok=True)
             identity.write_text(secrets.token_hex(8))
-        given = dict(project="gpt2", name=workdir.resolve().name, dir=str(workdir))
-        given |= dict(id=identity.read_text(), resume="allow", config=dict(config))
-        self._run = wandb.init(**given)  # of two values for a step, W&B keeps the first: the same
+        about = dict(name=workdir.resolve().name, dir=str(workdir), config=dict(config))
+        # Of two values for a step, W&B keeps the first: the same.
+        self._run = wandb.init(project="gpt2", id=identity.read_text(), resume="allow", **about)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs metrics by name."""
@@ -130,8 +117,8 @@ class Wandb(Writer):
         """Logs histograms by name."""
         from wandb import Histogram as Shown
 
-        pairs = ((name, (each.counts, each.edges)) for name, each in histograms.items())
-        self._run.log({name: Shown(np_histogram=pair) for name, pair in pairs}, step=step)
+        shown = {n: Shown(np_histogram=(h.counts, h.edges)) for n, h in histograms.items()}
+        self._run.log(shown, step=step)
 
     def close(self) -> None:
         """Ends the run, of which W&B may still send a part."""

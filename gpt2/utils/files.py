@@ -1,7 +1,6 @@
 """Files that are complete or absent, locks that end with their process, and digests of folders.
 
-A digest is CRC-32: it tells every change of up to 32 neighbouring bits, and misses any other with
-a chance of 2**-32. It protects against failing disks and cut copies, not against forgery.
+Digests are CRC-32: against failing disks and cut copies, not against forgery.
 """
 
 import contextlib
@@ -15,9 +14,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-_BLOCK_BYTES = 1 << 22
-_THREADS = 4
 
 
 def write_bytes(path: Path, parts: Iterable[bytes]) -> None:
@@ -77,7 +73,7 @@ def is_locked(path: Path) -> bool:
     """Returns whether another process holds the lock `path`."""
     if not path.exists():
         return False
-    with open(path, "rb") as file:
+    with open(path) as file:
         return not _take(file.fileno())
 
 
@@ -87,42 +83,37 @@ def lock_for_good(path: Path) -> bool:
 
 
 def _take(file: int) -> bool:
-    with contextlib.suppress(OSError):  # of a file system without locks
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)  # else a file system without locks
     return True
 
 
 def digest_folder(folder: Path) -> dict[str, list[int]]:
     """Returns `[bytes, CRC-32]` of each file in a folder, by its path inside it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(4) as pool:
         sums = zip(paths, pool.map(_crc32, paths), strict=True)
         return {str(path.relative_to(folder)): [path.stat().st_size, crc] for path, crc in sums}
 
 
 def find_damage(folder: Path, digests: dict[str, list[int]], *, read: bool = True) -> str:
-    """Says what is wrong with the first file that differs from its digest, or nothing.
+    """Says what is wrong with a file that differs from its digest, or nothing.
 
-    Nothing but sizes is looked at unless files are `read`.
+    Unless files are `read`, only their sizes are compared.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            for name, (size, _) in digests.items():  # before anything is read
-                if not (folder / name).is_file():
-                    return f"{name} is missing"
-                if (found := (folder / name).stat().st_size) != size:
-                    return f"{name} has {found} bytes, not {size}"
-            sums = {name: pool.submit(_crc32, folder / name) for name in (digests if read else ())}
+    try:
+        for name, (size, _) in digests.items():  # before anything is read
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+        with ThreadPoolExecutor(4) as pool:
+            sums = {name: pool.submit(_crc32, folder / name) for name in digests if read}
             for name, crc in sums.items():
                 if crc.result() != digests[name][1]:
                     return f"{name} was altered"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-        finally:
-            pool.shutdown(cancel_futures=True)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
     return ""
 
 
@@ -148,6 +139,6 @@ def _crc32_of(tree: Any) -> int:
 def _crc32(path: Path) -> int:
     crc = 0
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
     return crc

@@ -1,13 +1,9 @@
-"""Prepares a process before its slow imports: memory, flags of XLA, a cache of its programs.
-
-Every command calls `prepare_process` first. What each setting saves: docs/performance.md.
-"""
+"""Prepares a process before its slow imports: memory, flags of XLA, a cache of its programs."""
 
 import ctypes
 import glob
 import importlib.util
 import os
-import platform
 import signal
 import sys
 import time
@@ -18,12 +14,7 @@ from gpt2 import errors
 
 # glibc requests pages of 2 MB, since the kernel clears the temporary memory of every step page by
 # page, and keeps freed blocks of up to 256 MB: fragments of larger ones would take as much again.
-_KEPT = 2**28  # bytes
-_TUNABLES = {
-    "glibc.malloc.hugetlb": 1,
-    "glibc.malloc.mmap_threshold": _KEPT,
-    "glibc.malloc.trim_threshold": _KEPT,
-}
+_TUNABLES = {"hugetlb": 1, "mmap_threshold": 2**28, "trim_threshold": 2**28}
 _STARTED_AGAIN = "GPT2_STARTED_AGAIN"
 # Products go to cuBLAS, those that share an operand stay apart, and gathers of a layer's kernels do
 # not wait for each other.
@@ -38,25 +29,24 @@ _imported = time.monotonic()
 
 
 def prepare_process() -> None:
-    """Makes the settings of a run, what a user sets excepted. Call it before slow imports.
+    """Makes the settings of docs/performance.md, but none that a user has made. Call it first.
 
-    The C library reads its own when a process starts: the program starts itself again, once. Where
-    JAX may find an accelerator, there are none.
+    The C library reads its own when a process starts: a CPU run starts itself again, once.
     """
     errors.begin_process()
     again = _STARTED_AGAIN in os.environ  # even where the settings got lost
     if again:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    has = {name for name in ("jax_plugins", "libtpu") if importlib.util.find_spec(name)}
-    if has == {"libtpu"} and not _may_have_tpus():
-        # libtpu, which plans for TPUs on any machine, would print lines that look like failures.
+    plugins, libtpu = map(importlib.util.find_spec, ("jax_plugins", "libtpu"))
+    tpus = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+    if libtpu and not (plugins or tpus):  # it prints what looks like failures
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if (os.environ.get("JAX_PLATFORMS") or ("any" if has else "cpu")) == "cpu":
-        if (tunables := _tunables()) and not again and "jax" not in sys.modules:
-            os.environ |= tunables | {_STARTED_AGAIN: "1"}
+    if (os.environ.get("JAX_PLATFORMS") or ("any" if plugins or libtpu else "cpu")) == "cpu":
+        os.environ |= (settings := cpu_environment())
+        if "GLIBC_TUNABLES" in settings and not again and "jax" not in sys.modules:
+            os.environ[_STARTED_AGAIN] = "1"
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # waits for the next start
             os.execv(sys.executable, sys.orig_argv)
-        os.environ |= _with_flags(_CPU_FLAG) if has_old_xla() else {}
     if any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
         os.environ |= _with_flags(*_GPU_FLAGS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -84,7 +74,13 @@ def environment_to_measure() -> dict[str, str]:
 
 def cpu_environment() -> dict[str, str]:
     """Returns the variables of a CPU run that this process lacks, for processes that it starts."""
-    return _tunables() | (_with_flags(_CPU_FLAG) if has_old_xla() else {})
+    settings = _with_flags(_CPU_FLAG) if has_old_xla() else {}
+    given = os.environ.get("GLIBC_TUNABLES", "")
+    wanted = {f"glibc.malloc.{name}": value for name, value in _TUNABLES.items()}
+    missing = [f"{name}={value}" for name, value in wanted.items() if name not in given]
+    if missing and sys.platform == "linux":
+        settings["GLIBC_TUNABLES"] = ":".join([given, *missing]).lstrip(":")
+    return settings
 
 
 def release_free_memory() -> None:
@@ -96,25 +92,6 @@ def release_free_memory() -> None:
 def has_old_xla() -> bool:
     """Returns whether XLA is that of JAX 0.10. A flag that a newer one lacks ends the process."""
     return version("jaxlib").startswith("0.10.")
-
-
-def _may_have_tpus() -> bool:
-    told = {name for name in os.environ if name.startswith(("TPU_", "CLOUD_TPU", "JAX_FORCE_TPU"))}
-    told -= {"TPU_SKIP_MDS_QUERY"}  # which JAX sets where it finds none
-    return bool(told) or any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
-
-
-def _has_glibc() -> bool:
-    name, release = platform.libc_ver()  # before 2.35: no tunables, thresholds of 32 MB at most
-    return name == "glibc" and tuple(map(int, release.split(".")[:2])) >= (2, 35)
-
-
-def _tunables() -> dict[str, str]:
-    given = os.environ.get("GLIBC_TUNABLES", "")
-    missing = [f"{name}={value}" for name, value in _TUNABLES.items() if name not in given]
-    if not (_has_glibc() and missing):
-        return {}
-    return {"GLIBC_TUNABLES": ":".join([given, *missing]).lstrip(":")}
 
 
 def _with_flags(*wanted: str) -> dict[str, str]:

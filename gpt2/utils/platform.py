@@ -12,24 +12,15 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What runs the traced program. A backend says so; outside of one it is JAX's default device.
+    """What runs the traced program: as a backend says, or else JAX's default device."""
 
-    Attributes:
-        platform: `cpu`, `gpu` or `tpu`.
-        splits_axes: whether XLA's partitioner splits axes of activations over devices.
-        several: whether several devices run it together.
-        plain: whether operations take their references in place of their own backward rules.
-        mesh, rules: what spreads the program, of `gpt2.parallel.rules`, or None.
-        has_shards: whether each device may hold shards of parameters, gathered by layer.
-    """
-
-    platform: str
-    splits_axes: bool = False
-    several: bool = False
-    plain: bool = False
-    mesh: Any = None
+    platform: str  # `cpu`, `gpu` or `tpu`
+    splits_axes: bool = False  # XLA's partitioner splits axes of activations over devices
+    several: bool = False  # several devices run it together
+    plain: bool = False  # operations take their references in place of their own backward rules
+    mesh: Any = None  # what spreads the program, beside `rules`, of `gpt2.parallel.rules`
     rules: Any = None
-    has_shards: bool = False
+    has_shards: bool = False  # each device may hold shards of parameters, gathered by layer
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
@@ -51,18 +42,8 @@ def tracing(**changes: Any) -> Iterator[None]:
         _target.reset(token)
 
 
-def traced_for(
-    device: jax.Device, *, splits_axes: bool = False, several: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Makes a device that will run the program the target of what is traced inside."""
-    return tracing(platform=platform_of(device), splits_axes=splits_axes, several=several)
-
-
 def plain_ops() -> contextlib.AbstractContextManager[None]:
-    """Takes every operation's reference, so that `jax.jvp`, Hessians and prints inside work.
-
-    Under `JAX_DISABLE_JIT=1` this holds everywhere.
-    """
+    """Takes every operation's reference, so that `jax.jvp`, Hessians and prints inside work."""
     return tracing(plain=True)
 
 
@@ -77,13 +58,7 @@ def platform() -> str:
 
 
 def leaves_products_to_cublas() -> bool:
-    """Returns whether XLA_FLAGS keep XLA:GPU from products of its own, and from older cuBLAS.
-
-    `gpt2/utils/launch.py` sets the variable, which XLA reads once, when JAX starts.
-    """
-    flags = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
-
-    def is_off(name):
-        return flags.get(name, "").lower() in ("false", "0")
-
-    return is_off("--xla_gpu_enable_triton_gemm") and not is_off("--xla_gpu_enable_cublaslt")
+    """Returns whether XLA_FLAGS, as `launch` sets them, keep XLA:GPU from products of its own."""
+    flags = os.environ.get("XLA_FLAGS", "").lower().split()
+    off = {flag.partition("=")[0] for flag in flags if flag.endswith(("=false", "=0"))}
+    return "--xla_gpu_enable_triton_gemm" in off and "--xla_gpu_enable_cublaslt" not in off

@@ -6,21 +6,18 @@ products by name. All between them, such as norms and activations, is computed a
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
 
 import flax.linen as nn
-from jax.ad_checkpoint import Offloadable, Recompute, Saveable, checkpoint_name
+from jax.ad_checkpoint import Offloadable, Recompute, Saveable
 
-# The name of attention's output, and of the statistics of rows that a fused kernel's backward rule
-# reads. Linear maps name their results by the last two names of their path.
+# Attention's output, and statistics of rows that a fused kernel's backward rule reads. Linear maps
+# name their results by the last two names of their path.
 CORE_ATTENTION = "attn/core"
 # JAX names no results of cuDNN's kernel. The operation stands for them.
 _CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
-_ATTENTION = (
-    *("attn/c_attn", "attn/c_q", "attn/c_kv"),
-    *(CORE_ATTENTION, _CUDNN_ATTENTION, "attn/c_proj"),
-)
+_PRODUCTS = ("attn/c_attn", "attn/c_q", "attn/c_kv", "attn/c_proj")
+_ATTENTION = (*_PRODUCTS, CORE_ATTENTION, _CUDNN_ATTENTION)
 _MLP = ("mlp/c_fc", "mlp/c_gate", "mlp/c_proj")
 
 # `memory.remat` -> what it keeps of a block beside the block's input, if the backward pass reads
@@ -39,8 +36,7 @@ def remat(
 ) -> type[nn.Module]:
     """Returns `block`, made to recompute its activations in the backward pass.
 
-    `static` names the arguments of its `__call__` that are not arrays. `looped`: it is the body of
-    a loop.
+    `static` names its arguments that are not arrays. `looped`: it is the body of a loop.
     """
     if policy == "none":
         return block
@@ -61,16 +57,6 @@ def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, s
     """
     undone = platform == "cpu" and not looped and policy != "none"
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if undone else {}
-
-
-def named(x: Any, name: str) -> Any:
-    """Returns the array `x`, or a tree of arrays, under a name by which policies keep it."""
-    return checkpoint_name(x, name)
-
-
-def is_kept(policy: str, name: str) -> bool:
-    """Returns whether what has this name is not computed again."""
-    return policy == "none" or name in KEPT[policy]
 
 
 def is_saved(policy: str, name: str) -> bool:

@@ -1,8 +1,8 @@
 """Layers scanned or unrolled: one loop body for all layers, and the two parameter layouts.
 
 Unrolled layers keep parameters in siblings `h_0`, `h_1`, ... Scanned layers keep them in a single
-`h`, whose leaves have a leading layer axis. Scanning compiles faster, and unrolling leaves XLA more
-to fuse. A scan that is unrolled has both: blocks that XLA fuses, and few large parameters.
+`h`, whose leaves have a leading layer axis. An unrolled scan has few large parameters, and blocks
+that XLA fuses.
 """
 
 import inspect
@@ -41,8 +41,8 @@ def scan_layers(
 def report(module: nn.Module, name: str, total: jax.Array, count: jax.Array | float = 1.0) -> None:
     """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
 
-    PATH is the module's, such as `h_3/attn`. The scalars `total` and `count` add up over
-    micro-batches, devices and batches of a validation; their quotient is logged.
+    PATH is the module's, as `h_3/attn`. `total` and `count` add up over micro-batches, devices and
+    batches of a validation; their quotient is logged.
     """
     pair = jnp.float32(total), jnp.float32(count)
     module.sow(METRICS, name, pair, init_fn=lambda: None, reduce_fn=lambda _, new: new)
@@ -50,24 +50,15 @@ def report(module: nn.Module, name: str, total: jax.Array, count: jax.Array | fl
 
 def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Returns `{PATH/name: (total, count)}` of what modules `report`, layer by layer."""
-    found = {}
-    is_pair = lambda node: isinstance(node, tuple)  # noqa: E731
-    for path, pair in jax.tree_util.tree_leaves_with_path(collection, is_leaf=is_pair):
-        names = [entry.key for entry in path]
-        if "h" in names:  # stacked
-            at = names.index("h")
-            for i in range(len(pair[0])):
-                layer = "/".join([*names[:at], f"h_{i}", *names[at + 1 :]])
-                found[layer] = pair[0][i], pair[1][i]
-        else:
-            found["/".join(names)] = pair
-    return found
+    pairs = jax.tree_util.tree_leaves_with_path(
+        in_layout(collection, scanned=False), is_leaf=lambda node: isinstance(node, tuple)
+    )
+    return {"/".join(entry.key for entry in path): pair for path, pair in pairs}
 
 
 def stack_layers(tree: Any, stack: Callable = lambda *leaves: jnp.stack(leaves)) -> Any:
     """Turns unrolled layers into scanned ones, wherever a dictionary in `tree` holds them.
 
-    `tree` is parameters, or any state that contains dictionaries like them (an optimizer's);
     `stack` joins the corresponding leaves of all layers.
     """
 
@@ -77,21 +68,6 @@ def stack_layers(tree: Any, stack: Callable = lambda *leaves: jnp.stack(leaves))
         return rest | {"h": jax.tree.map(stack, *(node[k] for k in layers))}
 
     return _convert(tree, lambda node: any(_LAYER.fullmatch(k) for k in node), convert)
-
-
-def unstack_layers(
-    tree: Any, num_layers: int, take: Callable = lambda leaf, index: leaf[index]
-) -> Any:
-    """Turns scanned layers into unrolled ones: `take` gives a layer's leaf of a stacked one."""
-
-    def convert(node: dict) -> dict:
-        def layer(i: int) -> Any:
-            return jax.tree.map(lambda leaf: take(leaf, i), node["h"])
-
-        rest = {k: v for k, v in node.items() if k != "h"}
-        return rest | {f"h_{i}": layer(i) for i in range(num_layers)}
-
-    return _convert(tree, lambda node: "h" in node, convert)
 
 
 def is_scanned(tree: Any) -> bool:
@@ -106,33 +82,47 @@ def in_layout(
     stack: Callable = lambda *leaves: jnp.stack(leaves),
     take: Callable = lambda leaf, index: leaf[index],
 ) -> Any:
-    """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked."""
+    """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked.
+
+    `take` gives a layer's leaf of a stacked one; `stack` is that of `stack_layers`.
+    """
     stacked = _stacked_leaf(tree)
     if (stacked is not None) == scanned:
         return tree
-    return stack_layers(tree, stack) if scanned else unstack_layers(tree, stacked.shape[0], take)
+    if scanned:
+        return stack_layers(tree, stack)
+
+    def convert(node: dict) -> dict:
+        layers = {
+            f"h_{i}": jax.tree.map(lambda leaf, i=i: take(leaf, i), node["h"])
+            for i in range(stacked.shape[0])
+        }
+        return {k: v for k, v in node.items() if k != "h"} | layers
+
+    return _convert(tree, lambda node: "h" in node, convert)
 
 
 def find_leaf(params: dict, path: tuple[str, ...]) -> Any:
     """Returns the leaf at a path of unrolled parameters, of either layout, as `("h_3", "ln_1")`."""
-    layer = _LAYER.fullmatch(path[0])
-    index = int(layer[1]) if layer and path[0] not in params else None
-    node = params[path[0] if index is None else "h"]
-    for name in path[1:]:
-        node = node[name]
-    return node if index is None else node[index]
+    if path[0] not in params and (layer := _LAYER.fullmatch(path[0])):
+        return find_leaf(params, ("h", *path[1:]))[int(layer[1])]
+    for name in path:
+        params = params[name]
+    return params
 
 
 def _stacked_leaf(tree: Any) -> Any:
     """Returns some leaf with a layer axis, or None."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    stacked = (leaf for path, leaf in leaves if any(getattr(k, "key", None) == "h" for k in path))
-    return next(stacked, None)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if any(getattr(key, "key", None) == "h" for key in path):
+            return leaf
+    return None
 
 
 def _convert(tree: Any, holds_layers: Callable, convert: Callable) -> Any:
     def is_target(node: Any) -> bool:
         return isinstance(node, dict) and holds_layers(node)
 
-    swap = lambda node: convert(node) if is_target(node) else node  # noqa: E731
-    return jax.tree.map(swap, tree, is_leaf=is_target)
+    return jax.tree.map(
+        lambda node: convert(node) if is_target(node) else node, tree, is_leaf=is_target
+    )

@@ -1,12 +1,7 @@
-"""Numbers and tables as text for people."""
+"""Numbers as text for people."""
 
+import datetime
 import math
-import os
-import shutil
-import sys
-from collections.abc import Sequence
-
-_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def counted(number: int, noun: str) -> str:
@@ -15,16 +10,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_count(number: float) -> str:
-    """Writes a count: 950, 9,500, 12.3k, 124.4M, 9B."""
-    return format_rate(number).replace(".0", "")
-
-
-def format_rate(number: float) -> str:
-    """Writes what was measured, a zero behind the point too: 950, 9,500, 12.3k, 31.0k."""
+    """Writes a count or rate: 950, 9,500, 12.3k, 124.4M, 9B."""
     if abs(number) < 1e4:
         return f"{number:,.0f}"
-    size, unit = next(pair for pair in _UNITS if abs(number) >= pair[0])
-    return f"{number / size:.1f}{unit}"
+    power = min(int(math.log10(abs(number))) // 3, 5)
+    return f"{number / 1000**power:.1f}".removesuffix(".0") + " kMBTP"[power]
 
 
 def format_bytes(number: float) -> str:
@@ -37,33 +27,5 @@ def format_bytes(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Writes a duration in its two leading units: 42s, 1m 23s, 2h 05m, 3d 04h."""
-    if not math.isfinite(seconds):
-        return "?"
-    seconds = round(seconds)
-    for size, unit, part_size, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
-        if seconds >= size:
-            return f"{seconds // size}{unit} {seconds % size // part_size:02d}{part}"
-    return f"{seconds // 60}m {seconds % 60:02d}s" if seconds >= 60 else f"{seconds}s"
-
-
-def on_terminal() -> bool:
-    """Returns whether standard output is a terminal that can redraw its lines."""
-    return bool(sys.stdout and sys.stdout.isatty()) and os.environ.get("TERM") != "dumb"
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as aligned columns, cells folded where a terminal is narrower."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    for _ in rows[0]:
-        table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    width = shutil.get_terminal_size().columns if on_terminal() else 10_000
-    console = Console(width=width, color_system=None, markup=False, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    """Writes a duration: 0:01:23, `1 day, 4:05:00`."""
+    return str(datetime.timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "?"
