@@ -15,14 +15,10 @@ WORTH_NAMING = 0.02  # share of a step
 _TOP = 15
 # What devices wait for between steps -> what helps.
 _HELP = {
-    SYNC: "The devices wait for the host, which has waited for the step just begun: read results "
-    "a step later, as `gpt2/telemetry/reporter.py` does, or less often.",
-    LOADER: "The devices wait for the next batch: keep the prepared corpus on a faster disk, or do "
-    "less in what reads it.",
-    PYTHON: "The host needs longer between two steps than the devices for one: do it less often, "
-    "or in another thread.",
-    LAUNCH: "The next step was ready, and the runtime had not begun it: make steps longer, with "
-    "more sequences in a batch.",
+    SYNC: "Read results a step later, as `gpt2/telemetry/reporter.py` does, or less often.",
+    LOADER: "Keep the prepared corpus on a faster disk, or do less in what reads it.",
+    PYTHON: "Do it less often, or in another thread.",
+    LAUNCH: "Make steps longer, with more sequences in a batch.",
 }
 
 
