@@ -6,10 +6,7 @@ from gpt2.telemetry.metrics import read_metrics
 
 
 def plot_losses(metrics_jsonl: Path | str, png: Path | str, title: str = "") -> None:
-    """Draws the training and validation loss of a run over its steps, if there are any.
-
-    The training loss is drawn twice: each logged value, faint, and a moving average.
-    """
+    """Draws validation loss, training loss (faint) and its moving average over a run's steps."""
     import pandas as pd
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 

@@ -128,22 +128,23 @@ class Reporter:
 class Watchdog(Writer):
     """Ends a process whose steps stop coming, with the stacks of its threads.
 
-    A step may take `least_seconds` (0: any time) and ten times as long as the one before. Time in
-    which the process was stopped does not count: a thread counts its looks.
+    A step may take `least_seconds` (0: any time) and ten times as long as those just before. Time
+    in which the process was stopped does not count: a thread counts its looks.
     """
 
     EXIT_CODE = 4
 
     def __init__(self, clock: StepClock, least_seconds: float, end: Callable = os._exit):
         self._clock, self._least, self._end = clock, least_seconds, end
-        self._quiet, self._allowed = 0.0, 1800.0  # other processes may still compile
+        self._quiet, self._allowed = 0.0, math.nan
         self._closed = threading.Event()
         if least_seconds:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def step(self, step: int) -> None:
         """Hears that a step came."""
-        self._quiet, self._allowed = 0.0, 10 * self._quiet
+        # One that seems short, since the host was late, is no measure of the next.
+        self._quiet, self._allowed = 0.0, max(10 * self._quiet, 0.9 * self._allowed)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -154,7 +155,8 @@ class Watchdog(Writer):
         while not self._closed.wait(pause):
             if self._clock.current in ("step", "data wait"):  # where steps should end
                 self._quiet += pause
-            if self._quiet > max(self._least, self._allowed):
+            allowed = 1800.0 if math.isnan(self._allowed) else self._allowed  # others may compile
+            if self._quiet > max(self._least, allowed):
                 faulthandler.dump_traceback(sys.stderr)
                 tell("error: the run hangs: no step came in time; the same command continues")
                 return self._end(self.EXIT_CODE)
