@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpt2.config import Config
+from gpt2.model import resolve_attention
 from gpt2.ops import Scoring, attention
-from gpt2.training.program import resolve_attention
 
 TIMES = 3.0
 BLOCKS = 8  # of a row
@@ -30,7 +30,7 @@ def check_attention(config: Config) -> Iterator[dict[str, Any]]:
     and grouped heads. At most eight sequences.
     """
     model, compute = config.model, config.precision.compute
-    name = resolve_attention(config, jax.devices()[0])
+    name = resolve_attention(config.with_vocabulary(1).gpt(), jax.devices()[0])
     dtype = compute.replace("float32", "bfloat16")
     N, window = model.num_heads, model.window or model.context_length // 4
     shape = (min(config.micro_batch_size, 8), model.context_length, N, model.head_size)

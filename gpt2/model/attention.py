@@ -15,7 +15,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.layers import Embedding, Linear, Mix, Norm
 from gpt2.ops import Scoring, alibi_slopes, attention, attention_cached, resolve, rotate
 from gpt2.parallel.rules import constrain, map_devices
-from gpt2.utils.platform import platform
+from gpt2.utils.platform import platform, platform_of
 
 
 class LayerInputs(struct.PyTreeNode):
@@ -204,3 +204,10 @@ def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     return jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice_in_dim(c, n, s, axis=1))(
         cache, jnp.swapaxes(new, 1, 2), start
     )
+
+
+def resolve_attention(cfg: GPTConfig, device: jax.Device) -> str:
+    """Returns the implementation of attention that a model takes on a device."""
+    scoring = Scoring(window=cfg.window, softcap=cfg.attention_softcap)
+    shape = platform_of(device), cfg.compute_dtype, cfg.context_length, cfg.head_size
+    return resolve(cfg.attention, *shape, scoring=scoring, alibi=cfg.position == "alibi")

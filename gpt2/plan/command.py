@@ -10,7 +10,6 @@ from absl import flags
 
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, leave_at_interrupt, tell
-from gpt2.model import num_params
 from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.drawing import visualize
@@ -96,7 +95,7 @@ def _print(plan: Plan, kind: str) -> None:
         "plan": {
             "devices": f"{program.backend.mesh.size} ({kind})",
             "layout": program.backend.layout,
-            "parameters": f"{num_params(program.state_shapes.params):,}",
+            "parameters": f"{program.num_params:,}",
             "tokens per step": f"{config.tokens_per_step:,}",
             "FLOPs per step": format_count(flops),
             "compiled in": f"{plan.compile_seconds:.1f} s",

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
+from gpt2.utils.platform import jit_is_off
 
 
 class RecompileError(RuntimeError):
@@ -20,7 +20,7 @@ class CompiledStep:
     def __init__(self, name: str, compiled: Any, seconds: float):
         self.name, self.compile_seconds, self._compiled = name, seconds, compiled
         self.peak_bytes = 0  # where the platform does not say
-        if not jax.config.jax_disable_jit and (sizes := compiled.memory_analysis()):
+        if not jit_is_off() and (sizes := compiled.memory_analysis()):
             kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
             kept -= sizes.alias_size_in_bytes  # outputs that take the place of donated arguments
             self.peak_bytes = kept + sizes.temp_size_in_bytes
@@ -30,7 +30,7 @@ class CompiledStep:
         try:
             return self._compiled(*arguments)
         except (TypeError, ValueError) as error:  # raised before it runs or takes a donation
-            if jax.config.jax_disable_jit:
+            if jit_is_off():
                 raise
             raise RecompileError(f"{self.name} would be compiled again. {error}") from error
 
@@ -44,8 +44,7 @@ def compile_once(
 ) -> CompiledStep:
     """Compiles a jitted or pmapped function for these arguments or shapes, with options of XLA."""
     began = time.perf_counter()
-    compiled = function  # what people debug with prints runs operation by operation
-    if not jax.config.jax_disable_jit:
-        compiled = function.lower(*arguments).compile(dict(options or {}))
+    lowered = None if jit_is_off() else function.lower(*arguments)
+    compiled = lowered.compile(dict(options or {})) if lowered else function
     name = name or getattr(function, "__name__", "function")
     return CompiledStep(name, compiled, time.perf_counter() - began)

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from gpt2.config import Config
-from gpt2.model import GPT, num_params
-from gpt2.ops import Scoring, resolve
+from gpt2.model import GPT, num_params, resolve_attention
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend
 from gpt2.parallel.mesh import check_layout, mesh_sizes
@@ -75,7 +74,7 @@ class Program:
         sizes = dict(num_steps=config.train.num_steps, width_ratio=config.model.width_ratio)
         chain = optimizer(config.optim, rates, **sizes)
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
-        resolve_attention(config, devices[0])
+        resolve_attention(gpt.config, devices[0])
         backend = make_backend(
             config.parallel,
             gpt.logical_axes(),
@@ -128,9 +127,14 @@ class Program:
         return self.backend.batch_shapes(shape, names)
 
     @property
+    def num_params(self) -> int:
+        """How many parameters there are."""
+        return num_params(self.state_shapes.params)
+
+    @property
     def attention(self) -> str:
         """The implementation of attention in use, as text for people."""
-        name = resolve_attention(self.config, self.backend.mesh.devices.flat[0])
+        name = resolve_attention(self.model.config, self.backend.mesh.devices.flat[0])
         dropout = self.config.model.dropout
         return f"{name} (reference in training, for its dropout)" if dropout else name
 
@@ -145,7 +149,7 @@ class Program:
         micro = f" in {train.accumulate_steps} micro-batches" * (train.accumulate_steps > 1)
         device, used = self.backend.mesh.devices.flat[0], train_step.peak_bytes
         rows = {
-            "model": f"{format_count(num_params(self.state_shapes.params))} parameters, {layers}, "
+            "model": f"{format_count(self.num_params)} parameters, {layers}, "
             f"{model.num_heads} heads, {model.embed_dim} wide, context {model.context_length}",
             "compute": f"{config.precision.compute}, attention {self.attention}{remat}",
             "data": f"{config.data.corpus}, {config.data.tokenizer} ({model.vocab_size:,} tokens)",
@@ -214,11 +218,3 @@ def choose_gather(config: Config, devices: Sequence[jax.Device], num_params: int
     name = board_name(devices[0].device_kind)
     needed = 8 * num_params / sizes["tensor"]
     return "layer" if name and needed > 0.5 * 1e9 * BOARDS[name].memory else "step"
-
-
-def resolve_attention(config: Config, device: jax.Device) -> str:
-    """Returns the implementation of attention that a config takes on a device."""
-    model = config.model
-    scoring = Scoring(window=model.window, softcap=model.attention_softcap)
-    shape = platform_of(device), config.precision.compute, model.context_length, model.head_size
-    return resolve(model.attention, *shape, scoring=scoring, alibi=model.position == "alibi")

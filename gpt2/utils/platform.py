@@ -26,10 +26,15 @@ class Target:
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
 
 
+def jit_is_off() -> bool:
+    """Returns whether JAX_DISABLE_JIT=1: people then debug with prints, operation by operation."""
+    return jax.config.jax_disable_jit  # type: ignore[attr-defined]
+
+
 def target() -> Target:
     """Returns what the current trace is for."""
     found = _target.get() or Target(jax.default_backend())
-    return dataclasses.replace(found, plain=found.plain or jax.config.jax_disable_jit)
+    return dataclasses.replace(found, plain=found.plain or jit_is_off())
 
 
 @contextlib.contextmanager
