@@ -166,6 +166,7 @@ def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
     assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 1]
 
 
+@pytest.mark.thorough
 def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
     program = make_program(skip_bad_steps=3, skip_outliers=6.0)
     whole, metrics = train(program, range(6), {1, 2, 3})

@@ -242,7 +242,19 @@ def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
         hf.load(directory)
 
 
-@pytest.mark.parametrize("name", [*peer.SMALL, BIG])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tied",
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in peer.SMALL[1:]
+            if name != "llama"
+        ),
+        BIG,
+    ],
+)
 def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     source, workdir = peer.write_model(tmp_path / "source", name), tmp_path / "run"
     save_tokenizer(source, peer.characters(peer.CONFIGS[name]["vocab_size"]), 96)

@@ -151,7 +151,8 @@ def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
         assert difference(result, step) < TOLERANCE
 
 
-@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=thorough)])
+@thorough
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_the_variants_of_other_platforms_train_alike_in_shards(monkeypatch, reference, platform):
     monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: platform)
     for layout in ("data 2 x fsdp 2 x tensor 2 by layer", "fsdp 8 by layer"):

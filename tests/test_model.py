@@ -126,7 +126,9 @@ def test_too_many_tokens_are_refused():
         logits_of(SMALL, init(SMALL), tokens_of(0, length=17))
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu_squared"])
+@pytest.mark.parametrize(
+    "activation", ["gelu_tanh", pytest.param("relu_squared", marks=pytest.mark.thorough)]
+)
 def test_plain_operations_have_forward_derivatives_and_the_same_gradients(activation):
     config = replaced(attention="blocked", activation=activation)
     params, tokens = init(config), tokens_of(1)

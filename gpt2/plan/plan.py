@@ -13,18 +13,16 @@ from collections.abc import Sequence
 
 import jax
 
-from gpt2.config import Config, tokens_by_name
+from gpt2.config import Config, GPTConfig, tokens_by_name
 from gpt2.parallel import state_bytes
 from gpt2.plan.collectives import Collective, collectives
 from gpt2.telemetry.chips import BOARDS
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
+from gpt2.utils.remat import CORE_ATTENTION, KEPT
 
 # The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
-# The share of a step's products that a policy computes again: the forward pass is a third, and MLPs
-# are two thirds of it.
-RECOMPUTED = {"full": 1 / 3, "attention": 2 / 9, "mlp": 1 / 9}
 
 
 class OutOfMemory(Exception):
@@ -96,9 +94,27 @@ def compile_plan(program: Program) -> Plan:
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
     """Returns the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
-    recomputed = 1 + RECOMPUTED.get(config.memory.remat, 0.0)
-    flops = config.tokens_per_step * model_flops_per_token(config.gpt()) * recomputed / num_devices
+    cfg = config.gpt()
+    per_token = model_flops_per_token(cfg) + recomputed_flops_per_token(cfg)
+    flops = config.tokens_per_step * per_token / num_devices
     return flops / (ATTAINABLE * BOARDS[board].peak_flops(config.precision.compute))
+
+
+def recomputed_flops_per_token(cfg: GPTConfig) -> float:
+    """Returns the FLOPs of the products that `memory.remat` computes twice for one token."""
+    if cfg.remat == "none":
+        return 0.0
+    width, reads_sum = cfg.embed_dim, cfg.norm_position != "pre"  # a norm reads what a branch adds
+    seen = [window or cfg.context_length for window in cfg.windows]
+    flops = {
+        "attn/c_attn": 2 * width * (width + 2 * cfg.kv_heads * cfg.head_size),
+        "attn/c_proj": 2 * width * width if reads_sum or not cfg.parallel_block else 0,
+        "mlp/c_fc": 2 * width * cfg.hidden_dim * (2 if cfg.is_gated else 1),
+        "mlp/c_proj": 2 * width * cfg.hidden_dim if reads_sum else 0,
+        CORE_ATTENTION: 4 * width * sum(seen) / cfg.num_layers,
+    }
+    again = (n for name, n in flops.items() if name not in KEPT[cfg.remat])
+    return cfg.num_layers * float(sum(again))
 
 
 def usable_memory(board: str) -> float:

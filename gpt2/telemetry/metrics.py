@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,9 +29,10 @@ class MetricsFile(Writer):
         # The newest records, from the byte of the file on where they belong. The last one may grow.
         self._start, self._records = 0, list[dict[str, Any]]()
         end = 0
-        for start, stop, record in _records(path):
+        for start, stop, record in _backwards(path):
             if record["step"] <= resume_step:
                 self._start, end, self._records = start, stop, [record]
+                break
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.truncate(self._file, end)
 
@@ -73,24 +75,28 @@ class MetricsFile(Writer):
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Returns one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
-    return [record for _, _, record in _records(Path(path))]
+    return [record for _, _, record in _backwards(Path(path))][::-1]
 
 
 def seconds_taken(path: Path | str, up_to: int) -> float:
     """Returns `perf/total_seconds` of the newest step up to `up_to` that a metrics.jsonl tells."""
-    known = (line for line in read_metrics(path) if line["step"] <= up_to)
-    return max((line.get("perf/total_seconds") or 0.0 for line in known), default=0.0)
+    lines = (record for _, _, record in _backwards(Path(path)) if record["step"] <= up_to)
+    return next((s for line in lines if (s := line.get("perf/total_seconds"))), 0.0)
 
 
-def _records(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yields start, end and record of each line, a torn or bad one skipped."""
-    end = 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        start, end = end, end + len(line)
-        with contextlib.suppress(ValueError):
-            record = json.loads(line) if line.endswith(b"\n") else None
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield start, end, record
+def _backwards(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yields start, end and record of each line from the last one on, a torn or bad one skipped."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = data.rfind(b"\n") + 1
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            with contextlib.suppress(ValueError):
+                record = json.loads(data[start:end])
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    yield start, end, record
+            end = start
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
