@@ -28,7 +28,7 @@ from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Deadline, StopSignal, check_layout, distributed, gather_whole
 from gpt2.profile import Profiler
-from gpt2.telemetry import Reporter, StepClock, plot_losses
+from gpt2.telemetry import Reporter, StepClock, plot_losses, timed
 from gpt2.training import Batches, Checkpointer, Diagnosis, Program, TrainState, next_token_loss
 from gpt2.training import workdir as folder
 
@@ -111,8 +111,7 @@ def train(
     clock = StepClock.for_run(config, workdir, start)
 
     # Compile once, while the devices still draw the weights: another shape is an error later.
-    distributed.only_first(tell)("compiling the steps", sys.stdout)
-    with clock.phase("compile"):
+    with clock.phase("compile"), timed("compiling the steps"):
         batch, eval_batch = batches.examples()
         train_step = program.compile_train(state, batch)
         watch = program.compile_watch(state, batch)

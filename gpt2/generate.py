@@ -77,19 +77,12 @@ class Sampling:
 
 
 class _State(struct.PyTreeNode):
-    """What the sampling loop carries.
+    """What the sampling loop carries."""
 
-    Attributes:
-        step: int32 scalar, tokens drawn so far for each sequence.
-        tokens: [B, S] int32, those tokens.
-        ended: [B] bool.
-        keys: [B], one stream of random numbers a sequence.
-    """
-
-    step: jax.Array
-    tokens: jax.Array
-    ended: jax.Array
-    keys: jax.Array
+    step: jax.Array  # int32 scalar, tokens drawn so far for each sequence
+    tokens: jax.Array  # [B, S] int32, those tokens
+    ended: jax.Array  # [B] bool
+    keys: jax.Array  # [B], one stream of random numbers a sequence
     cache: KVCache
 
 

@@ -14,17 +14,10 @@ MOST_AHEAD = 32
 def validate(
     eval_step: Callable, params: Any, batches: Iterable[Any], targets_per_byte: float | None
 ) -> dict[str, float]:
-    """Scores every target of `batches`.
+    """Scores every target of `batches`, which are on the devices already.
 
-    Args:
-        eval_step: compiled, `(params, batch) -> {name: (sum, count)}`.
-        params: of the model.
-        batches: on the devices already.
-        targets_per_byte: tokens to predict for each UTF-8 byte of the scored text; None if unknown.
-
-    Returns:
-        `eval/NAME` for all that is summed, `eval/loss` (nats per token) among it,
-        `eval/perplexity` (per token) and, if `targets_per_byte` is given, `eval/bits_per_byte`.
+    Returns `eval/NAME` for all that `eval_step` sums, `eval/loss` (nats per token) among it,
+    `eval/perplexity`, and `eval/bits_per_byte` if the tokens to predict for each byte are known.
     """
     # Nothing is fetched before the last batch is dispatched.
     sums: list[Any] = []

@@ -31,17 +31,11 @@ class OutOfMemory(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one training step takes.
-
-    Attributes:
-        memory: bytes per device of parameters, optimizer, gradients, and activations with all else
-            that the step holds, such as gathered parameters.
-        text: the compiled step, as HLO.
-    """
+    """What one training step takes."""
 
     program: Program
-    memory: dict[str, int]
-    text: str
+    memory: dict[str, int]  # bytes per device; activations stand for all else that it holds
+    text: str  # of the compiled step, as HLO
     collectives: list[Collective]
     compile_seconds: float
 

@@ -4,7 +4,8 @@ Nothing heavy is imported here: matplotlib, tensorboardX, wandb and rich load wh
 """
 
 from gpt2.telemetry.plots import plot_losses
+from gpt2.telemetry.progress import timed
 from gpt2.telemetry.reporter import Reporter
 from gpt2.telemetry.throughput import StepClock
 
-__all__ = ["Reporter", "StepClock", "plot_losses"]
+__all__ = ["Reporter", "StepClock", "plot_losses", "timed"]

@@ -4,7 +4,10 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import jax
 
 from gpt2.errors import tell, unheard
 from gpt2.telemetry.writers import Writer
@@ -29,6 +32,22 @@ def _format(metrics: Mapping[str, float], names: Iterable[str] = _SHOWN) -> str:
     return " | ".join(_SHOWN[name](metrics[name]) for name in names if name in metrics)
 
 
+def timed(text: str) -> AbstractContextManager:
+    """Shows what goes on, and on a terminal for how long; in the first process alone."""
+    from rich.progress import Progress as Shown
+    from rich.progress import TextColumn, TimeElapsedColumn
+
+    if jax.process_index() or not _on_terminal():
+        return nullcontext(jax.process_index() or tell(text, sys.stdout))
+    shown = Shown(TextColumn(text), TimeElapsedColumn(), transient=True)
+    shown.add_task("", total=None)
+    return shown
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
 class Progress(Writer):
     """Shows how far a run is: a bar with the newest figures, and a line for each validation above.
 
@@ -37,8 +56,7 @@ class Progress(Writer):
 
     def __init__(self, total: int, start: int = 0):
         self._total, self._start, self._began = total, start, time.perf_counter()
-        on_terminal = sys.stdout and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self._bar = self._make_bar() if on_terminal else None
+        self._bar = self._make_bar() if _on_terminal() else None
 
     def _make_bar(self) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
