@@ -37,8 +37,11 @@ def timed(text: str) -> AbstractContextManager:
     from rich.progress import Progress as Shown
     from rich.progress import TextColumn, TimeElapsedColumn
 
-    if jax.process_index() or not _on_terminal():
-        return nullcontext(jax.process_index() or tell(text, sys.stdout))
+    if jax.process_index() > 0:
+        return nullcontext()
+    if not _on_terminal():
+        tell(text, sys.stdout)
+        return nullcontext()
     shown = Shown(TextColumn(text), TimeElapsedColumn(), transient=True)
     shown.add_task("", total=None)
     return shown
