@@ -121,8 +121,9 @@ def train(
 
     def score(num_batches: int = 0) -> dict[str, float]:
         """Scores the newest state, which is never saved if it has diverged."""
-        with clock.phase("validation"), batches.validation(num_batches) as held_out:
-            scores = validate(eval_step, state.eval_params, held_out, batches.targets_per_byte)
+        held_out, per_byte = batches.validation(num_batches), batches.targets_per_byte
+        with clock.phase("validation"):
+            scores = validate(eval_step, state.eval_params, held_out, per_byte)
         if not math.isfinite(scores["eval/loss"]):
             raise DivergedError(step, "the validation loss is", before=False)
         return scores

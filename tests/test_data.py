@@ -41,9 +41,7 @@ def make(tmp_path):
 
     def make(corpus, tokenizer="byte", val_fraction=0.1, data_dir=tmp_path / "prepared"):
         options = dict(corpus=corpus, tokenizer=tokenizer, data_dir=str(data_dir))
-        return prepare.prepare(
-            DataConfig(**options, val_fraction=val_fraction), show_progress=False
-        )
+        return prepare.prepare(DataConfig(**options, val_fraction=val_fraction))
 
     return make
 
@@ -231,7 +229,7 @@ def _prepare_slowly(data_dir, started):
 
     tokens.TokenWriter.append = append_and_stop
     data = DataConfig(corpus="synthetic", tokenizer="byte", data_dir=data_dir, val_fraction=0.1)
-    prepare.prepare(data, show_progress=False)
+    prepare.prepare(data)
 
 
 def test_killed_preparation_is_never_used_and_cleaned_up(tmp_path, make):

@@ -23,7 +23,7 @@ def make(tmp_path):
         data = DataConfig(
             corpus=corpus, tokenizer=tokenizer, val_fraction=val_fraction, data_dir=data_dir
         )
-        return prepare.prepare(data, show_progress=False)
+        return prepare.prepare(data)
 
     return make
 

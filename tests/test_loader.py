@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpt2.data import dataset as prepare
-from gpt2.data.loader import Prefetcher, TrainLoader, ValidationLoader
+from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.tokens import TokenWriter
 from gpt2.errors import UserError
 
@@ -148,36 +148,31 @@ def test_document_mask_without_documents_is_refused(make):
 
 
 def test_prefetch_yields_every_step_in_order():
-    batches = Prefetcher(lambda step: {"x": step}, range(3, 20), lambda batch: batch["x"] * 10)
+    batches = prefetch(lambda step: step * 10, range(3, 20))
     assert list(batches) == [10 * step for step in range(3, 20)]
     assert list(batches) == []
 
 
 def test_prefetch_works_ahead_and_no_further():
     made = []
-    batches = Prefetcher(lambda step: made.append(step) or step, range(100), lambda b: b, depth=2)
+    batches = prefetch(lambda step: made.append(step) or step, range(100), ahead=2)
     assert next(batches) == 0
     deadline = time.perf_counter() + 10
-    while len(made) < 4 and time.perf_counter() < deadline:
+    while len(made) < 3 and time.perf_counter() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
-    assert len(made) == 4  # one taken, two ready, one in hand
+    assert len(made) == 3
     batches.close()
+    assert list(batches) == []
 
 
-@pytest.mark.parametrize("place", ["get_batch", "put", "steps"])
-def test_errors_while_prefetching_reach_the_consumer(place):
-    def fail(step):
+def test_errors_while_prefetching_reach_the_consumer():
+    def make(step):
         if step == 2:
             raise ValueError("broken record")
         return step
 
-    steps = map(fail, range(5)) if place == "steps" else range(5)
-    batches = Prefetcher(
-        fail if place == "get_batch" else lambda s: s,
-        steps,
-        fail if place == "put" else lambda b: b,
-    )
+    batches = prefetch(make, range(5))
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(ValueError, match="broken record"):
         next(batches)

@@ -174,10 +174,10 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
 
 SLOW_STEPS = """
 import time
-from gpt2.training.batches import Batches
+from gpt2.data.loader import TrainLoader
 
-batch = Batches._train_batch
-Batches._train_batch = lambda self, step: time.sleep(0.5) or batch(self, step)
+batch = TrainLoader.batch
+TrainLoader.batch = lambda self, *which: time.sleep(0.5) or batch(self, *which)
 """
 
 

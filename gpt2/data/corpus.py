@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import random
+import socket
 import sys
 import sysconfig
 import zlib
@@ -252,28 +253,19 @@ def _tfds(argument: str) -> Corpus:
         try:
             builder = tfds.builder(name, file_format="array_record")
             if not builder.is_prepared():
-                _require_server("storage.googleapis.com", f"tfds:{name}")
+                # Without a network TFDS would try for minutes.
+                socket.create_connection(("storage.googleapis.com", 443), timeout=5).close()
                 builder.download_and_prepare()
             for record in builder.as_data_source(split="train"):
                 text = record[feature]
                 yield text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-        except (tfds.core.DatasetNotFoundError, KeyError) as error:
-            raise UserError(f"tfds:{argument} is not there ({error})", "Check the name") from error
+        except (tfds.core.DatasetNotFoundError, KeyError, OSError) as error:
+            raise UserError(
+                f"tfds:{argument} cannot be read ({type(error).__name__}: {error})",
+                "Check name and network; --config.data.corpus=pystdlib needs none",
+            ) from error
 
     return Corpus(f"tfds-{name}-{feature}", documents)
-
-
-def _require_server(host: str, corpus: str) -> None:
-    """Raises a UserError within seconds where TFDS would try for minutes."""
-    import socket
-
-    try:
-        socket.create_connection((host, 443), timeout=5).close()
-    except OSError as error:
-        raise UserError(
-            f"{corpus} is neither prepared nor reachable ({error})",
-            "Check the network; --config.data.corpus=pystdlib needs none",
-        ) from error
 
 
 # Prefix -> how to write it, and what opens it. tokens.py opens ready tokens: no documents.

@@ -69,23 +69,13 @@ class Dataset:
         }
 
 
-def read_data(path: Path) -> dict | None:
-    """Returns what a run's data.json tells of its text, None if it is missing or damaged."""
-    return files.read_sealed(path)
-
-
-def differing_data(saved: dict, found: dict) -> set[str]:
-    """Returns in what two texts differ, as far as both descriptions tell."""
-    return {name for name in saved if saved[name] != found.get(name, saved[name])}
-
-
 def data_root(data_dir: str) -> Path:
     """Returns where prepared corpora lie: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
     chosen = data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
     return Path(chosen).expanduser().absolute()
 
 
-def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
+def prepare(data: DataConfig) -> Dataset:
     """Returns the prepared corpus of a config, and prepares it first if it is not prepared yet."""
     corpus = _open_source(data)
     parts = [FORMAT, corpus.fingerprint, tokenizers.check_spec(data.tokenizer), data.val_fraction]
@@ -99,9 +89,8 @@ def prepare(data: DataConfig, *, show_progress: bool = True) -> Dataset:
                 if (damage := _find_damage(directory)) is not None:
                     if damage:
                         warn(f"{directory} is damaged ({damage}), and is prepared anew")
-                    if show_progress:
-                        tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
-                    _write(directory, corpus, data, show_progress)
+                    tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
+                    _write(directory, corpus, data)
         except OSError as error:
             raise UserError(
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",
@@ -138,9 +127,7 @@ def _load(directory: Path) -> Dataset:
     )
 
 
-def _write(
-    directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, show_progress: bool
-) -> None:
+def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig) -> None:
     """Prepares into a directory of its own and renames it to its place."""
     partial = directory.with_name(f".{directory.name}.partial")
     old = directory.with_name(f".{directory.name}.old")
@@ -154,7 +141,7 @@ def _write(
             # A token takes two bytes and stands for a byte of text or more.
             if (free := shutil.disk_usage(partial).free) < 2 * corpus.num_bytes:
                 raise OSError(f"{2 * corpus.num_bytes:,} bytes are needed, and {free:,} are free")
-            facts = write_splits(corpus, data, partial, show_progress)
+            facts = write_splits(corpus, data, partial)
         if _open_source(data).fingerprint != corpus.fingerprint:
             what = f"the text that data.corpus={data.corpus} names has changed while it was read"
             raise UserError(what, "Repeat the command")

@@ -1,6 +1,5 @@
 """Documents -> training and validation tokens, encoded in parallel, never all in memory."""
 
-import contextlib
 import hashlib
 import io
 import itertools
@@ -16,7 +15,7 @@ from typing import TextIO
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
@@ -40,7 +39,7 @@ class Part:
     starts_document: bool
 
 
-def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progress: bool) -> dict:
+def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
     """Writes the tokenizer and the tokens of both splits; returns what `prepared.json` tells.
 
     If there are several documents, each gets an end-of-text token before it. A hash of its content
@@ -50,7 +49,8 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, show_progres
     many_documents, parts = split_documents(corpus, data)
     totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0) for s in SPLITS}
     compressor, num_compressed = zlib.compressobj(9), 0
-    with _progress_bar(show_progress) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"reading {data.corpus} for {data.tokenizer}", total=None)
         every_split = data.tokenizer == "char"
         texts = (p.text for p in parts() if every_split or p.split == "train")
@@ -90,7 +90,7 @@ def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[]
     """Returns whether there are several documents, and what iterates over their parts."""
 
     def documents() -> Iterator[Document]:
-        return filter(_size, corpus.documents())
+        return (each for each in corpus.documents() if any(read_parts(each)))
 
     first = list(itertools.islice(documents(), 2))
     if not first:
@@ -164,21 +164,14 @@ def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield group
 
 
-def _size(document: Document) -> int:
-    if isinstance(document, Path):
-        with reading(document):
-            return document.stat().st_size
-    return len(document.encode("utf-8"))
-
-
-def _position(document: Document) -> float:
-    """Returns a number in [0, 1) that depends on the document's content and on nothing else."""
-    if isinstance(document, Path):
-        with reading(document), open(document, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
-    else:
-        digest = hashlib.sha256(document.encode("utf-8")).digest()
-    return int.from_bytes(digest[:6]) / 2**48
+def _measure(document: Document) -> tuple[float, int]:
+    """Returns a number in [0, 1) that depends on a document's content alone, and its bytes."""
+    digest, size = hashlib.sha256(), 0
+    for text in read_parts(document):
+        content = text.encode("utf-8")
+        digest.update(content)
+        size += len(content)
+    return int.from_bytes(digest.digest()[:6]) / 2**48, size
 
 
 def _weigh(documents: Iterable[Document], val_fraction: float) -> set[float]:
@@ -189,8 +182,8 @@ def _weigh(documents: Iterable[Document], val_fraction: float) -> set[float]:
     """
     sizes: dict[float, int] = {}
     for document in documents:
-        position = _position(document)
-        sizes[position] = sizes.get(position, 0) + _size(document)
+        position, size = _measure(document)
+        sizes[position] = sizes.get(position, 0) + size
     left, chosen = val_fraction * sum(sizes.values()), set()
     for position in sorted(sizes):
         if sizes[position] <= left:
@@ -203,7 +196,7 @@ def _assign_documents(
     documents: Iterable[Document], is_validation: Callable[[float], bool]
 ) -> Iterator[Part]:
     for document in documents:
-        split = "validation" if is_validation(_position(document)) else "train"
+        split = "validation" if is_validation(_measure(document)[0]) else "train"
         for number, text in enumerate(read_parts(document)):
             yield Part(split, text, starts_document=number == 0)
 
@@ -219,17 +212,3 @@ def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:
         if text[cut:]:
             yield Part("validation", text[cut:], starts_document=position <= num_train)
         position += len(text)
-
-
-@contextlib.contextmanager
-def _progress_bar(show: bool) -> Iterator[Progress]:
-    """Draws progress on standard error, if that is a terminal."""
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(
-        *(TextColumn("{task.description}"), BarColumn(), *times),
-        console=console,
-        transient=True,
-        disable=not (show and console.is_terminal),
-    ) as bar:
-        yield bar

@@ -4,13 +4,14 @@ Every tokenizer maps ordinary text only: the characters `<|endoftext|>` in a doc
 end-of-text token enters a token stream only where documents are joined.
 """
 
+import abc
 import hashlib
 import importlib.util
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -34,49 +35,32 @@ GPT2_END_OF_TEXT = 50256
 NAMES = ("gpt2", "byte", "char")
 
 
-class Tokenizer(Protocol):
-    """What every tokenizer offers."""
+class Tokenizer(abc.ABC):
+    """Text to token ids and back."""
 
-    @property
-    def name(self) -> str:
-        """What people call it."""
+    name: str  # what people call it
+    vocab_size: int
+    eot: int | None  # the end-of-text token; None: the vocabulary has none
+    _saved: dict[str, Any]  # the JSON that `save` writes and `load` reads
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens."""
-
-    @property
-    def eot(self) -> int | None:
-        """The end-of-text token; None: the vocabulary has none."""
-
+    @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
 
+    @abc.abstractmethod
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """Returns the UTF-8 bytes that the token ids stand for."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD."""
-
-    def save(self, path: Path) -> None:
-        """Writes the tokenizer as one JSON file that `load` reads."""
-
-
-class _Saving:
-    _saved: dict[str, Any]
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, path: Path) -> None:
         """Writes the tokenizer as one JSON file that `load` reads, completely or not at all."""
         files.write_text(path, json.dumps(self._saved))
 
 
-class _ByteTokens(_Saving):
-    def decode(self: Tokenizer, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-
-class ByteTokenizer(_ByteTokens):
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes, then the end-of-text token."""
 
     name = "byte"
@@ -93,7 +77,7 @@ class ByteTokenizer(_ByteTokens):
         return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
 
 
-class CharTokenizer(_ByteTokens):
+class CharTokenizer(Tokenizer):
     """One token for each distinct character, in order of code point.
 
     With `has_eot` an end-of-text token comes after them; a corpus of a single text needs none.
@@ -127,7 +111,7 @@ class CharTokenizer(_ByteTokens):
         return "".join(texts).encode("utf-8")
 
 
-class BytePairTokenizer(_ByteTokens):
+class BytePairTokenizer(Tokenizer):
     """Byte-level byte-pair encoding with GPT-2's pattern, by tiktoken.
 
     `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
@@ -151,7 +135,7 @@ class BytePairTokenizer(_ByteTokens):
         return self._encoding.decode_bytes([int(i) for i in ids])
 
 
-class HuggingFaceTokenizer(_Saving):
+class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json, by the `tokenizers` library."""
 
     def __init__(self, tree: dict[str, Any], name: str):

@@ -83,7 +83,6 @@ class ReadyTokens:
 
     fingerprint: str  # differs whenever the tokens may differ
     shards: dict[str, list[Shard]]  # of each split
-    by_share: bool  # whether `val_fraction` divides them; if not, their names do
 
 
 def open_ready_tokens(data: DataConfig) -> ReadyTokens:
@@ -101,13 +100,12 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
     shards = {p: _tokens_in(p) for p in files}
     validation = [shards[p] for p in files if VALIDATION.search(p.name)]
     train = [shards[p] for p in files if not VALIDATION.search(p.name)]
-    by_share = not (train and validation)
-    if by_share:
+    if not (train and validation):
         everything = list(shards.values())
         num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
         train, validation = _cut(everything, num_train)
     splits = dict(train=train, validation=validation)
-    return ReadyTokens(file_fingerprint(files, "tokens"), splits, by_share)
+    return ReadyTokens(file_fingerprint(files, "tokens"), splits)
 
 
 def index(ready: ReadyTokens, directory: Path, required: Iterable[str]) -> dict:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.config import Config, flatten, leaves_training, load_config
-from gpt2.data.dataset import read_data
 from gpt2.utils import files
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
@@ -74,7 +73,7 @@ def identity(workdir: Path | str) -> dict[str, Any]:
     """Returns what all checkpoints of a run have in common, in values of JSON; empty for no run."""
     if not (Path(workdir) / "config.json").exists():
         return {}
-    data = read_data(Path(workdir) / "data.json") or {}
+    data = files.read_sealed(Path(workdir) / "data.json") or {}
     text = {name: data[name] for name in ("token_crc32", "tokenizer_sha256") if name in data}
     options = deciding_options(load_config(Path(workdir)))
     options = {name: options[name] for name in options if name not in _MAY_MOVE}

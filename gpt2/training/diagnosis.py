@@ -62,22 +62,20 @@ class Diagnosis:
                 jax.tree.map(lambda leaf: leaf.delete(), state)  # no device may hold two
                 start, shapes = latest_step(self.workdir) or 0, self.program.state_shapes
                 state = self.checkpointer.restore(start, shapes) if start else self.first_state()
-                with self.batches.train(start, step) as batches:
-                    for batch in batches:
-                        state, _ = self.train_step(state, batch)
+                for batch in self.batches.train(start, step):
+                    state, _ = self.train_step(state, batch)
             params, source = state.params, self.batches.train(step, step + 1)
         else:
             step, number, params = None, 1, state.eval_params
             source = self.batches.validation()
         names = list[str]()
         probe = self.program.backend.compile_eval(_make_probe(self.program, step, number, names))
-        with source as batches:
-            for count, batch in enumerate(batches):
-                flags = gather_whole(probe(params, batch), self.program.backend.mesh)
-                for index, row in enumerate(jax.device_get(flags), 1 + count):
-                    if row.any():
-                        where = "micro-batch" if error.before else "batch of the validation split"
-                        return f"{names[(row > 0).argmax()]} was the first, in {where} {index}"
+        for count, batch in enumerate(source):
+            flags = gather_whole(probe(params, batch), self.program.backend.mesh)
+            for index, row in enumerate(jax.device_get(flags), 1 + count):
+                if row.any():
+                    where = "micro-batch" if error.before else "batch of the validation split"
+                    return f"{names[(row > 0).argmax()]} was the first, in {where} {index}"
         return "run again, all is finite, which points to the hardware or to a sum"
 
 
