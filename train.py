@@ -78,8 +78,8 @@ def main() -> int:
     # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
     start = distributed.from_first(distributed.only_first(folder.find_start)(workdir) or 0)
     if distributed.from_first(folder.is_finished(workdir, config, start)):
-        how = "raise --config.train.num_steps to continue"
-        distributed.only_first(print)(f"{workdir} is finished at step {start}; {how}")
+        line = f"{workdir} is finished at step {start}; raise --config.train.num_steps to continue"
+        distributed.only_first(tell)(line, sys.stdout)
         return 0
     state = None if start else first_state(program, dataset)
     folder.begin(workdir, config, dataset, start)  # from here on, the run writes to its workdir
@@ -138,7 +138,7 @@ def train(
     deadline = Deadline(flags.FLAGS.max_seconds, lambda: checkpointer.longest_seconds)
     stop = StopSignal(deadline.is_over)
     upcoming = batches.train(start, options.num_steps)
-    with stop, checkpointer, reporter:
+    with stop, checkpointer, reporter, clock.phase("step"), upcoming:
         try:
             for step in range(start + 1, options.num_steps + 1):
                 with clock.phase("data wait"):
@@ -168,7 +168,6 @@ def train(
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
-        upcoming.close()
         profiler.close(state)
         with clock.phase("checkpoint"):
             checkpointer.wait()

@@ -19,13 +19,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.config import GPTConfig, TrainConfig
+from gpt2.config import Config, GPTConfig, TrainConfig
+from gpt2.config.run import LoggingConfig
 from gpt2.errors import DivergedError, UserError
 from gpt2.telemetry import chips, compile_watch, flops, metrics, writers
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import NUM_BUCKETS, Histogram, Writer
+from gpt2.training.workdir import check_options
 
 
 def metrics_file(workdir, resume_step=0):
@@ -166,7 +168,7 @@ def test_event_files_hold_scalars_and_histograms_and_purge_what_a_resume_repeats
 def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
-        writers.check_wandb()
+        check_options(tmp_path, Config(logging=LoggingConfig(wandb=True)))
     starts, logged = [], []
     run = types.SimpleNamespace(
         log=lambda values, step: logged.append((step, values)), finish=lambda: None
@@ -271,9 +273,6 @@ def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
     assert barks_within(0.8, 0.3) == []  # ten steps are 3 seconds
     assert barks_within(0.8) == []  # the first step
     assert barks_within(0.8, 0.0, least=0.0) == []
-
-
-# The screen
 
 
 # Speed

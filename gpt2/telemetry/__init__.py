@@ -1,11 +1,6 @@
-"""What a run tells about itself: metrics, progress, speed, compilations and curves.
-
-Nothing heavy is imported here: matplotlib, tensorboardX, wandb and rich load when first used.
-"""
+"""What a run tells about itself: metrics, progress, speed, compilations and curves."""
 
 from gpt2.telemetry.plots import plot_losses
 from gpt2.telemetry.progress import timed
 from gpt2.telemetry.reporter import Reporter
 from gpt2.telemetry.throughput import StepClock
-
-__all__ = ["Reporter", "StepClock", "plot_losses", "timed"]

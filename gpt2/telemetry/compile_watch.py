@@ -40,11 +40,10 @@ class CompiledStep:
 
 
 def compile_once(
-    function: Any, *arguments: Any, name: str = "", options: Mapping[str, str] | None = None
+    function: Any, *arguments: Any, options: Mapping[str, str] | None = None
 ) -> CompiledStep:
     """Compiles a jitted or pmapped function for these arguments or shapes, with options of XLA."""
     began = time.perf_counter()
     lowered = None if jit_is_off() else function.lower(*arguments)
     compiled = lowered.compile(dict(options or {})) if lowered else function
-    name = name or getattr(function, "__name__", "function")
-    return CompiledStep(name, compiled, time.perf_counter() - began)
+    return CompiledStep(function.__name__, compiled, time.perf_counter() - began)

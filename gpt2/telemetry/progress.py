@@ -4,10 +4,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
 
 import jax
+from rich import progress as bars
+from rich.table import Column
 
 from gpt2.errors import tell, unheard
 from gpt2.telemetry.writers import Writer
@@ -34,15 +35,11 @@ def _format(metrics: Mapping[str, float], names: Iterable[str] = _SHOWN) -> str:
 
 def timed(text: str) -> AbstractContextManager:
     """Shows what goes on, and on a terminal for how long; in the first process alone."""
-    from rich.progress import Progress as Shown
-    from rich.progress import TextColumn, TimeElapsedColumn
-
-    if jax.process_index() > 0:
-        return nullcontext()
-    if not _on_terminal():
+    is_first, draws = jax.process_index() == 0, _on_terminal()
+    if is_first and not draws:
         tell(text, sys.stdout)
-        return nullcontext()
-    shown = Shown(TextColumn(text), TimeElapsedColumn(), transient=True)
+    columns = bars.TextColumn(text), bars.TimeElapsedColumn()
+    shown = bars.Progress(*columns, transient=True, disable=not (is_first and draws))
     shown.add_task("", total=None)
     return shown
 
@@ -59,40 +56,37 @@ class Progress(Writer):
 
     def __init__(self, total: int, start: int = 0):
         self._total, self._start, self._began = total, start, time.perf_counter()
-        self._bar = self._make_bar() if _on_terminal() else None
-
-    def _make_bar(self) -> Any:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Shown
-        from rich.table import Column
-
+        self._draws = _on_terminal()
         count, figures, left = (Column(no_wrap=True) for _ in range(3))  # the bar gives way
-        columns = [MofNCompleteColumn(table_column=count), BarColumn(None)]
-        columns += [TextColumn("{task.fields[figures]}", table_column=figures)]
-        columns += [TimeRemainingColumn(table_column=left)]
-        bar = Shown(*columns, expand=True, refresh_per_second=2, speed_estimate_period=3600)
-        bar.add_task("", total=self._total, completed=self._start, figures="")
+        self._bar = bars.Progress(
+            bars.MofNCompleteColumn(table_column=count),
+            bars.BarColumn(None),
+            bars.TextColumn("{task.fields[figures]}", table_column=figures),
+            bars.TimeRemainingColumn(table_column=left),
+            expand=True,
+            refresh_per_second=2,
+            speed_estimate_period=3600,
+            disable=not self._draws,
+        )
+        self._task = self._bar.add_task("", total=total, completed=start, figures="")
         with unheard(sys.stdout):
-            bar.start()
-        return bar
+            self._bar.start()
 
     def close(self) -> None:
         """Leaves the bar as it is."""
-        if self._bar:
-            with unheard(sys.stdout):
-                self._bar.stop()
+        with unheard(sys.stdout):
+            self._bar.stop()
 
     def step(self, step: int) -> None:
         """Moves the bar, which another thread draws twice a second."""
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=step)
+        self._bar.update(self._task, completed=step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
         line, is_validation = _format(metrics), "eval/loss" in metrics
-        if self._bar and (figures := _format(metrics, _ON_BAR)):
-            self._bar.update(self._bar.task_ids[0], figures=figures)
-        if line and (is_validation or not self._bar):
+        if figures := _format(metrics, _ON_BAR):
+            self._bar.update(self._task, figures=figures)
+        if line and (is_validation or not self._draws):
             parts = [f"step {step:>{len(str(self._total))}}/{self._total}", line]
             if step > self._start and not is_validation:
                 each = (time.perf_counter() - self._began) / (step - self._start)
@@ -101,7 +95,7 @@ class Progress(Writer):
 
     def say(self, text: str) -> None:
         """Prints a line of its own, above the bar if there is one."""
-        if self._bar:
+        if self._draws:
             with unheard(sys.stdout):
                 self._bar.console.print(text, markup=False, highlight=False)
         else:

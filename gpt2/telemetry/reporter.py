@@ -7,6 +7,7 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Wandb, Writer
 
 
-class Reporter:
+class Reporter(AbstractContextManager):
     """Fetches the metrics of each step while the next one runs, so that no device waits for them.
 
     Each scalar is logged under its name, every `log_every` steps and at the last. The context ends
@@ -115,13 +116,7 @@ class Reporter:
                     warn(f"{type(writer).__name__}: {error.strerror}; the run goes on")
                 self._warned.add(writer)
 
-    def __enter__(self) -> "Reporter":
-        self._phase = self._clock.phase("step")
-        self._phase.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._phase.__exit__(*exception)
+    def __exit__(self, *exception: object) -> None:
         self._each("close")
 
 

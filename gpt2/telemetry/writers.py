@@ -1,6 +1,5 @@
 """What takes a run's metrics: what every writer offers, TensorBoard's event file, and W&B."""
 
-import importlib.util
 import secrets
 import time
 from collections.abc import Mapping
@@ -8,8 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from gpt2.errors import refuse
 
 NUM_BUCKETS = 32  # TensorBoard draws 30
 
@@ -87,12 +84,6 @@ class EventFile(Writer):
     def close(self) -> None:
         """Ends the file."""
         self._file.close()
-
-
-def check_wandb() -> None:
-    """Raises a UserError if W&B is not installed."""
-    missing = importlib.util.find_spec("wandb") is None
-    refuse(missing, "logging.wandb needs the package wandb", "Run `pip install wandb`")
 
 
 class Wandb(Writer):

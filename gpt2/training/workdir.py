@@ -7,6 +7,7 @@ environment.jsonl   with what the run was made, a line for each start
 .lock               held by the process that trains here, so that no second one does
 """
 
+import importlib.util
 import json
 import os
 import platform
@@ -27,7 +28,6 @@ from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry.throughput import StepClock
-from gpt2.telemetry.writers import check_wandb
 from gpt2.training.checkpoint_files import (
     changes,
     deciding_options,
@@ -51,8 +51,8 @@ def check_options(workdir: Path, config: Config) -> None:
     nearest = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
     is_open = nearest.is_dir() and os.access(nearest, os.W_OK)
     refuse(not is_open, f"nothing can be written in {workdir}", "Give another --workdir")
-    if config.logging.wandb:
-        check_wandb()
+    lacks_wandb = config.logging.wandb and importlib.util.find_spec("wandb") is None
+    refuse(lacks_wandb, "logging.wandb needs the package wandb", "Run `pip install wandb`")
     if (workdir / "config.json").exists():
         if newest_whole_step(workdir, read=False) == 0:
             what = f"{workdir} holds imported weights, not a run to continue"
