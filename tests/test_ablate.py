@@ -19,7 +19,6 @@ from scipy import stats
 
 from configs import quickstart
 from gpt2.ablate.arms import Arm, make_arms, read_tuned
-from gpt2.ablate.compare import read_reference
 from gpt2.ablate.jobs import make_slots
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
@@ -28,6 +27,7 @@ from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import judge, reach_table
 from gpt2.ablate.terms import at_sizes, choose_score, equalize, parameters, step_flops
+from gpt2.compare import read_reference
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule
@@ -200,12 +200,12 @@ def report_of(sweep):
 
 def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
     run = filled(tmp_path).runs()[0]
-    curve = read_curve(run.workdir, "eval/loss")
+    curve = read_curve(run.workdir, "eval/loss", 2048, step_flops(run.config))
     steps = np.arange(100, 1001, 100)
     np.testing.assert_allclose(curve.tokens, 2048 * steps)
     np.testing.assert_allclose(curve.seconds, 0.1 * steps)
     np.testing.assert_allclose(curve.flops, step_flops(run.config) * steps)
-    assert len(read_curve(tmp_path / "missing", "eval/loss").scores) == 0
+    assert len(read_curve(tmp_path / "missing", "eval/loss", 1, 1.0).scores) == 0
 
 
 def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):

@@ -40,13 +40,17 @@ def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_r
     assert code == 2 and "no run has a validation" in mistake
 
 
-def test_the_table_names_what_a_run_has_unlike_the_first(tmp_path):
+def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_told_whole(tmp_path):
     write_run(tmp_path / "a", "byte", SCORED)
-    lion = dict(name="lion")
-    write_run(tmp_path / "b", "byte", SCORED, train=dict(num_steps=9), optim=lion, corpus="text:a")
+    longest = f"text:{'x' * 70}"
+    write_run(tmp_path / "b", "byte", SCORED, train=dict(num_steps=9), corpus=longest)
+    tree = json.loads((tmp_path / "b" / "config.json").read_text())
+    tree["optim"] |= {"name": "theirs", "twist": 2.0}
+    tree["model"]["twisted"] = True
+    (tmp_path / "b" / "config.json").write_text(json.dumps(tree))
     code, told, mistake = compare(tmp_path, "a", "b")
     assert code == 0, mistake
-    cells = "".join(told.split())
-    for option in ("data.corpus=text:a", "optim.name=lion", "train.num_steps=9"):
-        assert option in cells or option in told
+    for option in ("optim.name=theirs", "optim.twist=2.0", "model.twisted=True"):
+        assert option in told
+    assert f"data.corpus={longest}" in "".join(told.split()) and "train.num_steps=9" in told
     assert "corpora differ" in told

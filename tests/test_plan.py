@@ -126,7 +126,7 @@ def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap
         ("all-reduce", 16, 1, True),
     ]
     assert not any(c.loop_unknown for c in collectives(CHIPS_HLO))
-    assert "98% while products run" in describe_collectives(collectives(CHIPS_HLO))["all-gather"]
+    assert "98% overlapped" in describe_collectives(collectives(CHIPS_HLO))["all-gather"]
 
 
 @pytest.mark.parametrize("case", [PMAP, MIXED], ids=str)

@@ -181,11 +181,12 @@ def traced(directory, first=3, steps=2):
     """Traces steps of a product; the loop reads each result at once."""
     x = jnp.ones((128, 128))
     step = jax.jit(lambda x: x @ x / 128).lower(x).compile()
-    with Profiler(directory, start=first, steps=steps, text=step.as_text) as profile:
-        for number in range(1, 8):
-            profile.step(number, x)
-            x = step(x)
-            float(x[0, 0])
+    profile = Profiler(directory, start=first, steps=steps, text=step.as_text)
+    for number in range(1, 8):
+        profile.step(number, x)
+        x = step(x)
+        float(x[0, 0])
+    profile.close(x)
 
 
 @pytest.mark.parametrize("first, steps, held", [(3, 2, ["3", "4"]), (6, 100, ["6", "7"])])

@@ -10,8 +10,6 @@ import pandas as pd
 
 from gpt2.ablate.runs import Outcome, Run, describe
 from gpt2.ablate.terms import step_flops
-from gpt2.config import load_config
-from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.files import write_text
 
@@ -33,7 +31,8 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """
     rows = []
     for run in runs:
-        outcome, curve = run.outcome(), read_curve(run.workdir, score)
+        outcome, amounts = run.outcome(), (run.config.tokens_per_step, step_flops(run.config))
+        curve = read_curve(run.workdir, score, *amounts)
         last = (read_metrics(run.workdir / "metrics.jsonl") or [{}])[-1]
         if outcome.state == "finished" and last.get(score) is None:
             outcome = Outcome("failed", f"its last {score} is gone from metrics.jsonl")
@@ -62,20 +61,15 @@ def write_csv(path: Path, results: pd.DataFrame) -> None:
     write_text(path, table.round({"flops": 0, "seconds": 2}).to_csv(index=False))
 
 
-def read_curve(workdir: Path, score: str) -> Curve:
-    """Reads the validations of a workdir of train.py, which may lack any file."""
-    try:
-        config = load_config(workdir)
-        flops = step_flops(config)
-    except UserError:  # it has not come as far
-        return Curve(*np.zeros((4, 0)))
+def read_curve(workdir: Path, score: str, step_tokens: int, step_flops: float) -> Curve:
+    """Reads the validations of a workdir, by the tokens and the FLOPs of its steps."""
     points, seconds, before = [], 0.0, 0
     for record in read_metrics(workdir / "metrics.jsonl"):
         step = record["step"]
         if "perf/step_seconds" in record:
             seconds, before = seconds + (step - before) * record["perf/step_seconds"], step
         if record.get(score) is not None:
-            points.append((step * config.tokens_per_step, step * flops, seconds, record[score]))
+            points.append((step * step_tokens, step * step_flops, seconds, record[score]))
     return Curve(*np.array(points, dtype=np.float64).reshape(-1, 4).T)
 
 

@@ -68,9 +68,10 @@ def print_table(figures: Sequence[Figure]) -> None:
         numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
         table.add_row(figure.task, figure.metric, *numbers)
         conventions.setdefault((figure.task, figure.convention), []).append(figure.metric)
-    Console(markup=False).print(table)
+    console = Console(markup=False, highlight=False)
+    console.print(table)
     for (task, convention), metrics in conventions.items():
-        print(f"{task}, {', '.join(metrics)}: {convention}")
+        console.print(f"{task}, {', '.join(metrics)}: {convention}")
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:

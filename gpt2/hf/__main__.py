@@ -37,16 +37,19 @@ def main(command: str) -> None:
     source, target = (Path(str(flags.FLAGS[name].value)) for name in _DIRECTORIES[command])
     if command == "import":
         cfg = import_run(source, target)
-        print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")
-        print(f"score it: python eval.py --workdir={target} --corpus=text:FILE")
-        start = f"--config={target}/config.json --config.train.init_from=run:{target}"
-        print(f"train on: python train.py {start} --workdir=DIR --config.data.corpus=text:FILE")
+        print(f"""{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide
+score it:
+    python eval.py --workdir={target} --corpus=text:FILE
+train on:
+    python train.py --config={target}/config.json --workdir=DIR \\
+        --config.train.init_from=run:{target} --config.data.corpus=text:FILE""")
     else:
         export_run(source, target, flags.FLAGS.checkpoint)
         data = load_config(source).data
-        print(f"{target}: ready for transformers' from_pretrained")
-        text = f"--corpus='{data.corpus}' --val_fraction={data.val_fraction}"
-        print(f"score it: python eval.py --hf={target} {text}")
+        print(f"""{target}: ready for transformers' from_pretrained
+score it:
+    python eval.py --hf={target} \\
+        --corpus='{data.corpus}' --val_fraction={data.val_fraction}""")
 
 
 if __name__ == "__main__":

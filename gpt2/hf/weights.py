@@ -13,7 +13,7 @@ from gpt2.errors import refuse
 from gpt2.hf.config import read_config
 from gpt2.hf.family import FREE
 from gpt2.hf.model import load, require_new, save
-from gpt2.hf.tokenizer import count_tokens, load_tokenizer
+from gpt2.hf.tokenizer import load_tokenizer
 from gpt2.training.checkpoint import Checkpointer, load_params
 from gpt2.training.state import TrainState
 from gpt2.utils import files
@@ -22,16 +22,14 @@ from gpt2.utils.scan import in_layout
 
 def import_run(source: Path, workdir: Path) -> GPTConfig:
     """Turns a Hugging Face directory into a run at step 0; returns the model's configuration."""
-    tokenizer = load_tokenizer(source, read_config(source))
     require_new(workdir)
+    cfg, params, tokenizer = load_model(None, source)
     with files.new_directory(workdir) as scratch:
-        cfg, params = load(source)
         names = (field.name for field in dataclasses.fields(ModelConfig))
         model = ModelConfig(**{name: getattr(cfg, name) for name in names})
         data = DataConfig(tokenizer=str(workdir / "tokenizer.json"))
         files.write_json(scratch / "config.json", Config(model=model, data=data).to_dict())
         tokenizer.save(scratch / "tokenizer.json")
-        params = jax.tree.map(jnp.asarray, params)
         state = TrainState(step=jnp.int32(0), params=params, opt_state=(), loss_scale=None)
         with Checkpointer(scratch) as checkpointer:
             checkpointer.save(state, step=0)
@@ -62,8 +60,8 @@ def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:
     if kind == "run":
         return load_config(directory).gpt(), tokenizers.load(directory / "tokenizer.json")
     cfg = read_config(directory)
-    cfg = dataclasses.replace(cfg, vocab_size=count_tokens(directory, cfg))
-    return cfg, load_tokenizer(directory, cfg)
+    tokenizer = load_tokenizer(directory, cfg)
+    return dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size), tokenizer
 
 
 def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer) -> dict:
@@ -72,7 +70,8 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     A model of shorter context takes the first of their positions.
     """
     kind, directory, step = _split_source(source)
-    found, theirs = check_source(source)
+    workdir, hf_directory = (None, directory) if kind == "hf" else (directory, None)
+    found, params, theirs = load_model(workdir, hf_directory, step)
     refuse(
         tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer),
         f"the weights of {source} were learnt with another tokenizer than the data's",
@@ -85,8 +84,6 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     differing = [name for name in sorted(names) if getattr(found, name) != getattr(wanted, name)]
     options = ", ".join(f"model.{name}={getattr(found, name)}" for name in differing)
     refuse(options, f"the weights of {source} are of a model with {options}")
-    workdir, hf_directory = (None, directory) if kind == "hf" else (directory, None)
-    _, params, _ = load_model(workdir, hf_directory, step)
     if cfg.position == "learned":
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}

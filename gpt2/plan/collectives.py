@@ -74,17 +74,15 @@ def collectives(text: str) -> list[Collective]:
 
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
-    """Returns a row per kind of collective: how many, how much is sent, and what overlaps."""
+    """Returns a row per kind of collective: how many, how much is sent, and beside products."""
     rows, asynchronous = {}, any(c.asynchronous for c in found)
     for kind in [kind for kind in KINDS if any(c.kind == kind for c in found)]:
         members = [c for c in found if c.kind == kind]
         sent = sum(c.bytes_sent for c in members)
         overlapped = sum(c.bytes_sent for c in members if c.overlapped)
-        rows[kind] = (
-            f"{sum(c.times for c in members)} of "
-            f"{format_bytes(sum(c.bytes * c.times for c in members))} in all, "
-            f"{format_bytes(sent)} sent by each device"
-        ) + (f", {overlapped / sent:.0%} while products run" if asynchronous else "")
+        size = format_bytes(sum(c.bytes * c.times for c in members))
+        rows[kind] = f"{sum(c.times for c in members)} of {size} in all, {format_bytes(sent)} sent"
+        rows[kind] += f", {overlapped / sent:.0%} overlapped" if asynchronous else ""
     if any(c.loop_unknown for c in found):
         rows["loops"] = "some have no known length: what they send is counted once"
     return rows or {"collectives": "none"}

@@ -104,7 +104,7 @@ def _print(plan: Plan, kind: str) -> None:
             name: f"{format_bytes(size)} ({size:,} bytes)"
             for name, size in (plan.memory | {"in all": plan.bytes_needed}).items()
         },
-        "network, per step": describe_collectives(plan.collectives),
+        "network, per step and device": describe_collectives(plan.collectives),
         f"at {ATTAINABLE:.0%} of peak": {
             name: _forecast(plan, name) for name in ([board] if board else BOARDS)
         },
@@ -112,16 +112,16 @@ def _print(plan: Plan, kind: str) -> None:
     for title, rows in sections.items():
         print(title)
         for name, value in rows.items():
-            print(f"  {name:<16} {value}")
+            print(f"  {name:<18} {value}")
 
 
 def _forecast(plan: Plan, board: str) -> str:
     """Returns the time of a step on an accelerator of `BOARDS`, and whether it fits."""
     seconds, network = plan.step_seconds(board), plan.network_seconds(board)
     share = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%} of memory"
-    fits = "" if plan.bytes_needed <= usable_memory(board) else ": does not fit"
+    fits = "" if plan.bytes_needed <= usable_memory(board) else ": too much"
     tokens = plan.program.config.tokens_per_step / seconds
-    time = f"{1e3 * seconds:,.4g} ms, {1e3 * network:,.4g} of them sending, {tokens:,.0f} tokens/s"
+    time = f"{1e3 * seconds:,.4g} ms, {1e3 * network:,.4g} sending, {format_count(tokens)} tokens/s"
     return f"{time}, {share}{fits}"
 
 

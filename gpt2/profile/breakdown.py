@@ -121,7 +121,7 @@ def _waiting_for(trace: Trace, start: float, end: float, number: int, idle_since
     elif found and rest < sum(found.values()):  # what starts the step is late for the same reason
         found[max(found, key=found.__getitem__)] += rest
     else:
-        line = max(trace.lines, key=overlap, default=Span("", start, start))
-        seen = line if overlap(line) > 0 else Span("", start, start)
+        lines = (line for line in trace.lines if overlap(line) > 0)
+        seen = max(lines, key=overlap, default=Span("", start, start))
         found[PYTHON, seen.name, seen.text] += rest
     return dict(found)

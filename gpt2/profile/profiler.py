@@ -15,7 +15,7 @@ from gpt2.profile.trace import STEP
 
 
 class Profiler:
-    """Traces the steps `start` to `start + steps - 1`; a context manager.
+    """Traces the steps `start` to `start + steps - 1`, until it is closed.
 
     `logdir` takes the trace and its page, for which `text` returns the compiled step as HLO.
     """
@@ -24,8 +24,7 @@ class Profiler:
         self._logdir, self._text = Path(logdir), text
         self._steps = range(start, start + steps)
         self._tracing = self._has_trace = False
-        self._annotation = contextlib.ExitStack()  # of the step under way
-        self._sampler = contextlib.ExitStack()
+        self._trace, self._annotation = contextlib.ExitStack(), contextlib.ExitStack()  # of a step
 
     def step(self, step: int, in_flight: Any) -> None:
         """Begins or ends the trace where `step`, the next to be dispatched, is its first or last.
@@ -35,16 +34,16 @@ class Profiler:
         self._annotation.close()
         if (step in self._steps) != self._tracing:
             jax.block_until_ready(in_flight)
-            self._stop() if self._tracing else self._start()
+            self._tracing = not self._tracing
+            self._start() if self._tracing else self._trace.close()
         if self._tracing:
             self._annotation.enter_context(jax.profiler.StepTraceAnnotation(STEP, step_num=step))
 
-    def close(self, in_flight: Any = None) -> None:
+    def close(self, in_flight: Any) -> None:
         """Ends a trace that the run's end cuts short, and writes the page of any trace."""
-        if self._tracing:
-            self._annotation.close()
-            jax.block_until_ready(in_flight)
-            self._stop()
+        self._annotation.close()
+        jax.block_until_ready(in_flight)
+        self._trace.close()
         if self._has_trace and jax.process_index() == 0:
             try:
                 (self._logdir / PROGRAM).write_text(self._text())
@@ -53,24 +52,12 @@ class Profiler:
                 tell(f"{cause} See {self._logdir / PAGE}", sys.stdout)
             except Exception as error:  # a run is worth more than its page
                 warn(f"there is no profile.md ({error})")
-        self._has_trace = False
-
-    def __enter__(self) -> "Profiler":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every Python call: bulky, and slows what it measures
         index = jax.process_index()  # processes of one host would write to one file
         logdir = self._logdir / f"process_{index}" if index else self._logdir
-        jax.profiler.start_trace(str(logdir), profiler_options=options)
-        self._sampler.enter_context(sampled())
-        self._tracing = True
-
-    def _stop(self) -> None:
-        self._sampler.close()
-        jax.profiler.stop_trace()
-        self._tracing, self._has_trace = False, True
+        self._trace.enter_context(jax.profiler.trace(str(logdir), profiler_options=options))
+        self._trace.enter_context(sampled())
+        self._has_trace = True
