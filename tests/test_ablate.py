@@ -25,12 +25,13 @@ from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.ablate.tables import judge, reach_table
-from gpt2.ablate.terms import at_sizes, choose_score, equalize, parameters, step_flops
+from gpt2.ablate.tables import judge, reach_table, samples
+from gpt2.ablate.terms import at_sizes, choose_score, equalize, step_flops
 from gpt2.compare import read_reference
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule
+from gpt2.telemetry.flops import count_compute_parameters
 from tests.helpers import ROOT, TINY
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
@@ -306,7 +307,7 @@ def test_an_arm_whose_every_choice_diverged_is_told(tmp_path):
     assert sweep.chosen["optim.name=lion"] is None
     for run in sweep.runs():
         write_run(run, 3.0 + 0.01 * run.config.seed)
-    verdicts = judge(sweep, sweep.results())
+    verdicts = judge(sweep, samples(sweep, sweep.results()))
     assert verdicts["optim.name=lion"].words == "diverged in 2 of 2 runs"
     assert "every choice diverged" in report_of(sweep)
 
@@ -401,7 +402,8 @@ def test_sizes_keep_the_width_of_heads_and_the_tokens_per_parameter():
     found = at_sizes(arms("optim.name=lion"), ["2x64", "4x128", "6x192"])
     assert names(found)[:3] == ["2x64,baseline", "2x64,optim.name=lion", "4x128,baseline"]
     assert found[2].config == BASE
-    ratios = [arm.config.train.num_steps / parameters(arm.config) for arm in found]
+    sizes = [count_compute_parameters(arm.config.gpt()) for arm in found]
+    ratios = [arm.config.train.num_steps / size for arm, size in zip(found, sizes, strict=True)]
     assert max(ratios) / min(ratios) < 1.01
     assert {arm.config.model.head_size for arm in found} == {BASE.model.head_size}
     for sizes in (["2x64", "4x128"], ["2x64"] * 3, ["2x64", "4x128", "6"], ["2x64", "4x8", "6x9"]):

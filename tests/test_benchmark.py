@@ -242,17 +242,6 @@ def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
         list(measure.verify(cases()["jax"], ["torch"]))
 
 
-def test_a_16_bit_timing_is_preceded_by_float32_in_two_sequences(fake):
-    asked = []
-    fake.setattr(measure, "verify", lambda case, peers: asked.append((case, peers)) or [])
-    sides = cases("train", "torch_compile", **BFLOAT16)
-    measure.measure(sides, rounds=1, seconds=0.0)
-    ((exact, peers),) = asked
-    assert peers == ["torch"]  # the model without its compiler
-    assert exact.config == make_config(data__batch_size=2)
-    assert exact.variables == {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-
-
 def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
     case = measure.Case("train", make_config())

@@ -83,11 +83,11 @@ def test_200_mixed_lengths_compile_once_per_bucket(params):
     requests = mixed_requests()
     scorer.score(requests)
     buckets = {scoring.bucket(len(r.tokens), 128) for r in requests}
-    assert scorer.num_programs == len(buckets) == 3
+    assert scorer._score._cache_size() == len(buckets) == 3
     for num in (1, 7, 100):  # however many come at once, and however many tokens are scored
         scorer.score(mixed_requests(num, seed=1))
     scorer.score(windows(np.arange(200), 128, 64))
-    assert scorer.num_programs == 3
+    assert scorer._score._cache_size() == 3
 
 
 @pytest.mark.parametrize("stride", [1, 5, 8])

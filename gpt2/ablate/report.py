@@ -27,7 +27,7 @@ _ENVIRONMENT = ("commit", "clean", "jax", "device_kind", "devices")
 def write_report(sweep: Sweep) -> pd.DataFrame:
     """Writes all files of the report, and returns the table of its verdicts."""
     root, groups, results = sweep.root, sweep.groups(), sweep.results()
-    by_arm, verdicts = tables.samples(sweep, results), tables.judge(sweep, results)
+    verdicts = tables.judge(sweep, by_arm := tables.samples(sweep, results))
     write_csv(root / "results.csv", results)
     if has_differences := any(math.isfinite(each.difference) for each in verdicts.values()):
         _draw_differences(sweep, by_arm, verdicts)

@@ -35,9 +35,8 @@ def samples(sweep: Sweep, results: pd.DataFrame) -> dict[str, Sample]:
     return by_arm
 
 
-def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
+def judge(sweep: Sweep, by_arm: Mapping[str, Sample]) -> dict[str, Verdict]:
     """Returns the verdict on each arm but the baselines, size by size."""
-    by_arm = samples(sweep, results)
     verdicts: dict[str, Verdict] = {}
     for baseline, *others in sweep.groups():
         arms = {arm.name: by_arm[arm.name] for arm in others}

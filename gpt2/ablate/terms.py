@@ -58,9 +58,10 @@ def at_sizes(arms: Sequence[Arm], sizes: Sequence[str]) -> list[Arm]:
     few = len(set(sizes)) < max(3, len(sizes))
     refuse(few, "--scaling needs three different sizes", "Use such as 2x64,4x128,6x192")
     base, scaled = arms[0].config, []
+    parameters = count_compute_parameters(base.gpt())
     for size in sizes:
         resized = [Arm(arm.change, _with_size(arm, size), size) for arm in arms]
-        share = parameters(resized[0].config) / parameters(base)
+        share = count_compute_parameters(resized[0].config.gpt()) / parameters
         steps = max(1, round(base.train.num_steps * share))
         scaled += [with_length(arm, steps) for arm in resized]
     return scaled
@@ -83,11 +84,6 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
 def step_flops(config: Config) -> float:
     """Returns the model's FLOPs of a step."""
     return config.tokens_per_step * model_flops_per_token(config.gpt())
-
-
-def parameters(config: Config) -> int:
-    """Returns how many parameters of a model take part in products, or sit beside one."""
-    return count_compute_parameters(config.gpt())
 
 
 def _with_size(arm: Arm, size: str) -> Config:

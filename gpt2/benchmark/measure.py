@@ -24,7 +24,7 @@ import scipy.stats
 
 from gpt2.benchmark.first_step import Agreement, compare
 from gpt2.config import Config, read_option, with_options
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 from gpt2.utils import launch
 
 OURS, PEERS = "jax", ("torch", "torch_compile")
@@ -48,13 +48,6 @@ class Case:
         settings = [setting.partition("=") for setting in text.split(",")]
         options = {name: read_option(name, value) for name, _, value in settings}
         return dataclasses.replace(self, config=with_options(self.config, options))
-
-    def in_float32(self) -> "Case":
-        """Returns the case of two sequences in full float32."""
-        options = {"data.batch_size": 2, "precision.compute": "float32"}
-        options["train.accumulate_steps"] = min(2, self.config.train.accumulate_steps)
-        variables = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # which our peers read, too
-        return Case(self.subject, with_options(self.config, options), variables)
 
 
 class Player:
@@ -113,11 +106,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
     Each has `rounds` turns of at least `seconds`.
     """
-    case, rows = cases[OURS], dict[str, Row]()
-    compared = [name for name in cases if name in PEERS]
-    if compared and case.config.precision.compute != "float32":  # 16 bits would hide differences
-        for name, agreements in verify(case.in_float32(), ["torch"]):
-            _refuse_difference(name, agreements)
+    rows, compared = dict[str, Row](), [name for name in cases if name in PEERS]
     with contextlib.ExitStack() as stack:
         shown = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         players: dict[str, Player] = {}
@@ -127,7 +116,9 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             first, _, usual = player.ask(3)  # the first compiles if that was not done
             if compared and name in (OURS, *compared):
                 player.ask(str(shown / name))
-                _refuse_difference(name, _compare(shown, name))
+                wrong = next((each for each in _compare(shown, name) if not each.holds), None)
+                what = f"{name} does not compute what {OURS} computes: {wrong}"
+                refuse(wrong, what, "Choose options that plain GPT-2 has, or leave out --peers")
             steps = max(1, math.ceil(seconds / usual))
             rows[name] = {"first": first - usual, "steps": steps, "turns": []}
         for _ in range(rounds):
@@ -186,13 +177,6 @@ def verify(case: Case, peers: Sequence[str]) -> Iterator[tuple[str, list[Agreeme
 
 def _compare(shown: Path, name: str) -> list[Agreement]:
     return list(compare(*(pickle.loads((shown / side).read_bytes()) for side in (OURS, name))))
-
-
-def _refuse_difference(name: str, agreements: Sequence[Agreement]) -> None:
-    for each in agreements:
-        if not each.holds:
-            what = f"{name} does not compute what {OURS} computes: {each}"
-            raise UserError(what, "Choose options that plain GPT-2 has, or leave out --peers")
 
 
 def _start(name: str, case: Case, number: int, players: dict[str, Player]) -> Player:

@@ -80,25 +80,16 @@ def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Req
 
 
 class Scorer:
-    """A model on one or more devices, each of which scores its share of every batch.
+    """A model on `devices`, all local ones if not given: each scores its share of every batch.
 
-    `devices` are all local ones if not given; `tokens_per_batch` of each, padding included, suits
-    the platform.
+    It compiles a program for each bucket, another if requests have segments.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        params: Any,
-        devices: Sequence[jax.Device] | None = None,
-        tokens_per_batch: int = 0,
-    ):
+    def __init__(self, config: GPTConfig, params: Any, devices: Sequence[jax.Device] | None = None):
         self.context_length = config.context_length
         devices = devices or jax.local_devices()
         on_cpu = devices[0].platform == "cpu"
-        self._tokens_per_batch = tokens_per_batch or (
-            CPU_TOKENS_PER_BATCH if on_cpu else TOKENS_PER_BATCH
-        )
+        self._tokens_per_batch = CPU_TOKENS_PER_BATCH if on_cpu else TOKENS_PER_BATCH
         at_once = CPU_LOGITS_AT_ONCE if on_cpu else LOGITS_AT_ONCE
         mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -113,15 +104,6 @@ class Scorer:
                 check_vma=False,
             )
         )
-
-    @property
-    def num_programs(self) -> int:
-        """How many programs have been compiled.
-
-        There is one for each bucket that was needed, whatever the number of requests. Requests
-        with segments have programs of their own.
-        """
-        return self._score._cache_size()
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order, with a progress bar on a terminal."""

@@ -57,7 +57,8 @@ def validation_data(
     data = load_config(Path(workdir)).data if workdir else DataConfig()
     learnt_here = workdir is not None and (Path(workdir) / "data.json").exists()
     if not corpus:
-        refuse(not learnt_here, "these weights came without a corpus", "Add --corpus=text:FILE")
+        how = f"Add --corpus={data.corpus}, or text:FILE"
+        refuse(not learnt_here, "these weights came without a corpus", how)
         return data
     # Ready tokens are GPT-2's, which any tokenizer of the same fingerprint reads.
     tokenizer = Path(workdir or hf or "") / "tokenizer.json"

@@ -70,8 +70,7 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     A model of shorter context takes the first of their positions.
     """
     kind, directory, step = _split_source(source)
-    workdir, hf_directory = (None, directory) if kind == "hf" else (directory, None)
-    found, params, theirs = load_model(workdir, hf_directory, step)
+    found, theirs = check_source(source)
     refuse(
         tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer),
         f"the weights of {source} were learnt with another tokenizer than the data's",
@@ -84,6 +83,8 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     differing = [name for name in sorted(names) if getattr(found, name) != getattr(wanted, name)]
     options = ", ".join(f"model.{name}={getattr(found, name)}" for name in differing)
     refuse(options, f"the weights of {source} are of a model with {options}")
+    workdir, hf_directory = (None, directory) if kind == "hf" else (directory, None)
+    _, params, _ = load_model(workdir, hf_directory, step)
     if cfg.position == "learned":
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}
