@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import math
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def train(
     deadline = Deadline(flags.FLAGS.max_seconds, lambda: checkpointer.longest_seconds)
     stop = StopSignal(deadline.is_over)
     upcoming = batches.train(start, options.num_steps)
-    with stop, checkpointer, reporter, clock.phase("step"), upcoming:
+    with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
             for step in range(start + 1, options.num_steps + 1):
                 with clock.phase("data wait"):
