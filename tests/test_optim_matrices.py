@@ -223,7 +223,7 @@ def test_ten_steps_equal_pytorch(name, monkeypatch):
     assert difference(summed, wanted) < TOLERANCE
 
 
-def test_a_matrix_crosses_the_network_once_in_and_out_and_no_device_holds_them_all():
+def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all():
     optimizer, config, mesh = OPTIMIZERS["muon"], PLAIN, MESH
     specs = hidden(rules.specs(GPT(config).logical_axes(), RULES.storage))
     shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
@@ -239,8 +239,9 @@ def test_a_matrix_crosses_the_network_once_in_and_out_and_no_device_holds_them_a
     sizes = [4 * square * 32 * 32 // 8, 4 * wide * 32 * 128 // 8]  # bytes on each device
     found = collectives(text)
     assert {c.kind for c in found} == {"all-to-all"}
-    assert sorted(c.bytes * c.times for c in found) == sorted(2 * sizes)
-    assert all(len(c.group) == 8 for c in found)
+    for devices in (4, 2):  # of `fsdp` and of `tensor`
+        moved = [c.bytes * c.times for c in found if len(c.group) == devices]
+        assert sorted(moved) == sorted(2 * sizes)
     arrays = re.findall(r"\bf32\[([\d,]+)\]", text)
     largest = max(math.prod(map(int, dims.split(","))) for dims in arrays)
     assert largest == 32 * 128  # one of the eight wide matrices, while the stack has 8 times that

@@ -1,13 +1,12 @@
 """Matrices dealt out to devices, each computed whole by one of them: for optimizers like Muon."""
 
-import math
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel.rules import MESH_AXES
 from gpt2.utils.platform import target
@@ -31,60 +30,31 @@ def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
 
     `function` maps a tree of stacks `[S, ?, ?]` to another one, matrix by matrix; it sees a part,
     filled up with zeros. Results are stored by `matrix_spec`. Each matrix crosses the network once
-    in, in an all-to-all over the axes that split it, and once out.
+    in and once out, over each axis that splits it.
     """
     mesh = target().mesh
     if mesh is None or mesh.size == 1:
         return function(stacks, *scalars)
-    length = jax.tree.leaves(stacks)[0].shape[0]
-    share = math.ceil(length / mesh.size)  # of one device
-    padding = (0, share * mesh.size - length), (0, 0), (0, 0)
-    stacks = jax.tree.map(lambda x: jnp.pad(x, padding), stacks)
-    results = jax.eval_shape(function, stacks, *scalars)
-    stored, returned = jax.tree.map(lambda x: matrix_spec(x.shape, mesh), (stacks, results))
 
-    def on_device(stacks, *scalars):
-        whole = jax.tree.map(partial(_deal, mesh=mesh), stacks, stored)
-        return jax.tree.map(partial(_collect, mesh=mesh), function(whole, *scalars), returned)
+    def dealt(x: jax.Array, num_axes: int) -> jax.Array:
+        """Returns `x`, whose first axis is split over so many axes of the mesh."""
+        over = MESH_AXES[:num_axes]
+        sides = (None if axis in over else axis for axis in matrix_spec(x.shape, mesh)[1:])
+        spec = PartitionSpec(over, *sides)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def deal(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, -len(x) % mesh.size), (0, 0), (0, 0)))
+        # By one axis after another: XLA's partitioner would gather all for several at once.
+        return functools.reduce(dealt, (0, 1, 2, 3), x)
 
     mapped = jax.shard_map(
-        on_device,
+        function,
         mesh=mesh,
-        in_specs=(stored, *(PartitionSpec() for _ in scalars)),
-        out_specs=returned,
+        in_specs=(PartitionSpec(MESH_AXES), *(PartitionSpec() for _ in scalars)),
+        out_specs=PartitionSpec(MESH_AXES),
         check_vma=False,
     )
-    return jax.tree.map(lambda x: x[:length], mapped(stacks, *scalars))
-
-
-def _deal(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """Turns this device's parts of all matrices [S, r, c] into some matrices [share, R, C]."""
-    axes = tuple(axis for axis in spec if axis)
-    rows, columns = (mesh.shape[axis] if axis in axes else 1 for axis in ("fsdp", "tensor"))
-    x = x.reshape(*(mesh.shape[axis] for axis in MESH_AXES), -1, *x.shape[1:])
-    for dim, axis in enumerate(MESH_AXES):
-        if axis not in axes:  # every device along it holds the same
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis), 1, dim)
-    x = x.reshape(-1, *x.shape[-3:])
-    if axes:
-        x = jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
-    _, share, r, c = x.shape
-    x = x.reshape(rows, columns, share, r, c).transpose(2, 0, 3, 1, 4)
-    return x.reshape(share, rows * r, columns * c)
-
-
-def _collect(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """Turns this device's matrices [share, R, C] into its parts of all matrices [S, r, c]."""
-    axes = tuple(axis for axis in spec if axis)
-    others = tuple(axis for axis in MESH_AXES if axis not in axes)
-    rows, columns = (mesh.shape[axis] if axis in axes else 1 for axis in ("fsdp", "tensor"))
-    share, r, c = x.shape[0], x.shape[1] // rows, x.shape[2] // columns
-    x = x.reshape(share, rows, r, columns, c).transpose(1, 3, 0, 2, 4)
-    x = x.reshape(rows * columns, share, r, c)
-    if axes:
-        x = jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
-    if wide := tuple(axis for axis in others if mesh.shape[axis] > 1):
-        x = jax.lax.all_gather(x, wide)
-    x = x.reshape(*(mesh.shape[axis] for axis in others + axes), share, r, c)
-    order = [(others + axes).index(axis) for axis in MESH_AXES]
-    return x.transpose(*order, 3, 4, 5).reshape(-1, r, c)
+    length = len(jax.tree.leaves(stacks)[0])
+    results = mapped(jax.tree.map(deal, stacks), *scalars)
+    return jax.tree.map(lambda x: functools.reduce(dealt, (2, 1, 0), x)[:length], results)
