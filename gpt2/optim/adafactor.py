@@ -30,61 +30,45 @@ def scale_by_adafactor() -> optax.GradientTransformation:
     """
 
     def init_fn(params: Any) -> AdafactorState:
-        return AdafactorState(jnp.int32(0), *_split(map_parameters(_zeros, params)))
+        moments = (map_parameters(partial(_zeros, kind), params) for kind in _KINDS)
+        return AdafactorState(jnp.int32(0), *moments)
 
     def update_fn(grads: Any, state: AdafactorState, params: Any = None):
         count = optax.safe_increment(state.count)
         new_share = count.astype(jnp.float32) ** _EXPONENT
-        old = state.row, state.column, state.full
-        moments = _split(map_parameters(partial(_moments, new_share), grads, *old))
+        moments = [
+            map_parameters(partial(_moment, new_share, kind), grads, getattr(state, kind))
+            for kind in _KINDS
+        ]
         updates = map_parameters(_direction, grads, params, *moments)
         return updates, AdafactorState(count, *moments)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-class _Moments(NamedTuple):
-    """What is kept of one parameter: a row and a column, or a full moment."""
-
-    row: Any = optax.MaskedNode()
-    column: Any = optax.MaskedNode()
-    full: Any = optax.MaskedNode()
+_KINDS = AdafactorState._fields[1:]
 
 
-def _split(moments: Any) -> _Moments:
-    """Returns a tree for each member, from a tree of all."""
-
-    def tree(index: int) -> Any:
-        is_leaf = lambda node: isinstance(node, _Moments)  # noqa: E731
-        return jax.tree.map(lambda leaf: leaf[index], moments, is_leaf=is_leaf)
-
-    return _Moments(*map(tree, range(3)))
-
-
-def _zeros(path: Path, param: jax.Array) -> _Moments:
+def _averaged(kind: str, path: Path, x: jax.Array) -> tuple[int, ...] | None:
+    """Returns the axes over which a moment of this kind is a mean; None: there is none."""
     if not is_matrix(path):
-        return _Moments(full=jnp.zeros_like(param))
-    rows, columns = _matrix_axes(path, param)
-
-    def without(axes: tuple[int, ...]) -> jax.Array:
-        shape = [1 if axis in axes else size for axis, size in enumerate(param.shape)]
-        return jnp.zeros(shape, param.dtype)
-
-    return _Moments(row=without(columns), column=without(rows))
+        return () if kind == "full" else None
+    rows, columns = _matrix_axes(path, x)
+    return {"row": columns, "column": rows, "full": None}[kind]
 
 
-def _moments(new_share: jax.Array, path: Path, grad: jax.Array, row, column, full) -> _Moments:
-    def average(old: jax.Array, new: jax.Array) -> jax.Array:
-        return (1 - new_share) * old + new_share * (new + _MIN_SQUARE)
+def _zeros(kind: str, path: Path, param: jax.Array) -> Any:
+    axes = _averaged(kind, path, param)
+    zeros = jnp.zeros_like(param)
+    return optax.MaskedNode() if axes is None else zeros.mean(axes, keepdims=True)
 
-    square = jnp.square(grad)
-    if not is_matrix(path):
-        return _Moments(full=average(full, square))
-    rows, columns = _matrix_axes(path, grad)
-    return _Moments(
-        row=average(row, square.mean(columns, keepdims=True)),
-        column=average(column, square.mean(rows, keepdims=True)),
-    )
+
+def _moment(new_share: jax.Array, kind: str, path: Path, grad: jax.Array, old: Any) -> Any:
+    axes = _averaged(kind, path, grad)
+    if axes is None:
+        return old
+    mean_square = jnp.square(grad).mean(axes, keepdims=True)
+    return (1 - new_share) * old + new_share * (mean_square + _MIN_SQUARE)
 
 
 def _direction(path: Path, grad, param, row, column, full) -> jax.Array:
