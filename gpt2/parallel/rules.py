@@ -28,11 +28,11 @@ BATCH_AXES = ("data", "fsdp")
 VOCAB_MULTIPLE = 128
 
 # Axes of parameters that nothing splits: too short, or one index for each kernel.
-_WHOLE = ("layers", "qkv", "head_size", "mix")
+WHOLE = ("layers", "qkv", "head_size", "mix")
 
 # Axes that `fsdp` may gather by layer. Kernels and tables are cut along them so that a shard is
 # what a product or a lookup can take (gpt2/ops/linear.py, fsdp.py).
-_GATHERED_BY_LAYER = ("embed", "table")
+GATHERED_BY_LAYER = ("embed", "table")
 
 Table = Mapping[str, tuple[str, ...]]
 
@@ -60,21 +60,16 @@ class Rules:
     def from_config(cls, parallel: ParallelConfig) -> "Rules":
         """Returns the rules that the options ask for."""
         names = sorted({each.name for each in dataclasses.fields(RulesConfig)} - {"sequence"})
-        table = dict.fromkeys(_WHOLE, ()) | {name: parallel.rules.axes(name) for name in names}
+        table = dict.fromkeys(WHOLE, ()) | {name: parallel.rules.axes(name) for name in names}
         compute = {name: tuple(a for a in axes if a != "fsdp") for name, axes in table.items()}
         is_megatron = parallel.strategy == "megatron"
-        activations: dict[str, tuple[str, ...]] = {
+        activations = compute | {
             "batch": (),
             "length": (),
             "sequence": ("tensor",) if is_megatron else parallel.rules.axes("sequence"),
             "embed": (),
-            "qkv": (),
-            "heads": compute["heads"],
-            "head_size": (),
-            "mlp": compute["mlp"],
             "vocab": ("tensor",),
             "rows": compute["vocab"],
-            "table": compute["table"],
         }
         storage = compute if parallel.strategy == "zero1" else table
         return cls(parallel.strategy, storage, table, compute, activations)
@@ -89,11 +84,17 @@ def specs(logical_axes: Any, table: Table) -> Any:
     """Maps a tree of logical axes (names in a PartitionSpec) to mesh axes, each by its rule."""
 
     def to_mesh(path: Any, names: PartitionSpec) -> PartitionSpec:
-        if not set(names) - {"layers"} or set(names) - set(table):  # else it might be whole
-            parameter = jax.tree_util.keystr(path, simple=True, separator="/")
+        parameter = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not set(names) - {"layers"}:  # every device might hold it whole
             raise UserError(
-                f"no rules for the axes {tuple(names)} of parameter {parameter}",
-                "Name them by nn.with_logical_partitioning, as in gpt2/parallel/rules.py",
+                f"parameter {parameter} does not name its axes",
+                "Name them by nn.with_logical_partitioning, as gpt2/model/layers.py does",
+            )
+        if unknown := [name for name in names if name not in table]:
+            raise UserError(
+                f"no rule says what splits axis {unknown[0]!r} of parameter {parameter}",
+                "Add it to parallel.rules in configs/default.py, or to WHOLE in "
+                "gpt2/parallel/rules.py if nothing splits it",
             )
         return spec(tuple(names), table)
 
@@ -149,7 +150,7 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
         return None
     name = names[split[0]]
     others = (mesh.shape[axis] for axis in rules.storage[name] if axis != "fsdp")
-    by_layer = name in _GATHERED_BY_LAYER and all(size == 1 for size in others)
+    by_layer = name in GATHERED_BY_LAYER and all(size == 1 for size in others)
     return split[0] if by_layer else None
 
 
