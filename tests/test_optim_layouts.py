@@ -94,7 +94,7 @@ def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
     assert spread(2, 64, 3, 4, 16) == (None, "fsdp", None, "tensor", None)
     assert spread(2, 64, 1, 1, 1) == (None, "fsdp", None, None, None)
     assert spread(2, 3, 4, 16) == (None, None, "tensor", None)
-    assert spread() == spread(1) == ()
+    assert spread() == spread(7) == () and spread(1) == (None,)
     assert spread(2, 192, 192) == (None, "fsdp", "tensor")
     assert spread(2, 190, 190) == (None, None, "tensor")
     assert spread(2, 192, 192, parallel=ParallelConfig()) == (None, None, None)

@@ -48,15 +48,14 @@ class PjitBackend:
             self.gather_by = "step"
 
     def _make_leaf(self, names: Any, reduced: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
-        found = rules.gathered_axis(tuple(names), self.mesh, self.rules)
-        by_layer = self.gather_by == "layer" and found is not None
         split = [dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)]
         if self.mesh.shape["fsdp"] == 1 or not split:
             return _Leaf(compute)
-        dim, tensor = split[0], self.mesh.shape["tensor"]
-        if by_layer or tensor == 1 or "tensor" not in jax.tree.leaves(reduced[dim]):
-            tensor = 0
-        return _Leaf(reduced if by_layer else compute, dim, by_layer, tensor)
+        found = rules.gathered_axis(tuple(names), self.mesh, self.rules)
+        if self.gather_by == "layer" and found is not None:
+            return _Leaf(reduced, split[0], by_layer=True)
+        is_shared = "tensor" in jax.tree.leaves(reduced[split[0]])
+        return _Leaf(compute, split[0], tensor=self.mesh.shape["tensor"] if is_shared else 1)
 
     @property
     def layout(self) -> str:
@@ -75,7 +74,7 @@ class PjitBackend:
 
     def gradient_shardings(self, params: Any) -> Any:
         """Returns how gradients of parameters are spread while micro-batches add up."""
-        return self._on_mesh(jax.tree.map(lambda leaf: leaf.before, self._leaves))
+        return self._on_mesh(jax.tree.map(lambda leaf: leaf.spec, self._leaves))
 
     def init_state(self, init_fn: Callable[[jax.Array], State], key: jax.Array) -> State:
         """Returns `init_fn(key)`, each device computing only its own part of it."""
@@ -133,7 +132,7 @@ class PjitBackend:
         What `tensor` splits stays with XLA's partitioner.
         """
         mesh = self.mesh
-        by_itself = set(mesh.axis_names) if mesh.shape["tensor"] == 1 else set(rules.BATCH_AXES)
+        manual = set(mesh.axis_names) if mesh.shape["tensor"] == 1 else set(rules.BATCH_AXES)
 
         def on_device(params, rows):
             if mesh.shape["tensor"] > 1:
@@ -149,13 +148,15 @@ class PjitBackend:
             if self.num_shards == 1:
                 return function(params, batch, 0)
             params = jax.lax.with_sharding_constraint(params, self.gradient_shardings(params))
-            given, sent = (jax.tree.map(f, self._leaves) for f in (_Leaf.given, _Leaf.sent))
+            in_specs, out_specs = (
+                jax.tree.map(f, self._leaves) for f in (_Leaf.in_spec, _Leaf.out_spec)
+            )
             sums, grads = jax.shard_map(
                 on_device,
                 mesh=mesh,
-                in_specs=(given, PartitionSpec(rules.BATCH_AXES)),
-                out_specs=(PartitionSpec(), sent if with_gradients else None),
-                axis_names=by_itself,
+                in_specs=(in_specs, PartitionSpec(rules.BATCH_AXES)),
+                out_specs=(PartitionSpec(), out_specs if with_gradients else None),
+                axis_names=manual,
                 check_vma=False,
             )(params, batch)
             if with_gradients:
@@ -177,7 +178,7 @@ class PjitBackend:
 
         if self.mesh.shape["tensor"] == 1:
             return sum_all(grads)
-        specs = jax.tree.map(_Leaf.apart, leaves, self._compute)
+        specs = jax.tree.map(_Leaf.apart_spec, leaves, self._compute)
         return jax.shard_map(  # so that each device sums its own part
             sum_all,
             mesh=jax.sharding.get_abstract_mesh(),
@@ -191,7 +192,7 @@ class PjitBackend:
         if leaf.dim is None:
             return jax.lax.psum(grad, self._batch_axes)
         if not leaf.by_layer:
-            dim = leaf.dim + (leaf.tensor > 0)
+            dim = leaf.dim + (leaf.tensor > 1)
             grad = Shards(dim, rules.fsdp_stages(self.mesh)).scatter(grad)
         return jax.lax.psum(grad, "data") if "data" in self._batch_axes else grad
 
@@ -204,35 +205,35 @@ class _Leaf:
     """How a parameter comes to the devices of a step, and its gradient from them.
 
     Attributes:
-        before: its PartitionSpec when the step begins to use it.
+        spec: of the parameter when the step begins to use it.
         dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients.
         by_layer: whether devices are given shards of it.
-        tensor: into how many parts `tensor` splits the axis `dim`, outside of `fsdp`, or 0.
+        tensor: into how many parts `tensor` splits the axis `dim` of its sum, outside of `fsdp`.
     """
 
-    before: PartitionSpec
+    spec: PartitionSpec
     dim: Any = None  # an int, where there is one
     by_layer: bool = False
-    tensor: int = 0
+    tensor: int = 1
 
-    def given(self) -> PartitionSpec:
+    def in_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split what a device is given."""
         return PartitionSpec(*[None] * self.dim, "fsdp") if self.by_layer else PartitionSpec()
 
-    def sent(self) -> PartitionSpec:
+    def out_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split the sum of gradients."""
         if self.dim is None:
             return PartitionSpec()
-        return PartitionSpec(*[None] * (self.dim + (self.tensor > 0)), "fsdp")
+        return PartitionSpec(*[None] * (self.dim + (self.tensor > 1)), "fsdp")
 
     def set_apart(self, grad: jax.Array) -> jax.Array:
         """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""
-        if not self.tensor:
+        if self.tensor == 1:
             return grad
         return grad.reshape(*grad.shape[: self.dim], self.tensor, -1, *grad.shape[self.dim + 1 :])
 
-    def apart(self, compute: PartitionSpec) -> PartitionSpec:
+    def apart_spec(self, compute: PartitionSpec) -> PartitionSpec:
         """Returns how `tensor` splits what `set_apart` has returned."""
-        if not self.tensor:
+        if self.tensor == 1:
             return compute
         return PartitionSpec(*compute[: self.dim + 1], None, *compute[self.dim + 1 :])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -97,23 +97,14 @@ def _spec(
       and of columns) are split as they are in the parameter.
     - Square matrices (SOAP's, over a side of a kernel) are larger than the kernel, and are split as
       kernels are.
-    - State of another shape splits its longest axis that divides over `fsdp`.
+    - State of another shape is whole.
     """
     if shape != param_shape and len(shape) > 1 and shape[-2] == shape[-1] > 1:
         return matrix_spec(shape, mesh)
     entries = (*param_spec, *[None] * (len(param_shape) - len(param_spec)))
-    axes = list(zip(param_shape, entries, strict=True))
-    if len(shape) == len(axes) and all(
-        size in (1, full) for size, (full, _) in zip(shape, axes, strict=True)
-    ):
-        pairs = zip(shape, axes, strict=True)
-        return PartitionSpec(*(entry if size == full else None for size, (full, entry) in pairs))
-    remaining = iter(axes)
-    kept = [next((axis for axis in remaining if axis[0] == size), None) for size in shape]
-    if None not in kept:
-        return PartitionSpec(*(axis[1] for axis in kept if axis))
-    fsdp = mesh.shape["fsdp"]
-    longest = max((size for size in shape if size % fsdp == 0), default=0)
-    if fsdp == 1 or not longest:
+    axes = iter(zip(param_shape, entries, strict=True))
+    kept = [next((axis for axis in axes if size in (1, axis[0])), None) for size in shape]
+    if None in kept:
         return PartitionSpec()
-    return PartitionSpec(*[None] * shape.index(longest), "fsdp")
+    pairs = zip(shape, cast(list, kept), strict=True)
+    return PartitionSpec(*(entry if size == full else None for size, (full, entry) in pairs))
