@@ -65,11 +65,10 @@ def main(*directories: str) -> None:
         table.add_row(name, *_describe([curve for curve in members if len(curve.scores)]))
     console = Console(markup=False, highlight=False)
     console.print(table)
-    _, first = next(iter(options.items()))
-    for name, own in list(options.items())[1:]:
-        unlike = [each for each in first | own if first.get(each) != own.get(each)]
-        told = ", ".join(f"{each}={own.get(each)}" for each in unlike)
-        console.print(f"{name}, unlike the first: {told or 'nothing'}")
+    (_, first), *others = options.items()
+    for name, own in others:
+        unlike = [f"{k}={own.get(k)}" for k in first | own if first.get(k) != own.get(k)]
+        console.print(f"{name}, unlike the first: {', '.join(unlike) or 'nothing'}")
     print(f"see {output}")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError, refuse
-from gpt2.hf.families import FAMILIES, family_for, titles
+from gpt2.hf.families import FAMILIES, TITLES, family_for
 from gpt2.hf.family import Family
 
 _FLOATS = {field.name for field in dataclasses.fields(GPTConfig) if field.type is float}
@@ -23,13 +23,12 @@ def read_config(directory: Path) -> GPTConfig:
     try:
         config = json.loads(path.read_text("utf-8"))
         kind = config.get("model_type")
-        refuse(kind not in families, f"{path}: its model_type, {kind}, is none of {titles()}")
+        refuse(kind not in families, f"{path}: its model_type, {kind}, is none of {TITLES}")
         family = families[kind]
         config = dict(family.defaults) | _with_flat_rope(config, family)
-        activations = family.activation_names()
-        _refuse_others(path, family, config, activations)
+        _refuse_others(path, family, config)
         values = {ours: config[theirs] for ours, theirs in family.options.items()}
-        values["activation"] = activations[values["activation"]]
+        values["activation"] = family.activation_names()[values["activation"]]
         values["mlp_dim"] = values["mlp_dim"] or 4 * values["embed_dim"]
         values["num_kv_heads"] = values.get("num_kv_heads") or 0
         values = {name: float(v) if name in _FLOATS else v for name, v in values.items()}
@@ -52,12 +51,10 @@ def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     return config | {names.get(name, name): value for name, value in nested.items()}
 
 
-def _refuse_others(
-    path: Path, family: Family, config: dict[str, Any], activations: dict[str, str]
-) -> None:
+def _refuse_others(path: Path, family: Family, config: dict[str, Any]) -> None:
     """Refuses what the family computes in Hugging Face's code and not here."""
     required: dict[str, tuple] = {name: (value,) for name, value in family.fixed.items()}
-    required[family.options["activation"]] = tuple(activations)
+    required[family.options["activation"]] = tuple(family.activation_names())
     if "rope_base" in family.options:
         required |= {"rope_type": ("default",), family.rope_fraction: (1.0,)}
     if config.get("head_dim") is not None:

@@ -199,16 +199,12 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (GPT2, LLAMA, QWEN3, GPT_NEOX)
-
-
-def titles() -> str:
-    """Returns the families' titles."""
-    return ", ".join(family.title for family in FAMILIES)
+TITLES = ", ".join(family.title for family in FAMILIES)
 
 
 def family_for(cfg: GPTConfig) -> Family:
     """Returns the family whose switches are those of `cfg`, or names what the nearest lacks."""
     family = min(FAMILIES, key=lambda family: len(family.lacks(cfg)))
     lacking = ", ".join(f"model.{name}={getattr(cfg, name)}" for name in family.lacks(cfg))
-    refuse(lacking, f"{family.title}, the nearest of {titles()}, has no option for {lacking}")
+    refuse(lacking, f"{family.title}, the nearest of {TITLES}, has no option for {lacking}")
     return family
