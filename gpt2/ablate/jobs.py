@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import fcntl
-import itertools
 import os
 import re
 import signal
@@ -42,9 +41,8 @@ def make_slots(jobs: int) -> list[Slot]:
         return [Slot(frozenset(cores), {})]
     found = map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(found)).split(",")
-    # As CUDA reads it: those before the first that cannot be one.
-    gpus = list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), visible))
-    gpus = [] if os.environ.get("JAX_PLATFORMS") == "cpu" else gpus
+    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
+    gpus = [gpu for gpu in visible if gpu not in ("", "-1") and not on_cpu]
     number = len(gpus or cores)
     refuse(jobs > number, f"--jobs={jobs} is more than the {number} GPUs or CPU cores")
     if gpus:

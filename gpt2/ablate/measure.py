@@ -22,18 +22,14 @@ _STEPS = 40
 
 def make_measuring_run(root: Path, arm: Arm) -> Run:
     """Returns a short run that only shows how long a step takes."""
-    rate = arm.config.optim.learning_rate
-    names = ["train.eval_every", "train.checkpoint_every", "train.keep_every"]
-    names += ["logging.profile_start", "logging.profile_steps"]
-    names += ["optim.warmup_steps", "optim.decay_steps"]
-    options: dict[str, Any] = dict.fromkeys(names, 0) | {
-        "train.num_steps": _STEPS,
-        "train.eval_batches": 1,
-    }
-    options |= {"train.keep_checkpoints": DEFAULTS.train.keep_checkpoints}
+    off = ["train.eval_every", "train.checkpoint_every", "train.keep_every"]
+    off += ["logging.profile_start", "logging.profile_steps"]
     # Another schedule takes as long, and may not fit into so few steps.
-    options |= {"optim.schedule": "constant", "optim.warmup_percent": 0.0}
-    options |= {"optim.decay_percent": 0.0, "optim.end_learning_rate": rate}
+    optim = {"schedule": "constant", "end_learning_rate": arm.config.optim.learning_rate}
+    optim |= dict(warmup_steps=0, decay_steps=0, warmup_percent=0.0, decay_percent=0.0)
+    options: dict[str, Any] = {f"optim.{name}": value for name, value in optim.items()}
+    options |= {"train.num_steps": _STEPS, "train.eval_batches": 1} | dict.fromkeys(off, 0)
+    options |= {"train.keep_checkpoints": DEFAULTS.train.keep_checkpoints}
     config = with_options(arm.config, options)
     mark = zlib.crc32(json.dumps(config.to_dict()).encode())  # other options take another time
     return Run(arm.name, config, root / "measure" / f"{arm.name}-{mark:08x}")

@@ -15,6 +15,7 @@ Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95  # of all intervals together
 POWER = 0.8  # of `Verdict.detectable`
+_NUM_DRAWN = 20_000
 _NORMAL = np.linspace(-8, 8, 129)  # a normal variable, for integrals by the trapezoidal rule
 _NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2) / np.exp(-(_NORMAL**2) / 2).sum()
 
@@ -61,12 +62,21 @@ def group_difference(
     """Returns the true difference of an arm of `num` runs that groups find with `POWER`.
 
     `variances`, taken for the true ones, are the baseline's, the arm's, and all others' together.
+    What sweeps would estimate for them is drawn.
     """
-    half_widths, weights = _half_widths(sizes, num, df, variances)
+    dfs = sizes[0] - 1, num - 1, df - (sizes[0] - 1) - (num - 1)  # the last: of all other arms
+    gamma = np.random.default_rng(0).standard_gamma
+    squares = [x * 2 * gamma(each / 2, _NUM_DRAWN) for x, each in zip(variances, dfs, strict=True)]
+    welch_error, welch_df = welch(squares[0] / dfs[0], squares[1] / dfs[1], sizes[0], num)
+    level = (1 - CONFIDENCE) / math.sqrt(len(sizes) - 1)
+    half_widths = np.maximum(
+        dunnett_quantile(sizes, df) * np.sqrt(sum(squares) / df * (1 / sizes[0] + 1 / num)),
+        scipy.stats.t.isf(level / 2, welch_df) * welch_error,
+    )
     error = math.sqrt(max(variances[0] / sizes[0] + variances[1] / num, 1e-100))
 
     def lack(difference: float) -> float:
-        return POWER - float(weights @ scipy.special.ndtr((difference - half_widths) / error))
+        return POWER - float(scipy.special.ndtr((difference - half_widths) / error).mean())
 
     return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10 * error))
 
@@ -85,31 +95,11 @@ def pair_difference(error: float, quantile: float, df: int) -> float:
     return error * float(scipy.optimize.brentq(lack, 0, 3 * quantile + 3))
 
 
-def _half_widths(
-    sizes: tuple[int, ...], num: int, df: int, variances: tuple[float, ...]
-) -> tuple[Array, Array]:
-    """Returns half-widths that true variances lead to, and their weights; see group_difference."""
-    dfs = sizes[0] - 1, num - 1, df - (sizes[0] - 1) - (num - 1)  # the last: of all other arms
-    noises, weights = zip(*map(_chi, dfs, (24, 24, 12)), strict=True)
-    estimates = (x * noise**2 for x, noise in zip(variances, noises, strict=True))
-    variance0, variance, others = np.meshgrid(*estimates, indexing="ij")
-    pooled = sum(each * x for each, x in zip(dfs, (variance0, variance, others), strict=True)) / df
-    welch_error, welch_df = welch(variance0[..., 0], variance[..., 0], sizes[0], num)
-    level = (1 - CONFIDENCE) / math.sqrt(len(sizes) - 1)
-    half_widths = np.maximum(
-        dunnett_quantile(sizes, df) * np.sqrt(pooled * (1 / sizes[0] + 1 / num)),
-        (scipy.stats.t.isf(level / 2, welch_df) * welch_error)[..., None],
-    )
-    return half_widths.ravel(), np.einsum("i,j,k->ijk", *weights).ravel()
-
-
 @cache
-def _chi(df: int, num: int = 40) -> tuple[Array, Array]:
-    """Returns `num` values of an estimated deviation whose true one is 1, and their weights."""
-    if not df:
-        return np.zeros(1), np.ones(1)
+def _chi(df: int) -> tuple[Array, Array]:
+    """Returns values of an estimated deviation whose true one is 1, and their weights."""
     low, high = np.sqrt([scipy.stats.chi2.ppf(1e-13, df), scipy.stats.chi2.isf(1e-13, df)])
-    nodes, weights = np.polynomial.legendre.leggauss(num)
+    nodes, weights = np.polynomial.legendre.leggauss(40)
     values = low + (high - low) * (nodes + 1) / 2
     weights = weights * scipy.stats.chi.pdf(values, df)
     return values / math.sqrt(df), weights / weights.sum()
