@@ -14,6 +14,7 @@ from gpt2.config.options import no_option, require_option
 from gpt2.config.run import Config, read_options
 from gpt2.errors import (
     UserError,
+    by_word,
     exit_on_user_error,
     leave_at_interrupt,
     raise_at_interrupt,
@@ -21,7 +22,7 @@ from gpt2.errors import (
 )
 
 
-@exit_on_user_error
+@exit_on_user_error()
 def run(
     main: Callable[..., int | None],
     define_flags: Callable[[], object] | None = None,
@@ -40,6 +41,9 @@ def run(
         sys.stdout.reconfigure(errors="replace")
     if define_flags:
         app.define_help_flags()
+        command = sys.modules["__main__"]  # whose docstring is the head of --help
+        about = flags.doc_to_help(command.__doc__ or "")
+        command.__doc__ = by_word(f"{about}\n", flags.get_help_width())
         known = set(flags.FLAGS)
         define_flags()
         for name in set(flags.FLAGS) - known:
@@ -50,9 +54,9 @@ def run(
 
     def parse(argv: list[str]) -> list[str]:
         _, *arguments = parse_flags(argv)
-        named = arguments[:1] if commands else []
-        known = not commands or (named and named[0] in commands)
-        refuse(not known, f"a command is missing: one of {', '.join(commands)}")
+        named = arguments[: bool(commands)]
+        missing = commands and not {*named} & {*commands}
+        refuse(missing, f"a command is missing: one of {', '.join(commands)}")
         if len(arguments) > len(named) and not takes_files:
             raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
         return [argv[0], *arguments]
@@ -81,8 +85,12 @@ def parse_flags(argv: list[str]) -> list[str]:
             raise UserError(str(error)) from None  # it proposes the nearest
         known = {name: f"--{name}" for name in flags.FLAGS if "." not in name}
         raise no_option(error.flagname, "--config.", known) from None
-    except (flags.Error, OSError, TypeError, ValueError) as error:
-        raise UserError(str(error).replace("\n", " "), "See --help") from None
+    except (flags.Error, TypeError, ValueError) as error:
+        told = str(error).replace("\n", " ")
+        # What int(), float() and absl say of a text of another type.
+        if words := re.match(r"flag (--(.*?)=.*): (invalid literal|could not|\('Non-bool)", told):
+            told = f"{words[1]} is not of type {flags.FLAGS[words[2]].flag_type()}"
+        raise UserError(told, "See --help") from None
 
 
 def define_config() -> None:
@@ -94,7 +102,10 @@ def define_config() -> None:
         "File of options, see configs/, or a run's config.json; if not given, "
         "configs/quickstart.py. --config.group.option=value sets one of them."
     )
-    config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
+    try:
+        config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
+    except flags.CantOpenFlagFileError as error:  # it looks for FILE
+        raise UserError(str(error).removeprefix("ERROR:: ")) from None
     flags.FLAGS["config"].parser = _ConfigFileParser()
     flags.FLAGS["config"].default_as_str = None  # for --help: `about` tells what stands for None
 

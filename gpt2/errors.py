@@ -3,13 +3,15 @@
 import contextlib
 import difflib
 import errno
-import functools
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import TextIO
 
 
@@ -32,31 +34,27 @@ class DivergedError(ArithmeticError):
         super().__init__(f"{what} not finite at step {step}")
 
 
-def exit_on_user_error(main: Callable) -> Callable:
-    """Wraps a command's main, so that a user's mistake prints one line and sets the exit code.
+@contextlib.contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Ends a command by a user's mistake with one line and an exit code. It decorates, too.
 
     So does Ctrl-C, with 130. A reader that wants no more, such as `head`, gives 141 and no word.
     """
-
-    @functools.wraps(main)
-    def wrapped(*args, **kwargs):
-        try:
-            return main(*args, **kwargs)
-        except BrokenPipeError:
-            _silence(sys.stdout)
-            sys.exit(128 + signal.SIGPIPE)
-        except (UserError, OSError, KeyboardInterrupt, RuntimeError) as error:
-            if not (end := describe_end(error)):
-                raise
-            message, code = end
-            tell(message)
-            if isinstance(error, KeyboardInterrupt):
-                with unheard(sys.stdout):
-                    sys.stdout.flush()
-                os._exit(code)  # the usual end crashes where XLA compiles in a thread
-            sys.exit(code)
-
-    return wrapped
+    try:
+        yield
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        sys.exit(128 + signal.SIGPIPE)
+    except (UserError, OSError, KeyboardInterrupt, RuntimeError) as error:
+        if not (end := describe_end(error)):
+            raise
+        message, code = end
+        tell(message)
+        if isinstance(error, KeyboardInterrupt):
+            with unheard(sys.stdout):
+                sys.stdout.flush()
+            os._exit(code)  # the usual end crashes where XLA compiles in a thread
+        sys.exit(code)
 
 
 # What the system refuses because of a disk, or of a path that a person chose.
@@ -92,7 +90,15 @@ def tell(message: str, stream: TextIO | None = None) -> None:
     """Prints a message at once, on stderr unless `stream` is given. It may be lost: `unheard`."""
     stream = stream or sys.stderr
     with unheard(stream):
+        if stream.isatty():
+            message = by_word(message, shutil.get_terminal_size().columns)
         print(message, file=stream, flush=True)
+
+
+def by_word(text: str, width: int) -> str:
+    """Breaks lines between words, but none that is indented: commands and tables stay whole."""
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if line[:1] == " " else fill(line) for line in text.split("\n"))
 
 
 @contextlib.contextmanager
@@ -166,10 +172,7 @@ def raise_at_interrupt() -> None:
 
 
 def leave_at_interrupt(next_command: str = "") -> None:
-    """Lets Ctrl-C end the process with a line, which says what the next command will do.
-
-    An exception might be lost in a callback of JAX.
-    """
+    """Lets Ctrl-C end the process with a line: an exception might be lost in a callback of JAX."""
     global _next_command
     _next_command = next_command
     if _is_watched:
@@ -195,10 +198,10 @@ def _stop(*_: object) -> None:
 
 
 def _leave(line: str, signum: signal.Signals) -> None:
-    show_cursor = "\x1b[?25h" if os.isatty(2) else ""  # which a progress bar hides
+    clean = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # of a bar, which hides the cursor
     told = "; ".join(filter(None, [line, _next_command]))
     try:
         if _leaving.acquire(timeout=1):  # two threads may hear of one press
-            os.write(2, f"{show_cursor}{told}\n".encode())
+            os.write(2, f"{clean}{told}\n".encode())
     finally:  # nobody may read it
         os._exit(128 + signum)

@@ -160,7 +160,7 @@ a run that was killed begins anew
     + start = 0
 a run continues with another optimizer
     gpt2/training/checkpoint_files.py: tests/test_workdir.py -k continues_unless
-    - return not leaves_training(name) and name not in _MAY_CHANGE
+    - return not aside and name not in _MAY_CHANGE
     + return name.startswith("model.")
 """
 

@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
-from gpt2.errors import UserError
+from gpt2.errors import UserError, by_word
 from gpt2.utils import launch
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,9 @@ def test_a_config_file_may_set_a_few_options_in_dicts_and_numbers_of_numpy(parse
         ("--config.model.n_layer=1", "mean --config.model.num_layers?"),
         ("--config.model.num_heads[0]=3", "mean --config.model.num_heads?"),
         ("--frobnicate=1", "frobnicate"),
-        ("--config.data.batch_size=x", "batch_size=x"),
+        ("--config.data.batch_size=x", "--config.data.batch_size=x is not of type int"),
+        ("--config.optim.eps=x", "eps=x is not of type float"),
+        ("--config.model.bias=maybe", "bias=maybe is not of type bool"),
         ("--config=none.py", "none.py"),
         ("--flagfile=none", "none"),
     ],
@@ -77,6 +79,11 @@ def test_mistakes_in_flags_are_told_with_the_nearest_name(parse, given, told):
     with pytest.raises(UserError) as error:
         parse("--config", DEFAULT, given)
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lines_break_between_words_and_commands_stay_whole():
+    text = "one two,\n\n    python train.py\nthree/long-path four"
+    assert by_word(text, 8) == "one two,\n\n    python train.py\nthree/long-path\nfour"
 
 
 def test_commands_prepare_their_process_before_they_import_jax():

@@ -55,6 +55,7 @@ MISTAKES = [  # a command, and a word of the line
     ([*TRAIN, "--config.train.num_stps=3"], "--config.train.num_steps"),
     ([*TRAIN, "--n_layer=3"], "--config.model.num_layers"),
     ([*TRAIN, "--workdr=x"], "--workdir"),
+    ([*TRAIN, "--flagfile=none"], "none"),
     ([*TRAIN, "--config.train.num_steps=1e3"], "1e3"),
     ([*TRAIN, "--config.optim.name=adamv"], "adam"),
     ([*TRAIN, "--config.parallel.data=3"], "parallel"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2 import cli
-from gpt2.config import Config, option, read_option, read_options, with_options
+from gpt2.config import Config, flatten, option, read_option, read_options, with_options
 from gpt2.errors import UserError, refuse
 
 BASELINE = "baseline"
@@ -31,6 +31,12 @@ class Arm:
     def name(self) -> str:
         """A name that no other arm has; also that of its folder."""
         return f"{self.size},{self.change}" if self.size else self.change
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Returns the options in which two configs differ: dotted name -> (old, new)."""
+    old_flat, new_flat = flatten(old.to_dict()), flatten(new.to_dict())
+    return {k: (old_flat[k], new_flat[k]) for k in new_flat if old_flat[k] != new_flat[k]}
 
 
 def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:

@@ -14,10 +14,10 @@ import jinja2
 import pandas as pd
 
 from gpt2.ablate import pictures, tables
+from gpt2.ablate.arms import differences
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
-from gpt2.config import differences
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted, format_count
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pandas as pd
 
-from gpt2.ablate.arms import Arm
+from gpt2.ablate.arms import Arm, differences
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import LOSS, choose_score
-from gpt2.config import Config, differences, with_options
+from gpt2.config import Config, with_options
 from gpt2.errors import refuse
 from gpt2.utils.files import locked, write_json
 

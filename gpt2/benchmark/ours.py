@@ -107,7 +107,7 @@ def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
     return batch
 
 
-@exit_on_user_error
+@exit_on_user_error()
 def main() -> None:
     """Serves steps of the subject and the config that the command line gives."""
     subject, config = sys.argv[1], Config.from_dict(json.loads(sys.argv[2]))

@@ -11,11 +11,8 @@ from gpt2.config.run import (
     ParallelConfig,
     RulesConfig,
     TrainConfig,
-    differences,
-    leaves_training,
     load_config,
     option,
     read_options,
-    tokens_by_name,
     with_options,
 )

@@ -58,8 +58,6 @@ def require_option(name: str, prefix: str = "") -> None:
 def complete(tree: Mapping | ConfigDict, group: str = "") -> dict[str, Any]:
     """Returns all options by group, each of its type: those of `tree`, and other defaults."""
     prefix = f"{group}." if group else ""
-    if not isinstance(tree, Mapping | ConfigDict):
-        raise UserError(f"{group or 'the config'}={tree!r} is no group of options")
     for name in tree:
         if name not in _group(group):
             raise no_option(prefix + name)

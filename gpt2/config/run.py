@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import math
-import operator
 import re
 import runpy
 from collections.abc import Mapping
@@ -16,16 +15,8 @@ from ml_collections import ConfigDict
 
 from configs.default import OPTIMIZERS
 from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
-from gpt2.config.options import DEFAULTS, Options, complete, flatten
+from gpt2.config.options import DEFAULTS, Options, complete
 from gpt2.errors import UserError, refuse
-
-# Options that do not decide what the model learns, and may change when a run continues. A name that
-# ends in "." or "_" stands for all that begin with it.
-_ASIDE = (
-    *("parallel.", "memory.", "logging.", "model.attention", "data.data_dir", "train.keep_"),
-    *("train.accumulate_steps", "train.log_every", "train.eval_", "train.checkpoint_every"),
-    "train.hang_seconds",
-)
 
 
 class PrecisionConfig(Options, group="precision"):
@@ -70,16 +61,6 @@ class OptimConfig(Options, group="optim"):
         refuse(plain and self.cautious in ("updates", "both"), f"{masks} needs momentum")
         coupled = self.name in ("adam", "sgd") or not self.weight_decay
         refuse(coupled and self.cautious in ("decay", "both"), f"{masks} finds no decay to mask")
-
-    @property
-    def schedule_name(self) -> str:
-        """The schedule without its values."""
-        return self.schedule.partition(":")[0]
-
-    @property
-    def keeps_average(self) -> bool:
-        """Whether other weights than those in training are validated and exported."""
-        return self.ema > 0 or self.name == "schedule_free"
 
     @property
     def pieces(self) -> tuple[tuple[int, float], ...]:
@@ -152,15 +133,10 @@ class ParallelConfig(Options, group="parallel"):
     rules: RulesConfig = RulesConfig()
 
     @property
-    def strategy_axis(self) -> str | None:
-        """The mesh axis that the strategy splits something over, or None."""
-        return {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}.get(self.strategy)
-
-    @property
     def sizes(self) -> dict[str, int]:
         """The wanted size of every mesh axis; -1: the rest of the devices."""
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
-        axis = self.strategy_axis
+        axis = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}.get(self.strategy)
         if axis and sizes[axis] == 1:
             sizes[axis] = -1
             sizes["data"] = 1 if self.data == -1 else self.data
@@ -168,18 +144,10 @@ class ParallelConfig(Options, group="parallel"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        data, fsdp, tensor = self.sizes.values()
-        refuse(0 in (data, fsdp, tensor), "parallel.data, fsdp and tensor are 1 or more, or -1")
-        refuse((data, fsdp, tensor).count(-1) > 1, "only one axis of parallel. can be -1, the rest")
+        _, fsdp, tensor = self.sizes.values()
         is_split, whose = (fsdp, tensor) != (1, 1), "is data parallel only, without fsdp or tensor"
         refuse(self.strategy == "ddp" and is_split, f"parallel.strategy=ddp {whose}")
         refuse(self.backend == "pmap" and is_split, f"parallel.backend=pmap {whose}")
-
-
-def tokens_by_name(spec: str) -> int:
-    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
-    name, _, size = spec.partition(":")
-    return {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdecimal() else 0}.get(name, 0)
 
 
 class Config(Options, group=""):
@@ -257,28 +225,14 @@ def option(config: Config, name: str) -> Any:
 
 def with_options(config: Config, options: Mapping[str, Any]) -> Config:
     """Returns the config with some options set, by dotted name."""
-    tree = config.to_dict()
-    for name, value in options.items():
-        *groups, member = name.split(".")
-        functools.reduce(operator.getitem, groups, tree)[member] = value
+    tree = ConfigDict(config.to_dict())
+    tree.update_from_flattened_dict(options)
     return Config.from_dict(tree)
-
-
-def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Returns the options in which two configs differ: dotted name -> (old, new)."""
-    old_flat, new_flat = flatten(old.to_dict()), flatten(new.to_dict())
-    return {k: (old_flat[k], new_flat[k]) for k in new_flat if old_flat[k] != new_flat[k]}
-
-
-def leaves_training(name: str) -> bool:
-    """Returns whether an option leaves what the model learns as it is, but for rounding."""
-    return any(name.startswith(n) if n.endswith((".", "_")) else name == n for n in _ASIDE)
 
 
 def read_options(name: str) -> dict[str, Any]:
     """Returns all options of a config file or of a run's config.json, not yet checked together."""
     path = Path(name)
-    refuse(path.suffix not in (".py", ".json"), f"--config={name} is no .py, nor a config.json")
     refuse(not path.is_file(), f"--config={name} is no file", "See configs/ for those there are")
     try:
         if path.suffix == ".json":

@@ -142,4 +142,5 @@ if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
     raise_at_interrupt()
-    exit_on_user_error(cli_evaluate)()
+    with exit_on_user_error():
+        cli_evaluate()

@@ -14,7 +14,8 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     (nanoGPT's form). What follows ends on step `num_steps`, where the run is longer than that.
     """
     peak, warmup = optim.learning_rate, optim.warmup(num_steps)
-    after = SCHEDULES[optim.schedule_name](optim, max(num_steps - warmup, 1), num_steps)
+    name, _, _ = optim.schedule.partition(":")
+    after = SCHEDULES[name](optim, max(num_steps - warmup, 1), num_steps)
     if not warmup:
         return after
     return optax.join_schedules(

@@ -28,7 +28,7 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     sizes = parallel.sizes
     asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {name: num_devices // fixed if n == -1 else n for name, n in sizes.items()}
+    sizes = {name: num_devices // (fixed or 1) if n == -1 else n for name, n in sizes.items()}
     if math.prod(sizes.values()) != num_devices:
         raise UserError(
             f"{asked} does not make a mesh of {num_devices} devices",

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt2.config import Config, flatten, leaves_training, load_config
+from gpt2.config import Config, flatten, load_config
 from gpt2.utils import files
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
 ITEMS = ("params", "rest", "layout", "metrics")
 WEIGHTS = ("params", "layout")  # what other programs than training read
 
+# Options that leave what the model learns as it is, but for rounding. A name that ends in "." or
+# "_" stands for all that begin with it.
+_ASIDE = (
+    *("parallel.", "memory.", "logging.", "model.attention", "data.data_dir", "train.keep_"),
+    *("train.accumulate_steps", "train.log_every", "train.eval_", "train.checkpoint_every"),
+    "train.hang_seconds",
+)
 # Options that decide what the model learns, and may change when a run continues all the same: the
 # end of the schedule moves, and a run that diverged may skip steps.
 _MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps", "train.skip_outliers")
@@ -86,7 +93,8 @@ def deciding_options(config: Config) -> dict[str, Any]:
     def decides(name: str) -> bool:
         if name == "train.accumulate_steps":  # dropout draws its masks by micro-batch
             return config.model.dropout > 0
-        return not leaves_training(name) and name not in _MAY_CHANGE
+        aside = any(name.startswith(n) if n[-1] in "._" else name == n for n in _ASIDE)
+        return not aside and name not in _MAY_CHANGE
 
     return {name: value for name, value in flatten(config.to_dict()).items() if decides(name)}
 
