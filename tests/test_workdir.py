@@ -10,6 +10,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -231,8 +232,10 @@ def starts_of(workdir):
 def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
     monkeypatch.setattr(run_files, "_SOURCE", tmp_path)  # no checkout; see below for those
+    monkeypatch.setattr(run_files, "lock", lambda *_: None)
+    data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
     for step in (0, 20):
-        run_files.record_start(tmp_path, step)
+        run_files.begin(tmp_path, make_config(), data, step)
     new, continued = starts_of(tmp_path)
     assert (new["step"], continued["step"]) == (0, 20)
     began = datetime.fromisoformat(new["time"])

@@ -1,9 +1,9 @@
 """Checkpoints of a run: asynchronous, sharded, whole or not there.
 
-A checkpoint holds `params`, `rest` (the other members of the TrainState), `layout` (how the layers
-are stored, and whose state it is) and digests of all files, since Orbax's format does not tell
-altered values from others. A run may continue in another layout, and weights are read without the
-optimizer. This file is the only user of Orbax.
+A checkpoint holds `params`, `guard` if there is one, `rest` (the other members of the TrainState),
+`layout` (how the layers are stored, and whose state it is) and digests of all files, since Orbax's
+format does not tell altered values from others. A run may continue in another layout, and weights
+are read without the optimizer. This file is the only user of Orbax.
 """
 
 import contextlib
@@ -20,14 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from gpt2.config import Config, ParallelConfig, TrainConfig, load_config
+from gpt2.config import Config, ParallelConfig, load_config
 from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
 from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, identity, saved_steps
-from gpt2.training.guard import Guard
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import files
@@ -117,15 +116,18 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._warn(step, "no room is left on the disk")  # a save would fill it, and fail
             return
         self._saving, self._began = step, time.monotonic()
-        scanned, guarded = is_scanned(state.params), state.guard is not None
-        layout = {"scan_layers": scanned, "guard": guarded, "step": step}
+        layout = {
+            "scan_layers": is_scanned(state.params),
+            "guard": state.guard is not None,
+            "step": step,
+            "run": identity(self._workdir),
+        }
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(state.params),
-                    rest=ocp.args.StandardSave(_rest(state)),
-                    layout=ocp.args.JsonSave(layout | {"run": identity(self._workdir)}),
+                    **{name: ocp.args.StandardSave(part) for name, part in _parts(state).items()},
+                    layout=ocp.args.JsonSave(layout),
                     digests=ocp.args.JsonSave({}),
                 ),
                 metrics=None if scores is None else {METRIC: scores[METRIC]},
@@ -137,29 +139,20 @@ class Checkpointer(contextlib.AbstractContextManager):
     def restore(self, step: int, shapes: TrainState) -> TrainState:
         """Restores a state, in whatever layout it was saved, to these shapes and shardings."""
         layout = self._read(step, layout=ocp.args.JsonRestore())["layout"]
-        # A run may gain a guard, lose it, or lower its limit when it continues.
-        guard = jax.eval_shape(partial(Guard.create, TrainConfig(skip_bad_steps=1)))
-        guard = shapes.guard or _placed(guard, shapes.step.sharding)
         saved = _as_saved(shapes, layout["scan_layers"])
-        saved = saved.replace(guard=guard if layout["guard"] else None)
-        items = self._read(
-            step,
-            params=ocp.args.StandardRestore(saved.params),
-            rest=ocp.args.StandardRestore(_rest(saved)),
-        )
-        state = TrainState(**items["rest"] | {"params": items["params"]})
-        if shapes.guard and not state.guard:
-            zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
-            state = state.replace(guard=jax.tree.map(zeros, shapes.guard))
-        return _place(
-            state.replace(guard=shapes.guard and state.guard and state.guard.capped()), shapes
-        )
+        # A run may gain a guard, lose it, or lower its limit when it continues.
+        parts = _parts(saved if layout["guard"] else saved.replace(guard=None))
+        items = self._read(step, **{n: ocp.args.StandardRestore(p) for n, p in parts.items()})
+        zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
+        guard = items["guard"].capped() if "guard" in parts else jax.tree.map(zeros, shapes.guard)
+        state = TrainState(**items["rest"] | {"params": items["params"], "guard": guard})
+        return _in_layout_of(shapes, state)
 
     def restore_params(self, step: int, shapes: Any) -> Any:
         """Restores the parameters alone, otherwise as `restore`."""
         layout = self._read(step, layout=ocp.args.JsonRestore())["layout"]
         saved = ocp.args.StandardRestore(_as_saved(shapes, layout["scan_layers"]))
-        return _place(self._read(step, params=saved)["params"], shapes)
+        return _in_layout_of(shapes, self._read(step, params=saved)["params"])
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
@@ -185,10 +178,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._manager.close()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and jax.process_count() > 1:
-            with distributed.ends_together():  # a save would wait for processes that wait for this
-                raise error
-        self.close()
+        if error is None or jax.process_count() == 1:  # else a save would wait for the others
+            self.close()
 
     def _recover(self, error: Exception) -> None:
         """Tells of a save that failed, and goes on with the checkpoints before it."""
@@ -235,7 +226,6 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         raise UserError(damage, "Restore it from a copy, or move it elsewhere")
     device = jax.local_devices()[0]
     shapes = Program.from_config(config, [device]).state_shapes
-    shapes = _placed(shapes, SingleDeviceSharding(device))
     with Checkpointer(workdir, read_only=True) as checkpointer:
         steps = {str(step): step for step in checkpointer.all_steps()}
         latest = max(steps.values(), default=None)
@@ -259,6 +249,7 @@ def _make_handlers() -> Any:
     for name, handler, kinds in (
         ("params", ocp.StandardCheckpointHandler(), arrays),
         ("rest", ocp.StandardCheckpointHandler(), arrays),
+        ("guard", ocp.StandardCheckpointHandler(), arrays),
         ("layout", ocp.JsonCheckpointHandler(), texts),
         ("metrics", ocp.JsonCheckpointHandler("metrics"), texts),
         ("digests", _DigestHandler("digests"), texts),
@@ -284,10 +275,11 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _rest(state: TrainState) -> dict[str, Any]:
-    """Returns what is saved beside the parameters, by name."""
-    members = vars(state) | {"params": None}
-    return members if state.guard else {k: members[k] for k in members if k != "guard"}
+def _parts(state: TrainState) -> dict[str, Any]:
+    """Returns what is saved of a state, by the folder that holds it."""
+    rest = vars(state) | {"params": None}
+    guard = rest.pop("guard")
+    return {"params": state.params, "rest": rest} | ({"guard": guard} if guard else {})
 
 
 def _as_saved(target: Any, scanned: bool) -> Any:
@@ -308,13 +300,7 @@ def _as_saved(target: Any, scanned: bool) -> Any:
     return in_layout(target, scanned=scanned, stack=stack, take=take)
 
 
-def _placed(shapes: Any, sharding: jax.sharding.Sharding) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
-    )
-
-
-def _place(restored: Any, target: Any) -> Any:
+def _in_layout_of(target: Any, restored: Any) -> Any:
     """Brings restored arrays into the layer layout and shardings of `target`."""
     scanned = is_scanned(target)
     if is_scanned(restored) == scanned:

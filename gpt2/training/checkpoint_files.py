@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from gpt2.config import Config, flatten, load_config
 from gpt2.utils import files
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
-ITEMS = ("params", "rest", "layout", "metrics")
+ITEMS = ("params", "rest", "guard", "layout", "metrics")
 WEIGHTS = ("params", "layout")  # what other programs than training read
 
 # Options that leave what the model learns as it is, but for rounding. A name that ends in "." or
@@ -43,13 +42,6 @@ def newest_whole_step(workdir: Path | str, after: int = -1, *, read: bool = True
     """Returns the newest step beyond `after` whose checkpoint is whole, or None."""
     steps = sorted((step for step in saved_steps(workdir) if step > after), reverse=True)
     return next((step for step in steps if not find_damage(workdir, step, read=read)), None)
-
-
-def move_aside(workdir: Path, step: int) -> Path:
-    """Moves a checkpoint to `workdir/damaged`, and returns where it is."""
-    (workdir / "damaged").mkdir(exist_ok=True)
-    target = workdir / "damaged" / f"{step}-{time.time_ns()}"
-    return (workdir / "checkpoints" / str(step)).rename(target)
 
 
 def find_damage(

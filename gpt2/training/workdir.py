@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +33,6 @@ from gpt2.training.checkpoint_files import (
     changes,
     deciding_options,
     find_damage,
-    move_aside,
     newest_whole_step,
     saved_steps,
 )
@@ -103,15 +103,18 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 
 def find_start(workdir: Path) -> int:
     """Returns the step of the newest whole checkpoint, 0 without any, and tells of those after."""
-    start = newest_whole_step(workdir)
-    passed_over = [step for step in saved_steps(workdir) if step > (start or 0)]
-    damage = [find_damage(workdir, step) for step in reversed(passed_over)]
-    if damage and start is None:
-        what = f"{damage[0]}, and there is no whole one"
-        raise UserError(what, "Restore one from a copy, or start anew")
+    start, damage = 0, list[str]()
+    for step in reversed(saved_steps(workdir)):
+        if not (found := find_damage(workdir, step)):
+            start = step
+            break
+        damage.append(found)
+    else:
+        how = "Restore one from a copy, or start anew"
+        refuse(damage, f"{damage and damage[0]}, and there is no whole one", how)
     for each in damage:
         warn(f"{each}; the run continues from step {start}")
-    return start or 0
+    return start
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
@@ -138,12 +141,17 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     lock(workdir, start)
     for step in saved_steps(workdir):
         if step > start or find_damage(workdir, step, ("metrics",)):
-            warn(f"the checkpoint of step {step} is now {move_aside(workdir, step)}")
+            (workdir / "damaged").mkdir(exist_ok=True)
+            target = workdir / "damaged" / f"{step}-{time.time_ns()}"
+            (workdir / "checkpoints" / str(step)).rename(target)
+            warn(f"the checkpoint of step {step} is now {target}")
     (workdir / "samples.txt").unlink(missing_ok=True)  # of an earlier end: see `is_finished`
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
     dataset.tokenizer.save(workdir / "tokenizer.json")
-    record_start(workdir, start)
+    path = workdir / "environment.jsonl"
+    earlier = path.read_text("utf-8") if path.exists() else ""
+    files.write_text(path, f"{earlier}{json.dumps(describe_start(start))}\n")
 
 
 def lock(workdir: Path, start: int) -> None:
@@ -155,16 +163,10 @@ def lock(workdir: Path, start: int) -> None:
         raise UserError(what, "Wait for it or stop it, or give another --workdir")
 
 
-def record_start(workdir: Path, step: int) -> None:
-    """Adds a line to environment.jsonl: what beside options and data decides a run's figures."""
-    path = workdir / "environment.jsonl"
-    text = path.read_bytes() if path.exists() else b""
-    files.write_bytes(path, [text, json.dumps(describe_start(step)).encode(), b"\n"])
-
-
 def describe_start(step: int) -> dict[str, Any]:
-    """Returns the line of a start. It holds no name of a machine and no environment variables.
+    """Returns a line of environment.jsonl: what beside options and data decides a run's figures.
 
+    It holds no name of a machine and no environment variables.
     `commit` and `clean` (no Python file differs from it) are of gpt2's checkout, None without one.
     """
     # Code that pip has installed below someone's checkout is no part of that checkout.
