@@ -35,7 +35,7 @@ from gpt2.benchmark import measure, suite
 from gpt2.benchmark.tables import table
 from gpt2.config import Config, with_options
 from gpt2.data.tokenizer import tokens_by_name
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 
 COMMANDS = ("train", "verify", "generate", "attention", "loop", "suite", "machine")
 
@@ -105,12 +105,12 @@ def make_config(peers: list[str]) -> Config:
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:
         return config
-    if set(peers) - set(measure.PEERS):
-        raise UserError(f"--peers={','.join(peers)} is not known", "Use torch or torch_compile")
-    if not importlib.util.find_spec("torch"):
-        raise UserError("--peers needs PyTorch", "Install it: pip install -e '.[peers]'")
-    if config.optim.name != "adamw":
-        raise UserError("--peers have no other optimizer", "Use --config.optim.name=adamw")
+    unknown = set(peers) - set(measure.PEERS)
+    refuse(unknown, f"--peers={','.join(peers)} is not known", "Use torch or torch_compile")
+    absent = not importlib.util.find_spec("torch")
+    refuse(absent, "--peers needs PyTorch", "Install it: pip install -e '.[peers]'")
+    unlike = config.optim.name != "adamw"
+    refuse(unlike, "--peers have no other optimizer", "Use --config.optim.name=adamw")
     options = {
         **{"optim.schedule": "constant", "optim.end_learning_rate": config.optim.learning_rate},
         **{"optim.warmup_steps": 0, "optim.warmup_percent": 0.0, "model.dropout": 0.0},

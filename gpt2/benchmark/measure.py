@@ -192,9 +192,9 @@ def _start(name: str, case: Case, number: int, players: dict[str, Player]) -> Pl
         print(f"{name}: starts and compiles, {case.config.precision.compute}", file=sys.stderr)
     environment = launch.environment_to_measure() | share | dict(case.variables)
     player = players[name] = Player(name, command, environment)
-    if player.device != players[OURS].device:
-        raise UserError(
-            f"{name} runs on {player.device}, and {OURS} on {players[OURS].device}",
-            "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
-        )
+    refuse(
+        player.device != players[OURS].device,
+        f"{name} runs on {player.device}, and {OURS} on {players[OURS].device}",
+        "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
+    )
     return player

@@ -52,11 +52,8 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         for e in examples
     ]
     labels = [str(example["label"]) for example in examples]
-    if wrong := set(labels) - {str(i) for i in range(min(len(ends) for _, ends in plain))}:
-        raise UserError(
-            f"{path} has the label {wrong.pop()!r}, which is no ending's",
-            "Give examples whose answers are known, as hellaswag_val.jsonl holds",
-        )
+    for label in set(labels) - {str(i) for i in range(min(len(ends) for _, ends in plain))}:
+        raise UserError(f"{path} has the label {label!r}", "Use examples whose answers are known")
     by_plain = _score_choices(scorer, tokenizer, plain, "hellaswag (llm.c)")
     by_cleaned = _score_choices(scorer, tokenizer, cleaned, "hellaswag (harness)")
     per_token = [[score.log_prob / score.count for score in scores] for scores in by_plain]

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gpt2.errors import UserError
+from gpt2.errors import refuse
 from gpt2.training.program import Program
 from gpt2.utils.text import format_bytes
 
@@ -24,10 +24,7 @@ def visualize(program: Program, pattern: str) -> None:
     for name, leaf in named.items():
         if leaf.ndim and re.search(pattern, name):
             alike.setdefault((leaf.shape, leaf.sharding.spec), []).append(name)
-    if not alike:
-        raise UserError(
-            f"--visualize={pattern} matches no array", f"Use, for example, --visualize={name}"
-        )
+    refuse(not alike, f"--visualize={pattern} matches no array", f"An array is {name}")
     for names in sorted(alike.values(), key=lambda names: -named[names[0]].size):
         leaf, more = named[names[0]], len(names) - 3
         print("\n".join(names[:3]) + (f"\nand {more} more" if more > 0 else ""))

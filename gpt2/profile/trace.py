@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from jax.profiler import ProfileData
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 from gpt2.profile.sampler import LINE
 
 STEP = "train"  # the annotation of a step
@@ -57,9 +57,8 @@ def find_trace(path: Path) -> Path:
     folder = path / "profile" if (path / "profile").is_dir() else path
     files = folder.rglob("*.xplane.pb")  # not those of other processes
     found = [f for f in files if not f.relative_to(folder).parts[0].startswith("process_")]
-    if not found:
-        how = "--config.logging.profile_start=10 --config.logging.profile_steps=5"
-        raise UserError(f"{path} holds no trace", f"Train with {how}")
+    how = "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5"
+    refuse(not found, f"{path} holds no trace", how)
     return max(found, key=lambda file: file.stat().st_mtime)
 
 
