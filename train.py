@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from gpt2 import cli, plan
+from gpt2 import cli
 from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, UserError, leave_at_interrupt, tell
 from gpt2.evals.validation import validate
@@ -28,6 +28,7 @@ from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Deadline, StopSignal, check_layout, distributed, gather_whole
+from gpt2.plan import command as plan
 from gpt2.profile import Profiler
 from gpt2.telemetry import Reporter, StepClock, plot_losses, timed
 from gpt2.training import Batches, Checkpointer, Diagnosis, Program, TrainState, next_token_loss

@@ -41,7 +41,7 @@ def collectives(text: str) -> list[Collective]:
     # The line that names the module tells how many devices there are.
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     num_devices = math.prod(map(int, sizes))
-    computations, entry = _split_computations(text)
+    computations, entry = split_computations(text)
     found = []
 
     # `after` are the lines after the call of the computation.
@@ -65,7 +65,7 @@ def collectives(text: str) -> list[Collective]:
                 continue
             is_loop = " while(" in line
             turns = _turns_of(line, computations) if is_loop else 1
-            for called in _called_by(line):
+            for called in called_by(line):
                 rest = [] if is_loop else lines[i + 1 :]
                 walk(called, times * (turns or 1), unknown or turns is None, rest)
 
@@ -108,7 +108,7 @@ def _until_done(
         return [
             other
             for other in after
-            for called in _called_by(other)
+            for called in called_by(other)
             if any(chain[0] in x for x in computations.get(called, ()))
         ]
     name = re.match(r"\s*(?:ROOT )?(%?[\w.\-]+) = ", line)
@@ -124,7 +124,7 @@ def _has_product(line: str, computations: dict[str, list[str]], depth: int = 3) 
         return True
     return depth > 0 and any(
         _has_product(inner, computations, depth - 1)
-        for called in _called_by(line)
+        for called in called_by(line)
         for inner in computations.get(called, ())
     )
 
@@ -194,7 +194,7 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def _split_computations(text: str) -> tuple[dict[str, list[str]], str]:
+def split_computations(text: str) -> tuple[dict[str, list[str]], str]:
     """Returns the lines of every computation by name, and the name of the entry."""
     computations: dict[str, list[str]] = {}
     entry, current = "", None
@@ -207,7 +207,7 @@ def _split_computations(text: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _called_by(line: str) -> list[str]:
+def called_by(line: str) -> list[str]:
     """Returns the names of the computations that an instruction calls."""
     return [name.strip("%{} ") for group in _CALLED.findall(line) for name in group.split(",")]
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from gpt2.plan.collectives import called_by, split_computations
 from gpt2.profile.sampler import short_path
 
 # The named scopes of the model and of the step.
@@ -25,10 +26,8 @@ _WRAPPER = re.compile(
     r"(jit|jvp|transpose|vmap|pjit|remat|checkpoint|custom_\w+|shard_map|pmap)\(|GPT\b|h_\d+$|h$"
     r"|(while|body|cond|closed_call|checkpoint|rematted_computation|shard_map|scan|branch_\d+\w*)$"
 )
-_HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CONTAINER = re.compile(r" (while|call|conditional)\(")
-_CALLED = re.compile(r"\b(?:body|condition|to_apply|calls|\w+_computations?)=\{?([^}\s]*)")
 
 
 class Operation(NamedTuple):
@@ -53,16 +52,13 @@ class ProgramText:
         self.module = header[1] if header else ""
         self._frames = _read_frames(text)
         self._lines: dict[str, tuple[str, str]] = {}  # the computation and the text, by name
-        self._members: dict[str, list[str]] = {}  # names, by computation
         self._callers: dict[str, str] = {}  # the instruction that calls a computation
-        computation = ""
-        for line in text.splitlines():
-            if found := _HEADER.match(line):
-                computation = found[1]
-            elif found := _INSTRUCTION.match(line):
-                self._lines[found[1]] = computation, line
-                self._members.setdefault(computation, []).append(found[1])
-                self._callers |= dict.fromkeys(_called(line), found[1])
+        self._computations, _ = split_computations(text)
+        for computation, lines in self._computations.items():
+            for line in lines:
+                if found := _INSTRUCTION.match(line):
+                    self._lines[found[1]] = computation, line
+                    self._callers |= dict.fromkeys(called_by(line), found[1])
 
     def is_container(self, name: str) -> bool:
         """Returns whether this is a loop or a call, whose time is that of operations inside."""
@@ -75,7 +71,7 @@ class ProgramText:
         if name not in self._lines:
             return Operation()
         computation, line = self._lines[name]
-        inside = list(self._inside(name))
+        inside = list(self._inside(line))
         kind = next((k for k, x in _KINDS.items() if any(re.search(x, i) for i in inside)), "other")
         loop = self._callers.get(computation, "")
         while loop and " while(" not in self._lines[loop][1]:
@@ -88,18 +84,13 @@ class ProgramText:
         frame = re.search(r"stack_frame_id=(\d+)", line)
         return Operation(kind, part, self._frames.get(int(frame[1]), "") if frame else "", loop)
 
-    def _inside(self, name: str) -> Iterator[str]:
+    def _inside(self, line: str) -> Iterator[str]:
         """Yields the line of an instruction, and those that are fused into it."""
-        line = self._lines[name][1]
         yield line
         if " fusion(" in line or " async-start(" in line:
-            for called in _called(line):
-                for inner in self._members.get(called, ()):
+            for called in called_by(line):
+                for inner in self._computations.get(called, ()):
                     yield from self._inside(inner)
-
-
-def _called(line: str) -> list[str]:
-    return [name.strip("%") for group in _CALLED.findall(line) for name in group.split(",")]
 
 
 def part_of(line: str) -> str:
