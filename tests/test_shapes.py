@@ -135,8 +135,7 @@ NOT_KV = all_of(floats, (1, 4, 64, 16), (2, 1, 64, 16), (2, 4, 1, 16), (2, 4, 64
 NOT_KV += [floats(4, 64, 16), halves(2, 4, 64, 16)]
 NOT_SEGMENTS = [*all_of(ints, (1, 128), (2, 1), (128,), (2, 127)), floats(2, 128)]
 NOT_CACHE = [cache_of(1), cache_of(3), cache_of(2).replace(length=ints(1))]
-NOT_CACHE += [cache_of(2, num_layers=1), cache_of(2, num_layers=3), cache_of(2, num_heads=4)]
-NOT_CACHE += [cache_of(2, scan_layers=True), cache_of(2, compute_dtype="bfloat16")]
+NOT_CACHE += [cache_of(2, num_heads=4), cache_of(2, compute_dtype="bfloat16")]
 NOT_VECTOR = all_of(floats, (), (1,), (1, 32), (8, 32))
 NOT_BIAS = all_of(floats, (), (5,), (1, 5), (8, 3, 5))
 NOT_W, NOT_TABLE = [floats(1, 3, 5), floats(5, 32)], all_of(floats, (10, 32), (12, 1), (32, 12))

@@ -79,32 +79,23 @@ class Attention(nn.Module):
         if inputs.rotation is not None:
             q, k = (rotate(heads, *inputs.rotation) for heads in (q, k))
         slopes = alibi_slopes(N) if cfg.position == "alibi" else None
-        if cache is None:
-            dropout = 0.0 if deterministic else cfg.dropout
-            key = self.make_rng("dropout") if dropout else None
+        dropout = 0.0 if deterministic else cfg.dropout
+        dropout_key = self.make_rng("dropout") if dropout else None
+        if cache is not None:
+            cache = jax.tree.map(lambda old, new: _write(old, new, positions[:, 0]), cache, (k, v))
 
-            def attend(scoring: Scoring) -> jax.Array:
-                return spread_attention(
-                    q,
-                    k,
-                    v,
-                    implementation=cfg.attention,
-                    scoring=scoring,
-                    slopes=slopes,
-                    segments=inputs.segments,
-                    dropout=dropout,
-                    dropout_key=key,
-                )
+        def attend(window: int) -> jax.Array:
+            # 8 / H in place of 1 / sqrt(H): equal at GPT-2's own head size of 64 (Yang et al. 2022,
+            # section 4; as microsoft/mup).
+            scale = 8.0 / H if cfg.mup_base_width else 0.0
+            scoring = Scoring(window=window, softcap=cfg.attention_softcap, scale=scale)
+            how: dict[str, Any] = dict(scoring=scoring, slopes=slopes)
+            if cache is not None:
+                return attention_cached(q, *cache, positions[:, -1] + 1, **how)
+            how |= dict(segments=inputs.segments, dropout=dropout, dropout_key=dropout_key)
+            return spread_attention(q, k, v, implementation=cfg.attention, **how)
 
-        else:
-            start, end = positions[:, 0], positions[:, -1] + 1
-            cache = jax.tree.map(lambda old, new: _write(old, new, start), cache, (k, v))
-            k_cache, v_cache = cache
-
-            def attend(scoring: Scoring) -> jax.Array:
-                return attention_cached(q, k_cache, v_cache, end, scoring=scoring, slopes=slopes)
-
-        y = self._with_scoring(attend, index)
+        y = self._by_window(attend, index)
         y = constrain(y, "batch", "length", "heads", "head_size")
         c_proj = Linear(
             cfg,
@@ -153,24 +144,13 @@ class Attention(nn.Module):
             v = Mix(cfg, (0.5, 0.5), name="value_mix")(v, embedded)
         return v, first_values
 
-    def _with_scoring(self, attend, index):
-        """Calls `attend` with the scoring of this layer, whose window may hang on its number."""
-        cfg = self.config
-
-        def scoring(window):
-            # 8 / H in place of 1 / sqrt(H): equal at GPT-2's own head size of 64 (Yang et al. 2022,
-            # section 4; as microsoft/mup).
-            scale = 8.0 / cfg.head_size if cfg.mup_base_width else 0.0
-            return Scoring(window=window, softcap=cfg.attention_softcap, scale=scale)
-
-        if self.layer is not None:
-            return attend(scoring(cfg.windows[self.layer]))
-        if len(set(cfg.windows)) == 1:
-            return attend(scoring(cfg.windows[0]))
-        has_window = jnp.array(cfg.windows)[index] > 0
-        return jax.lax.cond(
-            has_window, lambda: attend(scoring(cfg.window)), lambda: attend(scoring(0))
-        )
+    def _by_window(self, attend, index):
+        """Calls `attend` with the window of this layer."""
+        windows = self.config.windows
+        if self.layer is not None or len(set(windows)) == 1:
+            return attend(windows[self.layer or 0])
+        has_window = jnp.array(windows)[index] > 0
+        return jax.lax.cond(has_window, lambda: attend(self.config.window), lambda: attend(0))
 
 
 def spread_attention(

@@ -3,7 +3,6 @@
 gpt2/model/gpt.py explains the letters of dimensions.
 """
 
-import chex
 import flax.linen as nn
 import jax
 
@@ -34,8 +33,6 @@ class Block(nn.Module):
         """
         cfg = self.config
         x, values = stream
-        chex.assert_rank(inputs.positions, 2)
-        chex.assert_shape(x, (None, inputs.positions.shape[1], cfg.embed_dim))
         dropout = nn.Dropout(cfg.dropout, deterministic=deterministic)
         if inputs.embedded is not None:
             x = Mix(cfg, (1.0, 0.0), name="embedding_skip")(x, inputs.embedded)

@@ -176,21 +176,13 @@ class GPT(nn.Module):
         Returns:
             The logits [B, V] after each sequence's last real token, and the longer cache.
         """
-        cfg = self.config
-        chex.assert_rank(tokens, 2)
         B = tokens.shape[0]
         chex.assert_shape([num_new, cache.length], (B,))
         chex.assert_type([num_new, cache.length], int)
-        if cfg.scan_layers:
-            chex.assert_tree_shape_prefix(cache.layers, (cfg.num_layers, B, cfg.kv_heads))
-        else:
-            chex.assert_equal(len(cache.layers), cfg.num_layers)
-            chex.assert_tree_shape_prefix(cache.layers, (B, cfg.kv_heads))
         hidden, cache = self._hidden(tokens, cache=cache)
         last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
-        logits = self._logits(
-            last, self._output().embedding
-        )  # unpadded: padding would copy it at every token
+        # Unpadded: padding would copy it at every token.
+        logits = self._logits(last, self._output().embedding)
         return logits[:, 0], cache.replace(length=cache.length + num_new)
 
     def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None, table=None):
@@ -221,22 +213,16 @@ class GPT(nn.Module):
         x, layers = self._layers(x, cache, positions, segments, tokens, deterministic)
         x = x if cfg.norm_position == "post" else self.ln_f(x)
         x = constrain(x, "batch", "length", "embed")
-        chex.assert_shape(x, (B, T, cfg.embed_dim))
         x = x / cfg.width_ratio if cfg.mup_base_width else x  # the head's multiplier
         return x, None if cache is None else cache.replace(layers=layers)
 
     def _layers(self, x, cache, positions, segments, tokens, deterministic):
         """Returns the stream `[B, T, D]` after all layers, and their caches."""
-        cfg = self.config
-        inputs = LayerInputs(
-            positions,
-            segments,
-            tokens,
-            embedded=x if cfg.embedding_skip else None,
-            rotation=rotation(positions, cfg.head_size, cfg.rope_base)
-            if cfg.position == "rope"
-            else None,
-        )
+        cfg, turned = self.config, None
+        if cfg.position == "rope":
+            turned = rotation(positions, cfg.head_size, cfg.rope_base)
+        embedded = x if cfg.embedding_skip else None
+        inputs = LayerInputs(positions, segments, tokens, embedded=embedded, rotation=turned)
         layers = None if cache is None else cache.layers
         if cfg.scan_layers:
             values = None
@@ -264,7 +250,6 @@ class GPT(nn.Module):
 
     def _logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         cfg = self.config
-        chex.assert_shape(hidden, (None, None, cfg.embed_dim))
         logits = jnp.einsum(
             "btd,vd->btv",
             hidden,

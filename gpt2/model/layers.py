@@ -20,6 +20,14 @@ from gpt2.parallel.rules import constrain, param_shards, vocab_multiple
 from gpt2.utils.remat import is_saved
 
 
+def named_param(
+    module: Any, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> jax.Array:
+    """Returns a parameter of a module that has a `config`; rules spread it by its axes' names."""
+    init = nn.with_logical_partitioning(init, axes)
+    return module.param(name, init, shape, module.config.param_dtype, unbox=True)
+
+
 class Linear(nn.Module):
     """A linear map from the last axes of its input to new ones.
 
@@ -46,30 +54,28 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:
         """Maps `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute type."""
-        dtype = self.config.param_dtype
-        init = nn.with_logical_partitioning(nn.initializers.normal(self._stddev()), self.axes)
-        cfg = self.config
+        cfg, contracted = self.config, self.num_contract
         shards = param_shards(self.axes, forget=cfg.remat == "none" and not cfg.loops_over_layers)
         shape = shards.shard_shape(self.shape) if shards else self.shape
-        kernel = self.param("kernel", init, shape, dtype, unbox=True)
+        normal = nn.initializers.normal(self._stddev())
+        kernel = named_param(self, "kernel", normal, shape, self.axes)
         bias = None
-        if self.config.bias:
-            out = self.num_contract
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[out:])
-            bias = self.param("bias", zeros, self.shape[out:], dtype, unbox=True)
+        if cfg.bias:
+            outputs, axes = self.shape[contracted:], self.axes[contracted:]
+            bias = named_param(self, "bias", nn.initializers.zeros, outputs, axes)
+        how: dict[str, Any] = dict(dtype=cfg.compute_dtype, shards=shards)
         if self.in_parts:
-            y: Any = linear_parts(x, kernel, bias, dtype=cfg.compute_dtype, shards=shards)
+            y: Any = linear_parts(x, kernel, bias, **how)
         else:
             y = linear(
                 x,
                 kernel,
                 bias,
-                num_contract=self.num_contract,
+                num_contract=contracted,
                 activation=self.activation,
-                dtype=self.config.compute_dtype,
-                shards=shards,
                 into_sum=self.is_projection,
                 follows_product=self.follows_product,
+                **how,
             )
         return checkpoint_name(y, "/".join(self.path[-2:]))
 
@@ -113,13 +119,10 @@ class Norm(nn.Module):
         """Normalises the last axis of `x` `[..., D]`; returns it in the compute type."""
         cfg, kind = self.config, self.kind or self.config.norm
         chex.assert_axis_dimension(x, -1, cfg.embed_dim if self.axis == "norm" else cfg.head_size)
-        ones = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
-        scale = self.param("scale", ones, x.shape[-1:], cfg.param_dtype, unbox=True)
-        bias = None
-        if kind == "layernorm" and cfg.bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, (self.axis,))
-            bias = self.param("bias", zeros, x.shape[-1:], cfg.param_dtype, unbox=True)
-        center = kind == "layernorm"
+        shape, center, bias = x.shape[-1:], kind == "layernorm", None
+        scale = named_param(self, "scale", nn.initializers.ones, shape, (self.axis,))
+        if center and cfg.bias:
+            bias = named_param(self, "bias", nn.initializers.zeros, shape, (self.axis,))
         return norm(x, scale, bias, center=center, eps=cfg.norm_eps, dtype=cfg.compute_dtype)
 
 
@@ -138,12 +141,9 @@ class Mix(nn.Module):
     def __call__(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """Returns the weighted sum of `x` and `other`, of one shape, in the compute type."""
         chex.assert_equal_shape([x, other])
-        cfg = self.config
-        init = nn.with_logical_partitioning(
-            lambda key, shape, dtype: jnp.array(self.init_weights, dtype), ("mix",)
-        )
-        weights = self.param("weights", init, (2,), cfg.param_dtype, unbox=True)
-        return (weights[0] * x + weights[1] * other).astype(cfg.compute_dtype)
+        init = lambda key, shape, dtype: jnp.array(self.init_weights, dtype)  # noqa: E731
+        weights = named_param(self, "weights", init, (2,), ("mix",))
+        return (weights[0] * x + weights[1] * other).astype(self.config.compute_dtype)
 
 
 class Embedding(nn.Module):
@@ -165,12 +165,11 @@ class Embedding(nn.Module):
 
     def setup(self):
         """Creates the table, `[num_rows, D]`, of which `embedding` may be a shard."""
-        init = nn.with_logical_partitioning(nn.initializers.normal(self.stddev), self.axes)
         shape: tuple[int, ...] = (self.num_rows, self.width or self.config.embed_dim)
         self.shards = param_shards(self.axes)
         shape = self.shards.shard_shape(shape) if self.shards else shape
-        dtype = self.config.param_dtype
-        self.embedding: jax.Array = self.param("embedding", init, shape, dtype, unbox=True)
+        normal = nn.initializers.normal(self.stddev)
+        self.embedding: jax.Array = named_param(self, "embedding", normal, shape, self.axes)
 
     def __call__(self, indices: jax.Array, table: jax.Array | None = None) -> jax.Array:
         """Returns the rows of `indices` [B, T], int32, as [B, T, D] in the compute type.
@@ -201,7 +200,6 @@ class Embedding(nn.Module):
 
         Their gradient needs no scatter, unlike that of `__call__`.
         """
-        chex.assert_axis_dimension_gteq(self.embedding, 0, num_rows)
         rows, dtype = self.embedding[:num_rows], self.config.compute_dtype
         return gather_parameter(rows, self.shards, dtype) if self.shards else rows.astype(dtype)
 
