@@ -91,7 +91,8 @@ class Attention(nn.Module):
             scoring = Scoring(window=window, softcap=cfg.attention_softcap, scale=scale)
             how: dict[str, Any] = dict(scoring=scoring, slopes=slopes)
             if cache is not None:
-                return attention_cached(q, *cache, positions[:, -1] + 1, **how)
+                keys, values = cache
+                return attention_cached(q, keys, values, positions[:, -1] + 1, **how)
             how |= dict(segments=inputs.segments, dropout=dropout, dropout_key=dropout_key)
             return spread_attention(q, k, v, implementation=cfg.attention, **how)
 
