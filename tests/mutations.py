@@ -120,8 +120,8 @@ adafactor takes one statistic for all stacked layers
     + tuple(range(leaf.ndim))
 muP leaves the rates of kernels alone
     gpt2/optim/optimizers.py: tests/test_coordinates.py
-    - factor if _is_hidden(name) else 1.0
-    + 1.0
+    - optax.scale(factor)
+    + optax.identity()
 layer_rates takes the last pattern that matches
     gpt2/optim/optimizers.py: tests/test_optim.py -k layer_rates
     - next((i for i, (p, _) in enumerate(optim.rates) if

@@ -57,7 +57,7 @@ def scale_by_muon(
         orthogonal, *squares = map_stacks(partial(_orthogonalize, measure=neurons), (operands,))
         orthogonal = jax.tree.map(lambda x, like: x.astype(like.dtype), orthogonal, updates)
         if neurons:
-            squares = jax.tree.map(_of_neurons, shapes, *squares)
+            squares = jax.tree.map(_by_neuron, shapes, *squares)
             running = jax.tree.map(lambda v, x: _lerp(v, x, 1 - beta2), state.neurons, squares)
             scaled = jax.tree.map(_normalize, shapes, orthogonal, squares, running)
         else:
@@ -100,7 +100,7 @@ def _orthogonalize(stacks: tuple[jax.Array], measure: bool) -> tuple[jax.Array, 
     return x, square.mean(axis=2, keepdims=True), square.mean(axis=1, keepdims=True)
 
 
-def _of_neurons(kernel: Kernel, rows: jax.Array, columns: jax.Array) -> jax.Array:
+def _by_neuron(kernel: Kernel, rows: jax.Array, columns: jax.Array) -> jax.Array:
     """Returns the mean squares of outputs, [..., outputs]."""
     squares = rows if kernel.axes.to_width else columns
     return squares.reshape(*kernel.counts, kernel.fan_out)

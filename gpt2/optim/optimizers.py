@@ -10,20 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
 from gpt2.optim.adafactor import scale_by_adafactor
 from gpt2.optim.muon import scale_by_muon
-from gpt2.optim.parameters import decay_mask, is_hidden_kernel, map_parameters, unrolled_names
+from gpt2.optim.parameters import Path, decay_mask, is_hidden_kernel, map_parameters, unrolled_names
 from gpt2.optim.soap import scale_by_soap
 from gpt2.optim.transforms import (
     add_cautious_decay,
     average_parameters,
     cautious,
     clip_by_global_norm,
-    scale_parameters,
 )
 
 
@@ -72,8 +72,8 @@ def _hidden_mask(params: Any) -> Any:
     return map_parameters(lambda path, _: is_hidden_kernel(path), params)
 
 
-def _is_hidden(name: str) -> bool:
-    return is_hidden_kernel(tuple(name.split("/")))
+def _other_mask(params: Any) -> Any:
+    return map_parameters(lambda path, _: not is_hidden_kernel(path), params)
 
 
 def _width_factors(optim: OptimConfig, width_ratio: float) -> list[optax.GradientTransformation]:
@@ -85,14 +85,14 @@ def _width_factors(optim: OptimConfig, width_ratio: float) -> list[optax.Gradien
             f"Use one of {', '.join(_WIDTH_POWERS)}",
         )
     factor = width_ratio ** -_WIDTH_POWERS[optim.name]
-    return [scale_parameters(lambda name: factor if _is_hidden(name) else 1.0)]
+    return [optax.masked(optax.scale(factor), _hidden_mask)]
 
 
 def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
     factors = []
     if optim.adam_learning_rate not in (0.0, optim.learning_rate):
         ratio = optim.adam_learning_rate / optim.learning_rate
-        factors.append(scale_parameters(lambda name: 1.0 if _is_hidden(name) else ratio))
+        factors.append(optax.masked(optax.scale(ratio), _other_mask))
     if optim.rates:
         factors.append(_layer_rates(optim))
     return factors
@@ -101,25 +101,31 @@ def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     """Multiplies updates by the factor of the first pattern of `layer_rates` that matches."""
 
-    def first_match(name: str) -> int | None:
-        return next((i for i, (p, _) in enumerate(optim.rates) if re.search(p, name)), None)
+    def first_matches(path: Path, leaf: jax.Array) -> list[int | None]:
+        return [
+            next((i for i, (p, _) in enumerate(optim.rates) if re.search(p, name)), None)
+            for name in unrolled_names(path, leaf)
+        ]
 
-    def factor(name: str) -> float:
-        match = first_match(name)
-        return 1.0 if match is None else optim.rates[match][1]
+    def scale(path: Path, update: jax.Array) -> jax.Array:
+        matches = first_matches(path, update)
+        factors = [1.0 if i is None else optim.rates[i][1] for i in matches]
+        return update * np.array(factors, update.dtype).reshape(-1, *[1] * (update.ndim - 1))
 
     def init(params: Any) -> optax.OptState:
-        names = jax.tree.leaves(map_parameters(unrolled_names, params))
-        matched = set(map(first_match, names))
+        matched = {*jax.tree.leaves(map_parameters(first_matches, params))}
         for index, (pattern, _) in enumerate(optim.rates):
             if index not in matched:  # a run would ignore it
+                example = jax.tree.leaves(map_parameters(unrolled_names, params))[0]
                 raise UserError(
                     f"optim.layer_rates has {pattern!r}, which matches no parameter, or none that "
-                    f"a pattern before it leaves, of names such as {names[0]}"
+                    f"a pattern before it leaves, of names such as {example}"
                 )
         return optax.EmptyState()
 
-    return optax.GradientTransformation(init, scale_parameters(factor).update)
+    return optax.GradientTransformation(
+        init, lambda updates, state, _=None: (map_parameters(scale, updates), state)
+    )
 
 
 def _adam(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:

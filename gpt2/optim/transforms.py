@@ -1,16 +1,14 @@
 """What stands around an optimizer's direction: clipping, masks, decay, rates and averages."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 from gpt2.ops.variants import variants
-from gpt2.optim.parameters import decay_mask, map_parameters, tensor_axes, unrolled_names
+from gpt2.optim.parameters import decay_mask, map_parameters, tensor_axes
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
 _MIN_SHARE = 1e-3
@@ -70,18 +68,6 @@ def add_cautious_decay(weight_decay: float) -> optax.GradientTransformation:
     return optax.stateless(
         lambda updates, params: jax.tree.map(add, updates, params, decay_mask(params))
     )
-
-
-def scale_parameters(factor: Callable[[str], float]) -> optax.GradientTransformation:
-    """Multiplies updates by a function of the name that a parameter has in unrolled layers."""
-
-    def scale(path: tuple[str, ...], update: jax.Array) -> jax.Array:
-        factors = [factor(name) for name in unrolled_names(path, update)]
-        if len(set(factors)) == 1:
-            return update if factors[0] == 1 else update * factors[0]
-        return update * np.array(factors, update.dtype).reshape(-1, *[1] * (update.ndim - 1))
-
-    return optax.stateless(lambda updates, _: map_parameters(scale, updates))
 
 
 class AverageState(NamedTuple):
