@@ -130,6 +130,98 @@ an option that the optimizer does not read passes
     gpt2/config/run.py: tests/test_optim.py -k mistakes
     - {*OPTIMIZERS[self.name]}
     + {*OPTIMIZERS[self.name], 'momentum'}
+the mask hides the token itself
+    gpt2/ops/scores.py: tests/test_switch_values.py -k gelu
+    - seen = query >= key
+    + seen = (query > key) | (query == 0)
+a window sees one token more
+    gpt2/ops/scores.py: tests/test_switch_values.py -k window
+    - query - key < self.window
+    + query - key <= self.window
+alibi's slopes begin at 1
+    gpt2/ops/scores.py: tests/test_switch_values.py -k slopes
+    - -8.0 * (i + 1) / smaller
+    + -8.0 * i / smaller
+dropped weights of attention are not made up for
+    gpt2/ops/attention.py: tests/test_switch_values.py -k dropout
+    - weights / (1.0 - dropout)
+    + weights
+nothing is dropped of the MLP's branch
+    gpt2/model/block.py: tests/test_switch_values.py -k dropout
+    - dropout(self._sandwich("ln_2_post", y))
+    + self._sandwich("ln_2_post", y)
+a scan gives the window to the layers that see all
+    gpt2/model/attention.py: tests/test_switches.py -k 'cached and gemma'
+    - jnp.array(cfg.windows)[index] > 0
+    + jnp.array(cfg.windows)[index] == 0
+the soft cap of scores is ignored
+    gpt2/model/attention.py: tests/test_switch_values.py -k attention_softcap
+    - softcap=cfg.attention_softcap, scale
+    + softcap=0.0, scale
+values are mixed with the layer before, not the first
+    gpt2/model/attention.py: tests/test_switch_values.py -k third_layer
+    - (v, first), first
+    + (v, first), v
+sinusoids are not scaled with the embedding
+    gpt2/model/gpt.py: tests/test_switch_values.py -k sinusoidal
+    - x * scale + waves
+    + x + waves
+muP leaves the head's multiplier out
+    gpt2/model/gpt.py: tests/test_switch_values.py -k mup
+    - x / cfg.width_ratio if cfg.mup_base_width else x
+    + x
+muP draws kernels as wide ones
+    gpt2/model/layers.py: tests/test_switch_values.py -k kernels
+    - cfg.init_std / cfg.width_ratio**0.5
+    + cfg.init_std
+SwiGLU's gate and value are swapped
+    gpt2/model/layers.py: tests/test_switch_values.py -k swiglu
+    - GATES[cfg.activation](gate) * hidden
+    + GATES[cfg.activation](hidden) * gate
+relu_squared's derivative without the factor 2
+    gpt2/ops/activation.py: tests/test_ops.py -k activations
+    - else 2 * jnp.maximum(x, 0) * dy
+    + else jnp.maximum(x, 0) * dy
+z-loss has half its gradient
+    gpt2/ops/cross_entropy.py: tests/test_ops.py -k cross_entropy
+    - 1.0 + 2.0 * self.z_loss
+    + 1.0 + self.z_loss
+the warm-up ends a step late
+    gpt2/optim/schedules.py: tests/test_optim.py -k schedules
+    - after], [warmup]
+    + after], [warmup + 1]
+cautious updates are not scaled up
+    gpt2/optim/transforms.py: tests/test_optim.py -k formulas
+    - update * (agrees / jnp.maximum(share, _MIN_SHARE))
+    + update * agrees
+four Newton-Schulz iterations
+    gpt2/optim/muon.py: tests/test_optim_matrices.py -k formula
+    - range(NUM_ITERATIONS)
+    + range(NUM_ITERATIONS - 1)
+bits per byte with the logarithm to base 10
+    gpt2/evals/validation.py: tests/test_evals.py -k bits_per_byte
+    - / math.log(2.0)
+    + / math.log10(2.0)
+norms take another epsilon
+    gpt2/model/layers.py: tests/test_switch_values.py -k norm_eps
+    - center=center, eps=cfg.norm_eps
+    + center=center, eps=10 * cfg.norm_eps
+relu_squared without the square
+    gpt2/ops/activation.py: tests/test_switch_values.py -k relu_squared
+    - else jnp.square(jnp.maximum(x, 0))
+    + else jnp.maximum(x, 0)
+rope turns with another base
+    gpt2/model/gpt.py: tests/test_switch_values.py -k rope
+    - rotation(positions, cfg.head_size, cfg.rope_base)
+    + rotation(positions, cfg.head_size, 1.5 * cfg.rope_base)
+wsd decays over a tenth
+    gpt2/config/run.py: tests/test_optim.py -k schedules
+    - self.decay_percent or 20
+    + self.decay_percent or 10
+a pause counts as a hang
+    gpt2/telemetry/reporter.py: tests/test_telemetry.py -k watchdog
+    - if self._clock.current in ("step", "data wait")
+    + if True
 a Newton-Schulz coefficient is missing
     gpt2/optim/muon.py: tests/test_optim_matrices.py -k formula
     - product(b * gram + c * product(gram, gram), x)

@@ -14,6 +14,7 @@ from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import mean, ratio
 from gpt2.evals.scoring import Scorer, continuation, windows
 from gpt2.evals.tasks import validation_data
+from gpt2.evals.validation import validate
 from gpt2.model import GPT, GPTConfig
 
 CFG = GPTConfig(vocab_size=257, context_length=128, num_layers=2, num_heads=2, embed_dim=16)
@@ -29,6 +30,13 @@ def params():
 @pytest.fixture(scope="module")
 def scorer(params):
     return Scorer(CFG, params, jax.devices()[:1])
+
+
+def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
+    batches = [(4.0, 1.0), (6.0, 3.0)]  # the mean of means is 3
+    scores = validate(lambda _, batch: {"loss": batch}, None, batches, targets_per_byte=0.5)
+    expected = {"loss": 2.5, "perplexity": math.e**2.5, "bits_per_byte": 2.5 * 0.5 / math.log(2)}
+    assert scores == pytest.approx({f"eval/{name}": expected[name] for name in expected})
 
 
 def mixed_requests(num=200, seed=0):
