@@ -140,18 +140,16 @@ def model_of(name):
 
 
 @functools.cache
-def drawn_params(name):
-    return jax.jit(model_of(name).init)(jax.random.key(0), tokens_of(0))["params"]
-
-
-@functools.cache
 def params_of(name):
     """Parameters with all entries away from 0 and 1, at which some gradients vanish."""
-    leaves, tree = jax.tree.flatten(drawn_params(name))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return tree.unflatten(
-        x + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)
-    )
+    shapes = jax.eval_shape(model_of(name).init, jax.random.key(0), tokens_of(0))["params"]
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        is_weight = path[-1].key in ("kernel", "embedding", "bias")
+        return (0.0 if is_weight else 0.8) + 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def mean_loss(name, model, params, tokens):
@@ -161,14 +159,6 @@ def mean_loss(name, model, params, tokens):
     sums = model.apply({"params": params}, tokens, targets, method="loss", **options)
     total, count = sums["loss"]
     return total / count
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def jit_loss(name, params, tokens):
-    return mean_loss(name, model_of(name), params, tokens)
-
-
-gradients = jax.jit(jax.grad(jit_loss, argnums=1), static_argnums=0)
 
 
 def test_every_option_of_the_model_and_the_loss_has_a_switch():
@@ -193,20 +183,25 @@ def test_a_switch_is_off_by_default_and_changes_the_loss_or_the_weights(name):
     params, tokens = params_of(name), tokens_of(1)
     if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, params_of("default")):
         return
-    losses = [jit_loss(n, params, tokens) for n in (name, "default")]
+    # Not compiled as a whole: operations of one shape are compiled once for all switches.
+    losses = [mean_loss(n, model_of(n), params, tokens) for n in (name, "default")]
     if abs(losses[0] - losses[1]) > 5e-6:
         return
-    drawn = [jax.tree.leaves(drawn_params(n)) for n in (name, "default")]
+    drawn = [
+        jax.tree.leaves(jax.jit(model_of(n).init)(jax.random.key(0), tokens))
+        for n in (name, "default")
+    ]
     assert any(abs(a.std() - b.std()) > 1e-3 for a, b in zip(*drawn, strict=True))
 
 
 @each_switch_by_itself
 def test_no_logit_depends_on_a_later_token_and_every_parameter_gets_a_gradient(name):
-    params = params_of(name)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients(name, params, tokens_of(3))):
+    params, model = params_of(name), model_of(name)
+    gradients = jax.jit(jax.grad(lambda params: mean_loss(name, model, params, tokens_of(3))))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients(params)):
         assert jnp.abs(leaf).max() > 1e-7, jax.tree_util.keystr(path)
     # Every position looks up a row of its own, in all tables: rows 64 to 79.
-    model = GPT(dataclasses.replace(model_of(name).config, vocab_size=80))
+    model = GPT(dataclasses.replace(model.config, vocab_size=80))
     wider = {"wte", "lm_head", "value_embedding"}
 
     def widen(path, leaf):
