@@ -30,7 +30,7 @@ each_setting = pytest.mark.parametrize(
         for name, setting in SETTINGS.items()
     ],
 )
-each_size = pytest.mark.parametrize("num_sweeps", [400, pytest.param(4000, marks=pytest.mark.slow)])
+each_size = pytest.mark.parametrize("num_sweeps", [200, pytest.param(4000, marks=pytest.mark.slow)])
 
 # Dunnett 1955, table 1: blood counts of six animals without a drug, four and five with one.
 BLOOD = (

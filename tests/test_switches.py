@@ -127,7 +127,7 @@ def groups():
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 each_group = pytest.mark.parametrize(
-    "name", ["default", "llama", *map(thorough, ["gemma 2", "modded", *groups()])]
+    "name", ["llama", *map(thorough, ["default", "gemma 2", "modded", *groups()])]
 )
 
 
