@@ -102,8 +102,7 @@ class GPT(nn.Module):
             segments: [B, T] int32; tokens see only those of their own segment.
             deterministic: False applies dropout, with the key `rngs={"dropout": key}`.
         """
-        hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic)
-        return self._logits(hidden, self._head())
+        return self.logits(self._hidden(tokens, segments=segments, deterministic=deterministic)[0])
 
     def hidden(self, tokens: jax.Array, *, segments: jax.Array | None = None) -> jax.Array:
         """Returns the normalised output of the last layer, [B, T, D] in the compute type.
@@ -115,7 +114,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V], float32, for rows [B, T, D] that `hidden` returned."""
-        return self._logits(hidden, self._head())
+        return self._logits(hidden, constrain(self._output().padded(), "vocab", "embed"))
 
     def loss(
         self,
@@ -141,12 +140,13 @@ class GPT(nn.Module):
         chex.assert_equal_shape([tokens, targets])
         cfg = self.config
         with jax.named_scope("head"):
-            table, shards = self._output().padded(), self._output().shards
+            output = self._output()
+            table, shards = output.padded(), output.shards
         tied = table if cfg.tie_embeddings else None
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic, table=tied)
         B, T = tokens.shape
         with jax.named_scope("head"):
-            head = self._head(table)
+            head = constrain(table, "vocab", "embed")
             chunk = positions_per_chunk(B, T, head.shape, is_scarce=shards is not None)
             loss = cross_entropy(
                 hidden,
@@ -242,11 +242,6 @@ class GPT(nn.Module):
     def _output(self) -> Embedding:
         """Returns the layer that holds the output embedding."""
         return self.wte if self.config.tie_embeddings else self.lm_head
-
-    def _head(self, table: jax.Array | None = None) -> jax.Array:
-        """Returns the output embedding with padded vocabulary, [V padded, D], `table` if given."""
-        table = self._output().padded() if table is None else table
-        return constrain(table, "vocab", "embed")
 
     def _logits(self, hidden: jax.Array, head: jax.Array) -> jax.Array:
         cfg = self.config
