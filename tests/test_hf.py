@@ -19,7 +19,7 @@ from gpt2.hf.families import family_for
 from gpt2.hf.tokenizer import save_tokenizer
 from gpt2.hf.weights import export_run, import_run, load_initial_params, load_model
 from gpt2.model import GPT
-from gpt2.utils.scan import stack_layers
+from gpt2.utils.scan import in_layout
 
 WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
@@ -145,7 +145,7 @@ def test_switches_choose_the_family_and_export_then_import_gives_the_same_model(
     cfg = small_config(**options)
     params = random_params(cfg)
     exported = dataclasses.replace(cfg, scan_layers=scan_layers)
-    hf.save(tmp_path / "out", exported, stack_layers(params) if scan_layers else params)
+    hf.save(tmp_path / "out", exported, in_layout(params, scanned=scan_layers))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == model_type
     loaded_cfg, loaded = hf.load(tmp_path / "out")

@@ -16,7 +16,7 @@ from gpt2.model import GPT, GPTConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules, spread_over
 from gpt2.utils.prng import sample_key
-from gpt2.utils.scan import stack_layers
+from gpt2.utils.scan import in_layout
 
 CFG = GPTConfig(vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32)
 PROMPTS = [[1, 2, 3], [5] * 17, [7, 8] * 15]
@@ -55,7 +55,7 @@ def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
 def test_scanned_layers_generate_the_same():
     params, scanned = make_params(), dataclasses.replace(CFG, scan_layers=True)
     kwargs = dict(max_new_tokens=10, sampling=GREEDY)
-    assert generate(stack_layers(params), scanned, PROMPTS, **kwargs) == (
+    assert generate(in_layout(params, scanned=True), scanned, PROMPTS, **kwargs) == (
         generate(params, CFG, PROMPTS, **kwargs)
     )
 

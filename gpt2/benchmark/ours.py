@@ -22,7 +22,7 @@ from gpt2.telemetry.chips import find_chip
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.utils.platform import platform_of
-from gpt2.utils.scan import in_layout, stack_layers
+from gpt2.utils.scan import in_layout
 
 
 class Training:
@@ -90,7 +90,7 @@ def draw_params(cfg: GPTConfig) -> Any:
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     named = flatten_dict(shapes, sep="/")
     drawn = unflatten_dict({name: draw(name, leaf.shape) for name, leaf in named.items()}, sep="/")
-    return stack_layers(drawn, lambda *leaves: np.stack(leaves)) if cfg.scan_layers else drawn
+    return in_layout(drawn, scanned=cfg.scan_layers, stack=lambda *leaves: np.stack(leaves))
 
 
 def samples(params: Any) -> dict[str, np.ndarray]:

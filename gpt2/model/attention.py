@@ -15,7 +15,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.layers import Embedding, Linear, Mix, Norm
 from gpt2.ops import Scoring, alibi_slopes, attention, attention_cached, resolve, rotate
 from gpt2.parallel.rules import constrain, map_devices
-from gpt2.utils.platform import platform, platform_of
+from gpt2.utils.platform import platform_of, target
 
 
 class LayerInputs(struct.PyTreeNode):
@@ -166,7 +166,7 @@ def spread_attention(
 ) -> jax.Array:
     """Calls `gpt2.ops.attention` on the devices of the current trace, each with its part."""
     sizes, alibi = (q.dtype, q.shape[1], q.shape[3]), slopes is not None
-    name = resolve(implementation, platform(), *sizes, scoring=scoring, alibi=alibi)
+    name = resolve(implementation, target().platform, *sizes, scoring=scoring, alibi=alibi)
     heads, constants = ("batch", "length", "heads", "head_size"), (("batch", "length"), ("heads",))
     return attention(
         q,

@@ -26,7 +26,7 @@ from gpt2.ops import cross_entropy, positions_per_chunk, rotation
 from gpt2.ops.scores import soft_cap
 from gpt2.parallel.rules import constrain
 from gpt2.utils.remat import remat
-from gpt2.utils.scan import scan_layers, stack_layers
+from gpt2.utils.scan import in_layout, scan_layers
 
 __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
 
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         Flax's other arguments, which `nn.tabulate` gives, change nothing.
         """
         params = nn.unbox(self._draw(rngs, tokens))
-        return {"params": stack_layers(params) if self.config.scan_layers else params}
+        return {"params": in_layout(params, scanned=self.config.scan_layers)}
 
     @nn.nowrap
     def init_with_output(  # type: ignore[override]  # as for `init`
@@ -287,9 +287,8 @@ class GPT(nn.Module):
         """Returns the names of every parameter's axes, a PartitionSpec in place of each leaf."""
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         axes = nn.get_partition_spec(jax.eval_shape(self._draw, jax.random.key(0), tokens))
-        if not self.config.scan_layers:
-            return axes
-        return stack_layers(axes, stack=lambda *layers: PartitionSpec("layers", *layers[0]))
+        stack = lambda *layers: PartitionSpec("layers", *layers[0])  # noqa: E731
+        return in_layout(axes, scanned=self.config.scan_layers, stack=stack)
 
 
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:

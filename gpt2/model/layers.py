@@ -17,7 +17,7 @@ from gpt2.config import GPTConfig
 from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm, pad_rows
 from gpt2.parallel.fsdp import gather_parameter, look_up
 from gpt2.parallel.rules import constrain, param_shards, vocab_multiple
-from gpt2.utils.remat import is_saved
+from gpt2.utils.remat import KEPT
 
 
 def named_param(
@@ -226,7 +226,7 @@ class MLP(nn.Module):
             ("mlp", "embed"),
             is_projection=True,
             activation=None if cfg.is_gated else ACTIVATIONS[cfg.activation],
-            follows_product=not (cfg.is_gated or is_saved(cfg.remat, "mlp/c_fc")),
+            follows_product=not (cfg.is_gated or "mlp/c_fc" in KEPT.get(cfg.remat, ())),
             name="c_proj",
         )
         return c_proj(hidden)

@@ -57,11 +57,6 @@ def platform_of(device: jax.Device) -> str:
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
-def platform() -> str:
-    """Returns `cpu`, `gpu` or `tpu`: where the traced program will run."""
-    return target().platform
-
-
 def leaves_products_to_cublas() -> bool:
     """Returns whether XLA_FLAGS, as `launch` sets them, keep XLA:GPU from products of its own."""
     flags = os.environ.get("XLA_FLAGS", "").lower().split()

@@ -59,11 +59,6 @@ def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, s
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if undone else {}
 
 
-def is_saved(policy: str, name: str) -> bool:
-    """Returns whether a policy saves what has this name: its readers then find an array."""
-    return name in KEPT.get(policy, ())
-
-
 def _keep(names: Collection[str], *, on_host: bool) -> Callable:
     """Returns a policy as `jax.checkpoint` takes it."""
     kept = Offloadable(src="device", dst="pinned_host") if on_host else Saveable

@@ -56,20 +56,6 @@ def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     return {"/".join(entry.key for entry in path): pair for path, pair in pairs}
 
 
-def stack_layers(tree: Any, stack: Callable = lambda *leaves: jnp.stack(leaves)) -> Any:
-    """Turns unrolled layers into scanned ones, wherever a dictionary in `tree` holds them.
-
-    `stack` joins the corresponding leaves of all layers.
-    """
-
-    def convert(node: dict) -> dict:
-        layers = sorted((k for k in node if _LAYER.fullmatch(k)), key=lambda k: int(k[2:]))
-        rest = {k: v for k, v in node.items() if k not in layers}
-        return rest | {"h": jax.tree.map(stack, *(node[k] for k in layers))}
-
-    return _convert(tree, lambda node: any(_LAYER.fullmatch(k) for k in node), convert)
-
-
 def is_scanned(tree: Any) -> bool:
     """Returns whether the parameters in `tree`, or any state that follows them, are stacked."""
     return _stacked_leaf(tree) is not None
@@ -84,22 +70,31 @@ def in_layout(
 ) -> Any:
     """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked.
 
-    `take` gives a layer's leaf of a stacked one; `stack` is that of `stack_layers`.
+    `stack` joins the leaves of all layers; `take` gives one layer's of a stacked leaf.
     """
     stacked = _stacked_leaf(tree)
     if (stacked is not None) == scanned:
         return tree
-    if scanned:
-        return stack_layers(tree, stack)
 
-    def convert(node: dict) -> dict:
-        layers = {
-            f"h_{i}": jax.tree.map(lambda leaf, i=i: take(leaf, i), node["h"])
-            for i in range(stacked.shape[0])
-        }
-        return {k: v for k, v in node.items() if k != "h"} | layers
+    def holds_layers(node: Any) -> bool:
+        names = node if isinstance(node, dict) else ()
+        return any(_LAYER.fullmatch(name) if scanned else name == "h" for name in names)
 
-    return _convert(tree, lambda node: "h" in node, convert)
+    def convert(node: Any) -> Any:
+        if not holds_layers(node):
+            return node
+        if scanned:
+            old = sorted(filter(_LAYER.fullmatch, node), key=lambda name: int(name[2:]))
+            new = {"h": jax.tree.map(stack, *(node[name] for name in old))}
+        else:
+            old = ["h"]
+            new = {
+                f"h_{i}": jax.tree.map(lambda leaf, i=i: take(leaf, i), node["h"])
+                for i in range(stacked.shape[0])
+            }
+        return {name: node[name] for name in node if name not in old} | new
+
+    return jax.tree.map(convert, tree, is_leaf=holds_layers)
 
 
 def find_leaf(params: dict, path: tuple[str, ...]) -> Any:
@@ -117,12 +112,3 @@ def _stacked_leaf(tree: Any) -> Any:
         if any(getattr(key, "key", None) == "h" for key in path):
             return leaf
     return None
-
-
-def _convert(tree: Any, holds_layers: Callable, convert: Callable) -> Any:
-    def is_target(node: Any) -> bool:
-        return isinstance(node, dict) and holds_layers(node)
-
-    return jax.tree.map(
-        lambda node: convert(node) if is_target(node) else node, tree, is_leaf=is_target
-    )
