@@ -152,8 +152,8 @@ nothing is dropped of the MLP's branch
     + self._sandwich("ln_2_post", y)
 a scan gives the window to the layers that see all
     gpt2/model/attention.py: tests/test_switches.py -k 'cached and gemma'
-    - jnp.array(cfg.windows)[index] > 0
-    + jnp.array(cfg.windows)[index] == 0
+    - jnp.array(windows)[index] > 0
+    + jnp.array(windows)[index] == 0
 the soft cap of scores is ignored
     gpt2/model/attention.py: tests/test_switch_values.py -k attention_softcap
     - softcap=cfg.attention_softcap, scale

@@ -318,6 +318,7 @@ def scale_all(right, *qkv, **options):
     return right(*qkv, **options) * 1.02
 
 
+@pytest.mark.thorough
 def test_a_kernel_with_a_fault_does_not_pass(monkeypatch):
     right = attention.attention
 

@@ -119,6 +119,7 @@ def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned,
         assert f"the output of h_0/ln_1 was the first, in micro-batch {micro_batch + 1}." in told
 
 
+@pytest.mark.thorough
 def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
     program = make_program(skip_bad_steps=2)
     told = diagnose(tmp_path, program, lambda state: plant(state, "h_1/mlp/c_fc/kernel"))
@@ -136,6 +137,7 @@ def test_a_gradient_is_named_with_its_micro_batch(tmp_path, breaking_norms, scan
     assert re.search(r"the gradient of h_1/mlp/c_proj/\w+ was the first, in micro-batch 2", told)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
     def loss(model, options):
         def bad_for_poison(params, batch, key=None):

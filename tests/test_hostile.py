@@ -144,6 +144,7 @@ def test_a_hostile_file_is_a_line_and_nothing_of_it_runs(commands, folder, comma
     assert done.memory < MEMORY
 
 
+@pytest.mark.thorough
 def test_the_marker_shows_execution_and_the_measure_shows_memory(commands, folder, monkeypatch):
     monkeypatch.chdir(folder)
     pickle.loads(CODE["pickle"])

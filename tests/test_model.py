@@ -48,7 +48,7 @@ def loss(config, params, tokens, key=None):
 gradient_of = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_padded_table_gives_the_gradients_of_one_that_is_not(monkeypatch, tied):
     config = replaced(tie_embeddings=tied)
     params, tokens = init(config), tokens_of(0)

@@ -268,7 +268,7 @@ def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name,
         np.testing.assert_allclose(decayed[kernel], share * without[kernel], rtol=1e-5)
 
 
-@each_layout
+@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ["muon", "normuon", "soap"])
 def test_hidden_kernels_alone_get_the_direction_for_matrices(monkeypatch, name, scanned):
     for module in ("scale_by_muon", "scale_by_soap"):

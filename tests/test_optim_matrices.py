@@ -22,6 +22,7 @@ from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.plan.collectives import collectives
 from gpt2.training.state import TrainState
+from gpt2.utils.platform import Target
 from gpt2.utils.scan import in_layout
 from tests.peer import needs_peers
 
@@ -261,7 +262,7 @@ def test_state_is_stored_over_the_devices_that_store_its_kernels():
 
 def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(monkeypatch):
     wanted = directions(OPTIMIZERS["muon"])
-    monkeypatch.setattr(muon, "platform", lambda: "gpu")
+    monkeypatch.setattr(muon, "target", lambda: Target("gpu"))
     optimizer = scale_by_muon(momentum=MOMENTUM, nesterov=True, neurons=False, beta2=BETA2)
     found = directions(optimizer)
     assert all(x.dtype == np.float32 for x in found.values())

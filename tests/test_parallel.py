@@ -126,6 +126,7 @@ def test_optimizer_state_is_laid_out_like_its_parameters():
         assert [held] == [param for tail, param in params.items() if name.endswith(tail)]
 
 
+@pytest.mark.thorough
 def test_1558m_with_fsdp_8_holds_an_eighth_of_its_state_per_device():
     cfg = GPTConfig.from_name("gpt2-1558m", scan_layers=True)
     _, spread = state_of(ParallelConfig(data=1, fsdp=8), cfg=cfg)
@@ -189,7 +190,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"])
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr("gpt2.parallel.rules.platform_of", lambda _: "tpu")

@@ -162,6 +162,7 @@ def test_links_slow_down_where_a_ring_leaves_its_domain():
     assert BOARDS["TPU v5e"].bandwidth(tuple(range(512))) is None
 
 
+@pytest.mark.thorough
 def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(monkeypatch, capsys):
     tried = []
 

@@ -140,9 +140,14 @@ def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, in
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
-        ("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
         ("UserError('a', 'b', exit_code=5)", 5, "error: a. b.\n"),
-        ("RuntimeError('INTERNAL: Gloo')", 1, "Traceback"),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in (
+                ("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
+                ("RuntimeError('INTERNAL: Gloo')", 1, "Traceback"),
+            )
+        ),
     ],
 )
 def test_a_process_of_several_ends_with_the_code_of_its_error(error, code, told):

@@ -41,7 +41,11 @@ def likeliest_without_cache(params, cfg, prompt, num_new):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"position": "rope", "qk_norm": True}, {"position": "none", "tie_embeddings": False}],
+    [
+        {},
+        {"position": "rope", "qk_norm": True},
+        pytest.param({"position": "none", "tie_embeddings": False}, marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):

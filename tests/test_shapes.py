@@ -24,7 +24,11 @@ WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
 each_model = pytest.mark.parametrize(
     ("size", "scanned"),
-    [("gpt2-124m", True), ("gpt2-124m", False), ("gpt2-1558m", True)],
+    [
+        ("gpt2-124m", True),
+        ("gpt2-124m", False),
+        pytest.param("gpt2-1558m", True, marks=pytest.mark.thorough),
+    ],
 )
 
 

@@ -12,26 +12,16 @@ from gpt2.model import GPT, GPTConfig
 from gpt2.ops import alibi_slopes
 from gpt2.training.steps import evaluation_loss, make_eval_step
 from tests import plain
-from tests.test_switches import config_of, each_switch, mean_loss, model_of, params_of, tokens_of
+from tests.test_switches import each_switch, in_numpy, mean_loss, model_of, params_of, tokens_of
 
 
 @each_switch
 def test_logits_and_loss_are_those_of_plain_numpy(name):
     model, params, tokens = model_of(name), params_of(name), tokens_of(5)
-    # Far from the defaults, so that every factor shows.
-    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    wanted = np.stack([plain.logits(model.config, exact, row) for row in np.asarray(tokens)])
+    wanted, loss = in_numpy(name, params, tokens)
     logits = model.apply({"params": params}, tokens)
     np.testing.assert_allclose(logits, wanted, atol=1e-4 * np.abs(wanted).max())
-    options = dataclasses.asdict(config_of(name).loss)
-    targets = np.roll(np.asarray(tokens), -1, axis=1)
-    losses = [
-        plain.loss(row, target, **options)
-        for rows, row_targets in zip(wanted, targets, strict=True)
-        for row, target in zip(rows, row_targets, strict=True)
-    ]
-    loss = mean_loss(name, model, params, tokens)
-    assert float(loss) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert float(mean_loss(name, model, params, tokens)) == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["default", "sandwich", "post"])

@@ -41,9 +41,10 @@ class Profiler:
 
     def close(self, in_flight: Any) -> None:
         """Ends a trace that the run's end cuts short, and writes the page of any trace."""
-        self._annotation.close()
-        jax.block_until_ready(in_flight)
-        self._trace.close()
+        if self._tracing:
+            self._annotation.close()
+            jax.block_until_ready(in_flight)
+            self._trace.close()
         if self._has_trace and jax.process_index() == 0:
             try:
                 (self._logdir / PROGRAM).write_text(self._text())
