@@ -1,4 +1,4 @@
-"""What several test files share: a tiny run of train.py in a process of its own."""
+"""What several test files share: a tiny run of train.py in a process of its own, and a mark."""
 
 import atexit
 import functools
@@ -10,6 +10,7 @@ import time
 
 import jax
 import numpy as np
+import pytest
 
 from gpt2.training.checkpoint import load_params
 from tests.forks import LATE, ROOT, Commands, environment
@@ -29,6 +30,11 @@ TINY = [
     "--config.train.eval_every=4",
     "--config.train.checkpoint_every=2",
 ]
+
+
+def thorough(*values, **options):
+    """Returns a case of a parametrized test that the default run leaves to CI."""
+    return pytest.param(*values, marks=pytest.mark.thorough, **options)
 
 
 def train_with(lines):

@@ -27,7 +27,7 @@ from gpt2.training.checkpoint import Checkpointer, load_params
 from gpt2.training.checkpoint_files import find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from tests.helpers import TINY, params_of, run
+from tests.helpers import TINY, params_of, run, thorough
 from tests.test_workdir import TINY_MODEL, make_config, write_run
 
 # What a run saved, by step: its validation loss there, None where it was not validated.
@@ -148,9 +148,7 @@ CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2,
     "optim",
     [
         pytest.param(dict(ema=0.9), id="ema"),
-        pytest.param(
-            dict(name="schedule_free", **CONSTANT), id="schedule_free", marks=pytest.mark.thorough
-        ),
+        thorough(dict(name="schedule_free", **CONSTANT), id="schedule_free"),
     ],
 )
 def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(tmp_path, optim):

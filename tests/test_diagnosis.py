@@ -11,6 +11,7 @@ import pytest
 from gpt2.errors import DivergedError
 from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.steps import next_token_loss
+from tests.helpers import thorough
 from tests.test_guard import (
     MICRO_BATCHES,
     POISON,
@@ -101,8 +102,8 @@ class StubCheckpointer:
     ("layout", "scanned", "remat"),
     [
         ("one device", False, "none"),
-        pytest.param("pmap", True, "full", marks=pytest.mark.thorough),
-        pytest.param("by layer", True, "full", marks=pytest.mark.thorough),
+        thorough("pmap", True, "full"),
+        thorough("by layer", True, "full"),
         pytest.param("by step", False, "full", marks=pytest.mark.slow),
     ],
 )

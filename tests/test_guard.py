@@ -15,6 +15,7 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import LEAST, WINDOW, Guard
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
+from tests.helpers import thorough
 from tests.test_config import build
 
 T, ROWS, MICRO_BATCHES, POISON = 8, 32, 4, 50
@@ -81,7 +82,7 @@ def train(program, batches, poisoned=(), state=None):
 
 @pytest.mark.parametrize(
     "layout",
-    ["one device", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("pmap", "by layer"))],
+    ["one device", *(thorough(n) for n in ("pmap", "by layer"))],
 )
 def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout):
     program = make_program(layout, skip_bad_steps=2)

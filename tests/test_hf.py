@@ -20,6 +20,7 @@ from gpt2.hf.tokenizer import save_tokenizer
 from gpt2.hf.weights import export_run, import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.utils.scan import in_layout
+from tests.helpers import thorough
 
 WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
@@ -247,11 +248,7 @@ def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
     [
         "tied",
         "llama",
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in peer.SMALL[1:]
-            if name != "llama"
-        ),
+        *(thorough(name) for name in peer.SMALL[1:] if name != "llama"),
         BIG,
     ],
 )

@@ -15,6 +15,7 @@ from gpt2.model import num_params
 from gpt2.parallel import bytes_per_device
 from gpt2.parallel.state import unsharded_share
 from gpt2.plan.collectives import collectives
+from tests.helpers import thorough
 from tests.layouts import MODEL, REFERENCE, TOLERANCE, Case, Setup, continued, difference, setup
 
 # Every layout, and between them every switch in both positions.
@@ -36,8 +37,7 @@ CASES = [
 ]
 # Those that the default run leaves to CI: what they have, others have too.
 LONG = {1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13}
-thorough = pytest.mark.thorough
-marked = [pytest.param(c, marks=thorough) if i in LONG else c for i, c in enumerate(CASES)]
+marked = [thorough(c) if i in LONG else c for i, c in enumerate(CASES)]
 each_case = pytest.mark.parametrize("case", marked, ids=str)
 SCALARS = 512  # bytes: losses, counts, and the norm of each gradient
 
@@ -104,7 +104,7 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
     assert found["all-reduce"] <= whole - split + SCALARS
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=thorough)])
+@pytest.mark.parametrize("remat", ["full", thorough("dots")])
 def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_once(remat):
     # A policy that kept gathered kernels would gather them once.
     case = Case("fsdp 8 by layer", accumulate=4, remat=remat, scanned=True)
@@ -132,7 +132,7 @@ def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
         assert moved(case)[kind] == pytest.approx(param_bytes(fsdp)[1])
 
 
-@thorough
+@pytest.mark.thorough
 def test_megatron_holds_parts_of_the_sequence_between_layers():
     case = Case("data 2 x megatron x 4", remat="full", scanned=True)
     whole = dataclasses.replace(case, layout="data 2 x tensor 4")
@@ -141,7 +141,7 @@ def test_megatron_holds_parts_of_the_sequence_between_layers():
     assert saved > 0.5 * MODEL.num_layers * stream * (1 - 1 / 4)
 
 
-@thorough
+@pytest.mark.thorough
 def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
     model = dataclasses.replace(MODEL, dropout=0.1)
     layouts = ("fsdp 8", "fsdp 8 by layer", "zero1 x 8")
@@ -151,7 +151,7 @@ def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
         assert difference(result, step) < TOLERANCE
 
 
-@thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_the_variants_of_other_platforms_train_alike_in_shards(monkeypatch, reference, platform):
     monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: platform)
@@ -166,7 +166,7 @@ def test_accumulation_changes_nothing_that_crosses_the_data_axis():
     assert {c.times for c in sent(case) if set(c.group) - {0, 1}} == {1}
 
 
-@thorough
+@pytest.mark.thorough
 def test_a_checkpoint_of_any_layout_continues_in_any_other(reference, tmp_path):
     for saved, others in ((CASES[0], CASES[3:6]), (CASES[5], [REFERENCE, *CASES[:2], CASES[12]])):
         results = continued(saved, others, tmp_path / saved.layout)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.helpers import TINY, run, train_with
+from tests.helpers import TINY, run, thorough, train_with
 
 WATCHED_RUN = """
 import jax
@@ -64,7 +64,7 @@ WATCHING = [
 ]
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(WATCHING, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("more", [[], thorough(WATCHING)])
 def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_path, more):
     (tmp_path / "watched.py").write_text(train_with(WATCHED_RUN))
     options = [

@@ -13,6 +13,7 @@ import pytest
 
 from gpt2.model import GPT, GPTConfig, layers, num_params
 from gpt2.utils.platform import plain_ops
+from tests.helpers import thorough
 
 SMALL = GPTConfig(vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32)
 
@@ -48,7 +49,7 @@ def loss(config, params, tokens, key=None):
 gradient_of = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("tied", [True, thorough(False)])
 def test_a_padded_table_gives_the_gradients_of_one_that_is_not(monkeypatch, tied):
     config = replaced(tie_embeddings=tied)
     params, tokens = init(config), tokens_of(0)
@@ -126,9 +127,7 @@ def test_too_many_tokens_are_refused():
         logits_of(SMALL, init(SMALL), tokens_of(0, length=17))
 
 
-@pytest.mark.parametrize(
-    "activation", ["gelu_tanh", pytest.param("relu_squared", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("activation", ["gelu_tanh", thorough("relu_squared")])
 def test_plain_operations_have_forward_derivatives_and_the_same_gradients(activation):
     config = replaced(attention="blocked", activation=activation)
     params, tokens = init(config), tokens_of(1)

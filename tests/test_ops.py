@@ -36,12 +36,12 @@ from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import BATCH_AXES, Rules, spread_over
 from gpt2.plan.collectives import collectives
 from gpt2.utils.platform import tracing
+from tests.helpers import thorough
 
 cross_entropy_module = importlib.import_module("gpt2.ops.cross_entropy")  # not the function
 RULES = Rules.from_config(ParallelConfig())
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 dtypes = st.sampled_from(sorted(TOLERANCE))
-thorough = partial(pytest.param, marks=pytest.mark.thorough)
 few = settings(max_examples=3, deadline=None, derandomize=True)
 
 

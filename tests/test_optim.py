@@ -18,6 +18,7 @@ from gpt2.optim import averaged_params, make_optimizer, make_schedule
 from gpt2.optim.transforms import clip_by_global_norm, global_norm
 from gpt2.utils.platform import tracing
 from gpt2.utils.scan import in_layout
+from tests.helpers import thorough
 
 SMALL = GPTConfig(vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
 NUM_STEPS = 10
@@ -192,7 +193,7 @@ def by_formula(optim):
 
 @pytest.mark.parametrize(
     "scanned",
-    [False, pytest.param(True, marks=pytest.mark.thorough)],
+    [False, thorough(True)],
     ids=["unrolled", "scanned"],
 )
 @each_optimizer
@@ -251,7 +252,7 @@ def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
 @each_layout
 @pytest.mark.parametrize(
     "name",
-    ["adamw", "muon", *(pytest.param(n, marks=pytest.mark.thorough) for n in WIDER_TOO)],
+    ["adamw", "muon", *(thorough(n) for n in WIDER_TOO)],
 )
 def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name, scanned):
     optim = OptimConfig(name=name, weight_decay=0.0, **(CONSTANT if "free" in name else RATES))
@@ -268,7 +269,7 @@ def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name,
         np.testing.assert_allclose(decayed[kernel], share * without[kernel], rtol=1e-5)
 
 
-@pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("scanned", [True, thorough(False)])
 @pytest.mark.parametrize("name", ["muon", "normuon", "soap"])
 def test_hidden_kernels_alone_get_the_direction_for_matrices(monkeypatch, name, scanned):
     for module in ("scale_by_muon", "scale_by_soap"):

@@ -24,6 +24,7 @@ from gpt2.plan.collectives import collectives
 from gpt2.training.state import TrainState
 from gpt2.utils.platform import Target
 from gpt2.utils.scan import in_layout
+from tests.helpers import thorough
 from tests.peer import needs_peers
 
 RULES = rules.Rules.from_config(ParallelConfig())
@@ -185,7 +186,7 @@ def formula(name, dtype):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("dtype", "scanned"),
-    [("float64", False), *(pytest.param(d, True, marks=pytest.mark.thorough) for d in DTYPES)],
+    [("float64", False), *(thorough(d, True) for d in DTYPES)],
 )
 def test_ten_steps_equal_the_papers_formula(name, dtype, scanned):
     with jax.enable_x64(dtype == "float64"):

@@ -23,6 +23,7 @@ from gpt2.parallel.state import unsharded_share
 from gpt2.training.program import Program, choose_gather
 from gpt2.training.state import TrainState
 from gpt2.training.steps import make_train_step, next_token_loss
+from tests.helpers import thorough
 
 SMALL = GPTConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64)
 MIXED = ParallelConfig(data=2, fsdp=2, tensor=2)
@@ -190,7 +191,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"])
-@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("scan_layers", [True, thorough(False)])
 def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr("gpt2.parallel.rules.platform_of", lambda _: "tpu")

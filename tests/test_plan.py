@@ -13,11 +13,11 @@ from gpt2.plan import command
 from gpt2.plan.collectives import collectives, describe_collectives
 from gpt2.plan.plan import OutOfMemory, compile_plan, compute_seconds, make_program
 from gpt2.telemetry.chips import BOARDS
-from tests.helpers import TINY, run
+from tests.helpers import TINY, run, thorough
 from tests.layouts import Case, setup
 
 BYTES = {"data.tokenizer": "byte"}
-PMAP = pytest.param(Case("pmap x 8", accumulate=4), marks=pytest.mark.thorough)
+PMAP = thorough(Case("pmap x 8", accumulate=4))
 MIXED = Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True)
 
 

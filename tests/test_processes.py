@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.helpers import ROOT, TINY, environment, metrics_of, run
+from tests.helpers import ROOT, TINY, environment, metrics_of, run, thorough
 
 FLAGS = """
     --config.model.num_layers=2 --config.model.embed_dim=64 --config.data.batch_size=16
@@ -141,13 +141,8 @@ def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, in
     ("error", "code", "told"),
     [
         ("UserError('a', 'b', exit_code=5)", 5, "error: a. b.\n"),
-        *(
-            pytest.param(*each, marks=pytest.mark.thorough)
-            for each in (
-                ("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
-                ("RuntimeError('INTERNAL: Gloo')", 1, "Traceback"),
-            )
-        ),
+        thorough("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
+        thorough("RuntimeError('INTERNAL: Gloo')", 1, "Traceback"),
     ],
 )
 def test_a_process_of_several_ends_with_the_code_of_its_error(error, code, told):

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from gpt2.model import GPT, GPTConfig
 from gpt2.utils.remat import KEPT, compiler_options
+from tests.helpers import thorough
 
 pytestmark = pytest.mark.usefixtures("compiles_fully")
 
@@ -32,9 +33,6 @@ KEEPS = {
     "dots": ATTENTION | MLP,
     "offload": ATTENTION | MLP,
 }
-
-
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 def replaced(**changes):

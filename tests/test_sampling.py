@@ -17,6 +17,7 @@ from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules, spread_over
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
+from tests.helpers import thorough
 
 CFG = GPTConfig(vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32)
 PROMPTS = [[1, 2, 3], [5] * 17, [7, 8] * 15]
@@ -44,7 +45,7 @@ def likeliest_without_cache(params, cfg, prompt, num_new):
     [
         {},
         {"position": "rope", "qk_norm": True},
-        pytest.param({"position": "none", "tie_embeddings": False}, marks=pytest.mark.thorough),
+        thorough({"position": "none", "tie_embeddings": False}),
     ],
     ids=str,
 )
@@ -149,7 +150,7 @@ def test_truncated_sampling_draws_all_that_is_allowed_and_nothing_else(sampling,
     assert set(draw(sampling, np.log([0.5, 0.3, 0.15, 0.05])).tolist()) == allowed
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.thorough), 100.0])
+@pytest.mark.parametrize("temperature", [thorough(0.0), 100.0])
 def test_tokens_that_the_tokenizer_lacks_are_never_drawn(temperature):
     """The model likes its last ten tokens best: left alone it draws them, limited it does not."""
     cfg = dataclasses.replace(CFG, tie_embeddings=False)

@@ -15,6 +15,7 @@ from gpt2 import ops
 from gpt2.config import SIZES, Config
 from gpt2.model import KVCache, layers, num_params
 from gpt2.training.program import Program
+from tests.helpers import thorough
 
 TOTALS = dict(zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True))
 B, T, V = 16, 1024, 50257
@@ -27,7 +28,7 @@ each_model = pytest.mark.parametrize(
     [
         ("gpt2-124m", True),
         ("gpt2-124m", False),
-        pytest.param("gpt2-1558m", True, marks=pytest.mark.thorough),
+        thorough("gpt2-1558m", True),
     ],
 )
 

@@ -20,9 +20,9 @@ from gpt2.training.state import LossScale, TrainState
 from gpt2.training.steps import evaluation_loss, make_eval_step, make_train_step, next_token_loss
 from gpt2.utils.prng import dropout_key, init_key, sample_key
 from gpt2.utils.scan import report
+from tests.helpers import thorough
 
 CONFIG = GPTConfig(vocab_size=100, context_length=8, num_layers=1, num_heads=2, embed_dim=16)
-thorough = pytest.mark.thorough
 OPTIM = OptimConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
 
 
@@ -116,9 +116,7 @@ def scored_one_part_at_a_time(num_parts):
     ]
 
 
-@pytest.mark.parametrize(
-    ("dropout", "num_losses"), [pytest.param(0.0, 1, marks=thorough), (0.5, 4)]
-)
+@pytest.mark.parametrize(("dropout", "num_losses"), [thorough(0.0, 1), (0.5, 4)])
 def test_dropout_differs_by_micro_batch(dropout, num_losses):
     state, step = setup(dataclasses.replace(CONFIG, dropout=dropout), accumulate_steps=4)
     losses = [step(state, b)[1]["train/loss"] for b in scored_one_part_at_a_time(4)]
@@ -212,7 +210,7 @@ def test_loss_scale_doubles_after_its_interval():
     assert (grown.scale, grown.good_steps) == (8.0, 0)
 
 
-@thorough
+@pytest.mark.thorough
 def test_gradients_equal_an_unfused_reference():
     """XLA:CPU has fused wrongly before: the same step, one operation at a time."""
     state, _ = setup()
@@ -250,7 +248,7 @@ def size_of_mlp(model):
     ("scan_layers", "remat"),
     [
         (True, "full"),
-        *(pytest.param(*each, marks=thorough) for each in ((False, "none"), (False, "full"))),
+        *(thorough(*each) for each in ((False, "none"), (False, "full"))),
     ],
 )
 def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, remat):
@@ -275,7 +273,7 @@ def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, rem
     "parallel",
     [
         {"data": 2, "fsdp": 2, "tensor": 2},
-        pytest.param({"backend": "pmap"}, marks=thorough),
+        thorough({"backend": "pmap"}),
     ],
 )
 def test_what_modules_add_is_summed_over_devices(parallel):

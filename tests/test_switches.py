@@ -22,6 +22,7 @@ from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.utils.scan import in_layout
 from tests import plain
+from tests.helpers import thorough
 
 # Name -> the options that differ from GPT-2's.
 SWITCHES = {
@@ -88,7 +89,7 @@ ELSEWHERE = {"dropout", "attention"}  # tests/test_model.py, tests/test_ops.py
 each_switch = pytest.mark.parametrize("name", ALL)
 # Where each takes seconds, the default run has the combinations alone.
 each_switch_by_itself = pytest.mark.parametrize(
-    "name", [*COMBINED, *(pytest.param(name, marks=pytest.mark.thorough) for name in SWITCHES)]
+    "name", [*COMBINED, *(thorough(name) for name in SWITCHES)]
 )
 
 
@@ -126,7 +127,6 @@ def groups():
     return ["+".join(group) for group in found]
 
 
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 each_group = pytest.mark.parametrize(
     "name", ["llama", *map(thorough, ["default", "gemma 2", "modded", *groups()])]
 )

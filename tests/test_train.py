@@ -16,6 +16,7 @@ from tests.helpers import (
     params_of,
     run,
     start,
+    thorough,
     wait_for_step,
     write_words,
 )
@@ -97,10 +98,7 @@ def test_eval_scores_the_checkpoint_as_training_did(finished):
     "kill_at",
     [
         "checkpoints/4",
-        *(
-            pytest.param(each, marks=pytest.mark.thorough)
-            for each in ("config.json", "checkpoints/2")
-        ),
+        *(thorough(each) for each in ("config.json", "checkpoints/2")),
         *(pytest.param(each, marks=pytest.mark.slow) for each in (".lock", "checkpoints/6")),
     ],
 )
@@ -129,7 +127,7 @@ def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, ki
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.thorough)],
+    [(signal.SIGTERM, 143), thorough(signal.SIGINT, 130)],
 )
 def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     workdir = tmp_path / "stopped"
