@@ -43,14 +43,12 @@ class Done:
 
     Attributes:
         code: its exit code; `STARTED`, `LATE`, or minus the number of a signal.
-        seconds: what it took.
         memory: the most that it held beyond what the server holds, in bytes.
     """
 
     code: int
     stdout: str
     stderr: str
-    seconds: float
     memory: int
 
 
@@ -108,13 +106,6 @@ def environment(devices: int = 1) -> dict[str, str]:
     if variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
         flags += f" {COMPILES_FAST}"
     return variables | {"XLA_FLAGS": flags}
-
-
-def arguments_of(*command: str) -> list[str]:
-    """Returns the arguments by which a process of its own runs a command of `Commands.run`."""
-    name, *arguments = command
-    start = [str(ROOT / name)] if name.endswith(".py") else ["-m", name]
-    return [sys.executable, *start, *arguments]
 
 
 def _serve() -> None:
@@ -176,7 +167,7 @@ def _run(
         for name, file in dict(stdout=stdout, stderr=stderr).items():
             file.seek(0)
             texts[name] = file.read().decode(errors="replace")
-    return dict(code=code, **texts, seconds=time.monotonic() - start, memory=max(most - held, 0))
+    return dict(code=code, **texts, memory=max(most - held, 0))
 
 
 def _processor_seconds(process: int) -> float:

@@ -1,12 +1,20 @@
-"""A part of `python -m tests.faults`, that it can fail, and that planted faults follow the code."""
+"""Runs that are harmed (a part of `python -m tests.faults`), a long one, and planted faults."""
 
+import os
 import shutil
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.faults.__main__ import main
-from tests.faults.laboratory import Broken, check_start, compare
+from tests.faults.laboratory import Broken, Watched, check_start, compare
+from tests.helpers import TINY, metrics_of
 from tests.mutations import faults, misplaced
+
+STEPS, WARM = 20_000, 2_000
+WINDOW = 1_000  # steps whose samples count
 
 
 def test_planted_faults_still_stand_in_the_code():
@@ -32,3 +40,48 @@ def test_runs_that_are_harmed_continue_to_the_same_bits(tmp_path, capsys):
     shutil.rmtree(unharmed / "checkpoints" / "440")
     with pytest.raises(Broken, match="other values in"):
         compare(harmed, unharmed)
+
+
+def read_usage(pid):
+    """Returns resident bytes, open files and threads of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
+    resident = 1024 * int(fields["VmRSS"].split()[0])
+    return resident, len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"])
+
+
+@pytest.mark.slow
+def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
+    """A long run takes no more of its machine at its end than near its beginning."""
+    options = [
+        *TINY,
+        "--config.data.corpus=synthetic",
+        f"--config.train.num_steps={STEPS}",
+        "--config.train.log_every=10",
+        "--config.train.eval_every=500",
+        "--config.train.eval_batches=10",
+        "--config.train.checkpoint_every=500",
+    ]
+    data_dir = Path(os.environ.get("GPT2_DATA_DIR", tmp_path / "data"))
+    samples = []
+    with Watched(tmp_path / "run", data_dir, *options, screen=tmp_path / "screen") as run:
+        run.until_step(WARM)
+        while (
+            run.process.poll() is None
+            and (step := metrics_of(tmp_path / "run")[-1]["step"]) < STEPS - 10
+        ):
+            run.look()
+            samples.append((step, *read_usage(run.process.pid)))
+            time.sleep(0.2)
+        run.wait(0)
+    steps, *figures = np.transpose(samples)
+    early, late = steps < WARM + WINDOW, steps >= STEPS - WINDOW
+    assert early.sum() > 3 and late.sum() > 3
+    memory, *others = [[f[early], f[late]] for f in figures]
+    before, after = map(np.median, memory)
+    print(f"{before / 2**20:.1f} and {after / 2**20:.1f} MiB, {after / before - 1:+.1%}")
+    assert after <= 1.03 * before
+    # A save opens files for a moment. Threads of pools come and go; one a save would be 36 more.
+    files, threads = ([int(part.min()) for part in parts] for parts in others)
+    print(f"files {files}, threads {threads}")
+    assert files[0] == files[1] and abs(threads[0] - threads[1]) < 10
