@@ -127,7 +127,7 @@ layer_rates takes the last pattern that matches
     - next((i for i, (p, _) in enumerate(optim.rates) if
     + next((i for i, (p, _) in reversed([*enumerate(optim.rates)]) if
 an option that the optimizer does not read passes
-    gpt2/config/run.py: tests/test_optim.py -k mistakes
+    gpt2/config/run.py: tests/test_config.py -k 'sgd and refused'
     - {*OPTIMIZERS[self.name]}
     + {*OPTIMIZERS[self.name], 'momentum'}
 the mask hides the token itself
