@@ -14,8 +14,6 @@ from gpt2.model import GPT, GPTConfig
 from gpt2.utils.remat import KEPT, compiler_options
 from tests.helpers import thorough
 
-pytestmark = pytest.mark.usefixtures("compiles_fully")
-
 SMALL = GPTConfig(
     vocab_size=300,
     context_length=16,
@@ -63,7 +61,7 @@ loss_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=
 
 @functools.cache
 def compiled(cfg, batch_size=2):
-    """Compiles as a run does."""
+    """Compiles as a run does, but for what `compiles_fast` leaves out."""
     key = jax.random.key(5) if cfg.dropout else None
     lowered = loss_and_gradient.lower(cfg, init(cfg), tokens_for(cfg, batch_size), key)
     return lowered.compile(
@@ -86,6 +84,7 @@ def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("compiles_fully")
 @pytest.mark.parametrize("scan_unroll", [0, 1, SMALL.num_layers])
 @pytest.mark.parametrize("policy", KEPT)
 def test_the_compiled_program_computes_the_other_products_again(policy, scan_unroll):

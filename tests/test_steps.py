@@ -1,6 +1,7 @@
 """Steps, optimizer, state and keys: what one update is, however it is computed."""
 
 import dataclasses
+import functools
 import itertools
 
 import chex
@@ -34,6 +35,7 @@ def make_batch(seed, batch_size=8, ignored=()):
     return {"tokens": tokens[:, :-1], "targets": targets}
 
 
+@functools.cache
 def setup(config=CONFIG, optim=OPTIM, **options):
     model = GPT(config)
     schedule = make_schedule(optim, 10)
