@@ -90,7 +90,8 @@ def parse_flags(argv: list[str]) -> list[str]:
         # What int(), float() and absl say of a text of another type.
         if words := re.match(r"flag (--(.*?)=.*): (invalid literal|could not|\('Non-bool)", told):
             told = f"{words[1]} is not of type {flags.FLAGS[words[2]].flag_type()}"
-        raise UserError(told, "See --help") from None
+        how = "See configs/default.py" if told.startswith("--config.") else "See --help"
+        raise UserError(told, how) from None
 
 
 def define_config() -> None:

@@ -39,17 +39,12 @@ LATE = -1  # that of a command which took longer than it may
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """How a command ended.
+    """How a command ended."""
 
-    Attributes:
-        code: its exit code; `STARTED`, `LATE`, or minus the number of a signal.
-        memory: the most that it held beyond what the server holds, in bytes.
-    """
-
-    code: int
+    code: int  # its exit code; `STARTED`, `LATE`, or minus the number of a signal
     stdout: str
     stderr: str
-    memory: int
+    memory: int  # the most that it held beyond what the server holds, in bytes
 
 
 class Commands:
@@ -78,17 +73,10 @@ class Commands:
         to_the_end: bool = False,
         devices: int = 1,
     ) -> Done:
-        """Runs a command.
+        """Runs a file such as `train.py`, or a module such as `gpt2.generate`, with arguments.
 
-        Args:
-            command: a file such as `train.py`, or a module such as `gpt2.generate`, and its
-                arguments.
-            cwd: where it runs.
-            seconds: of processor time, after which it is killed; by the clock, five times as many.
-            to_the_end: else a run ends with `STARTED` where it would begin to compute: when its
-                weights are drawn, or restored and about to be trained.
-            devices: simulated CPUs that it sees. Its other variables are this process's own; those
-                that are read by an import have no effect.
+        It is killed after `seconds` of processor time, or five times as many by the clock. Unless
+        it runs `to_the_end`, it ends with `STARTED` where it would begin to compute.
         """
         asked = dict(command=command, cwd=str(cwd), seconds=seconds, to_the_end=to_the_end)
         asked["variables"] = environment(devices)

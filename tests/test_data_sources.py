@@ -1,5 +1,8 @@
 """Text and tokens from elsewhere: the hub, TFDS, and ready token shards."""
 
+import importlib
+import sys
+
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -70,6 +73,11 @@ def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
     assert make("python:own_documents:poems").directory != dataset.directory
     with pytest.raises(UserError, match="cannot be imported"):
         make("python:own_documents:songs")
+    for returned in ("'one text'", "[1, 2]"):
+        module.write_text(f"def poems():\n    return {returned}\n")
+        importlib.reload(sys.modules["own_documents"])
+        with pytest.raises(UserError, match="iterable of str"):
+            make("python:own_documents:poems")
 
 
 def _write_shard(path, tokens, header):

@@ -221,7 +221,7 @@ def numpy_rule(pairs, z):
 def test_outliers_are_those_of_the_rule():
     pairs = np.random.default_rng(0).normal((3.0, 1.0), (0.1, 0.2), (2 * WINDOW + 40, 2))
     pairs[[LEAST - 9, 150, 151]] = 9, 1
-    pairs[[LEAST + 4, LEAST + 9]], pairs[290] = (3, 9), (0.1, 0.01)
+    pairs[[LEAST + 4, LEAST + 9, 290]] = (3, 3), (3, 9), (0.1, 0.01)
     kept, guard = judge(Guard.create(TrainConfig(skip_outliers=6.0)), pairs)
     assert kept == numpy_rule(pairs, 6.0)
     skipped = {index for index, keep in enumerate(kept) if not keep}

@@ -45,6 +45,10 @@ def pristine(tmp_path_factory, commands):
     tree = json.loads((folder / "run" / "config.json").read_text())
     (folder / "older").mkdir()
     (folder / "older" / "config.json").write_text(json.dumps(tree | {"seeds": 0}))
+    shutil.copytree(folder / "run", folder / "moved")
+    tree["data"]["corpus"] = "text:other.txt"
+    (folder / "moved" / "config.json").write_text(json.dumps(tree))
+    (folder / "other.txt").write_text("another number\n" * 600)
     shutil.copytree(folder / "hf", folder / "cut")
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -78,6 +82,7 @@ MISTAKES = [  # a command, and a word of the line
     ([*TRAIN, "--num_processes=2"], "coordinator"),
     (["eval.py"], "workdir"),
     (["eval.py", "--workdir=older"], "seed"),
+    (["eval.py", "--workdir=moved"], "no longer"),
     (["eval.py", RUN, "--checkpoint=9"], "9"),
     (["eval.py", RUN, "--tasks=lambda"], "lambada"),
     (["gpt2.generate", RUN, "--hf=hf"], "hf"),

@@ -119,7 +119,6 @@ def test_watching_changes_nothing_and_tells_of_every_tensor(tmp_path):
     assert [line["train/loss"] for line in lines] == plain
 
 
-# The training loop never makes the devices wait for the host.
 WATCHED_RUN = """
 import jax
 import numpy as np

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 
 # Files of up to this size in all are hashed at every start; of more, size and time count.
 _HASHED_BYTES = 1 << 26
@@ -153,7 +153,15 @@ def _python(argument: str) -> Corpus:
             "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH",
         ) from error
     source = Path(sys.modules[module_name].__file__ or "")
-    return Corpus(file_fingerprint([source], "python", argument), lambda: iter(function()))
+
+    def documents() -> Iterator[str]:
+        texts = function()
+        for text in texts:
+            wrong = isinstance(texts, str) or not isinstance(text, str)
+            refuse(wrong, f"python:{argument} has to return an iterable of str, its documents")
+            yield text
+
+    return Corpus(file_fingerprint([source], "python", argument), documents)
 
 
 def _jsonl(argument: str) -> Corpus:

@@ -90,7 +90,7 @@ def _matrix_axes(path: Path, param: jax.Array) -> tuple[tuple[int, ...], tuple[i
     axes = tensor_axes(path, param)
     rows = axes[:1]
     if path[-1] == "kernel":
-        rows = tuple(axis % param.ndim for axis in axes_for(path).inputs)
+        rows = tuple(axis % param.ndim for axis in axes_for(path, param).inputs)
     return rows, tuple(axis for axis in axes if axis not in rows)
 
 

@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
-from gpt2.optim.parameters import Path, map_parameters
+from gpt2.optim.parameters import Path, is_stacked, map_parameters
 from gpt2.parallel.matrices import map_matrices
 
 
@@ -42,9 +43,12 @@ AXES = {
 }
 
 
-def axes_for(path: Path) -> Axes:
-    """Returns which axes of the kernel at `path` are a matrix's."""
-    return AXES["/".join(path[-3:-1])]
+def axes_for(path: Path, kernel: Any) -> Axes:
+    """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[in, out]`."""
+    name = "/".join(path[-3:-1])
+    if name not in AXES:
+        chex.assert_rank(kernel, 2 + is_stacked(path))
+    return AXES.get(name, _PLAIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +94,8 @@ class Kernel:
 
 
 def kernels(tree: Any) -> Any:
-    """Returns the `Kernel` of every leaf of a tree of hidden kernels, each named in `AXES`."""
-    return map_parameters(lambda path, leaf: Kernel(leaf.shape, axes_for(path)), tree)
+    """Returns the `Kernel` of every leaf of a tree of hidden kernels."""
+    return map_parameters(lambda path, leaf: Kernel(leaf.shape, axes_for(path, leaf)), tree)
 
 
 def to_matrices(tree: Any) -> Any:

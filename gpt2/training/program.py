@@ -157,6 +157,8 @@ class Program:
         tokens, held_out = splits["train"].num_tokens, splits["validation"].num_tokens
         epochs = train.num_steps * config.tokens_per_step / tokens
         micro = f" in {train.accumulate_steps} micro-batches" * (train.accumulate_steps > 1)
+        warm_up = config.optim.warmup(train.num_steps)
+        short = " (never reached: it warms up to the end)" if warm_up >= train.num_steps else ""
         device, used = self.backend.mesh.devices.flat[0], train_step.peak_bytes
         rows = {
             "model": f"{format_count(self.num_params)} parameters, {layers}, "
@@ -170,7 +172,7 @@ class Program:
             + (f"{format_bytes(used)} a device, " if used else "")
             + f"compiled in {train_step.compile_seconds:.1f} s",
             "run": f"steps {start + 1} to {train.num_steps}, {config.optim.name}, "
-            f"rate {config.optim.learning_rate:g}, {config.optim.schedule}",
+            f"rate {config.optim.learning_rate:g}{short}, {config.optim.schedule}",
         }
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
