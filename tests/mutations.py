@@ -129,7 +129,7 @@ layer_rates takes the last pattern that matches
 an option that the optimizer does not read passes
     gpt2/config/run.py: tests/test_config.py -k 'sgd and refused'
     - {*OPTIMIZERS[self.name]}
-    + {*OPTIMIZERS[self.name], 'momentum'}
+    + {*OPTIMIZERS[self.name], 'beta1'}
 the mask hides the token itself
     gpt2/ops/scores.py: tests/test_switch_values.py -k gelu
     - seen = query >= key

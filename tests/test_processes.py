@@ -142,7 +142,7 @@ def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, in
     [
         ("UserError('a', 'b', exit_code=5)", 5, "error: a. b.\n"),
         thorough("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
-        thorough("RuntimeError('INTERNAL: Gloo')", 1, "Traceback"),
+        thorough("RuntimeError('INTERNAL: Gloo')", 1, "error: another process of this run"),
     ],
 )
 def test_a_process_of_several_ends_with_the_code_of_its_error(error, code, told):

@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import importlib.util
 import os
+import re
 import socket
 import sys
 import traceback
@@ -28,6 +29,9 @@ R = TypeVar("R")
 
 # How long a process may be silent before it counts as dead.
 HEARTBEAT_SECONDS = 20
+
+# In the messages of collectives and of the runtime where a process is gone.
+_LOST_PEER = re.compile("Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I)
 
 
 def initialize(
@@ -69,6 +73,8 @@ def ends_together() -> Iterator[None]:
         if not jax.distributed.is_initialized():
             raise
         message, code = describe_end(error) or ("".join(traceback.format_exception(error)), 1)
+        if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
+            message = "error: another process of this run has ended; the same commands continue"
         tell(message)
         with unheard(sys.stdout):
             sys.stdout.flush()
