@@ -70,17 +70,18 @@ def run(workdir, *options, script="train.py", cwd=ROOT, devices=1, imports=False
     if imports:
         return finish(start(workdir, *options, script=script, cwd=cwd, devices=devices), SECONDS)
     command = [str(script), *([f"--workdir={workdir}"] if workdir else []), *map(str, options)]
-    done = _commands().run(*command, cwd=cwd, seconds=SECONDS, to_the_end=True, devices=devices)
+    done = commands().run(*command, cwd=cwd, seconds=SECONDS, to_the_end=True, devices=devices)
     if done.code == LATE:
         raise subprocess.TimeoutExpired(command, SECONDS, done.stdout, done.stderr)
     return done.code, done.stdout, done.stderr
 
 
 @functools.cache
-def _commands():
-    commands = Commands().__enter__()
-    atexit.register(commands.__exit__)
-    return commands
+def commands():
+    """Returns the server of commands that a worker's tests share."""
+    server = Commands().__enter__()
+    atexit.register(server.__exit__)
+    return server
 
 
 def finish(process, timeout):

@@ -293,6 +293,7 @@ LONG = dict(
 )
 
 
+@pytest.mark.thorough
 def test_attention_is_compared_in_all_its_variants():
     rows = list(attention.check_attention(make_config(**LONG)))
     assert [row["passed"] for row in rows] == 5 * [True]

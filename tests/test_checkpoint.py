@@ -147,7 +147,7 @@ CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2,
 @pytest.mark.parametrize(
     "optim",
     [
-        pytest.param(dict(ema=0.9), id="ema"),
+        thorough(dict(ema=0.9), id="ema"),
         thorough(dict(name="schedule_free", **CONSTANT), id="schedule_free"),
     ],
 )

@@ -152,6 +152,7 @@ def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
     assert "at step 1: the loss was the first, in micro-batch 4" in told
 
 
+@pytest.mark.thorough
 def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
     program = make_program()
     diagnosis = Diagnosis(

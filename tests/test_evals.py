@@ -68,7 +68,7 @@ def log_prob_by_hand(params, context, tokens):
     return sum(float(log_probs[start + i, token]) for i, token in enumerate(tokens))
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [8, pytest.param(1, marks=pytest.mark.thorough)])
 def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
     requests = mixed_requests(num=40)
     # A token that is the likeliest, which random ones hardly are.

@@ -119,6 +119,7 @@ def breaking_norms(monkeypatch):
     monkeypatch.setattr(layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw))
 
 
+@pytest.mark.thorough
 def test_a_step_whose_gradient_alone_is_bad_is_skipped_too(breaking_norms):
     program = make_program.__wrapped__(skip_bad_steps=1)
     state = program.init_state()

@@ -18,17 +18,10 @@ import pytest
 
 from gpt2.hf.tokenizer import save_tokenizer
 from gpt2.hf.weights import import_run
-from tests.forks import Commands
 from tests.helpers import TINY
 
 SECONDS = 15
 MEMORY = 200 * 2**20  # bytes beyond a program that only imports; each file asks for gigabytes
-
-
-@pytest.fixture(scope="module")
-def commands():
-    with Commands() as commands:
-        yield commands
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import Commands
 from tests.helpers import TINY, metrics_of
 
 CORPUS = "--config.data.corpus="
@@ -17,12 +16,6 @@ SHORT = [
     f"{CORPUS}text:in.txt",
 ]
 RUN, TRAIN = "--workdir=run", ["train.py", *SHORT]
-
-
-@pytest.fixture(scope="module")
-def commands():
-    with Commands() as commands:
-        yield commands
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,7 @@ def test_dropout_differs_by_micro_batch(dropout, num_losses):
     assert len(np.unique(np.round(losses, 5))) == num_losses
 
 
+@pytest.mark.thorough
 def test_dropout_differs_by_device_and_not_by_backend():
     model = GPT(dataclasses.replace(CONFIG, dropout=0.5))
     schedule = make_schedule(OPTIM, 10)
