@@ -17,13 +17,11 @@ from pathlib import Path
 from absl import flags
 
 from gpt2 import cli
-from gpt2.data import prepare
 from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS, run_task, task_file, validation_data
 from gpt2.hf.weights import load_model
-from gpt2.training.workdir import check_data
 
 
 def define_flags() -> None:
@@ -53,8 +51,6 @@ def main() -> None:
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     stride = args.stride or max(1, cfg.context_length // 2)
     scorer = Scorer(cfg, params)
-    if data and args.workdir and not args.corpus:
-        check_data(Path(args.workdir), prepare(data))
     figures = validation(scorer, tokenizer, data) if data else []
     for name, path in files.items():
         figures += run_task(name, scorer, tokenizer, path, stride)

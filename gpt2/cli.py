@@ -90,8 +90,7 @@ def parse_flags(argv: list[str]) -> list[str]:
         # What int(), float() and absl say of a text of another type.
         if words := re.match(r"flag (--(.*?)=.*): (invalid literal|could not|\('Non-bool)", told):
             told = f"{words[1]} is not of type {flags.FLAGS[words[2]].flag_type()}"
-        how = "See configs/default.py" if told.startswith("--config.") else "See --help"
-        raise UserError(told, how) from None
+        raise UserError(told, "See configs/default.py, or --help") from None
 
 
 def define_config() -> None:

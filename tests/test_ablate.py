@@ -19,6 +19,7 @@ from scipy import stats
 
 from configs import quickstart
 from gpt2.ablate.arms import Arm, make_arms, read_tuned
+from gpt2.ablate.compare import read_reference
 from gpt2.ablate.jobs import make_slots
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
@@ -27,7 +28,6 @@ from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import judge, reach_table, samples
 from gpt2.ablate.terms import at_sizes, choose_score, equalize, step_flops
-from gpt2.compare import read_reference
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from gpt2.config import GPTConfig, ParallelConfig
 from gpt2.model import GPT
+from gpt2.ops.variants import Variants
 from gpt2.optim import muon
 from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.soap import scale_by_soap
@@ -22,7 +23,6 @@ from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.plan.collectives import collectives
 from gpt2.training.state import TrainState
-from gpt2.utils.platform import Target
 from gpt2.utils.scan import in_layout
 from tests.helpers import thorough
 from tests.peer import needs_peers
@@ -264,7 +264,7 @@ def test_state_is_stored_over_the_devices_that_store_its_kernels():
 @pytest.mark.thorough
 def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(monkeypatch):
     wanted = directions(OPTIMIZERS["muon"])
-    monkeypatch.setattr(muon, "target", lambda: Target("gpu"))
+    monkeypatch.setattr(muon, "variants", lambda: Variants(rounds_float32=True))
     optimizer = scale_by_muon(momentum=MOMENTUM, nesterov=True, neurons=False, beta2=BETA2)
     found = directions(optimizer)
     assert all(x.dtype == np.float32 for x in found.values())

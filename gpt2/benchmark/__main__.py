@@ -34,7 +34,7 @@ from gpt2 import cli
 from gpt2.benchmark import measure, suite
 from gpt2.benchmark.tables import table
 from gpt2.config import Config, with_options
-from gpt2.data.tokenizer import tokens_by_name
+from gpt2.config.run import tokens_by_name
 from gpt2.errors import UserError, refuse
 
 COMMANDS = ("train", "verify", "generate", "attention", "loop", "suite", "machine")

@@ -150,6 +150,12 @@ class ParallelConfig(Options, group="parallel"):
         refuse(self.backend == "pmap" and is_split, f"parallel.backend=pmap {whose}")
 
 
+def tokens_by_name(spec: str) -> int:
+    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
+    name, _, size = spec.partition(":")
+    return {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdecimal() else 0}.get(name, 0)
+
+
 class Config(Options, group=""):
     """Every option of a run, validated."""
 

@@ -69,6 +69,17 @@ class Dataset:
         }
 
 
+def refuse_other(path: Path, dataset: Dataset) -> bool:
+    """Refuses a corpus that is not the one of a run's data.json; returns if that tells anything."""
+    saved, found = files.read_sealed(path) or {}, dataset.describe()
+    if differing := {name for name in saved if saved[name] != found[name]}:
+        other = differing & {"tokenizer", "tokenizer_sha256"}
+        name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
+        what = f"{name} names is no longer what {path.parent} was trained on"
+        raise UserError(what, "Restore it, or give another --workdir")
+    return bool(saved)
+
+
 def data_root(data_dir: str) -> Path:
     """Returns where prepared corpora lie: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
     chosen = data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"

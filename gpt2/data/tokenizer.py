@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
+from gpt2.config.run import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
 from gpt2.errors import UserError
 from gpt2.utils import files
@@ -225,12 +226,6 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     assert like is not None  # it is trained with GPT-2's pattern
     ranks, eot = like
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
-
-
-def tokens_by_name(spec: str) -> int:
-    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
-    name, _, size = spec.partition(":")
-    return {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdecimal() else 0}.get(name, 0)
 
 
 def is_path(spec: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
 from gpt2.data.corpus import reading
+from gpt2.data.dataset import prepare, refuse_other
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import refuse
 from gpt2.evals.examples import cbt, hellaswag, lambada
@@ -59,6 +60,7 @@ def validation_data(
     if not corpus:
         how = f"Add --corpus={data.corpus}, or text:FILE"
         refuse(not learnt_here, "these weights came without a corpus", how)
+        refuse_other(Path(workdir or "") / "data.json", prepare(data))
         return data
     # Ready tokens are GPT-2's, which any tokenizer of the same fingerprint reads.
     tokenizer = Path(workdir or hf or "") / "tokenizer.json"

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gpt2.ops.variants import variants
 from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
-from gpt2.utils.platform import target
 
 # Of the quintic polynomial, and how often it is applied (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -51,7 +51,7 @@ def scale_by_muon(
         mean = jax.tree.map(lambda m, g: _lerp(m, g, 1 - momentum), state.momentum, updates)
         ahead = jax.tree.map(lambda g, m: _lerp(g, m, momentum), updates, mean)
         # bfloat16 where the hardware is made for it, as in the authors' code.
-        narrow = jnp.bfloat16 if target().platform in ("gpu", "tpu") else None
+        narrow = jnp.bfloat16 if variants().rounds_float32 else None
         operands = to_matrices(ahead if nesterov else mean)
         operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
         orthogonal, *squares = map_stacks(partial(_orthogonalize, measure=neurons), (operands,))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from gpt2.config import Config, GPTConfig
-from gpt2.data.tokenizer import tokens_by_name
+from gpt2.config.run import tokens_by_name
 from gpt2.parallel import state_bytes
 from gpt2.plan.collectives import Collective, collectives
 from gpt2.telemetry.chips import BOARDS

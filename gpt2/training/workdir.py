@@ -24,7 +24,7 @@ import jax
 from gpt2 import __version__
 from gpt2.config import Config, load_config
 from gpt2.data.corpus import lies_in_files
-from gpt2.data.dataset import Dataset, data_root
+from gpt2.data.dataset import Dataset, data_root, refuse_other
 from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
@@ -91,14 +91,8 @@ def refuse_changes(workdir: Path, config: Config) -> None:
 
 def check_data(workdir: Path, dataset: Dataset) -> None:
     """Refuses to continue on another text or with another tokenizer than the run began with."""
-    saved, found = files.read_sealed(workdir / _DATA) or {}, dataset.describe()
-    if not saved and saved_steps(workdir):
+    if not refuse_other(workdir / _DATA, dataset) and saved_steps(workdir):
         warn(f"{workdir / _DATA} is missing or damaged; whether the text is the same is not known")
-    if differing := {name for name in saved if saved[name] != found[name]}:
-        other = differing & {"tokenizer", "tokenizer_sha256"}
-        name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
-        what = f"{name} names is no longer what {workdir} was trained on"
-        raise UserError(what, "Restore it, or give another --workdir")
 
 
 def find_start(workdir: Path) -> int:

@@ -1,0 +1,124 @@
+"""What `python -m gpt2.compare` does: draws the validation curves of runs over each other."""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from gpt2 import cli
+from gpt2.ablate.pictures import plot_curves
+from gpt2.ablate.results import Curve, read_curve
+from gpt2.config import GPTConfig, flatten
+from gpt2.errors import UserError, refuse
+from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.utils import launch
+from gpt2.utils.text import format_count, format_duration
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
+    flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs and time.")
+    flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
+
+
+def main(*directories: str) -> None:
+    """Draws the curves, and prints where each ends and what it has unlike the first."""
+    refuse(not directories, "no run is named", "For example, give runs/first runs/second")
+    workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
+    unit, reference = "nats per token", flags.FLAGS.reference
+    curves = _read_curves(workdirs, "eval/loss", unit)
+    if len({_read_config(workdirs[name][0])["data"]["tokenizer"] for name in curves}) > 1:
+        what = "runs with different tokenizers compare in bits per byte, a reference in nats"
+        refuse(reference, what, "Compare them without --reference")
+        unit = "bits per byte"
+        curves = _read_curves({name: workdirs[name] for name in curves}, "eval/bits_per_byte", unit)
+    options = {name: flatten(_read_config(workdirs[name][0])) for name in curves}
+    if len({each["data.corpus"] for each in options.values()}) > 1:
+        print("the runs' corpora differ: their losses are of different texts")
+    if reference:
+        curves |= read_reference(Path(reference))
+    output = Path(flags.FLAGS.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    plot_curves(output, curves, unit, log_x=flags.FLAGS.log_x)
+    table = Table("run", "tokens", "time in steps", f"validation ({unit})")
+    table.columns[0].overflow = "fold"
+    for name, members in curves.items():
+        table.add_row(name, *_describe([curve for curve in members if len(curve.scores)]))
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    (_, first), *others = options.items()
+    for name, own in others:
+        unlike = [f"{k}={own.get(k)}" for k in first | own if first.get(k) != own.get(k)]
+        console.print(f"{name}, unlike the first: {', '.join(unlike) or 'nothing'}")
+    print(f"see {output}")
+
+
+def _workdirs(directory: Path) -> dict[str, list[Path]]:
+    """Returns the workdirs to draw, by the name of their curve: several for the arm of a sweep."""
+    if (directory / "run" / "config.json").exists():  # the folder of a sweep's run
+        directory = directory / "run"
+    workdirs: dict[str, list[Path]] = {}
+    for path in sorted(directory.glob("runs/*/seed-*/run/config.json")):
+        workdirs.setdefault(f"{directory}: {path.parents[2].name}", []).append(path.parent)
+    return workdirs or {str(directory): [directory]}
+
+
+def _read_config(workdir: Path) -> dict[str, Any]:
+    """Reads a config.json as it stands: a run of other code may have other options."""
+    path = workdir / "config.json"
+    refuse(not path.is_file(), f"{workdir} holds no run", "Name a workdir of train.py")
+    return json.loads(path.read_text("utf-8"))
+
+
+def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict[str, list[Curve]]:
+    """Returns the curves of the runs that have validations, and tells of the others."""
+    curves = {}
+    for name, members in workdirs.items():
+        model, data = (_read_config(members[0])[group] for group in ("model", "data"))
+        tokens, flops = data["batch_size"] * model["context_length"], math.nan
+        with contextlib.suppress(TypeError, UserError):  # other code's model, of unknown FLOPs
+            flops = tokens * model_flops_per_token(GPTConfig(**model))
+        curves[name] = [read_curve(workdir, score, tokens, flops) for workdir in members]
+        if not any(len(curve.scores) for curve in curves[name]):
+            print(f"{name} has no validation in {unit}, and is skipped")
+            del curves[name]
+    refuse(not curves, f"no run has a validation in {unit} yet")
+    return curves
+
+
+def read_reference(path: Path) -> dict[str, list[Curve]]:
+    """Reads published points, a CSV file of `tokens,loss`: by its column `name`, a curve each."""
+    try:
+        table = pd.read_csv(path).astype({"tokens": float, "loss": float})
+        if table.empty or table[["tokens", "loss"]].isna().any(axis=None):
+            raise ValueError("a number is missing")
+    except (OSError, ValueError, KeyError) as error:
+        how = "Begin it with the line tokens,loss and give two numbers in each line below"
+        raise UserError(f"{path} is not a table of points ({error})", how) from None
+    curves, names = {}, table.get("name", pd.Series(path.stem, index=table.index)).astype(str)
+    for name, rows in table.sort_values("tokens").groupby(names, sort=False):
+        unknown = np.full(len(rows), np.nan)
+        curves[name] = [Curve(rows.tokens.to_numpy(), unknown, unknown, rows.loss.to_numpy())]
+    return curves
+
+
+def _describe(ends: list[Curve]) -> list[str]:
+    """Returns the tokens, the time and the scores at the end of an arm's curves, as cells."""
+    scores, last = [curve.scores[-1] for curve in ends], ends[0]
+    seconds = format_duration(last.seconds[-1]) if np.isfinite(last.seconds[-1]) else ""
+    deviation = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
+    return [format_count(last.tokens[-1]), seconds, f"{np.mean(scores):.4f}{deviation}"]
+
+
+def run() -> None:
+    """Runs the command."""
+    launch.prepare_process()
+    cli.run(main, define_flags, takes_files=True)
