@@ -71,7 +71,8 @@ class Dataset:
 
 def refuse_other(path: Path, dataset: Dataset) -> bool:
     """Refuses a corpus that is not the one of a run's data.json; returns if that tells anything."""
-    saved, found = files.read_sealed(path) or {}, dataset.describe()
+    saved = files.read_sealed(path) or {}
+    found = dataset.describe() if saved else {}
     if differing := {name for name in saved if saved[name] != found[name]}:
         other = differing & {"tokenizer", "tokenizer_sha256"}
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
