@@ -5,6 +5,7 @@ each, -1 where there is none to predict; and with `document_mask` also `segments
 document's number within the row.
 """
 
+import abc
 import functools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -22,8 +23,8 @@ ALL_ROWS = slice(None)
 Batch = dict[str, np.ndarray]
 
 
-class _Loader:
-    """Cuts a split into batches: row `i` of a run starts at token `_start(i)`."""
+class _Loader(abc.ABC):
+    """Cuts a split into batches."""
 
     def __init__(
         self,
@@ -39,8 +40,9 @@ class _Loader:
         self._context_length = context_length
         self._eot = _document_start(dataset) if document_mask else None
 
+    @abc.abstractmethod
     def _start(self, row: int) -> int:
-        raise NotImplementedError
+        """Returns the token at which a row of the run starts."""
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `rows` of a batch, counted from 0."""

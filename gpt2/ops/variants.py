@@ -1,12 +1,7 @@
 """Variants of operations by platform: all compute the same, and XLA's compilers differ in them."""
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from gpt2.utils.platform import leaves_products_to_cublas, target
 
@@ -42,12 +37,10 @@ class Variants:
     sums_apart: bool = False
     # Products of float32 round their operands; what stands beside one has to come from it.
     rounds_float32: bool = False
-    # One of two results is computed, for which a GPU would have to wait for the host.
-    branches: bool = False
 
 
 _VARIANTS = {
-    "cpu": Variants(ones_for_bias=1, bits=True, head_by_width=True, branches=True),
+    "cpu": Variants(ones_for_bias=1, bits=True, head_by_width=True),
     "gpu": Variants(
         narrow_results=True,
         flat=True,
@@ -78,10 +71,3 @@ def variants() -> Variants:
         # the devices' results in the type of a product.
         changes |= dict(flat=False, narrow_results=False, ones_for_bias=min(1, found.ones_for_bias))
     return dataclasses.replace(found, **changes)
-
-
-def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
-    """Returns `function()` where a boolean scalar on the devices holds, and else `other()`."""
-    if variants().branches:
-        return jax.lax.cond(condition, function, other)
-    return jax.tree.map(partial(jnp.where, condition), function(), other())

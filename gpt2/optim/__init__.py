@@ -1,6 +1,5 @@
 """Optimizers and learning-rate schedules: optax's where it has them, and one chain for all."""
 
-from gpt2.ops.variants import either
 from gpt2.optim.optimizers import OPTIMIZERS, make_optimizer, num_updates
 from gpt2.optim.schedules import SCHEDULES, make_schedule
 from gpt2.optim.transforms import averaged_params, global_norm

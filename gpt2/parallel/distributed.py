@@ -72,9 +72,10 @@ def ends_together() -> Iterator[None]:
     except BaseException as error:
         if not jax.distributed.is_initialized():
             raise
-        message, code = describe_end(error) or ("".join(traceback.format_exception(error)), 1)
+        told = "".join(traceback.format_exception(error))
         if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
-            message = "error: another process of this run has ended; the same commands continue"
+            told = "error: another process of this run has ended; the same commands continue"
+        message, code = describe_end(error) or (told, 1)
         tell(message)
         with unheard(sys.stdout):
             sys.stdout.flush()

@@ -21,10 +21,11 @@ import optax
 
 from gpt2.config import LossConfig
 from gpt2.model import GPT
-from gpt2.optim import either, global_norm, num_updates
+from gpt2.optim import global_norm, num_updates
 from gpt2.parallel.rules import gathered_for
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
+from gpt2.utils.platform import either
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import METRICS, reported
 

@@ -4,10 +4,12 @@ import contextlib
 import contextvars
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,13 @@ def plain_ops() -> contextlib.AbstractContextManager[None]:
 def platform_of(device: jax.Device) -> str:
     """Returns `cpu`, `gpu` or `tpu`: devices that are compiled for from afar say `cuda`."""
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+
+
+def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
+    """Returns `function()` where a boolean scalar on the devices holds, and else `other()`."""
+    if target().platform == "cpu":  # a GPU would wait for the host to choose
+        return jax.lax.cond(condition, function, other)
+    return jax.tree.map(partial(jnp.where, condition), function(), other())
 
 
 def leaves_products_to_cublas() -> bool:
