@@ -74,7 +74,9 @@ def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path, keep, keep_
     assert saved_steps(tmp_path) == kept
 
 
-@pytest.mark.parametrize(("which", "step"), [("best", 20), ("latest", 60), ("50", 50), (50, 50)])
+@pytest.mark.parametrize(
+    ("which", "step"), [("best", 20), ("latest", 60), thorough("50", 50), thorough(50, 50)]
+)
 def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
     assert steps_in(load_model(saved[0], None, which)[1]) == {step}
 

@@ -96,6 +96,7 @@ def test_data_parallel_sends_the_gradients_once_a_step(case):
     assert {c.kind for c in sent(case)} == {"all-reduce"}
 
 
+@pytest.mark.thorough
 def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
     case = Case("fsdp 8", remat="full")
     (whole, split), found = param_bytes(case), moved(case)
@@ -123,6 +124,7 @@ def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_onc
     assert setup(case).compiled.peak_bytes < by_step
 
 
+@pytest.mark.thorough
 def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
     case, fsdp = Case("zero1 x 8", accumulate=4), Case("fsdp 8", remat="full")
     shapes, spread = setup(case).shapes, setup(fsdp).shapes

@@ -43,7 +43,7 @@ def likeliest_without_cache(params, cfg, prompt, num_new):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        thorough({}),
         {"position": "rope", "qk_norm": True},
         thorough({"position": "none", "tie_embeddings": False}),
     ],
