@@ -72,7 +72,9 @@ class Watched:
             return "save"
         if len(starts_of(self.workdir)) == self._starts_before:
             return "preparation" if any(self._data_dir.glob(".*.partial")) else "start"
-        if not (shown := re.search(r"^run +steps \d+ to (\d+)", self.stdout(), re.M)):
+        # Until its first step is shown, a run may still open its files, and ends by any signal.
+        begun = re.compile(r"^run +steps \d+ to (\d+).*^step ", re.M | re.S)
+        if not (shown := begun.search(self.stdout())):
             return "compile"
         return "report" if latest_step(self.workdir) == int(shown[1]) else "step"
 
