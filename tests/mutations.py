@@ -254,6 +254,18 @@ a run continues with another optimizer
     gpt2/training/checkpoint_files.py: tests/test_workdir.py -k continues_unless
     - return not aside and name not in _MAY_CHANGE
     + return name.startswith("model.")
+runs of different code are pooled
+    gpt2/ablate/sweep.py: tests/test_ablate.py -k different_code
+    - refuse(len(seeds) > 1, what
+    + refuse(len(seeds) > 2, what
+steps that a run no longer has count as its own
+    gpt2/training/code.py: tests/test_ablate.py -k different_code
+    - for each in starts if each["step"] < start["step"]] + [start]
+    + for each in starts] + [start]
+the hash of the code sees docstrings
+    gpt2/training/code.py: tests/test_workdir.py -k hash_of_the_code
+    - del node.body[0]
+    + pass
 """
 
 

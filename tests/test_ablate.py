@@ -346,6 +346,42 @@ def test_runs_on_another_text_are_not_compared(tmp_path):
         sweep.check_texts()
 
 
+def began(run, *starts):
+    lines = [json.dumps({"step": step, "code": code}) for step, code in starts]
+    (run.workdir / "environment.jsonl").write_text("\n".join(lines))
+
+
+def test_runs_of_different_code_are_not_pooled(tmp_path):
+    two, three = (sweep_in(tmp_path, "optim.name=lion", num_seeds=num) for num in (2, 3))
+    for run in two.runs():
+        write_run(run, 3.7)
+        began(run, (0, "old"))
+    two.check_code("new")  # nothing is to come
+    three.check_code("old")
+    assert "All runs are of the code `old`." in report_of(two)
+    with pytest.raises(UserError, match=r"old has baseline seeds \[0, 1\], .* new has .* \[2\]"):
+        three.check_code("new")
+    first = two.runs()[0]
+    began(first, (0, "new"), (0, "old"), (20, "new"), (10, "old"))
+    two.check_code()  # steps of other code are trained no more
+    began(first, (0, "old"), (20, "new"))
+    with pytest.raises(UserError, match="Put the code back"):
+        two.check_code()
+
+
+def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_with_any(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion", num_seeds=1)
+    run = sweep.runs()[0]
+    write_run(run, 3.7, "failed")
+    began(run, (0, "old"))
+    sweep.check_code("new")
+    (run.workdir / "checkpoints" / "20").mkdir(parents=True)
+    sweep.check_code("old")
+    with pytest.raises(UserError, match=r"old has baseline seeds \[0\]"):
+        sweep.check_code("new")
+    sweep.check_code()  # its steps are not compared
+
+
 # Times and places
 
 

@@ -22,6 +22,7 @@ from gpt2.data.dataset import prepare
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
 from gpt2.training import workdir as run_files
+from gpt2.training.code import hash_code, read_starts
 from gpt2.utils import files
 from tests.helpers import TINY, run, start, wait_for_step
 
@@ -229,9 +230,9 @@ def starts_of(workdir):
     return [json.loads(line) for line in (workdir / "environment.jsonl").read_text().splitlines()]
 
 
-def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch):
+def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
-    monkeypatch.setattr(run_files, "_SOURCE", tmp_path)  # no checkout; see below for those
+    monkeypatch.setattr(run_files, "SOURCE", tmp_path)  # no checkout; see below for those
     monkeypatch.setattr(run_files, "lock", lambda *_: None)
     data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
     for step in (0, 20):
@@ -243,6 +244,37 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
     assert new["command"] == ["train.py", "--config.seed=3"] and new["gpt2"] == gpt2.__version__
     assert new["commit"] is None and new["clean"] is None and new["jax"] == version("jax")
     assert new["devices"] == jax.device_count() and new["processes"] == 1
+    assert new["code"] == continued["code"] and "code" not in capsys.readouterr().err
+    monkeypatch.setattr(run_files, "hash_code", lambda: "c0de")
+    run_files.begin(tmp_path, make_config(), data, 10)  # the checkpoint of step 20 was damaged
+    assert f"other code (c0de) than before ({new['code']})" in capsys.readouterr().err
+    assert [(each["step"], each["code"]) for each in read_starts(tmp_path)] == [
+        (0, new["code"]),
+        (10, "c0de"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "same"),
+    [
+        ("gpt2/model/block.py", 'def f(x):\n    """Twice."""\n    # x\n    return (\n2 * x)', True),
+        ("gpt2/model/block.py", "def f(x):\n    return 3 * x", False),
+        ("gpt2/model/block.py", "def f(x):\n    return 2 *", False),  # it is being edited
+        ("gpt2/model/mine.py", "", False),
+        ("gpt2/model/.#block.py", "", True),
+        ("gpt2/evals/validation.py", "x = 1", False),
+        ("gpt2/evals/tasks.py", "x = 1", True),
+        ("gpt2/cli.py", "x = 1", True),
+        ("train.py", "x = 1", False),
+    ],
+)
+def test_the_hash_of_the_code_is_of_what_a_run_computes(tmp_path, file, text, same):
+    for name in ("model", "evals"):
+        (tmp_path / "gpt2" / name).mkdir(parents=True)
+    (tmp_path / "gpt2" / "model" / "block.py").write_text("def f(x):\n    return 2 * x\n")
+    before = hash_code(tmp_path)
+    (tmp_path / file).write_text(text)
+    assert (hash_code(tmp_path) == before) == same
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
@@ -264,10 +296,10 @@ def test_a_checkout_is_clean_until_its_code_changes(tmp_path, monkeypatch, chang
     for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "All"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True).strip()
-    monkeypatch.setattr(run_files, "_SOURCE", tmp_path)
+    monkeypatch.setattr(run_files, "SOURCE", tmp_path)
     assert commit_and_clean() == (commit, True)
     (tmp_path / changed).write_text("x = 1")
     assert commit_and_clean() == (commit, clean)
     # Code that is installed below a checkout is no part of it.
-    monkeypatch.setattr(run_files, "_SOURCE", tmp_path / "ignored")
+    monkeypatch.setattr(run_files, "SOURCE", tmp_path / "ignored")
     assert commit_and_clean() == (None, None)

@@ -59,9 +59,7 @@ def main() -> int:
     refuse(not FLAGS.workdir, "there is no --workdir", "Name a directory for the sweep")
     root = Path(FLAGS.workdir)
     if FLAGS.report:
-        sweep = load_sweep(root).with_choices()
-        sweep.check_texts()
-        return _report(sweep)
+        return _report(load_sweep(root).with_choices())
     slots = make_slots(FLAGS.jobs)
     sweep = _read_sweep(root, slots[0])
     if FLAGS.dry_run:
@@ -109,6 +107,8 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
 
 def _report(sweep: Sweep) -> int:
     """Writes the report, prints its verdicts, and returns 1 if a run failed or is to come."""
+    sweep.check_texts()
+    sweep.check_code()
     with files.locked(sweep.root / ".sweep.lock"):
         table = write_report(sweep)
     print(table.to_string(index=False))

@@ -17,13 +17,13 @@ from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Outcome, Run
 from gpt2.ablate.terms import LOSS
 from gpt2.errors import refuse
+from gpt2.training.code import SOURCE, hash_code
 from gpt2.utils.files import is_locked, write_json
 
 _POLL_SECONDS = 0.2
 _DIVERGED = 3  # the exit code of train.py
 _PR_SET_PDEATHSIG = 1
 _BEGAN = time.time()
-_TRAIN = Path(__file__).parents[2] / "train.py"
 
 
 class Slot(NamedTuple):
@@ -57,13 +57,15 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = LOSS) -> 
     A run that was interrupted continues. One that failed before this process began is tried again;
     one that diverged would diverge again. Each run that ends is told with its score.
     """
-    left, free, training = list(runs), list(slots), list[_Training]()
+    left, free, training, code = list(runs), list(slots), list[_Training](), hash_code()
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while True:
             left = [run for run in left if not _has_ended(run)]
             for run in left[:]:
                 if free and (lock := _take(run)):
+                    what = f"the code has changed while the sweep trained, and {run.label} waits"
+                    refuse(hash_code() != code, what, "Put it back, and repeat the command")
                     left.remove(run)
                     training.append(_Training(run, free.pop(), lock))
             for ended in [each for each in training if each.process.poll() is not None]:
@@ -113,7 +115,7 @@ class _Training:
             self._log_start = log.tell()  # of this try
             options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
             self.process = subprocess.Popen(
-                [sys.executable, str(_TRAIN), *options],
+                [sys.executable, str(SOURCE / "train.py"), *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

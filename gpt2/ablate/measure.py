@@ -14,6 +14,7 @@ from gpt2.ablate.sweep import Sweep
 from gpt2.config import DEFAULTS, with_options
 from gpt2.errors import refuse
 from gpt2.telemetry.metrics import read_metrics
+from gpt2.training.code import hash_code
 from gpt2.utils import files
 from gpt2.utils.text import format_duration
 
@@ -31,7 +32,7 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
     options |= {"train.num_steps": _STEPS, "train.eval_batches": 1} | dict.fromkeys(off, 0)
     options |= {"train.keep_checkpoints": DEFAULTS.train.keep_checkpoints}
     config = with_options(arm.config, options)
-    mark = zlib.crc32(json.dumps(config.to_dict()).encode())  # other options take another time
+    mark = zlib.crc32(json.dumps([config.to_dict(), hash_code()]).encode())  # what decides the time
     return Run(arm.name, config, root / "measure" / f"{arm.name}-{mark:08x}")
 
 

@@ -1,7 +1,6 @@
 """The report of a sweep: report.md, report.html, results.csv and pictures."""
 
 import base64
-import json
 import math
 import re
 from collections import Counter
@@ -18,10 +17,11 @@ from gpt2.ablate.arms import differences
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
+from gpt2.training.code import read_starts
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted, format_count
 
-_ENVIRONMENT = ("commit", "clean", "jax", "device_kind", "devices")
+_ENVIRONMENT = ("code", "commit", "clean", "jax", "device_kind", "devices")
 
 
 def write_report(sweep: Sweep) -> pd.DataFrame:
@@ -57,6 +57,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
             for first, *others in groups
             for arm in others
         },
+        "codes": sorted(set(results.code) - {""}),
         "environments": _environments(results),
     }
     text = _render("markdown.j2", context, root)
@@ -85,13 +86,8 @@ def _render(form: str, context: Mapping[str, object], root: Path) -> str:
 
 def _environments(results: pd.DataFrame) -> dict[str, list[str]]:
     """Returns with what the runs were made: the values of all runs, several where they differ."""
-    lines = [
-        json.loads(line)
-        for folder in results.folder
-        for path in folder.glob("run/environment.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    return {name: sorted({str(line.get(name)) for line in lines}) for name in _ENVIRONMENT if lines}
+    starts = [start for folder in results.folder for start in read_starts(folder / "run")]
+    return {key: sorted({str(each.get(key)) for each in starts}) for key in _ENVIRONMENT if starts}
 
 
 def _draw_differences(

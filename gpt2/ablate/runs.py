@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2.config import Config
+from gpt2.training.checkpoint_files import latest_step
+from gpt2.training.code import read_starts
 from gpt2.utils.files import write_json
 
 
@@ -48,6 +50,18 @@ class Run:
             return Outcome(**json.loads((self.folder / "outcome.json").read_text()))
         except FileNotFoundError:
             return Outcome("waiting")
+
+    def codes(self, now: str = "") -> set[str]:
+        """Returns the hashes of the code that its steps are of.
+
+        A run that has not ended would go on with the code `now`, and has none where that is "".
+        """
+        starts = read_starts(self.workdir)
+        if self.outcome().state in ("finished", "diverged"):
+            return {start["code"] for start in starts}
+        saved = latest_step(self.workdir) or 0
+        kept = {start["code"] for start in starts if start["step"] < saved}
+        return kept | {now} if now else set()
 
     def prepare(self) -> None:
         """Writes what train.py reads."""

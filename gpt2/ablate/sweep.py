@@ -17,6 +17,7 @@ from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import LOSS, choose_score
 from gpt2.config import Config, with_options
 from gpt2.errors import refuse
+from gpt2.training.code import hash_code
 from gpt2.utils.files import locked, write_json
 
 CHOOSING_SEEDS = 1000  # by which seeds of runs that choose values are above those compared
@@ -128,6 +129,19 @@ class Sweep:
                 what = f"{run.folder} was trained on another text than {first.folder}"
                 refuse(text != path.read_text(), what, "Give another --workdir")
 
+    def check_code(self, now: str = "") -> None:
+        """Raises a UserError if runs are of different code; those to come are of the code `now`."""
+        seeds: dict[str, dict[str, list[int]]] = {}  # of the arms of each code
+        for run in (*self.choosing_runs(), *self.runs()):
+            for code in run.codes(now):
+                seeds.setdefault(code, {}).setdefault(run.arm, []).append(run.config.seed)
+        told = [
+            f"{code} has {', '.join(f'{arm} seeds {of_arm}' for arm, of_arm in arms.items())}"
+            for code, arms in seeds.items()
+        ]
+        what = f"{self.root} would pool runs of different code ({'; '.join(told)})"
+        refuse(len(seeds) > 1, what, "Put the code back, or give another --workdir")
+
     def save(self) -> None:
         """Writes sweep.json."""
         tree = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -150,6 +164,7 @@ def register(sweep: Sweep, *, leave_failed: bool = False) -> Sweep:
     with locked(sweep.root / ".sweep.lock"):  # several processes may do so at once
         merged = continued(sweep).with_choices(leave_failed=leave_failed)
         merged.check_texts()
+        merged.check_code(hash_code())
         merged.save()
     return merged
 

@@ -36,11 +36,11 @@ from gpt2.training.checkpoint_files import (
     newest_whole_step,
     saved_steps,
 )
+from gpt2.training.code import SOURCE, hash_code, read_starts
 from gpt2.utils import files
 from gpt2.utils.text import format_duration
 
 _LOCK, _DATA = ".lock", "data.json"
-_SOURCE = Path(__file__).parents[2]  # where train.py, gpt2/ and configs/ lie
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -143,9 +143,12 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
     dataset.tokenizer.save(workdir / "tokenizer.json")
-    path = workdir / "environment.jsonl"
+    path, line = workdir / "environment.jsonl", describe_start(start)
+    before = [each for each in read_starts(workdir) if each["step"] < start]
+    if others := {each["code"] for each in before} - {line["code"]}:
+        warn(f"the run goes on with other code ({line['code']}) than before ({', '.join(others)})")
     earlier = path.read_text("utf-8") if path.exists() else ""
-    files.write_text(path, f"{earlier}{json.dumps(describe_start(start))}\n")
+    files.write_text(path, f"{earlier}{json.dumps(line)}\n")
 
 
 def lock(workdir: Path, start: int) -> None:
@@ -160,7 +163,7 @@ def lock(workdir: Path, start: int) -> None:
 def describe_start(step: int) -> dict[str, Any]:
     """Returns a line of environment.jsonl: what beside options and data decides a run's figures.
 
-    It holds no name of a machine and no environment variables.
+    It holds no name of a machine and no environment variables. `code` is a hash; see `hash_code`.
     `commit` and `clean` (no Python file differs from it) are of gpt2's checkout, None without one.
     """
     # Code that pip has installed below someone's checkout is no part of that checkout.
@@ -171,6 +174,7 @@ def describe_start(step: int) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "gpt2": __version__,
+        "code": hash_code(),
         "commit": _git("rev-parse", "HEAD") if tracked else None,
         "clean": None if changed is None else not changed,
         "python": platform.python_version(),
@@ -184,7 +188,7 @@ def describe_start(step: int) -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     """Returns what git prints about the code, None if it fails, hangs or is missing."""
-    command = ["git", "--no-optional-locks", "-C", str(_SOURCE), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(SOURCE), *arguments]
     try:  # file systems may be slow
         done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
