@@ -262,6 +262,14 @@ steps that a run no longer has count as its own
     gpt2/training/code.py: tests/test_ablate.py -k different_code
     - for each in starts if each["step"] < start["step"]] + [start]
     + for each in starts] + [start]
+a run of other code is taken over
+    gpt2/ablate/takeover.py: tests/test_ablate.py -k taken_over
+    - or _facts(starts) != here():
+    + :
+a run on another text is taken over
+    gpt2/ablate/takeover.py: tests/test_ablate.py -k taken_over
+    - if same_text and (lock := take(run)):
+    + if lock := take(run):
 the hash of the code sees docstrings
     gpt2/training/code.py: tests/test_workdir.py -k hash_of_the_code
     - del node.body[0]

@@ -8,16 +8,19 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from configs import quickstart
+from gpt2.ablate import takeover
 from gpt2.ablate.arms import Arm, make_arms, read_tuned
 from gpt2.ablate.compare import read_reference
 from gpt2.ablate.jobs import make_slots
@@ -32,6 +35,7 @@ from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule
 from gpt2.telemetry.flops import count_compute_parameters
+from gpt2.utils.files import seal
 from tests.helpers import ROOT, TINY
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
@@ -343,7 +347,7 @@ def test_runs_on_another_text_are_not_compared(tmp_path):
     for i, run in enumerate(sweep.runs()):
         (run.workdir / "data.json").write_text(json.dumps({"sha256": "a" if i < 4 else "b"}))
     with pytest.raises(UserError, match=r"another text than .*baseline/seed-0"):
-        sweep.check_texts()
+        sweep.check_runs()
 
 
 def began(run, *starts):
@@ -356,17 +360,17 @@ def test_runs_of_different_code_are_not_pooled(tmp_path):
     for run in two.runs():
         write_run(run, 3.7)
         began(run, (0, "old"))
-    two.check_code("new")  # nothing is to come
-    three.check_code("old")
+    two.check_runs("new")  # nothing is to come
+    three.check_runs("old")
     assert "All runs are of the code `old`." in report_of(two)
     with pytest.raises(UserError, match=r"old has baseline seeds \[0, 1\], .* new has .* \[2\]"):
-        three.check_code("new")
+        three.check_runs("new")
     first = two.runs()[0]
     began(first, (0, "new"), (0, "old"), (20, "new"), (10, "old"))
-    two.check_code()  # steps of other code are trained no more
+    two.check_runs()  # steps of other code are trained no more
     began(first, (0, "old"), (20, "new"))
     with pytest.raises(UserError, match="Put the code back"):
-        two.check_code()
+        two.check_runs()
 
 
 def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_with_any(tmp_path):
@@ -374,12 +378,43 @@ def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_wit
     run = sweep.runs()[0]
     write_run(run, 3.7, "failed")
     began(run, (0, "old"))
-    sweep.check_code("new")
+    sweep.check_runs("new")
     (run.workdir / "checkpoints" / "20").mkdir(parents=True)
-    sweep.check_code("old")
+    sweep.check_runs("old")
     with pytest.raises(UserError, match=r"old has baseline seeds \[0\]"):
-        sweep.check_code("new")
-    sweep.check_code()  # its steps are not compared
+        sweep.check_runs("new")
+    sweep.check_runs()  # its steps are not compared
+
+
+def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(tmp_path, monkeypatch, capsys):
+    text, facts = {"tokens": 7}, dict.fromkeys(takeover._ALIKE, "1")
+    monkeypatch.setattr(takeover, "prepare", lambda _: SimpleNamespace(describe=lambda: text))
+    monkeypatch.setattr(takeover, "_describe", lambda _: takeover._facts([facts]))
+    beside = sweep_in(tmp_path / "beside", "optim.name=lion", num_seeds=4)
+    for run in beside.runs():
+        write_run(run, 3.7 + 0.01 * run.config.seed)
+        begun = facts | {"step": 0, "commit": "abc", "code": "12"[run.config.seed == 1]}
+        (run.workdir / "environment.jsonl").write_text(json.dumps(begun))
+        data = seal(text if run.config.seed != 2 else {"tokens": 8})
+        (run.workdir / "data.json").write_text(json.dumps(data))
+        if run.config.seed == 3:
+            (run.folder / "outcome.json").unlink()
+
+    def take(name, *vary):
+        sweep = sweep_in(tmp_path / name, *vary, num_seeds=5)
+        takeover.take_over(sweep.runs(), sweep.root, make_slots(1)[0])
+        states = {run.label: run.outcome().state for run in sweep.runs()}
+        return sweep, [label for label, state in states.items() if state == "finished"]
+
+    sweep, taken = take("new", "optim.name=muon")
+    assert taken == ["baseline seed 0"]
+    told = f"baseline: 1 run taken from {tmp_path / 'beside'}, commit abc"
+    assert capsys.readouterr().out == f"{told}\n"
+    assert sweep.results().score[0] == beside.results().score[0]
+    assert "1 run of `beside` was taken over" in report_of(sweep)
+    (beside.runs()[0].folder / "outcome.json").unlink()  # what was taken stays, and is passed on
+    assert take("newer", "optim.name=adam")[1] == taken
+    assert told in capsys.readouterr().out
 
 
 # Times and places
@@ -512,10 +547,10 @@ def test_a_reference_is_a_table_of_points(tmp_path):
 # Real runs
 
 
-def start_ablate(*options):
+def start_ablate(*options, cwd=ROOT):
     return subprocess.Popen(
         [sys.executable, "-m", "gpt2.ablate", *options],
-        cwd=ROOT,
+        cwd=cwd,
         env=os.environ | {"XLA_FLAGS": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -523,9 +558,9 @@ def start_ablate(*options):
     )
 
 
-def ablate(*options, code=0):
+def ablate(*options, code=0, cwd=ROOT):
     """Runs a sweep, and returns what it said."""
-    process = start_ablate(*options)
+    process = start_ablate(*options, cwd=cwd)
     said, _ = process.communicate(timeout=400)
     assert process.returncode == code, said
     return said
@@ -567,13 +602,35 @@ def test_processes_share_the_runs_of_a_sweep(tmp_path):
     assert len(starts) == 8 and all(text.count("\n") == 1 for text in starts)  # none twice
 
 
+@pytest.mark.thorough
+def test_a_baseline_is_trained_once_for_each_code(tmp_path):
+    for name in ("gpt2", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / "code" / name)
+    shutil.copy(ROOT / "train.py", tmp_path / "code")
+
+    def sweep(name, *options, code=0):
+        options = [*TINY, *options, f"--workdir={tmp_path / 'sweeps' / name}"]
+        return ablate(*options, code=code, cwd=tmp_path / "code")
+
+    lion = ("first", "--vary=optim.name=lion")
+    assert "taken" not in sweep(*lion, "--seeds=1")
+    taken = f"baseline: 1 run taken from {tmp_path / 'sweeps' / 'first'}"
+    said = sweep("second", "--vary=optim.name=adam", "--seeds=1")
+    assert taken in said and "1/2  optim.name=adam seed 0" in said
+    with open(tmp_path / "code" / "gpt2" / "model" / "block.py", "a") as block:
+        block.write("\nCHANGED = True\n")
+    assert "would pool runs of different code" in sweep(*lion, "--seeds=2", code=2)
+    sweep(*lion, "--report")
+    assert "taken" not in sweep("third", "--vary=optim.name=adam", "--seeds=1")
+
+
 @pytest.mark.slow
 def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
     options = [*TINY, "--config.train.num_steps=200", "--config.train.eval_batches=2"]
     options += ["--config.train.eval_every=50", "--config.train.checkpoint_every=20", "--seeds=2"]
     options += ["--vary=optim.name=lion", "--vary=optim.learning_rate=1e30", "--one_at_a_time"]
     options += ["--jobs=2"]
-    ablate(*options, f"--workdir={tmp_path / 'whole'}")
+    ablate(*options, f"--workdir={tmp_path / 'other' / 'whole'}")
     root, rng, kills = tmp_path / "killed", random.Random(0), 0
 
     def starts():  # how often runs have begun or gone on
@@ -592,6 +649,6 @@ def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
         process.communicate()
     assert kills >= 4
     ablate(*options, f"--workdir={root}")
-    assert rows_of(root, ["seconds"]) == rows_of(tmp_path / "whole", ["seconds"])
+    assert rows_of(root, ["seconds"]) == rows_of(tmp_path / "other" / "whole", ["seconds"])
     begun, continued_too = starts()
     assert continued_too > begun, "none was interrupted"

@@ -27,6 +27,7 @@ from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep, continued, load_sweep, register
+from gpt2.ablate.takeover import take_over
 from gpt2.ablate.terms import TERMS, at_sizes, choose_score, equalize
 from gpt2.data.dataset import prepare
 from gpt2.errors import refuse
@@ -67,10 +68,12 @@ def main() -> int:
         return 0
     sweep = register(sweep)
     if undecided := sweep.undecided_runs():
+        take_over(undecided, root, slots[0])
         train_all(undecided, slots, sweep.score)
         sweep = register(sweep, leave_failed=FLAGS.leave_failed)
         for name in {run.arm for run in sweep.undecided_runs()}:
             print(f"{name} waits: a run that chooses its values failed; see --leave_failed")
+    take_over(sweep.runs(), root, slots[0])
     train_all(sweep.runs(), slots, sweep.score)
     return _report(sweep)
 
@@ -107,8 +110,7 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
 
 def _report(sweep: Sweep) -> int:
     """Writes the report, prints its verdicts, and returns 1 if a run failed or is to come."""
-    sweep.check_texts()
-    sweep.check_code()
+    sweep.check_runs()
     with files.locked(sweep.root / ".sweep.lock"):
         table = write_report(sweep)
     print(table.to_string(index=False))

@@ -63,7 +63,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = LOSS) -> 
         while True:
             left = [run for run in left if not _has_ended(run)]
             for run in left[:]:
-                if free and (lock := _take(run)):
+                if free and (lock := take(run)):
                     what = f"the code has changed while the sweep trained, and {run.label} waits"
                     refuse(hash_code() != code, what, "Put it back, and repeat the command")
                     left.remove(run)
@@ -92,10 +92,10 @@ def _has_ended(run: Run) -> bool:
     return state in ("finished", "diverged") or failed_now
 
 
-def _take(run: Run) -> TextIO | None:
-    """Returns the lock of a run, or None if another process trains it or has just ended it."""
+def take(run: Run) -> TextIO | None:
+    """Returns the lock of a run, or None if it has ended or another process trains it."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
+    lock = open(run.folder / ".lock", "w")  # noqa: SIM115  who takes it closes it
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # A sweep that was killed leaves a run that still saves its state.

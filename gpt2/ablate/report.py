@@ -21,7 +21,7 @@ from gpt2.training.code import read_starts
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted, format_count
 
-_ENVIRONMENT = ("code", "commit", "clean", "jax", "device_kind", "devices")
+_MADE_WITH = ("code", "commit", "clean", "jax", "device_kind", "devices")
 
 
 def write_report(sweep: Sweep) -> pd.DataFrame:
@@ -39,6 +39,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     if points:
         pictures.plot_scaling(root / "scaling.png", points, sweep.unit)
     broken = results[results.state.isin(["diverged", "failed"])]
+    starts = [start for folder in results.folder for start in read_starts(folder / "run")]
     context = {
         "title": root.resolve().name,
         "sweep": sweep,
@@ -57,8 +58,9 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
             for first, *others in groups
             for arm in others
         },
+        "taken": sorted(Counter(results.taken_from.str.partition("/")[0]).items()),
         "codes": sorted(set(results.code) - {""}),
-        "environments": _environments(results),
+        "made_with": {key: sorted({str(each.get(key)) for each in starts}) for key in _MADE_WITH},
     }
     text = _render("markdown.j2", context, root)
     write_text(root / "report.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
@@ -82,12 +84,6 @@ def _render(form: str, context: Mapping[str, object], root: Path) -> str:
         "base64": lambda name: base64.b64encode((root / name).read_bytes()).decode(),
     }
     return environment.get_template("report.j2").render(context, form=form)
-
-
-def _environments(results: pd.DataFrame) -> dict[str, list[str]]:
-    """Returns with what the runs were made: the values of all runs, several where they differ."""
-    starts = [start for folder in results.folder for start in read_starts(folder / "run")]
-    return {key: sorted({str(each.get(key)) for each in starts}) for key in _ENVIRONMENT if starts}
 
 
 def _draw_differences(

@@ -43,6 +43,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
             "seed": run.config.seed,
             "state": outcome.state,
             "code": " ".join(sorted(run.codes())),
+            "taken_from": outcome.taken_from,
             "steps": last.get("step", 0),
             "tokens": last.get("step", 0) * run.config.tokens_per_step,
             "flops": curve.flops[-1] if len(curve.flops) else math.nan,

@@ -21,6 +21,7 @@ class Outcome(NamedTuple):
 
     state: str  # finished, diverged (its loss was NaN or Inf), failed otherwise, or waiting
     error: str = ""  # the line that says why
+    taken_from: str = ""  # the folder of the same run, beside the sweep, that was not trained again
 
 
 @dataclasses.dataclass(frozen=True)

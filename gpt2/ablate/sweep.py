@@ -120,21 +120,20 @@ class Sweep:
         """Returns what all runs gave so far; see `read_results`."""
         return read_results([*self.choosing_runs(), *self.runs()], self.score)
 
-    def check_texts(self) -> None:
-        """Raises a UserError if a corpus changed between runs, under the same name."""
-        texts: dict[Any, tuple[str, Run]] = {}
-        for run in (*self.choosing_runs(), *self.runs()):
-            if (path := run.workdir / "data.json").exists():
-                text, first = texts.setdefault(run.config.data, (path.read_text(), run))
-                what = f"{run.folder} was trained on another text than {first.folder}"
-                refuse(text != path.read_text(), what, "Give another --workdir")
+    def check_runs(self, now: str = "") -> None:
+        """Raises a UserError if runs are of other text, under the same name, or of other code.
 
-    def check_code(self, now: str = "") -> None:
-        """Raises a UserError if runs are of different code; those to come are of the code `now`."""
+        Runs to come are of the code `now`, and are left out where that is "".
+        """
+        texts: dict[Any, tuple[str, Run]] = {}
         seeds: dict[str, dict[str, list[int]]] = {}  # of the arms of each code
         for run in (*self.choosing_runs(), *self.runs()):
             for code in run.codes(now):
                 seeds.setdefault(code, {}).setdefault(run.arm, []).append(run.config.seed)
+            if (path := run.workdir / "data.json").exists():
+                text, first = texts.setdefault(run.config.data, (path.read_text(), run))
+                what = f"{run.folder} was trained on another text than {first.folder}"
+                refuse(text != path.read_text(), what, "Give another --workdir")
         told = [
             f"{code} has {', '.join(f'{arm} seeds {of_arm}' for arm, of_arm in arms.items())}"
             for code, arms in seeds.items()
@@ -163,8 +162,7 @@ def register(sweep: Sweep, *, leave_failed: bool = False) -> Sweep:
     """Adds a sweep to what its directory holds, writes sweep.json, and returns all of it."""
     with locked(sweep.root / ".sweep.lock"):  # several processes may do so at once
         merged = continued(sweep).with_choices(leave_failed=leave_failed)
-        merged.check_texts()
-        merged.check_code(hash_code())
+        merged.check_runs(hash_code())
         merged.save()
     return merged
 

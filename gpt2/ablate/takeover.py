@@ -1,0 +1,74 @@
+"""Runs that a sweep need not train: a sweep beside it has finished the same."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpt2.ablate.jobs import Slot, take
+from gpt2.ablate.runs import Outcome, Run
+from gpt2.data.dataset import prepare
+from gpt2.training.code import SOURCE, read_starts
+from gpt2.utils import files
+from gpt2.utils.text import counted
+
+# What is the same, beside options, seed and text, where two runs give the same figures.
+_ALIKE = ("code", "jax", "jaxlib", "flax", "optax", "numpy", "device_kind", "devices", "processes")
+_DESCRIBE = "import json; from gpt2.training.workdir import describe_start as describe; "
+_DESCRIBE += "print(json.dumps(describe(0)))"
+_LEFT = shutil.ignore_patterns("checkpoints", "tensorboard", "profile", ".lock")
+
+
+def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
+    """Copies those of a sweep's runs that a sweep beside it has finished, and tells of them.
+
+    They have the same options, seed, text, code, versions and devices.
+    """
+    here = functools.cache(lambda: _describe(slot))
+    text = functools.cache(lambda data: prepare(data).describe())
+    missing = {json.dumps(run.config.to_dict()): run for run in runs if not run.workdir.exists()}
+    folder, taken = root.absolute().parent, Counter[tuple[str, str]]()
+    found = [*folder.glob("*/runs/*/*/config.json"), *folder.glob("*/tune/*/*/*/config.json")]
+    for path in sorted(found) if missing else ():
+        if not (run := missing.get(json.dumps(json.loads(path.read_text())))):
+            continue
+        other = dataclasses.replace(run, folder=path.parent)
+        outcome, starts = other.outcome(), read_starts(other.workdir)
+        if outcome.state != "finished" or _facts(starts) != here():
+            continue
+        same_text = files.read_sealed(other.workdir / "data.json") == text(run.config.data)
+        if same_text and (lock := take(run)):
+            origin = outcome.taken_from or str(path.parent.relative_to(folder))
+            with lock:
+                run.prepare()
+                with files.new_directory(run.workdir) as partial:
+                    shutil.copytree(other.workdir, partial, ignore=_LEFT, dirs_exist_ok=True)
+                outcome = Outcome("finished", taken_from=origin)
+                files.write_json(run.folder / "outcome.json", outcome._asdict())
+            whose = root.parent / Path(origin).parts[0]
+            taken[run.arm, f"{whose}, commit {starts[-1].get('commit')}"] += 1
+    for (arm, whose), number in taken.items():
+        print(f"{arm}: {counted(number, 'run')} taken from {whose}", flush=True)
+
+
+def _facts(starts: Sequence[dict[str, Any]]) -> set[str]:
+    """Returns what decides the figures of a run's starts, one text if it has not changed."""
+    return {json.dumps([start.get(name) for name in _ALIKE]) for start in starts}
+
+
+def _describe(slot: Slot) -> set[str]:
+    """Returns the `_facts` of a run that began now, by a process that has its devices."""
+    asked = subprocess.run(
+        [sys.executable, "-c", _DESCRIBE],
+        cwd=SOURCE,
+        env=os.environ | slot.environment | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+    )
+    return _facts([json.loads(asked.stdout)]) if asked.returncode == 0 else {""}
