@@ -23,7 +23,7 @@ from configs import quickstart
 from gpt2.ablate import takeover
 from gpt2.ablate.arms import Arm, make_arms, read_tuned
 from gpt2.ablate.compare import read_reference
-from gpt2.ablate.jobs import make_slots
+from gpt2.ablate.jobs import make_slots, train_all
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
@@ -229,6 +229,30 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     assert len(lines) == 15
     assert {line["state"] for line in lines} == {"finished"}
     assert (float(lines[0]["tokens"]), float(lines[0]["seconds"])) == (2_048_000, 100)
+
+
+def test_programs_read_the_verdicts_of_the_report(tmp_path):
+    sweep = filled(tmp_path, num_seeds=5)
+    write_run(sweep.runs()[2], 3.8, "diverged")  # of optim.name=muon
+    verdicts = judge(sweep, samples(sweep, sweep.results()))
+    report_of(sweep)
+    tree = json.loads((tmp_path / "verdicts.json").read_text())
+    lion, muon = (tree["arms"][f"optim.name={name}"] for name in ("lion", "muon"))
+    known = verdicts["optim.name=lion"]
+    assert (lion["words"], lion["difference"]) == ("better", known.difference)
+    assert (lion["low"], lion["high"]) == (known.low, known.high)
+    assert lion["detectable"] == known.detectable() and list(lion["scores"]) == list("01234")
+    assert (muon["words"], muon["low"]) == ("diverged in 1 of 5 runs", None)
+    assert "words" not in tree["arms"]["baseline"]
+    cost = tree["cost_here"]
+    assert (cost["tokens"], round(cost["seconds"])) == (15 * 2_048_000, 1500)
+
+
+def test_a_sweep_stops_at_its_hours(tmp_path, capsys):
+    waiting = sweep_in(tmp_path, "optim.name=lion").runs()
+    train_all(waiting, make_slots(1), "eval/loss", 0.0)
+    assert "--max_hours have passed" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())  # none was begun
 
 
 def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
@@ -607,9 +631,11 @@ def test_a_baseline_is_trained_once_for_each_code(tmp_path):
     for name in ("gpt2", "configs"):
         shutil.copytree(ROOT / name, tmp_path / "code" / name)
     shutil.copy(ROOT / "train.py", tmp_path / "code")
+    short = ["--config.train.num_steps=2", "--config.train.eval_every=0"]
+    short += ["--config.train.eval_batches=2", "--config.train.checkpoint_every=0"]
 
     def sweep(name, *options, code=0):
-        options = [*TINY, *options, f"--workdir={tmp_path / 'sweeps' / name}"]
+        options = [*TINY, *short, *options, f"--workdir={tmp_path / 'sweeps' / name}"]
         return ablate(*options, code=code, cwd=tmp_path / "code")
 
     lion = ("first", "--vary=optim.name=lion")

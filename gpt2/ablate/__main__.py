@@ -14,6 +14,7 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 import functools
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
     flags.DEFINE_multi_string("tune", [], "OPTION=VALUE,...: each arm first chooses among these.")
     number("tune_seeds", 1, "Runs of each choice.", 1)
+    flags.DEFINE_float("max_hours", math.inf, "Ends then, and judges what has finished.", 0.0)
     yes("leave_failed", False, "Chooses without values whose runs fail, instead of waiting.")
     yes("paired", False, "Compares seed by seed. To be decided before the runs.")
     yes("dry_run", False, "Prints the runs and what they take, by short runs that it keeps.")
@@ -69,12 +71,12 @@ def main() -> int:
     sweep = register(sweep)
     if undecided := sweep.undecided_runs():
         take_over(undecided, root, slots[0])
-        train_all(undecided, slots, sweep.score)
+        train_all(undecided, slots, sweep.score, FLAGS.max_hours)
         sweep = register(sweep, leave_failed=FLAGS.leave_failed)
-        for name in {run.arm for run in sweep.undecided_runs()}:
+        for name in {run.arm for run in sweep.undecided_runs() if run.outcome().state == "failed"}:
             print(f"{name} waits: a run that chooses its values failed; see --leave_failed")
     take_over(sweep.runs(), root, slots[0])
-    train_all(sweep.runs(), slots, sweep.score)
+    train_all(sweep.runs(), slots, sweep.score, FLAGS.max_hours)
     return _report(sweep)
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple, TextIO
 
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Outcome, Run
-from gpt2.ablate.terms import LOSS
 from gpt2.errors import refuse
 from gpt2.training.code import SOURCE, hash_code
 from gpt2.utils.files import is_locked, write_json
@@ -51,17 +50,21 @@ def make_slots(jobs: int) -> list[Slot]:
     return [Slot(frozenset(cores[i * share : (i + 1) * share]), {}) for i in range(jobs)]
 
 
-def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = LOSS) -> None:
+def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours: float) -> None:
     """Trains the runs that have not ended yet, beside other processes that do the same.
 
     A run that was interrupted continues. One that failed before this process began is tried again;
-    one that diverged would diverge again. Each run that ends is told with its score.
+    one that diverged would diverge again. Each run that ends is told with its score. When this
+    process is `max_hours` old, what still trains is saved and stops.
     """
     left, free, training, code = list(runs), list(slots), list[_Training](), hash_code()
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while True:
             left = [run for run in left if not _has_ended(run)]
+            if (left or training) and time.time() > _BEGAN + 3600 * max_hours:
+                print("--max_hours have passed; the same command continues", flush=True)
+                return
             for run in left[:]:
                 if free and (lock := take(run)):
                     what = f"the code has changed while the sweep trained, and {run.label} waits"

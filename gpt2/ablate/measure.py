@@ -1,6 +1,7 @@
 """Short runs that show how long a step takes, and what a sweep would take by them."""
 
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from gpt2.ablate.arms import Arm
 from gpt2.ablate.jobs import Slot, train_all
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import Sweep
+from gpt2.ablate.terms import LOSS
 from gpt2.config import DEFAULTS, with_options
 from gpt2.errors import refuse
 from gpt2.telemetry.metrics import read_metrics
@@ -43,7 +45,7 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
     """
     run = make_measuring_run(root, arm)
     with files.locked(run.folder.parent / f"{run.folder.name}.lock"):
-        train_all([run], [slot])
+        train_all([run], [slot], LOSS, math.inf)
     failed, error = run.outcome().state != "finished", run.outcome().error
     refuse(failed, f"{arm.name} cannot be measured ({error})", f"See {run.folder}/log.txt")
     records = read_metrics(run.workdir / "metrics.jsonl")

@@ -1,6 +1,7 @@
-"""The report of a sweep: report.md, report.html, results.csv and pictures."""
+"""The report of a sweep: report.md, report.html, verdicts.json, results.csv and pictures."""
 
 import base64
+import json
 import math
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.training.code import read_starts
-from gpt2.utils.files import write_text
+from gpt2.utils.files import write_json, write_text
 from gpt2.utils.text import counted, format_count
 
 _MADE_WITH = ("code", "commit", "clean", "jax", "device_kind", "devices")
@@ -62,6 +63,13 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         "codes": sorted(set(results.code) - {""}),
         "made_with": {key: sorted({str(each.get(key)) for each in starts}) for key in _MADE_WITH},
     }
+    cost = results[results.taken_from == ""][["tokens", "flops", "seconds"]].sum()
+    judged = {arm: vars(each) | {"detectable": each.detectable()} for arm, each in verdicts.items()}
+    for_programs = {name: getattr(sweep, name) for name in ("unit", "equal", "paired", "chosen")}
+    for_programs |= {"codes": context["codes"], "cost_here": cost.to_dict()}
+    for_programs["arms"] = {arm: vars(by_arm[arm]) | judged.get(arm, {}) for arm in by_arm}
+    tree = json.loads(json.dumps(for_programs), parse_constant=lambda _: None)  # in place of nan
+    write_json(root / "verdicts.json", tree)
     text = _render("markdown.j2", context, root)
     write_text(root / "report.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     write_text(root / "report.html", _render("html.j2", context, root))

@@ -52,8 +52,8 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
                     shutil.copytree(other.workdir, partial, ignore=_LEFT, dirs_exist_ok=True)
                 outcome = Outcome("finished", taken_from=origin)
                 files.write_json(run.folder / "outcome.json", outcome._asdict())
-            whose = root.parent / Path(origin).parts[0]
-            taken[run.arm, f"{whose}, commit {starts[-1].get('commit')}"] += 1
+            sweep = root.parent / Path(origin).parts[0]
+            taken[run.arm, f"{sweep}, commit {starts[-1].get('commit')}"] += 1
     for (arm, whose), number in taken.items():
         print(f"{arm}: {counted(number, 'run')} taken from {whose}", flush=True)
 
