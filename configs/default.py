@@ -117,6 +117,7 @@ def get_config() -> ConfigDict:
             num_kv_heads=0,  # of keys and values; 0: num_heads; 1: multi-query (Shazeer 2019);
             # between: grouped queries (Ainslie et al. 2023, arXiv 2305.13245)
             embed_dim=768,
+            head_dim=0,  # width of a head (Qwen 3, arXiv 2505.09388); 0: embed_dim / num_heads
             mlp_ratio=4,  # MLP width over embed_dim
             mlp_dim=0,  # MLP width; 0: mlp_ratio * embed_dim
             dropout=0.0,  # probability, on embeddings, attention weights and residual branches

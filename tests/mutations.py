@@ -234,6 +234,10 @@ FLOPs count a gated MLP as a plain one
     gpt2/telemetry/flops.py: tests/test_switches.py -k 'flops and swiglu'
     - into_mlp = 2 if cfg.is_gated else 1
     + into_mlp = 1
+FLOPs count heads as wide as the model
+    gpt2/telemetry/flops.py: tests/test_switches.py -k 'flops and head_dim'
+    - heads = cfg.num_heads * H
+    + heads = cfg.embed_dim
 a checkpoint is believed by the name of its folder
     gpt2/training/checkpoint_files.py: tests/test_checkpoint.py -k renamed
     - if layout.get("step", step) != step:

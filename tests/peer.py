@@ -55,7 +55,7 @@ CONFIGS = {
     | dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, rms_norm_eps=1e-6),
     "qwen3": _LINEAR
     | dict(model_type="qwen3", hidden_size=48, intermediate_size=80, tie_word_embeddings=True)
-    | dict(num_attention_heads=6, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6)
+    | dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6)
     | dict(rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
     "gpt_neox": _LINEAR
     | dict(model_type="gpt_neox", hidden_size=32, intermediate_size=128, tie_word_embeddings=False)

@@ -78,7 +78,7 @@ def linear(params, x, num_contract=1):
 
 
 def attention(cfg, params, x, tokens, layer, first_values, factors):
-    T, N, H = len(x), cfg.num_heads, cfg.embed_dim // cfg.num_heads
+    T, N, H = len(x), cfg.num_heads, cfg.head_dim or cfg.embed_dim // cfg.num_heads
     kept = next(factors, np.ones((N, T, T)))
     if "c_attn" in params:
         q, k, v = np.moveaxis(linear(params["c_attn"], x), 1, 0)

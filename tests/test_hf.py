@@ -131,9 +131,9 @@ def test_a_file_of_pytorch_loads_the_same(tmp_path):
         ("gpt2", {}),
         ("gpt2", dict(norm_eps=1e-6, mlp_dim=50, activation="relu_squared", num_kv_heads=4)),
         ("llama", LLAMA | dict(dropout=0.1, init="xavier", zero_init_projections=True)),
-        ("llama", LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False)),
+        ("llama", LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False, head_dim=8)),
         ("llama", LLAMA | dict(num_kv_heads=2, rope_base=5e5, norm_eps=1e-6, activation="geglu")),
-        ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2)),
+        ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2, head_dim=24)),
         ("qwen3", LLAMA | dict(qk_norm=True, mlp_dim=128)),
         ("gpt_neox", NEOX | dict(activation="gelu")),
         ("gpt_neox", NEOX | dict(tie_embeddings=True, rope_base=2e4)),
@@ -175,6 +175,7 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
         (LLAMA | dict(qk_norm=True, value_residual=True), "Qwen 3", "value_residual=True"),
         (LLAMA | dict(activation="silu"), "Llama", "activation=silu"),
         (NEOX | dict(num_kv_heads=2), "GPT-NeoX", "num_kv_heads=2"),
+        (NEOX | dict(head_dim=16), "GPT-NeoX", "head_dim=16"),
         (dict(logit_softcap=30.0), "GPT-2", "logit_softcap=30.0"),
     ],
 )
@@ -191,7 +192,6 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_type=llama3"),
         ("qwen3", dict(rope_parameters=dict(rope_type="yarn", factor=8.0)), "rope_type=yarn"),
         ("llama", dict(attention_bias=True), "attention_bias=True"),
-        ("llama", dict(head_dim=16), "head_dim=16"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types="),
         ("gpt_neox", dict(rotary_pct=0.25), "rotary_pct=0.25"),
@@ -199,7 +199,7 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("gpt_neox", dict(use_parallel_residual=False), "use_parallel_residual=False"),
         # What is absent has transformers' default.
         ("gpt_neox", dict(rotary_pct="absent"), "rotary_pct=0.25"),
-        ("qwen3", dict(head_dim="absent"), "head_dim=128"),
+        ("qwen3", dict(head_dim="absent"), r"another shape than \(768, 48\)"),  # 6 heads of 128
         ("llama", dict(model_type="mistral"), "mistral, is none"),
     ],
 )  # fmt: skip
@@ -263,9 +263,8 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         export_run(workdir, source)
     # The same sizes, named in another way, and another way to start.
-    same = dataclasses.replace(
-        cfg, num_kv_heads=cfg.kv_heads, mlp_dim=cfg.hidden_dim, mlp_ratio=4, init="xavier"
-    )
+    sizes = dict(num_kv_heads=cfg.kv_heads, head_dim=cfg.head_size, mlp_dim=cfg.hidden_dim)
+    same = dataclasses.replace(cfg, **sizes, mlp_ratio=4, init="xavier")
     for place in (f"hf:{source}", f"run:{workdir}", f"run:{workdir}@0"):
         chex.assert_trees_all_equal(load_initial_params(place, same, tokenizer), params)
     with pytest.raises(UserError, match=r"model\.norm_eps=.*"):

@@ -142,13 +142,18 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
     assert plan.collectives == collectives(compiled.text())
 
 
-def test_a_forecast_counts_the_products_that_remat_computes_again():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_forecast_counts_the_products_that_remat_computes_again(head_dim):
     def seconds(remat):
         planned = Config.from_dict(gpt2_124m.get_config()).with_vocabulary(50257)
-        return compute_seconds(with_options(planned, {"memory.remat": remat}), 8, "H100")
+        options = {"memory.remat": remat, "model.head_dim": head_dim}
+        return compute_seconds(with_options(planned, options), 8, "H100")
 
-    # Of 124M: all but the MLP's second product, over 6 N + 12 L D T.
-    again = 12 * (16 * 768**2 + 4 * 768 * 1024) / (6 * 123_653_376 + 12 * 12 * 768 * 1024)
+    # Of 124M: all but the MLP's second product, over 6 N + 12 L D T, with heads D wide in all.
+    heads = 12 * head_dim
+    parameters = 123_653_376 - 12 * (4 * 768 + 3) * (768 - heads)
+    again = 8 * 768 * (heads + 768) + 4 * heads * 1024
+    again = 12 * again / (6 * parameters + 12 * 12 * heads * 1024)
     assert seconds("full") / seconds("none") == pytest.approx(1 + again)
     assert seconds("full") > seconds("mlp") > seconds("attention") > seconds("dots")
     assert seconds("dots") == seconds("none")

@@ -43,6 +43,8 @@ SWITCHES = {
     "none": {"model.position": "none"},
     "grouped": {"model.num_kv_heads": 2},
     "grouped alibi": {"model.num_kv_heads": 2, "model.position": "alibi"},
+    "head_dim": {"model.head_dim": 24},
+    "grouped head_dim": {"model.head_dim": 8, "model.num_kv_heads": 2},
     "qk_norm": {"model.qk_norm": True},
     "window": {"model.window": 5},
     "window_pattern": {"model.window": 5, "model.window_pattern": "SL"},
@@ -67,6 +69,7 @@ COMBINED = {
     "llama": {
         **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "swiglu"},
         **{"model.num_kv_heads": 2, "model.bias": False, "model.tie_embeddings": False},
+        "model.head_dim": 24,
     },
     "gemma 2": {
         **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "geglu"},

@@ -92,9 +92,9 @@ def _with_size(arm: Arm, size: str) -> Config:
     layers, width = map(int, size.split("x"))
     model = arm.config.model
     refuse(
-        model.mlp_dim or model.num_kv_heads or width % model.head_size,
+        model.head_dim or model.mlp_dim or model.num_kv_heads or width % model.head_size,
         f"the arm {arm.change} cannot have the size {size}: widths are multiples of its head's "
-        f"{model.head_size}, and neither model.mlp_dim nor model.num_kv_heads is set",
+        f"{model.head_size}, and none of model.head_dim, mlp_dim and num_kv_heads is set",
     )
     shape = {"num_layers": layers, "embed_dim": width, "num_heads": width // model.head_size}
     return with_options(arm.config, {f"model.{name}": value for name, value in shape.items()})

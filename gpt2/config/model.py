@@ -20,7 +20,8 @@ class ModelConfig(Options, group="model"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self.embed_dim % self.num_heads, "model.num_heads does not divide model.embed_dim")
+        uneven = not self.head_dim and self.embed_dim % self.num_heads
+        refuse(uneven, "model.num_heads does not divide model.embed_dim")
         refuse(self.num_heads % self.kv_heads, "model.num_kv_heads does not divide num_heads")
         is_rope, pattern = self.position == "rope", self.window_pattern
         refuse(is_rope and self.head_size % 2, "model.position=rope needs an even head size")
@@ -43,6 +44,7 @@ class ModelConfig(Options, group="model"):
         return dataclasses.replace(
             self,
             num_kv_heads=0 if self.kv_heads == self.num_heads else self.kv_heads,
+            head_dim=0 if self.head_size * self.num_heads == self.embed_dim else self.head_dim,
             mlp_ratio=DEFAULTS.model.mlp_ratio if rest else ratio,
             mlp_dim=self.hidden_dim if rest else 0,
         )
@@ -50,7 +52,7 @@ class ModelConfig(Options, group="model"):
     @property
     def head_size(self) -> int:
         """Width of one attention head (H)."""
-        return self.embed_dim // self.num_heads
+        return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def kv_heads(self) -> int:

@@ -30,7 +30,7 @@ def read_config(directory: Path) -> GPTConfig:
         values = {ours: config[theirs] for ours, theirs in family.options.items()}
         values["activation"] = family.activation_names()[values["activation"]]
         values["mlp_dim"] = values["mlp_dim"] or 4 * values["embed_dim"]
-        values["num_kv_heads"] = values.get("num_kv_heads") or 0
+        values |= {name: values.get(name) or 0 for name in ("num_kv_heads", "head_dim")}
         values = {name: float(v) if name in _FLOATS else v for name, v in values.items()}
         return GPTConfig(**values, **family.switches).canonical()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -57,9 +57,6 @@ def _refuse_others(path: Path, family: Family, config: dict[str, Any]) -> None:
     required[family.options["activation"]] = tuple(family.activation_names())
     if "rope_base" in family.options:
         required |= {"rope_type": ("default",), family.rope_fraction: (1.0,)}
-    if config.get("head_dim") is not None:
-        heads = config[family.options["num_heads"]]
-        required["head_dim"] = (config[family.options["embed_dim"]] // heads,)
     if layer_types := config.get("layer_types"):
         required["layer_types"] = (["full_attention"] * len(layer_types),)
     for name, values in required.items():
@@ -78,9 +75,10 @@ def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:
         **{ours: getattr(cfg, ours) for ours in family.options},
         "mlp_dim": cfg.hidden_dim,
         "num_kv_heads": cfg.kv_heads,
+        "head_dim": cfg.head_size,
         "activation": family.activations[cfg.activation],
     }
-    config = {
+    return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{theirs: values[ours] for ours, theirs in family.options.items()},
@@ -88,6 +86,3 @@ def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:
         "dtype": "float32",
         **family.fixed,
     }
-    if "head_dim" in family.defaults:
-        config["head_dim"] = cfg.head_size
-    return config

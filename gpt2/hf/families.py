@@ -104,7 +104,8 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     switches={"norm": "rmsnorm", "position": "rope", "bias": False},
     options=_OPTIONS
-    | dict(num_kv_heads="num_key_value_heads", norm_eps="rms_norm_eps", rope_base="rope_theta"),
+    | dict(num_kv_heads="num_key_value_heads", norm_eps="rms_norm_eps", rope_base="rope_theta")
+    | dict(head_dim="head_dim"),
     activations=_GATES,
     defaults={
         "num_key_value_heads": None,

@@ -99,14 +99,15 @@ def recomputed_flops_per_token(cfg: GPTConfig) -> float:
     """Returns the FLOPs of the products that `memory.remat` computes twice for one token."""
     if cfg.remat == "none":
         return 0.0
-    width, reads_sum = cfg.embed_dim, cfg.norm_position != "pre"  # a norm reads what a branch adds
+    width, heads = cfg.embed_dim, cfg.num_heads * cfg.head_size
+    reads_sum = cfg.norm_position != "pre"  # a norm reads what a branch adds
     seen = [window or cfg.context_length for window in cfg.windows]
     flops = {
-        "attn/c_attn": 2 * width * (width + 2 * cfg.kv_heads * cfg.head_size),
-        "attn/c_proj": 2 * width * width if reads_sum or not cfg.parallel_block else 0,
+        "attn/c_attn": 2 * width * (heads + 2 * cfg.kv_heads * cfg.head_size),
+        "attn/c_proj": 2 * width * heads if reads_sum or not cfg.parallel_block else 0,
         "mlp/c_fc": 2 * width * cfg.hidden_dim * (2 if cfg.is_gated else 1),
         "mlp/c_proj": 2 * width * cfg.hidden_dim if reads_sum else 0,
-        CORE_ATTENTION: 4 * width * sum(seen) / cfg.num_layers,
+        CORE_ATTENTION: 4 * heads * sum(seen) / cfg.num_layers,
     }
     again = (n for name, n in flops.items() if name not in KEPT[cfg.remat])
     return cfg.num_layers * float(sum(again))

@@ -13,12 +13,13 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     untied. The vocabulary counts unpadded.
     """
     width, hidden, H = cfg.embed_dim, cfg.hidden_dim, cfg.head_size
+    heads = cfg.num_heads * H
     centered = cfg.bias and cfg.norm == "layernorm"
     norm = width * (2 if centered else 1)
     num_norms = {"pre": 2, "post": 2, "sandwich": 4}[cfg.norm_position]
     into_mlp = 2 if cfg.is_gated else 1  # a gated MLP has a second way in
-    into_attention = width + 2 * cfg.kv_heads * H
-    kernels = width * into_attention + width * width + (into_mlp + 1) * width * hidden
+    into_attention = heads + 2 * cfg.kv_heads * H
+    kernels = width * (into_attention + heads) + (into_mlp + 1) * width * hidden
     biases = into_attention + 2 * width + into_mlp * hidden if cfg.bias else 0
     mixes = 2 * (cfg.value_embeddings + cfg.value_residual + cfg.embedding_skip)
     layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes
@@ -30,10 +31,10 @@ def model_flops_per_token(cfg: GPTConfig) -> float:
     """Returns the FLOPs that training must spend on one token: `6 N + 12 L D T`.
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT's `estimate_mfu`, scores above the
-    diagonal count and recomputation does not. In a layer with a window, T is the window.
+    diagonal count and recomputation does not. T: a layer's window if it has one; D: all its heads.
     """
     seen = sum(window or cfg.context_length for window in cfg.windows)
-    return float(6 * count_compute_parameters(cfg) + 12 * cfg.embed_dim * seen)
+    return float(6 * count_compute_parameters(cfg) + 12 * cfg.num_heads * cfg.head_size * seen)
 
 
 def total_peak_flops(dtype: str) -> float | None:
