@@ -69,7 +69,7 @@ RANGES = {
     **dict.fromkeys(("model.norm_eps", "model.rope_base", "optim.eps"), "(0, inf)"),
     **dict.fromkeys(("optim.warmup_percent", "optim.decay_percent"), "[0, 100]"),
     **dict.fromkeys(("parallel.data", "parallel.fsdp", "parallel.tensor"), "[-1, inf)"),
-    "data.val_fraction": "(0, 1]",
+    **dict.fromkeys(("model.rope_share", "data.val_fraction"), "(0, 1]"),
 }
 
 # What other codebases call our options.
@@ -132,6 +132,8 @@ def get_config() -> ConfigDict:
             position="learned",  # rope: Su et al. 2021, arXiv 2104.09864; sinusoidal: Vaswani et
             # al. 2017, section 3.5; alibi: Press et al. 2022, arXiv 2108.12409
             rope_base=10000.0,  # longest wavelength of rope over 2 pi, in tokens
+            rope_share=1.0,  # of a head's dimensions that rope turns, the first ones (GPT-NeoX,
+            # arXiv 2204.06745)
             qk_norm=False,  # RMSNorm of queries and keys per head (Dehghani et al. 2023, Qwen 3)
             window=0,  # tokens that a position sees, itself included; 0: all
             window_pattern="S",  # layers in turn: S sees the window, L all (Gemma 2, Mistral)

@@ -56,8 +56,8 @@ micro-batches are named in the wrong order
     + jnp.arange(number)[::-1] == index
 rope ignores rope_base
     gpt2/model/gpt.py: tests/test_switch_values.py -k rope_base
-    - rotation(positions, cfg.head_size, cfg.rope_base)
-    + rotation(positions, cfg.head_size, 10000.0)
+    - rotation(positions, cfg.rope_size, cfg.rope_base
+    + rotation(positions, cfg.rope_size, 10000.0
 alibi favours far tokens
     gpt2/ops/attention.py: tests/test_switch_values.py -k alibi
     - slopes[:, None, None] * (key - query)
@@ -212,8 +212,8 @@ relu_squared without the square
     + else jnp.maximum(x, 0)
 rope turns with another base
     gpt2/model/gpt.py: tests/test_switch_values.py -k rope
-    - rotation(positions, cfg.head_size, cfg.rope_base)
-    + rotation(positions, cfg.head_size, 1.5 * cfg.rope_base)
+    - rotation(positions, cfg.rope_size, cfg.rope_base
+    + rotation(positions, cfg.rope_size, 1.5 * cfg.rope_base
 wsd decays over a tenth
     gpt2/config/run.py: tests/test_optim.py -k schedules
     - self.decay_percent or 20
@@ -234,6 +234,10 @@ FLOPs count a gated MLP as a plain one
     gpt2/telemetry/flops.py: tests/test_switches.py -k 'flops and swiglu'
     - into_mlp = 2 if cfg.is_gated else 1
     + into_mlp = 1
+rope turns a part of a head by the wavelengths of the whole
+    gpt2/model/gpt.py: tests/test_switch_values.py -k rope_share
+    - rotation(positions, cfg.rope_size, cfg.rope_base
+    + rotation(positions, cfg.rope_size, cfg.rope_base**cfg.rope_share
 FLOPs count heads as wide as the model
     gpt2/telemetry/flops.py: tests/test_switches.py -k 'flops and head_dim'
     - heads = cfg.num_heads * H

@@ -60,7 +60,7 @@ CONFIGS = {
     "gpt_neox": _LINEAR
     | dict(model_type="gpt_neox", hidden_size=32, intermediate_size=128, tie_word_embeddings=False)
     | dict(num_attention_heads=4, layer_norm_eps=1e-5, hidden_act="gelu")
-    | dict(rotary_pct=1.0, rotary_emb_base=25000),
+    | dict(rotary_pct=0.5, rotary_emb_base=25000),
 }
 FAMILIES = ("llama", "llama_multi_head", "qwen3", "gpt_neox")
 SMALL = ("tied", "untied", "epsilon", *FAMILIES)

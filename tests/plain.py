@@ -123,15 +123,15 @@ ALIBI = {
 
 
 def rotate(cfg, x):
-    """Su et al. 2021, equation 34, with dimensions paired as halves (GPT-NeoX)."""
-    T, _, H = x.shape
+    """Su et al. 2021, equation 34, with the first R dimensions paired as halves (GPT-NeoX)."""
+    T, R = len(x), int(cfg.rope_share * x.shape[-1])
     y = x.copy()
     for t in range(T):
-        for i in range(H // 2):
-            angle = t * cfg.rope_base ** (-2 * i / H)
-            a, b = x[t, :, i], x[t, :, i + H // 2]
+        for i in range(R // 2):
+            angle = t * cfg.rope_base ** (-2 * i / R)
+            a, b = x[t, :, i], x[t, :, i + R // 2]
             y[t, :, i] = a * math.cos(angle) - b * math.sin(angle)
-            y[t, :, i + H // 2] = b * math.cos(angle) + a * math.sin(angle)
+            y[t, :, i + R // 2] = b * math.cos(angle) + a * math.sin(angle)
     return y
 
 

@@ -136,7 +136,7 @@ def test_a_file_of_pytorch_loads_the_same(tmp_path):
         ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2, head_dim=24)),
         ("qwen3", LLAMA | dict(qk_norm=True, mlp_dim=128)),
         ("gpt_neox", NEOX | dict(activation="gelu")),
-        ("gpt_neox", NEOX | dict(tie_embeddings=True, rope_base=2e4)),
+        ("gpt_neox", NEOX | dict(tie_embeddings=True, rope_base=2e4, rope_share=0.5)),
     ],
 )
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -176,6 +176,7 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
         (LLAMA | dict(activation="silu"), "Llama", "activation=silu"),
         (NEOX | dict(num_kv_heads=2), "GPT-NeoX", "num_kv_heads=2"),
         (NEOX | dict(head_dim=16), "GPT-NeoX", "head_dim=16"),
+        (LLAMA | dict(rope_share=0.5), "Llama", "rope_share=0.5"),
         (dict(logit_softcap=30.0), "GPT-2", "logit_softcap=30.0"),
     ],
 )
@@ -194,11 +195,9 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("llama", dict(attention_bias=True), "attention_bias=True"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types="),
-        ("gpt_neox", dict(rotary_pct=0.25), "rotary_pct=0.25"),
-        ("gpt_neox", dict(rope_parameters={"partial_rotary_factor": 0.5}), "rotary_pct=0.5"),
+        ("llama", dict(rope_parameters={"partial_rotary_factor": 0.5}), "rotary_factor=0.5"),
         ("gpt_neox", dict(use_parallel_residual=False), "use_parallel_residual=False"),
         # What is absent has transformers' default.
-        ("gpt_neox", dict(rotary_pct="absent"), "rotary_pct=0.25"),
         ("qwen3", dict(head_dim="absent"), r"another shape than \(768, 48\)"),  # 6 heads of 128
         ("llama", dict(model_type="mistral"), "mistral, is none"),
     ],
@@ -231,6 +230,15 @@ def test_shards_names_of_other_versions_and_buffers_load_the_same(
     peer.rewrite(directory, change, shards=3)
     assert not (directory / WEIGHTS).exists()
     chex.assert_trees_all_equal(hf.load(directory), expected)
+
+
+def test_the_share_of_a_head_that_rope_turns_is_read_as_every_version_writes_it(tmp_path):
+    directory = peer.write_model(tmp_path, "gpt_neox")
+    assert read_config(directory).rope_share == 0.5
+    peer.rewrite_config(directory, rotary_pct="absent")
+    assert read_config(directory).rope_share == 0.25  # transformers' default, and Pythia's
+    peer.rewrite_config(directory, rope_parameters={"partial_rotary_factor": 0.75})
+    assert read_config(directory).rope_share == 0.75
 
 
 def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):

@@ -38,6 +38,7 @@ SWITCHES = {
     "sandwich": {"model.norm_position": "sandwich"},
     "rope": {"model.position": "rope"},
     "rope_base": {"model.position": "rope", "model.rope_base": 10.0},
+    "rope_share": {"model.position": "rope", "model.rope_share": 0.25},
     "sinusoidal": {"model.position": "sinusoidal"},
     "alibi": {"model.position": "alibi"},
     "none": {"model.position": "none"},

@@ -24,9 +24,11 @@ class ModelConfig(Options, group="model"):
         refuse(uneven, "model.num_heads does not divide model.embed_dim")
         refuse(self.num_heads % self.kv_heads, "model.num_kv_heads does not divide num_heads")
         is_rope, pattern = self.position == "rope", self.window_pattern
-        refuse(is_rope and self.head_size % 2, "model.position=rope needs an even head size")
+        odd = is_rope and (self.rope_size % 2 or not self.rope_size)
+        refuse(odd, "model.position=rope needs an even number of a head's dimensions to turn")
         given = {name for name, value in DEFAULTS.model.items() if getattr(self, name) != value}
-        refuse("rope_base" in given and not is_rope, "model.rope_base is for model.position=rope")
+        ropes = ", ".join(name for name in sorted(given) if name.startswith("rope_"))
+        refuse(ropes and not is_rope, f"model.{ropes} is for model.position=rope")
         refuse("mlp_ratio" in given and self.mlp_dim, "model.mlp_dim would ignore model.mlp_ratio")
         refuse("init" in given and self.mup_base_width, "muP draws by itself, not by model.init")
         refuse("window_pattern" in given and not self.window, "window_pattern needs model.window")
@@ -53,6 +55,11 @@ class ModelConfig(Options, group="model"):
     def head_size(self) -> int:
         """Width of one attention head (H)."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def rope_size(self) -> int:
+        """How many of a head's dimensions `model.position=rope` turns."""
+        return int(self.head_size * self.rope_share)
 
     @property
     def kv_heads(self) -> int:

@@ -45,7 +45,7 @@ def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     names = {
         "rope_theta": family.options["rope_base"],
-        "partial_rotary_factor": family.rope_fraction,
+        "partial_rotary_factor": family.options.get("rope_share", "partial_rotary_factor"),
         "type": "rope_type",
     }
     return config | {names.get(name, name): value for name, value in nested.items()}
@@ -56,7 +56,7 @@ def _refuse_others(path: Path, family: Family, config: dict[str, Any]) -> None:
     required: dict[str, tuple] = {name: (value,) for name, value in family.fixed.items()}
     required[family.options["activation"]] = tuple(family.activation_names())
     if "rope_base" in family.options:
-        required |= {"rope_type": ("default",), family.rope_fraction: (1.0,)}
+        required |= {"rope_type": ("default",), "partial_rotary_factor": (1.0,)}
     if layer_types := config.get("layer_types"):
         required["layer_types"] = (["full_attention"] * len(layer_types),)
     for name, values in required.items():

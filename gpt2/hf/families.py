@@ -160,7 +160,8 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     switches={"position": "rope", "parallel_block": True},
-    options=_OPTIONS | dict(norm_eps="layer_norm_eps", rope_base="rotary_emb_base"),
+    options=_OPTIONS
+    | dict(norm_eps="layer_norm_eps", rope_base="rotary_emb_base", rope_share="rotary_pct"),
     activations=_ACTIVATIONS,
     defaults={
         "rotary_pct": 0.25,
@@ -169,9 +170,8 @@ GPT_NEOX = Family(
         "tie_word_embeddings": False,
         "hidden_act": "gelu",
     },
-    fixed={"rotary_pct": 1.0, "use_parallel_residual": True, "attention_bias": True},
+    fixed={"use_parallel_residual": True, "attention_bias": True},
     dropout=("hidden_dropout", "attention_dropout"),
-    rope_fraction="rotary_pct",
     prefix="gpt_neox.",
     head="embed_out.weight",
     head_aliases=("lm_head.weight",),  # transformers 5 reads both, 4 the first

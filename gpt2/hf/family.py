@@ -95,7 +95,6 @@ class Family:
         layer: the name of a layer, after the prefix.
         first, rows, last: tensors before the layers, of a layer, and after the layers.
         dropout: options that `model.dropout` becomes.
-        rope_fraction: the option for the part of a head that rope turns.
         head, head_aliases: the name of the output embedding, and those in other versions.
         buffers: endings of names that hold no parameter.
     """
@@ -114,7 +113,6 @@ class Family:
     rows: tuple[Row, ...]
     last: tuple[Row, ...]
     dropout: tuple[str, ...] = ()
-    rope_fraction: str = "partial_rotary_factor"
     head: str = "lm_head.weight"
     head_aliases: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()

@@ -220,7 +220,7 @@ class GPT(nn.Module):
         """Returns the stream `[B, T, D]` after all layers, and their caches."""
         cfg, turned = self.config, None
         if cfg.position == "rope":
-            turned = rotation(positions, cfg.head_size, cfg.rope_base)
+            turned = rotation(positions, cfg.rope_size, cfg.rope_base)
         embedded = x if cfg.embedding_skip else None
         inputs = LayerInputs(positions, segments, tokens, embedded=embedded, rotation=turned)
         layers = None if cache is None else cache.layers

@@ -43,13 +43,13 @@ def alibi_slopes(num_heads: int) -> jax.Array:
     return jnp.array(first + rest, jnp.float32)
 
 
-def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines for `positions` `[B or 1, T]`, each `[B or 1, T, 1, H / 2]`.
+def rotation(positions: jax.Array, size: int, base: float) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines for `positions` `[B or 1, T]`, each `[B or 1, T, 1, size / 2]`.
 
-    Of the halves of a head's vector, as GPT-NeoX splits it, dimension i of either turns by the
-    angle `position / base^(2 i / H)` (Su et al. 2021).
+    Of the halves of a head's first `size` dimensions, as GPT-NeoX splits them, dimension i of
+    either turns by the angle `position / base^(2 i / size)` (Su et al. 2021).
     """
-    half = head_size // 2
+    half = size // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[:, :, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
@@ -57,7 +57,7 @@ def rotation(positions: jax.Array, head_size: int, base: float) -> tuple[jax.Arr
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turns the vectors of `x` `[B, T, N, H]`, computed in float32, by `rotation`'s angles."""
-    B, T, _, H = x.shape
-    chex.assert_shape([cos, sin], ({1, B}, T, 1, H // 2))
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+    (B, T, _, _), half = x.shape, cos.shape[-1]
+    chex.assert_shape([cos, sin], ({1, B}, T, 1, half))
+    a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1).astype(x.dtype)
