@@ -27,6 +27,7 @@ CHOICES = {
     "model.norm": ("layernorm", "rmsnorm"),
     "model.norm_position": ("pre", "post", "sandwich"),
     "model.position": ("learned", "rope", "sinusoidal", "alibi", "none"),
+    "model.rope_scaling": ("none", "llama3"),
     "model.init": ("normal", "xavier", "fan_in"),
     "model.attention": ("auto", "reference", "xla", "blocked", "cudnn", "splash"),
     "precision.params": ("float32",),  # 16 bits lose an optimizer's small updates
@@ -70,6 +71,7 @@ RANGES = {
     **dict.fromkeys(("optim.warmup_percent", "optim.decay_percent"), "[0, 100]"),
     **dict.fromkeys(("parallel.data", "parallel.fsdp", "parallel.tensor"), "[-1, inf)"),
     **dict.fromkeys(("model.rope_share", "data.val_fraction"), "(0, 1]"),
+    "model.rope_factor": "[1, inf)",
 }
 
 # What other codebases call our options.
@@ -134,6 +136,10 @@ def get_config() -> ConfigDict:
             rope_base=10000.0,  # longest wavelength of rope over 2 pi, in tokens
             rope_share=1.0,  # of a head's dimensions that rope turns, the first ones (GPT-NeoX,
             # arXiv 2204.06745)
+            rope_scaling="none",  # slows the turns that rope_context tokens hardly complete, for
+            # longer contexts; llama3: Grattafiori et al. 2024, arXiv 2407.21783, and Meta's code
+            rope_factor=1.0,  # by how much rope_scaling slows them
+            rope_context=0,  # tokens of the context before rope_scaling
             qk_norm=False,  # RMSNorm of queries and keys per head (Dehghani et al. 2023, Qwen 3)
             window=0,  # tokens that a position sees, itself included; 0: all
             window_pattern="S",  # layers in turn: S sees the window, L all (Gemma 2, Mistral)

@@ -238,6 +238,10 @@ rope turns a part of a head by the wavelengths of the whole
     gpt2/model/gpt.py: tests/test_switch_values.py -k rope_share
     - rotation(positions, cfg.rope_size, cfg.rope_base
     + rotation(positions, cfg.rope_size, cfg.rope_base**cfg.rope_share
+Llama 3.1 slows the fast turns, not the slow ones
+    gpt2/ops/scores.py: tests/test_switch_values.py -k llama3
+    - kept * frequencies + (1 - kept) * frequencies / factor
+    + (1 - kept) * frequencies + kept * frequencies / factor
 FLOPs count heads as wide as the model
     gpt2/telemetry/flops.py: tests/test_switches.py -k 'flops and head_dim'
     - heads = cfg.num_heads * H

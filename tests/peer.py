@@ -39,6 +39,13 @@ NUM_NEW = 64
 # 4 and 5 write them, several bases, two epsilons.
 _GPT2 = dict(n_layer=2, n_head=2, n_embd=24, n_positions=80, vocab_size=67)
 _LINEAR = dict(num_hidden_layers=2, max_position_embeddings=96, vocab_size=131)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=80,
+)
 CONFIGS = {
     "tied": dict(n_layer=2, n_head=4, n_embd=32, n_positions=96, vocab_size=131),
     "untied": _GPT2
@@ -48,7 +55,7 @@ CONFIGS = {
     "llama": _LINEAR
     | dict(model_type="llama", hidden_size=32, intermediate_size=88, tie_word_embeddings=False)
     | dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
-    | dict(rope_theta=500000.0, rope_scaling=None),
+    | dict(rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=16),
     "llama_multi_head": _LINEAR
     | dict(model_type="llama", hidden_size=24, intermediate_size=48, tie_word_embeddings=True)
     | dict(num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=80, vocab_size=67)

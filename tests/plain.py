@@ -128,11 +128,23 @@ def rotate(cfg, x):
     y = x.copy()
     for t in range(T):
         for i in range(R // 2):
-            angle = t * cfg.rope_base ** (-2 * i / R)
+            angle = t * frequency(cfg, i, R)
             a, b = x[t, :, i], x[t, :, i + R // 2]
             y[t, :, i] = a * math.cos(angle) - b * math.sin(angle)
             y[t, :, i + R // 2] = b * math.cos(angle) + a * math.sin(angle)
     return y
+
+
+def frequency(cfg, i, R):
+    """The angle per token of pair i, scaled as in Meta's `apply_scaling` of Llama 3.1."""
+    f = cfg.rope_base ** (-2 * i / R)
+    wavelength, factor, context = 2 * math.pi / f, cfg.rope_factor, cfg.rope_context
+    if cfg.rope_scaling == "none" or wavelength < context / 4:
+        return f
+    if wavelength > context:
+        return f / factor
+    smooth = (context / wavelength - 1) / (4 - 1)
+    return (1 - smooth) * f / factor + smooth * f
 
 
 def mlp(cfg, params, x):

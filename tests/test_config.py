@@ -120,6 +120,7 @@ WRONG = [  # options and a word of the message
     ("model.position='rope' model.embed_dim=36", "even"),
     ("model.position='rope' model.rope_share=0.01", "even"),
     ("model.rope_base=5e5 model.rope_share=0.5", "rope_base, rope_share"),
+    ("model.position='rope' model.rope_factor=2.0", "rope_scaling"),
     ("model.mlp_dim=9 model.mlp_ratio=2", "mlp_ratio"),
     ("model.window_pattern='SL'", "window"),
     ("model.window=4 model.window_pattern='L'", "window"),

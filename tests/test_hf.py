@@ -26,6 +26,7 @@ WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
 LLAMA = dict(norm="rmsnorm", position="rope", activation="swiglu", bias=False)
 NEOX = dict(position="rope", parallel_block=True, tie_embeddings=False)
+SCALED = dict(rope_scaling="llama3", rope_factor=8.0, rope_context=16)
 # What these show, the others show too.
 RARE = ("untied", "epsilon", "llama_multi_head", "qwen3")
 
@@ -133,6 +134,7 @@ def test_a_file_of_pytorch_loads_the_same(tmp_path):
         ("llama", LLAMA | dict(dropout=0.1, init="xavier", zero_init_projections=True)),
         ("llama", LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False, head_dim=8)),
         ("llama", LLAMA | dict(num_kv_heads=2, rope_base=5e5, norm_eps=1e-6, activation="geglu")),
+        ("llama", LLAMA | SCALED),
         ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2, head_dim=24)),
         ("qwen3", LLAMA | dict(qk_norm=True, mlp_dim=128)),
         ("gpt_neox", NEOX | dict(activation="gelu")),
@@ -190,7 +192,8 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
     ("name", "changes", "message"),
     [
         ("tied", dict(scale_attn_weights=False), "scale_attn_weights=False"),
-        ("llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_type=llama3"),
+        ("llama", dict(rope_scaling=dict(rope_type="linear", factor=8.0)), "rope_type=linear"),
+        ("llama", dict(rope_scaling=peer.LLAMA3 | dict(high_freq_factor=8)), "high_freq_factor=8"),
         ("qwen3", dict(rope_parameters=dict(rope_type="yarn", factor=8.0)), "rope_type=yarn"),
         ("llama", dict(attention_bias=True), "attention_bias=True"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),

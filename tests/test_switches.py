@@ -24,6 +24,8 @@ from gpt2.utils.scan import in_layout
 from tests import plain
 from tests.helpers import thorough
 
+# Of 8 frequencies one is kept, two are slowed a little, and five 8 times.
+LLAMA3 = {"model.rope_scaling": "llama3", "model.rope_factor": 8.0, "model.rope_context": 64}
 # Name -> the options that differ from GPT-2's.
 SWITCHES = {
     "gelu": {"model.activation": "gelu"},
@@ -39,6 +41,7 @@ SWITCHES = {
     "rope": {"model.position": "rope"},
     "rope_base": {"model.position": "rope", "model.rope_base": 10.0},
     "rope_share": {"model.position": "rope", "model.rope_share": 0.25},
+    "llama3": {"model.position": "rope", **LLAMA3},
     "sinusoidal": {"model.position": "sinusoidal"},
     "alibi": {"model.position": "alibi"},
     "none": {"model.position": "none"},
@@ -70,6 +73,7 @@ COMBINED = {
     "llama": {
         **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "swiglu"},
         **{"model.num_kv_heads": 2, "model.bias": False, "model.tie_embeddings": False},
+        **LLAMA3,
         "model.head_dim": 24,
     },
     "gemma 2": {

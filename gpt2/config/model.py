@@ -29,6 +29,8 @@ class ModelConfig(Options, group="model"):
         given = {name for name, value in DEFAULTS.model.items() if getattr(self, name) != value}
         ropes = ", ".join(name for name in sorted(given) if name.startswith("rope_"))
         refuse(ropes and not is_rope, f"model.{ropes} is for model.position=rope")
+        scaled = {"rope_scaling", "rope_factor", "rope_context"} & given
+        refuse(len(scaled) in (1, 2), "model.rope_scaling, rope_factor, rope_context go together")
         refuse("mlp_ratio" in given and self.mlp_dim, "model.mlp_dim would ignore model.mlp_ratio")
         refuse("init" in given and self.mup_base_width, "muP draws by itself, not by model.init")
         refuse("window_pattern" in given and not self.window, "window_pattern needs model.window")

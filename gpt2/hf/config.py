@@ -8,8 +8,13 @@ from typing import Any
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError, refuse
 from gpt2.hf.families import FAMILIES, TITLES, family_for
-from gpt2.hf.family import Family
+from gpt2.hf.family import SCALED_ROPE, Family
 
+# By the rope_type of Hugging Face, the numbers that `model.rope_scaling` has fixed.
+_ROPE_TYPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 _FLOATS = {field.name for field in dataclasses.fields(GPTConfig) if field.type is float}
 
 
@@ -27,10 +32,10 @@ def read_config(directory: Path) -> GPTConfig:
         family = families[kind]
         config = dict(family.defaults) | _with_flat_rope(config, family)
         _refuse_others(path, family, config)
-        values = {ours: config[theirs] for ours, theirs in family.options.items()}
+        scaled = SCALED_ROPE if config.get("rope_type", "default") != "default" else {}
+        values = {ours: config[theirs] for ours, theirs in {**family.options, **scaled}.items()}
         values["activation"] = family.activation_names()[values["activation"]]
-        values["mlp_dim"] = values["mlp_dim"] or 4 * values["embed_dim"]
-        values |= {name: values.get(name) or 0 for name in ("num_kv_heads", "head_dim")}
+        values = {name: value for name, value in values.items() if value is not None}
         values = {name: float(v) if name in _FLOATS else v for name, v in values.items()}
         return GPTConfig(**values, **family.switches).canonical()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -40,23 +45,23 @@ def read_config(directory: Path) -> GPTConfig:
 
 def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """Returns options without nesting: transformers 5 keeps those of rope in a dictionary."""
-    if "rope_base" not in family.options:
-        return config
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     names = {
-        "rope_theta": family.options["rope_base"],
+        "rope_theta": family.options.get("rope_base", "rope_theta"),
         "partial_rotary_factor": family.options.get("rope_share", "partial_rotary_factor"),
         "type": "rope_type",
     }
-    return config | {names.get(name, name): value for name, value in nested.items()}
+    flat = {names.get(name, name): v for name, v in nested.items() if v is not None}
+    return {SCALED_ROPE["rope_context"]: config.get("max_position_embeddings"), **config, **flat}
 
 
 def _refuse_others(path: Path, family: Family, config: dict[str, Any]) -> None:
     """Refuses what the family computes in Hugging Face's code and not here."""
-    required: dict[str, tuple] = {name: (value,) for name, value in family.fixed.items()}
+    rope = {"partial_rotary_factor": 1.0}
+    fixed = {**family.fixed, **rope, **_ROPE_TYPES.get(config.get("rope_type", ""), {})}
+    required: dict[str, tuple] = {name: (value,) for name, value in fixed.items()}
     required[family.options["activation"]] = tuple(family.activation_names())
-    if "rope_base" in family.options:
-        required |= {"rope_type": ("default",), "partial_rotary_factor": (1.0,)}
+    required["rope_type"] = tuple(_ROPE_TYPES)
     if layer_types := config.get("layer_types"):
         required["layer_types"] = (["full_attention"] * len(layer_types),)
     for name, values in required.items():
@@ -78,7 +83,7 @@ def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:
         "head_dim": cfg.head_size,
         "activation": family.activations[cfg.activation],
     }
-    return {
+    config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{theirs: values[ours] for ours, theirs in family.options.items()},
@@ -86,3 +91,7 @@ def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:
         "dtype": "float32",
         **family.fixed,
     }
+    if cfg.rope_scaling != "none":
+        scaled = {theirs: getattr(cfg, ours) for ours, theirs in SCALED_ROPE.items()}
+        config["rope_scaling"] = scaled | _ROPE_TYPES[cfg.rope_scaling]
+    return config

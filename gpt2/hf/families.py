@@ -107,14 +107,8 @@ LLAMA = Family(
     | dict(num_kv_heads="num_key_value_heads", norm_eps="rms_norm_eps", rope_base="rope_theta")
     | dict(head_dim="head_dim"),
     activations=_GATES,
-    defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-    },
+    defaults=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, rope_theta=10000.0)
+    | dict(tie_word_embeddings=False, hidden_act="silu"),
     fixed={"attention_bias": False, "mlp_bias": False},
     prefix="model.",
     layer="layers.{}.",
@@ -163,13 +157,8 @@ GPT_NEOX = Family(
     options=_OPTIONS
     | dict(norm_eps="layer_norm_eps", rope_base="rotary_emb_base", rope_share="rotary_pct"),
     activations=_ACTIVATIONS,
-    defaults={
-        "rotary_pct": 0.25,
-        "layer_norm_eps": 1e-5,
-        "rotary_emb_base": 10000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "gelu",
-    },
+    defaults=dict(layer_norm_eps=1e-5, rotary_emb_base=10000.0, rotary_pct=0.25)
+    | dict(tie_word_embeddings=False, hidden_act="gelu"),
     fixed={"use_parallel_residual": True, "attention_bias": True},
     dropout=("hidden_dropout", "attention_dropout"),
     prefix="gpt_neox.",

@@ -12,6 +12,10 @@ from gpt2.config import DEFAULTS, GPTConfig, ModelConfig
 
 # Fields that say how a model starts or is computed, and not which function it is.
 FREE = ("dropout", "attention", "init", "init_std", "zero_init_projections")
+# Options of scaled rope, which every family with rope has, and their names in config.json.
+SCALED_ROPE = dict(
+    rope_scaling="rope_type", rope_factor="factor", rope_context="original_max_position_embeddings"
+)
 
 # The function that an activation of Hugging Face is. Those that differ by rounding count as one.
 _FUNCTIONS = {
@@ -146,6 +150,7 @@ class Family:
         """Returns the fields of `cfg` for whose value the family has no option."""
         cfg = cfg.canonical()
         held = {*self.options, *FREE, "mlp_ratio", "activation"}
+        held |= {*SCALED_ROPE} if "rope_base" in self.options else set()
         if self.switches.get("bias", True):
             held.add("bias")  # a missing one is written as zeros
         expected = DEFAULTS.model.to_dict() | dict(self.switches)

@@ -220,7 +220,8 @@ class GPT(nn.Module):
         """Returns the stream `[B, T, D]` after all layers, and their caches."""
         cfg, turned = self.config, None
         if cfg.position == "rope":
-            turned = rotation(positions, cfg.rope_size, cfg.rope_base)
+            scaling = cfg.rope_scaling, cfg.rope_factor, cfg.rope_context
+            turned = rotation(positions, cfg.rope_size, cfg.rope_base, *scaling)
         embedded = x if cfg.embedding_skip else None
         inputs = LayerInputs(positions, segments, tokens, embedded=embedded, rotation=turned)
         layers = None if cache is None else cache.layers

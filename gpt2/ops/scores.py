@@ -43,14 +43,20 @@ def alibi_slopes(num_heads: int) -> jax.Array:
     return jnp.array(first + rest, jnp.float32)
 
 
-def rotation(positions: jax.Array, size: int, base: float) -> tuple[jax.Array, jax.Array]:
+def rotation(
+    positions: jax.Array, size: int, base: float, scaling: str, factor: float, context: int
+) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines for `positions` `[B or 1, T]`, each `[B or 1, T, 1, size / 2]`.
 
     Of the halves of a head's first `size` dimensions, as GPT-NeoX splits them, dimension i of
-    either turns by the angle `position / base^(2 i / size)` (Su et al. 2021).
+    either turns by the angle `position / base^(2 i / size)` (Su et al. 2021). Scaling divides the
+    frequencies that make few turns in `context` tokens by `factor` and keeps those that make many.
     """
     half = size // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling == "llama3":  # from 1 turn to 4
+        kept = jnp.clip((context * frequencies / (2 * math.pi) - 1) / (4 - 1), 0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / factor
     angles = positions[:, :, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
