@@ -27,7 +27,7 @@ CHOICES = {
     "model.norm": ("layernorm", "rmsnorm"),
     "model.norm_position": ("pre", "post", "sandwich"),
     "model.position": ("learned", "rope", "sinusoidal", "alibi", "none"),
-    "model.rope_scaling": ("none", "llama3"),
+    "model.rope_scaling": ("none", "llama3", "yarn"),
     "model.init": ("normal", "xavier", "fan_in"),
     "model.attention": ("auto", "reference", "xla", "blocked", "cudnn", "splash"),
     "precision.params": ("float32",),  # 16 bits lose an optimizer's small updates
@@ -137,7 +137,8 @@ def get_config() -> ConfigDict:
             rope_share=1.0,  # of a head's dimensions that rope turns, the first ones (GPT-NeoX,
             # arXiv 2204.06745)
             rope_scaling="none",  # slows the turns that rope_context tokens hardly complete, for
-            # longer contexts; llama3: Grattafiori et al. 2024, arXiv 2407.21783, and Meta's code
+            # longer contexts; llama3: Grattafiori et al. 2024, arXiv 2407.21783, and Meta's code;
+            # yarn: Peng et al. 2023, arXiv 2309.00071
             rope_factor=1.0,  # by how much rope_scaling slows them
             rope_context=0,  # tokens of the context before rope_scaling
             qk_norm=False,  # RMSNorm of queries and keys per head (Dehghani et al. 2023, Qwen 3)

@@ -242,6 +242,14 @@ Llama 3.1 slows the fast turns, not the slow ones
     gpt2/ops/scores.py: tests/test_switch_values.py -k llama3
     - kept * frequencies + (1 - kept) * frequencies / factor
     + (1 - kept) * frequencies + kept * frequencies / factor
+YaRN's scores spread over more tokens
+    gpt2/ops/scores.py: tests/test_switch_values.py -k yarn
+    - 0.1 * math.log(factor) + 1 if scaling
+    + 1 if scaling
+YaRN slows a dimension too many
+    gpt2/ops/scores.py: tests/test_switch_values.py -k yarn
+    - min(math.ceil(last)
+    + min(math.floor(last)
 FLOPs count heads as wide as the model
     gpt2/telemetry/flops.py: tests/test_switches.py -k 'flops and head_dim'
     - heads = cfg.num_heads * H

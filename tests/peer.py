@@ -46,6 +46,14 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=80,
 )
+YARN = dict(
+    rope_type="yarn",
+    factor=4.0,
+    original_max_position_embeddings=4096,
+    beta_slow=1.0,
+    beta_fast=32.0,
+    truncate=True,
+)
 CONFIGS = {
     "tied": dict(n_layer=2, n_head=4, n_embd=32, n_positions=96, vocab_size=131),
     "untied": _GPT2
@@ -63,7 +71,7 @@ CONFIGS = {
     "qwen3": _LINEAR
     | dict(model_type="qwen3", hidden_size=48, intermediate_size=80, tie_word_embeddings=True)
     | dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6)
-    | dict(rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
+    | dict(rope_parameters=YARN | dict(rope_theta=1000000.0)),
     "gpt_neox": _LINEAR
     | dict(model_type="gpt_neox", hidden_size=32, intermediate_size=128, tie_word_embeddings=False)
     | dict(num_attention_heads=4, layer_norm_eps=1e-5, hidden_act="gelu")

@@ -132,13 +132,23 @@ def rotate(cfg, x):
             a, b = x[t, :, i], x[t, :, i + R // 2]
             y[t, :, i] = a * math.cos(angle) - b * math.sin(angle)
             y[t, :, i + R // 2] = b * math.cos(angle) + a * math.sin(angle)
+    if cfg.rope_scaling == "yarn":  # Peng et al. 2023, equation 22: 1 / sqrt(t)
+        y[..., :R] *= 0.1 * math.log(cfg.rope_factor) + 1
     return y
 
 
 def frequency(cfg, i, R):
-    """The angle per token of pair i, scaled as in Meta's `apply_scaling` of Llama 3.1."""
+    """The angle per token of pair i, scaled as the code of Llama 3.1 and of YaRN have it."""
     f = cfg.rope_base ** (-2 * i / R)
     wavelength, factor, context = 2 * math.pi / f, cfg.rope_factor, cfg.rope_context
+    if cfg.rope_scaling == "yarn":  # `find_correction_range` and `linear_ramp_mask`
+
+        def dimension(turns):
+            return R * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(cfg.rope_base))
+
+        low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), R - 1)
+        ramp = min(max((i - low) / (high - low), 0), 1)
+        return (1 - ramp) * f + ramp * f / factor
     if cfg.rope_scaling == "none" or wavelength < context / 4:
         return f
     if wavelength > context:

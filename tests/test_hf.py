@@ -28,7 +28,7 @@ LLAMA = dict(norm="rmsnorm", position="rope", activation="swiglu", bias=False)
 NEOX = dict(position="rope", parallel_block=True, tie_embeddings=False)
 SCALED = dict(rope_scaling="llama3", rope_factor=8.0, rope_context=16)
 # What these show, the others show too.
-RARE = ("untied", "epsilon", "llama_multi_head", "qwen3")
+RARE = ("untied", "epsilon", "llama_multi_head")
 
 
 def small_config(**options):
@@ -135,6 +135,7 @@ def test_a_file_of_pytorch_loads_the_same(tmp_path):
         ("llama", LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False, head_dim=8)),
         ("llama", LLAMA | dict(num_kv_heads=2, rope_base=5e5, norm_eps=1e-6, activation="geglu")),
         ("llama", LLAMA | SCALED),
+        ("gpt_neox", NEOX | SCALED | dict(rope_scaling="yarn")),
         ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2, head_dim=24)),
         ("qwen3", LLAMA | dict(qk_norm=True, mlp_dim=128)),
         ("gpt_neox", NEOX | dict(activation="gelu")),
@@ -194,7 +195,7 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("tied", dict(scale_attn_weights=False), "scale_attn_weights=False"),
         ("llama", dict(rope_scaling=dict(rope_type="linear", factor=8.0)), "rope_type=linear"),
         ("llama", dict(rope_scaling=peer.LLAMA3 | dict(high_freq_factor=8)), "high_freq_factor=8"),
-        ("qwen3", dict(rope_parameters=dict(rope_type="yarn", factor=8.0)), "rope_type=yarn"),
+        ("qwen3", dict(rope_parameters=peer.YARN | dict(attention_factor=2)), "attention_factor=2"),
         ("llama", dict(attention_bias=True), "attention_bias=True"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types="),
@@ -305,3 +306,15 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
     for option in ("num_layers=2", "bias=True", "context_length=96"):
         assert f"model.{option}" in str(raised.value)
     assert "dropout" not in str(raised.value)
+
+
+def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):
+    cfg, tokenizer = small_config(**LLAMA), peer.characters(67)
+    longer = dataclasses.replace(cfg, **SCALED, context_length=256)
+    params = random_params(cfg)
+    for name, each in (("plain", cfg), ("longer", longer)):
+        hf.save(tmp_path / name, each, params, tokenizer)
+        source = f"hf:{tmp_path / name}"
+        chex.assert_trees_all_equal(load_initial_params(source, longer, tokenizer), params)
+    with pytest.raises(UserError, match=r"model\.rope_context=16.*model\.rope_scaling=llama3"):
+        load_initial_params(source, cfg, tokenizer)

@@ -42,6 +42,10 @@ SWITCHES = {
     "rope_base": {"model.position": "rope", "model.rope_base": 10.0},
     "rope_share": {"model.position": "rope", "model.rope_share": 0.25},
     "llama3": {"model.position": "rope", **LLAMA3},
+    "yarn": {
+        **{"model.position": "rope", "model.rope_scaling": "yarn"},
+        **{"model.rope_factor": 8.0, "model.rope_context": 4096},
+    },
     "sinusoidal": {"model.position": "sinusoidal"},
     "alibi": {"model.position": "alibi"},
     "none": {"model.position": "none"},

@@ -14,6 +14,7 @@ from gpt2.hf.family import SCALED_ROPE, Family
 _ROPE_TYPES: dict[str, dict[str, Any]] = {
     "default": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True},
 }
 _FLOATS = {field.name for field in dataclasses.fields(GPTConfig) if field.type is float}
 
@@ -57,7 +58,7 @@ def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 def _refuse_others(path: Path, family: Family, config: dict[str, Any]) -> None:
     """Refuses what the family computes in Hugging Face's code and not here."""
-    rope = {"partial_rotary_factor": 1.0}
+    rope = {"partial_rotary_factor": 1.0, "attention_factor": None, "mscale_all_dim": None}
     fixed = {**family.fixed, **rope, **_ROPE_TYPES.get(config.get("rope_type", ""), {})}
     required: dict[str, tuple] = {name: (value,) for name, value in fixed.items()}
     required[family.options["activation"]] = tuple(family.activation_names())

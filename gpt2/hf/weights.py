@@ -11,7 +11,7 @@ from gpt2.config import Config, DataConfig, GPTConfig, ModelConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import refuse
 from gpt2.hf.config import read_config
-from gpt2.hf.family import FREE
+from gpt2.hf.family import FREE, SCALED_ROPE
 from gpt2.hf.model import load, require_new, save
 from gpt2.hf.tokenizer import load_tokenizer
 from gpt2.training.checkpoint import Checkpointer, load_params
@@ -67,7 +67,8 @@ def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:
 def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer) -> dict:
     """Returns the weights that `train.init_from` names, in the layer layout of `cfg`.
 
-    A model of shorter context takes the first of their positions.
+    A model of shorter context takes the first of their positions. One of a longer context may
+    scale rope that was not scaled.
     """
     kind, directory, step = _split_source(source)
     found, theirs = check_source(source)
@@ -80,6 +81,7 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE}
     if found.context_length >= cfg.context_length or cfg.position != "learned":
         names -= {"context_length"}
+    names -= {*SCALED_ROPE} if found.rope_scaling == "none" else set()
     differing = [name for name in sorted(names) if getattr(found, name) != getattr(wanted, name)]
     options = ", ".join(f"model.{name}={getattr(found, name)}" for name in differing)
     refuse(options, f"the weights of {source} are of a model with {options}")

@@ -51,14 +51,28 @@ def rotation(
     Of the halves of a head's first `size` dimensions, as GPT-NeoX splits them, dimension i of
     either turns by the angle `position / base^(2 i / size)` (Su et al. 2021). Scaling divides the
     frequencies that make few turns in `context` tokens by `factor` and keeps those that make many.
+    YaRN lengthens the vectors too, so that scores spread less over more tokens.
     """
     half = size // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if scaling == "llama3":  # from 1 turn to 4
-        kept = jnp.clip((context * frequencies / (2 * math.pi) - 1) / (4 - 1), 0, 1)
+    if scaling != "none":
+        kept = _share_kept(frequencies, base, scaling, context)
         frequencies = kept * frequencies + (1 - kept) * frequencies / factor
+    length = 0.1 * math.log(factor) + 1 if scaling == "yarn" else 1
     angles = positions[:, :, None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    return length * jnp.cos(angles), length * jnp.sin(angles)
+
+
+def _share_kept(frequencies: jax.Array, base: float, scaling: str, context: int) -> jax.Array:
+    """Returns how much of each frequency is kept, between 0 for few turns and 1 for many."""
+    half = len(frequencies)
+    if scaling == "llama3":  # from 1 turn to 4
+        share = (context * frequencies / (2 * math.pi) - 1) / (4 - 1)
+    else:  # from 1 turn to 32, and linear in the dimension, as in the paper's code
+        first, last = (half * math.log(context / (2 * math.pi * n), base) for n in (32, 1))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+        share = 1 - (jnp.arange(half) - first) / max(last - first, 0.001)
+    return jnp.clip(share, 0, 1)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
