@@ -90,9 +90,9 @@ a parallel block's MLP reads what attention wrote
     gpt2/model/block.py: tests/test_switch_values.py -k parallel_block
     - read = x if cfg.parallel_block else between
     + read = between
-the scanned first layer mixes in nothing
-    gpt2/model/attention.py: tests/test_switches.py -k 'cached and modded'
-    - jnp.where(index == 0, v, first_values)
+no layer keeps its values for the others
+    gpt2/model/attention.py: tests/test_switch_values.py -k value_residual
+    - jnp.where(layer == 0, v, first_values)
     + first_values
 label smoothing spreads over one token too few
     gpt2/ops/cross_entropy.py: tests/test_switch_values.py -k label_smoothing
@@ -151,17 +151,17 @@ nothing is dropped of the MLP's branch
     - dropout(self._sandwich("ln_2_post", y))
     + self._sandwich("ln_2_post", y)
 a scan gives the window to the layers that see all
-    gpt2/model/attention.py: tests/test_switches.py -k 'cached and gemma'
-    - jnp.array(windows)[index] > 0
-    + jnp.array(windows)[index] == 0
+    gpt2/utils/scan.py: tests/test_switches.py -k 'cached and gemma'
+    - different.index(value) for value in values
+    + different.index(value) for value in values[::-1]
 the soft cap of scores is ignored
     gpt2/model/attention.py: tests/test_switch_values.py -k attention_softcap
     - softcap=cfg.attention_softcap, scale
     + softcap=0.0, scale
 values are mixed with the layer before, not the first
     gpt2/model/attention.py: tests/test_switch_values.py -k third_layer
-    - (v, first), first
-    + (v, first), v
+    - jnp.where(layer == 0, v, first_values)
+    + jnp.where(layer <= 1, v, first_values)
 sinusoids are not scaled with the embedding
     gpt2/model/gpt.py: tests/test_switch_values.py -k sinusoidal
     - x * scale + waves

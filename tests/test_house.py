@@ -12,10 +12,10 @@ def lines(*patterns):
 
 
 def test_the_project_stays_within_its_lines_and_words():
-    assert lines("gpt2/**/*.py") <= 16_000
-    assert lines("tests/**/*.py") <= 12_000
+    assert lines("gpt2/**/*.py") <= 17_000
+    assert lines("tests/**/*.py") <= 13_000
     pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
-    assert sum(len(page.read_text("utf-8").split()) for page in pages) <= 15_000
+    assert sum(len(page.read_text("utf-8").split()) for page in pages) <= 18_000
 
 
 def test_train_tells_the_run_in_two_hundred_lines():

@@ -16,6 +16,7 @@ from gpt2.model.layers import Embedding, Linear, Mix, Norm
 from gpt2.ops import Scoring, alibi_slopes, attention, attention_cached, resolve, rotate
 from gpt2.parallel.rules import constrain, map_devices
 from gpt2.utils.platform import platform_of, target
+from gpt2.utils.scan import by_layer
 
 
 class LayerInputs(struct.PyTreeNode):
@@ -38,27 +39,20 @@ class LayerInputs(struct.PyTreeNode):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads.
-
-    Attributes:
-        config: of the model.
-        layer: number of the layer; None in a scan, where `index` tells it.
-    """
+    """Causal self-attention over all heads."""
 
     config: GPTConfig
-    layer: int | None
 
     @nn.compact
-    def __call__(self, x, cache, index, inputs, first_values, deterministic):
+    def __call__(self, x, cache, layer, inputs, first_values, deterministic):
         """Lets each position attend to itself and those before it.
 
         Args:
             x: `[B, T, D]` in the compute type.
             cache: None, or keys and values `[B, K, S, H]` of the positions so far.
-            index: int32 scalar, number of the layer in a scan; else None.
+            layer: its number, from 0 on; in a scan an int32 scalar.
             inputs: `LayerInputs`.
-            first_values: `[B, T, K, H]`, the first layer's values; None without
-                `model.value_residual`, and in the first layer if `layer` tells it.
+            first_values: as `Stream` has them.
             deterministic: False applies dropout.
 
         Returns:
@@ -72,7 +66,7 @@ class Attention(nn.Module):
         chex.assert_shape(positions, ({1, x.shape[0]}, x.shape[1]))
         chex.assert_type(positions, int)
         q, k, v = self._project(x)
-        v, first_values = self._mix_values(v, first_values, index, inputs.tokens)
+        v, first_values = self._mix_values(v, first_values, layer, inputs.tokens)
         if cfg.qk_norm:
             q = Norm(cfg, "head_size", "rmsnorm", name="q_norm")(q)
             k = Norm(cfg, "head_size", "rmsnorm", name="k_norm")(k)
@@ -96,7 +90,7 @@ class Attention(nn.Module):
             how |= dict(segments=inputs.segments, dropout=dropout, dropout_key=dropout_key)
             return spread_attention(q, k, v, implementation=cfg.attention, **how)
 
-        y = self._by_window(attend, index)
+        y = by_layer(attend, cfg.windows, layer)
         y = constrain(y, "batch", "length", "heads", "head_size")
         c_proj = Linear(
             cfg,
@@ -124,17 +118,15 @@ class Attention(nn.Module):
             return project("c_attn", 3, N, H)
         return [*project("c_q", N, H), *project("c_kv", 2, K, H)]
 
-    def _mix_values(self, v, first_values, index, tokens):
+    def _mix_values(self, v, first_values, layer, tokens):
         """Mixes other values into this layer's; returns them and the first layer's.
 
-        The first layer mixes its values with themselves, so that all layers are alike in a scan.
+        The first layer mixes its values with themselves, so that all layers are alike.
         """
         cfg = self.config
         if cfg.value_residual:
-            first = v
-            if first_values is not None:
-                first = first_values if index is None else jnp.where(index == 0, v, first_values)
-            v, first_values = Mix(cfg, (0.5, 0.5), name="value_residual")(v, first), first
+            first_values = jnp.where(layer == 0, v, first_values)
+            v = Mix(cfg, (0.5, 0.5), name="value_residual")(v, first_values)
         if cfg.value_embeddings:
             axes, width = ("vocab", "table"), cfg.kv_heads * cfg.head_size
             table = Embedding(
@@ -144,14 +136,6 @@ class Attention(nn.Module):
             embedded = constrain(embedded, "batch", "length", "heads", "head_size")
             v = Mix(cfg, (0.5, 0.5), name="value_mix")(v, embedded)
         return v, first_values
-
-    def _by_window(self, attend, index):
-        """Calls `attend` with the window of this layer."""
-        windows = self.config.windows
-        if self.layer is not None or len(set(windows)) == 1:
-            return attend(windows[self.layer or 0])
-        has_window = jnp.array(windows)[index] > 0
-        return jax.lax.cond(has_window, lambda: attend(self.config.window), lambda: attend(0))
 
 
 def spread_attention(

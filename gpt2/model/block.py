@@ -5,6 +5,7 @@ gpt2/model/gpt.py explains the letters of dimensions.
 
 import flax.linen as nn
 import jax
+from flax import struct
 
 from gpt2.config import GPTConfig
 from gpt2.model.attention import Attention
@@ -12,34 +13,40 @@ from gpt2.model.layers import MLP, Mix, Norm
 from gpt2.parallel.rules import constrain
 
 
-class Block(nn.Module):
-    """One layer: attention and MLP, each a residual branch with its norms.
+class Stream(struct.PyTreeNode):
+    """What goes from layer to layer.
 
     Attributes:
-        config, layer: as for `Attention`.
+        x: `[B, T, D]` in the compute type, the residual stream.
+        first_values: `[B, T, K, H]`, which the first layer fills in with its values, for
+            `model.value_residual`; else None.
     """
 
+    x: jax.Array
+    first_values: jax.Array | None = None
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each a residual branch with its norms."""
+
     config: GPTConfig
-    layer: int | None
 
     @nn.compact
-    def __call__(self, stream, cache, index, inputs, deterministic):
-        """Returns the stream after the layer, and the layer's cache.
+    def __call__(self, stream, cache, layer, inputs, deterministic):
+        """Returns the `Stream` after the layer, and the layer's cache.
 
         Args:
-            stream: `[B, T, D]` in the compute type, and the first layer's values as `Attention`
-                has them.
-            cache, index, inputs, deterministic: as for `Attention`.
+            stream: before the layer.
+            cache, layer, inputs, deterministic: as for `Attention`.
         """
-        cfg = self.config
-        x, values = stream
+        cfg, x = self.config, stream.x
         dropout = nn.Dropout(cfg.dropout, deterministic=deterministic)
         if inputs.embedded is not None:
             x = Mix(cfg, (1.0, 0.0), name="embedding_skip")(x, inputs.embedded)
         with jax.named_scope("attention"):
-            attn = Attention(cfg, self.layer, name="attn")
-            y, cache, values = attn(
-                self._before("ln_1", x), cache, index, inputs, values, deterministic
+            attn = Attention(cfg, name="attn")
+            y, cache, first_values = attn(
+                self._before("ln_1", x), cache, layer, inputs, stream.first_values, deterministic
             )
             between = self._after("ln_1", x, dropout(self._sandwich("ln_1_post", y)))
             between = constrain(between, "batch", "sequence", "embed")
@@ -47,7 +54,8 @@ class Block(nn.Module):
             read = x if cfg.parallel_block else between
             y = MLP(cfg, name="mlp")(self._before("ln_2", read))
             x = self._after("ln_2", between, dropout(self._sandwich("ln_2_post", y)))
-        return (constrain(x, "batch", "sequence", "embed"), values), cache
+        x = constrain(x, "batch", "sequence", "embed")
+        return stream.replace(x=x, first_values=first_values), cache
 
     def _before(self, name, x):
         """Returns what a branch reads."""

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from gpt2.config import GPTConfig
 from gpt2.model.attention import LayerInputs
-from gpt2.model.block import Block
+from gpt2.model.block import Block, Stream
 from gpt2.model.layers import Embedding, Norm
 from gpt2.ops import cross_entropy, positions_per_chunk, rotation
 from gpt2.ops.scores import soft_cap
@@ -73,14 +73,15 @@ class GPT(nn.Module):
         if cfg.position == "learned":
             axes = ("position", "table")
             self.wpe = Embedding(cfg, cfg.context_length, axes, stddev=cfg.init_std / 2)
-        block = remat(Block, cfg.remat, static=("deterministic",), looped=cfg.loops_over_layers)
+        static = ("deterministic",) if cfg.scan_layers else ("layer", "deterministic")
+        block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
         if cfg.scan_layers:
             scanned = scan_layers(
-                block, cfg.num_layers, per_layer=("cache", "index"), unroll=cfg.scan_unroll
+                block, cfg.num_layers, per_layer=("cache", "layer"), unroll=cfg.scan_unroll
             )
-            self.h: Any = scanned(cfg, layer=None)
+            self.h: Any = scanned(cfg)
         else:
-            self.h = [block(cfg, layer) for layer in range(cfg.num_layers)]
+            self.h = [block(cfg) for _ in range(cfg.num_layers)]
         if cfg.norm_position != "post":
             self.ln_f = Norm(cfg)
         if not cfg.tie_embeddings:
@@ -224,21 +225,22 @@ class GPT(nn.Module):
             turned = rotation(positions, cfg.rope_size, cfg.rope_base, *scaling)
         embedded = x if cfg.embedding_skip else None
         inputs = LayerInputs(positions, segments, tokens, embedded=embedded, rotation=turned)
+        stream = Stream(x)
+        if cfg.value_residual:
+            values = jnp.zeros((*x.shape[:2], cfg.kv_heads, cfg.head_size), x.dtype)
+            values = constrain(values, "batch", "length", "heads", "head_size")
+            stream = stream.replace(first_values=values)
         layers = None if cache is None else cache.layers
         if cfg.scan_layers:
-            values = None
-            if cfg.value_residual:  # the first layer fills it
-                shape = (*x.shape[:2], cfg.kv_heads, cfg.head_size)
-                values = constrain(
-                    jnp.zeros(shape, x.dtype), "batch", "length", "heads", "head_size"
+            numbers = jnp.arange(cfg.num_layers)
+            stream, layers = self.h(stream, layers, numbers, inputs, deterministic)
+        else:
+            layers = list(layers or [None] * cfg.num_layers)
+            for number, block in enumerate(self.h):
+                stream, layers[number] = block(
+                    stream, layers[number], number, inputs, deterministic
                 )
-            index = jnp.arange(cfg.num_layers)
-            (x, _), layers = self.h((x, values), layers, index, inputs, deterministic)
-            return x, layers
-        stream, layers = (x, None), list(layers or [None] * cfg.num_layers)
-        for number, block in enumerate(self.h):
-            stream, layers[number] = block(stream, layers[number], None, inputs, deterministic)
-        return stream[0], layers
+        return stream.x, layers
 
     def _output(self) -> Embedding:
         """Returns the layer that holds the output embedding."""

@@ -7,7 +7,8 @@ that XLA fuses.
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -36,6 +37,18 @@ def scan_layers(
         length=num_layers,
         unroll=unroll,
     )
+
+
+def by_layer(function: Callable, values: Sequence, layer: int | jax.Array) -> Any:
+    """Returns `function(value)` for a layer's value; `values` are Python's, one for each layer.
+
+    `layer` is a number, or traced in a scan, where every different value has a branch of its own.
+    """
+    if isinstance(layer, int):
+        return function(values[layer])
+    different = sorted(set(values))
+    branch = jnp.array([different.index(value) for value in values])[layer]
+    return jax.lax.switch(branch, [partial(function, value) for value in different])
 
 
 def report(module: nn.Module, name: str, total: jax.Array, count: jax.Array | float = 1.0) -> None:
