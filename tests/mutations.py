@@ -174,6 +174,10 @@ muP draws kernels as wide ones
     gpt2/model/layers.py: tests/test_switch_values.py -k kernels
     - cfg.init_std / cfg.width_ratio**0.5
     + cfg.init_std
+attention's gate reads what the next head should
+    gpt2/model/attention.py: tests/test_switch_values.py -k attention_gate
+    - constrain(gate, "batch", "length", "heads"))
+    + jnp.roll(gate, 1, axis=-1))
 SwiGLU's gate and value are swapped
     gpt2/model/layers.py: tests/test_switch_values.py -k swiglu
     - GATES[cfg.activation](gate) * hidden

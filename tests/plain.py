@@ -110,6 +110,8 @@ def attention(cfg, params, x, tokens, layer, first_values, factors):
             weights = np.exp(scores - scores.max())
             weights = weights / weights.sum() * kept[n, t, first : t + 1]
             out[t, n] = weights @ v[first : t + 1, kv]
+    if cfg.attention_gate:  # Qiu et al. 2025, equation 5
+        out = out * sigmoid(linear(params["c_gate"], x))[..., None]
     return linear(params["c_proj"], out, num_contract=2), first_values
 
 
@@ -165,6 +167,10 @@ def mlp(cfg, params, x):
     return linear(params["c_proj"], ACTIVATIONS[cfg.activation](value))
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
 def gelu_tanh(x):
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -174,8 +180,8 @@ ACTIVATIONS = {
     "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
     "relu": lambda x: np.where(x > 0, x, 0),
     "relu_squared": lambda x: np.where(x > 0, x, 0) ** 2,
-    "silu": lambda x: x / (1 + np.exp(-x)),
-    "swiglu": lambda x: x / (1 + np.exp(-x)),
+    "silu": lambda x: x * sigmoid(x),
+    "swiglu": lambda x: x * sigmoid(x),
     "geglu": gelu_tanh,
 }
 

@@ -61,6 +61,7 @@ SWITCHES = {
     "value_embeddings": {"model.value_embeddings": True},
     "value_residual": {"model.value_residual": True},
     "embedding_skip": {"model.embedding_skip": True},
+    "attention_gate": {"model.attention_gate": True},
     "parallel_block": {"model.parallel_block": True},
     "no bias": {"model.bias": False},
     "untied": {"model.tie_embeddings": False},

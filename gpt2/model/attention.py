@@ -91,6 +91,9 @@ class Attention(nn.Module):
             return spread_attention(q, k, v, implementation=cfg.attention, **how)
 
         y = by_layer(attend, cfg.windows, layer)
+        if cfg.attention_gate:  # half open at the start, as in the paper
+            gate = Linear(cfg, (D, N), ("embed", "heads"), name="c_gate")(x)
+            y = y * jax.nn.sigmoid(constrain(gate, "batch", "length", "heads"))[..., None]
         y = constrain(y, "batch", "length", "heads", "head_size")
         c_proj = Linear(
             cfg,

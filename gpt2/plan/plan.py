@@ -104,6 +104,7 @@ def recomputed_flops_per_token(cfg: GPTConfig) -> float:
     seen = [window or cfg.context_length for window in cfg.windows]
     flops = {
         "attn/c_attn": 2 * width * (heads + 2 * cfg.kv_heads * cfg.head_size),
+        "attn/c_gate": 2 * width * cfg.num_heads * cfg.attention_gate,
         "attn/c_proj": 2 * width * heads if reads_sum or not cfg.parallel_block else 0,
         "mlp/c_fc": 2 * width * cfg.hidden_dim * (2 if cfg.is_gated else 1),
         "mlp/c_proj": 2 * width * cfg.hidden_dim if reads_sum else 0,

@@ -22,7 +22,8 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     kernels = width * (into_attention + heads) + (into_mlp + 1) * width * hidden
     biases = into_attention + 2 * width + into_mlp * hidden if cfg.bias else 0
     mixes = 2 * (cfg.value_embeddings + cfg.value_residual + cfg.embedding_skip)
-    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes
+    gate = cfg.attention_gate * cfg.num_heads * (width + cfg.bias)
+    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes + gate
     last_norm = norm if cfg.norm_position != "post" else 0
     return cfg.num_layers * layer + last_norm + cfg.vocab_size * width
 

@@ -16,7 +16,7 @@ CORE_ATTENTION = "attn/core"
 # JAX names no results of cuDNN's kernel. The operation stands for them.
 _CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
-_PRODUCTS = ("attn/c_attn", "attn/c_q", "attn/c_kv", "attn/c_proj")
+_PRODUCTS = ("attn/c_attn", "attn/c_q", "attn/c_kv", "attn/c_gate", "attn/c_proj")
 _ATTENTION = (*_PRODUCTS, CORE_ATTENTION, _CUDNN_ATTENTION)
 _MLP = ("mlp/c_fc", "mlp/c_gate", "mlp/c_proj")
 
