@@ -151,6 +151,7 @@ def get_config() -> ConfigDict:
             # arXiv 2410.17897)
             embedding_skip=False,  # learned mix of the first embedding into every block
             # (modded-nanogpt)
+            smear=False,  # adds a gated share of the token before to each (modded-nanogpt)
             attention_gate=False,  # each head's output times the sigmoid of a linear map of the
             # block's input (Qiu et al. 2025, arXiv 2505.06708)
             parallel_block=False,  # attention and MLP read the same input (GPT-J, GPT-NeoX)

@@ -174,6 +174,14 @@ muP draws kernels as wide ones
     gpt2/model/layers.py: tests/test_switch_values.py -k kernels
     - cfg.init_std / cfg.width_ratio**0.5
     + cfg.init_std
+the first cached token has none before it
+    gpt2/model/gpt.py: tests/test_switches.py -k 'cached and modded'
+    - first = x[:, :1] if cache is None
+    + first = x[:, :1] if True
+a document smears into the next
+    gpt2/model/gpt.py: tests/test_model.py -k segments
+    - exists & (segments == jnp.roll(segments, 1, axis=1))
+    + exists
 attention's gate reads what the next head should
     gpt2/model/attention.py: tests/test_switch_values.py -k attention_gate
     - constrain(gate, "batch", "length", "heads"))

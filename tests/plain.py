@@ -24,7 +24,12 @@ def logits(cfg, params, tokens, factors=()):
     def drop(x):
         return x * next(factors, 1.0)
 
-    x = params["wte"]["embedding"][tokens]
+    embeddings = params["wte"]["embedding"][tokens]
+    x = embeddings.copy()
+    if cfg.smear:
+        for t in range(1, T):
+            gate = sigmoid(embeddings[t, :24] @ params["smear"]["gate"])
+            x[t] += params["smear"]["share"] * gate * embeddings[t - 1]
     if cfg.position == "learned":
         x = x + params["wpe"]["embedding"][:T]
     if cfg.position == "sinusoidal":  # Vaswani et al. 2017, sections 3.4 and 3.5

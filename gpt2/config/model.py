@@ -79,6 +79,11 @@ class ModelConfig(Options, group="model"):
         return self.mlp_dim or self.mlp_ratio * self.embed_dim
 
     @property
+    def smear_width(self) -> int:
+        """Entries of an embedding that open its gate for `model.smear`, as in nanochat."""
+        return min(24, self.embed_dim)
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """For each layer, how many tokens a position sees, itself included; 0: all."""
         pattern = self.window_pattern

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from gpt2.config import GPTConfig
 from gpt2.model.attention import LayerInputs
 from gpt2.model.block import Block, Stream
-from gpt2.model.layers import Embedding, Norm
+from gpt2.model.layers import Embedding, Norm, Smear
 from gpt2.ops import cross_entropy, positions_per_chunk, rotation
 from gpt2.ops.scores import soft_cap
 from gpt2.parallel.rules import constrain
@@ -32,7 +32,7 @@ __all__ = ["GPT", "GPTConfig", "KVCache", "num_params"]
 
 
 class KVCache(struct.PyTreeNode):
-    """Keys and values of the tokens so far.
+    """Keys and values of the tokens so far, and what else the next token reads.
 
     Attributes:
         layers: a pair of keys and values for each layer, `[B, K, S, H]` in the compute type. Keys
@@ -40,10 +40,12 @@ class KVCache(struct.PyTreeNode):
             multiplies them as they are stored. If layers are scanned, a single pair with a leading
             axis L.
         length: `[B]` int32, tokens written per sequence.
+        last: `[B]` int32, the last of them; means nothing where there is none.
     """
 
     layers: Any
     length: jax.Array
+    last: jax.Array
 
     @classmethod
     def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
@@ -54,7 +56,7 @@ class KVCache(struct.PyTreeNode):
             return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
         layers = pair(L, *shape) if config.scan_layers else [pair(*shape) for _ in range(L)]
-        return cls(layers, jnp.zeros(batch_size, jnp.int32))
+        return cls(layers, jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, jnp.int32))
 
 
 class GPT(nn.Module):
@@ -73,6 +75,8 @@ class GPT(nn.Module):
         if cfg.position == "learned":
             axes = ("position", "table")
             self.wpe = Embedding(cfg, cfg.context_length, axes, stddev=cfg.init_std / 2)
+        if cfg.smear:
+            self.smear = Smear(cfg)
         static = ("deterministic",) if cfg.scan_layers else ("layer", "deterministic")
         block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
         if cfg.scan_layers:
@@ -181,10 +185,12 @@ class GPT(nn.Module):
         chex.assert_shape([num_new, cache.length], (B,))
         chex.assert_type([num_new, cache.length], int)
         hidden, cache = self._hidden(tokens, cache=cache)
-        last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
-        # Unpadded: padding would copy it at every token.
-        logits = self._logits(last, self._output().embedding)
-        return logits[:, 0], cache.replace(length=cache.length + num_new)
+        end = (num_new - 1)[:, None]
+        last = jnp.take_along_axis(tokens, end, axis=1)[:, 0]
+        cache = cache.replace(length=cache.length + num_new, last=last)
+        # The head unpadded: padding would copy it at every token.
+        hidden = jnp.take_along_axis(hidden, end[..., None], axis=1)
+        return self._logits(hidden, self._output().embedding)[:, 0], cache
 
     def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None, table=None):
         """Returns the normalised output of the last layer [B, T, D], and the cache."""
@@ -201,6 +207,7 @@ class GPT(nn.Module):
         x = self.wte(tokens, table)
         if cache is not None:
             positions = positions + cache.length[:, None]
+        x = self._add_before(x, positions, segments, cache)
         if cfg.position == "learned":
             x = x + (self.wpe.first(T) if cache is None else self.wpe(positions))
         elif cfg.position == "sinusoidal":
@@ -216,6 +223,17 @@ class GPT(nn.Module):
         x = constrain(x, "batch", "length", "embed")
         x = x / cfg.width_ratio if cfg.mup_base_width else x  # the head's multiplier
         return x, None if cache is None else cache.replace(layers=layers)
+
+    def _add_before(self, x, positions, segments, cache):
+        """Adds to embeddings `[B, T, D]` what comes of the token before each, in its segment."""
+        cfg, exists = self.config, positions > 0
+        if segments is not None:
+            exists = exists & (segments == jnp.roll(segments, 1, axis=1))
+        if cfg.smear:
+            first = x[:, :1] if cache is None else self.wte(cache.last[:, None])
+            before = jnp.concatenate([first, x[:, :-1]], axis=1)
+            x = self.smear(x, jnp.where(exists[..., None], before, 0))
+        return x
 
     def _layers(self, x, cache, positions, segments, tokens, deterministic):
         """Returns the stream `[B, T, D]` after all layers, and their caches."""

@@ -146,6 +146,25 @@ class Mix(nn.Module):
         return (weights[0] * x + weights[1] * other).astype(self.config.compute_dtype)
 
 
+class Smear(nn.Module):
+    """Adds a gated share of the token before (modded-nanogpt, nanochat).
+
+    The gate reads the first entries of the token itself, and all weights begin at 0.
+    """
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, before: jax.Array) -> jax.Array:
+        """Returns the sum, `[B, T, D]` in the compute type; `before` is `x` a position earlier."""
+        chex.assert_equal_shape([x, before])
+        width, zeros = self.config.smear_width, nn.initializers.zeros
+        weights = named_param(self, "gate", zeros, (width,), ("mix",))
+        share = named_param(self, "share", zeros, (1,), ("mix",))
+        gate = jax.nn.sigmoid(x[..., :width] @ weights)[..., None]
+        return (x + share * gate * before).astype(self.config.compute_dtype)
+
+
 class Embedding(nn.Module):
     """A table of vectors, looked up by integers.
 

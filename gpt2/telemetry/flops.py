@@ -25,7 +25,8 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     gate = cfg.attention_gate * cfg.num_heads * (width + cfg.bias)
     layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes + gate
     last_norm = norm if cfg.norm_position != "post" else 0
-    return cfg.num_layers * layer + last_norm + cfg.vocab_size * width
+    around = cfg.smear * (cfg.smear_width + 1)
+    return cfg.num_layers * layer + last_norm + around + cfg.vocab_size * width
 
 
 def model_flops_per_token(cfg: GPTConfig) -> float:
