@@ -152,6 +152,8 @@ def get_config() -> ConfigDict:
             embedding_skip=False,  # learned mix of the first embedding into every block
             # (modded-nanogpt)
             smear=False,  # adds a gated share of the token before to each (modded-nanogpt)
+            backout=False,  # before the head, takes off a learned share of what the stream was
+            # after half of the layers (modded-nanogpt)
             attention_gate=False,  # each head's output times the sigmoid of a linear map of the
             # block's input (Qiu et al. 2025, arXiv 2505.06708)
             parallel_block=False,  # attention and MLP read the same input (GPT-J, GPT-NeoX)

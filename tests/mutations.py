@@ -182,6 +182,10 @@ a document smears into the next
     gpt2/model/gpt.py: tests/test_model.py -k segments
     - exists & (segments == jnp.roll(segments, 1, axis=1))
     + exists
+the stream of another layer is backed out
+    gpt2/model/block.py: tests/test_switch_values.py -k backout
+    - layer == cfg.num_layers // 2, x
+    + layer == 0, x
 attention's gate reads what the next head should
     gpt2/model/attention.py: tests/test_switch_values.py -k attention_gate
     - constrain(gate, "batch", "length", "heads"))

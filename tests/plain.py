@@ -39,9 +39,10 @@ def logits(cfg, params, tokens, factors=()):
                 x[pos, 2 * i] += math.sin(pos / 10000 ** (2 * i / D))
                 x[pos, 2 * i + 1] += math.cos(pos / 10000 ** (2 * i / D))
     x = drop(x)
-    embedded, first_values = x, None
+    embedded, first_values, middle = x, None, None
     for layer in range(cfg.num_layers):
         block = params[f"h_{layer}"]
+        middle = x if layer == cfg.num_layers // 2 else middle
         if cfg.embedding_skip:
             own, skip = block["embedding_skip"]["weights"]
             x = own * x + skip * embedded
@@ -60,6 +61,8 @@ def logits(cfg, params, tokens, factors=()):
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_2_post"], y)
         x = x + drop(y)
+    if cfg.backout:
+        x = x - params["backout"] * middle
     if cfg.norm_position != "post":
         x = norm(cfg, params["ln_f"], x)
     head = params["wte" if cfg.tie_embeddings else "lm_head"]["embedding"]

@@ -62,6 +62,7 @@ SWITCHES = {
     "value_residual": {"model.value_residual": True},
     "embedding_skip": {"model.embedding_skip": True},
     "smear": {"model.smear": True},
+    "backout": {"model.backout": True},
     "attention_gate": {"model.attention_gate": True},
     "parallel_block": {"model.parallel_block": True},
     "no bias": {"model.bias": False},
@@ -93,7 +94,7 @@ COMBINED = {
         **{"model.value_embeddings": True, "model.value_residual": True, "model.qk_norm": True},
         **{"model.embedding_skip": True, "model.logit_softcap": 15.0, "model.bias": False},
         **{"model.window": 6, "model.window_pattern": "SL", "model.parallel_block": True},
-        **{"model.attention_gate": True, "model.smear": True},
+        **{"model.attention_gate": True, "model.smear": True, "model.backout": True},
     },
 }
 ALL = SWITCHES | COMBINED

@@ -5,6 +5,7 @@ gpt2/model/gpt.py explains the letters of dimensions.
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from gpt2.config import GPTConfig
@@ -20,10 +21,13 @@ class Stream(struct.PyTreeNode):
         x: `[B, T, D]` in the compute type, the residual stream.
         first_values: `[B, T, K, H]`, which the first layer fills in with its values, for
             `model.value_residual`; else None.
+        middle: `[B, T, D]`, the stream after half of the layers, which the one after them fills in,
+            for `model.backout`; else None.
     """
 
     x: jax.Array
     first_values: jax.Array | None = None
+    middle: jax.Array | None = None
 
 
 class Block(nn.Module):
@@ -40,6 +44,9 @@ class Block(nn.Module):
             cache, layer, inputs, deterministic: as for `Attention`.
         """
         cfg, x = self.config, stream.x
+        if cfg.backout:
+            middle = jnp.where(layer == cfg.num_layers // 2, x, stream.middle)
+            stream = stream.replace(middle=middle)
         dropout = nn.Dropout(cfg.dropout, deterministic=deterministic)
         if inputs.embedded is not None:
             x = Mix(cfg, (1.0, 0.0), name="embedding_skip")(x, inputs.embedded)

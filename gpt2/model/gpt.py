@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from gpt2.config import GPTConfig
 from gpt2.model.attention import LayerInputs
 from gpt2.model.block import Block, Stream
-from gpt2.model.layers import Embedding, Norm, Smear
+from gpt2.model.layers import Embedding, Norm, Smear, named_param
 from gpt2.ops import cross_entropy, positions_per_chunk, rotation
 from gpt2.ops.scores import soft_cap
 from gpt2.parallel.rules import constrain
@@ -77,6 +77,9 @@ class GPT(nn.Module):
             self.wpe = Embedding(cfg, cfg.context_length, axes, stddev=cfg.init_std / 2)
         if cfg.smear:
             self.smear = Smear(cfg)
+        if cfg.backout:
+            share = nn.initializers.constant(0.2)  # as in nanochat
+            self.backout: jax.Array = named_param(self, "backout", share, (1,), ("mix",))
         static = ("deterministic",) if cfg.scan_layers else ("layer", "deterministic")
         block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
         if cfg.scan_layers:
@@ -243,7 +246,7 @@ class GPT(nn.Module):
             turned = rotation(positions, cfg.rope_size, cfg.rope_base, *scaling)
         embedded = x if cfg.embedding_skip else None
         inputs = LayerInputs(positions, segments, tokens, embedded=embedded, rotation=turned)
-        stream = Stream(x)
+        stream = Stream(x, middle=x if cfg.backout else None)
         if cfg.value_residual:
             values = jnp.zeros((*x.shape[:2], cfg.kv_heads, cfg.head_size), x.dtype)
             values = constrain(values, "batch", "length", "heads", "head_size")
@@ -258,7 +261,10 @@ class GPT(nn.Module):
                 stream, layers[number] = block(
                     stream, layers[number], number, inputs, deterministic
                 )
-        return stream.x, layers
+        x = stream.x
+        if stream.middle is not None:
+            x = (x - self.backout * stream.middle).astype(cfg.compute_dtype)
+        return x, layers
 
     def _output(self) -> Embedding:
         """Returns the layer that holds the output embedding."""

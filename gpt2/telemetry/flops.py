@@ -25,7 +25,7 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     gate = cfg.attention_gate * cfg.num_heads * (width + cfg.bias)
     layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes + gate
     last_norm = norm if cfg.norm_position != "post" else 0
-    around = cfg.smear * (cfg.smear_width + 1)
+    around = cfg.smear * (cfg.smear_width + 1) + cfg.backout
     return cfg.num_layers * layer + last_norm + around + cfg.vocab_size * width
 
 
