@@ -156,6 +156,8 @@ def get_config() -> ConfigDict:
             # after half of the layers (modded-nanogpt)
             attention_gate=False,  # each head's output times the sigmoid of a linear map of the
             # block's input (Qiu et al. 2025, arXiv 2505.06708)
+            exclusive_attention=False,  # attention's output loses its part along the position's own
+            # value (Zhai 2026, arXiv 2603.09078)
             parallel_block=False,  # attention and MLP read the same input (GPT-J, GPT-NeoX)
             init="normal",  # of kernels; xavier: Glorot and Bengio 2010; fan_in: LeCun et al. 1998
             init_std=0.02,  # of tables, and of kernels under init=normal

@@ -186,6 +186,10 @@ the stream of another layer is backed out
     gpt2/model/block.py: tests/test_switch_values.py -k backout
     - layer == cfg.num_layers // 2, x
     + layer == 0, x
+the part along the value is measured by its length, not its square
+    gpt2/model/attention.py: tests/test_switch_values.py -k exclusive
+    - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
+    + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))
 attention's gate reads what the next head should
     gpt2/model/attention.py: tests/test_switch_values.py -k attention_gate
     - constrain(gate, "batch", "length", "heads"))

@@ -118,6 +118,9 @@ def attention(cfg, params, x, tokens, layer, first_values, factors):
             weights = np.exp(scores - scores.max())
             weights = weights / weights.sum() * kept[n, t, first : t + 1]
             out[t, n] = weights @ v[first : t + 1, kv]
+            if cfg.exclusive_attention:  # Zhai 2026, section 3
+                own = v[t, kv] / np.linalg.norm(v[t, kv])
+                out[t, n] -= (out[t, n] @ own) * own
     if cfg.attention_gate:  # Qiu et al. 2025, equation 5
         out = out * sigmoid(linear(params["c_gate"], x))[..., None]
     return linear(params["c_proj"], out, num_contract=2), first_values

@@ -64,6 +64,7 @@ SWITCHES = {
     "smear": {"model.smear": True},
     "backout": {"model.backout": True},
     "attention_gate": {"model.attention_gate": True},
+    "exclusive_attention": {"model.exclusive_attention": True},
     "parallel_block": {"model.parallel_block": True},
     "no bias": {"model.bias": False},
     "untied": {"model.tie_embeddings": False},
@@ -95,6 +96,7 @@ COMBINED = {
         **{"model.embedding_skip": True, "model.logit_softcap": 15.0, "model.bias": False},
         **{"model.window": 6, "model.window_pattern": "SL", "model.parallel_block": True},
         **{"model.attention_gate": True, "model.smear": True, "model.backout": True},
+        **{"model.exclusive_attention": True},
     },
 }
 ALL = SWITCHES | COMBINED

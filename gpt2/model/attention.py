@@ -18,6 +18,8 @@ from gpt2.parallel.rules import constrain, map_devices
 from gpt2.utils.platform import platform_of, target
 from gpt2.utils.scan import by_layer
 
+TINY = 1e-24  # in place of the squared length of a value that is 0
+
 
 class LayerInputs(struct.PyTreeNode):
     """What every layer reads beside its own input.
@@ -91,6 +93,8 @@ class Attention(nn.Module):
             return spread_attention(q, k, v, implementation=cfg.attention, **how)
 
         y = by_layer(attend, cfg.windows, layer)
+        if cfg.exclusive_attention:
+            y = without_own(y, v)
         if cfg.attention_gate:  # half open at the start, as in the paper
             gate = Linear(cfg, (D, N), ("embed", "heads"), name="c_gate")(x)
             y = y * jax.nn.sigmoid(constrain(gate, "batch", "length", "heads"))[..., None]
@@ -165,6 +169,13 @@ def spread_attention(
         map_kernel=lambda kernel: map_devices(kernel, heads, constants),
         **options,
     )
+
+
+def without_own(y: jax.Array, v: jax.Array) -> jax.Array:
+    """Takes from `y` `[B, T, N, H]` its part along each position's own value, `[B, T, K, H]`."""
+    own = jnp.repeat(v, y.shape[2] // v.shape[2], axis=2).astype(jnp.float32)
+    share = (y * own).sum(-1, keepdims=True) / jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
+    return (y - share * own).astype(y.dtype)
 
 
 def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
