@@ -158,7 +158,7 @@ def spread_attention(
     """Calls `gpt2.ops.attention` on the devices of the current trace, each with its part."""
     sizes, alibi = (q.dtype, q.shape[1], q.shape[3]), slopes is not None
     name = resolve(implementation, target().platform, *sizes, scoring=scoring, alibi=alibi)
-    heads, constants = ("batch", "length", "heads", "head_size"), (("batch", "length"), ("heads",))
+    heads, others = ("batch", "length", "heads", "head_size"), (("batch", "length"), ("heads",))
     return attention(
         q,
         k,
@@ -166,7 +166,7 @@ def spread_attention(
         implementation=name,
         scoring=scoring,
         slopes=slopes,
-        map_kernel=lambda kernel: map_devices(kernel, heads, constants),
+        map_kernel=lambda kernel: map_devices(kernel, heads, others),
         **options,
     )
 

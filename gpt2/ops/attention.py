@@ -60,20 +60,21 @@ def attention(
         options = dict(dropout=dropout, dropout_key=dropout_key)
         out = attention_reference(q, k, v, scoring, slopes, segments, **options)
         return checkpoint_name(out, CORE_ATTENTION)
+    others = segments, slopes
     if implementation == "xla":
-        return _from_jax((q, k, v), (segments, slopes), scoring, "xla")
+        return _from_jax((q, k, v), others, scoring, "xla")
     if implementation == "cudnn":
         kernel: Callable = partial(_from_jax, scoring=scoring, implementation="cudnn")
-        return map_kernel(kernel)((q, k, v), (segments, slopes))
+        return map_kernel(kernel)((q, k, v), others)
     kernels: dict[str, Callable] = {
-        "blocked": lambda qkv, constants: blocked_attention(*qkv, *constants, scoring),
+        "blocked": lambda qkv, others: blocked_attention(*qkv, *others, scoring),
         "splash": partial(_splash, scoring=scoring),
     }
-    return map_kernel(kernels[implementation])((q, *_repeat_heads(q, k, v)), (segments, slopes))
+    return map_kernel(kernels[implementation])((q, *_repeat_heads(q, k, v)), others)
 
 
-def _from_jax(qkv, constants, scoring, implementation):
-    (q, k, v), (segments, slopes) = qkv, constants
+def _from_jax(qkv, others, scoring, implementation):
+    (q, k, v), (segments, slopes) = qkv, others
     bias = None
     if slopes is not None:
         time = jnp.arange(q.shape[1])
@@ -210,12 +211,12 @@ def _repeat_heads(q, k, v):
     return (k, v) if times == 1 else tuple(jnp.repeat(x, times, axis=2) for x in (k, v))
 
 
-def _splash(qkv, constants, scoring):
+def _splash(qkv, others, scoring):
     """Splash attention takes one example, heads first, and leaves the scale to its caller."""
     # It takes a while to import.
     from jax.experimental.pallas.ops.tpu import splash_attention
 
-    (q, k, v), (segments, _) = qkv, constants
+    (q, k, v), (segments, _) = qkv, others
     T, N, H = q.shape[1:]
     block = max(size for size in (128, 256, 512) if T % size == 0)
     names = (field.name for field in dataclasses.fields(splash_attention.BlockSizes))

@@ -39,7 +39,7 @@ def _blocked_fwd(q, k, v, segments, slopes, scoring):
     groups = tuple(map(_split, (q, k, v)))
     blocks = _blocks(groups[0].shape[2], segments, scoring, transposed=False)
     run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
-    operands = *groups, *_by_head(groups[0], q, slopes)
+    operands = groups, _by_head(groups[0], q, slopes)
     out, log_normaliser = jax.lax.map(lambda args: run(*args), operands)
     out, log_normaliser = checkpoint_name((out, log_normaliser), CORE_ATTENTION)
     return _join(out, q), (*groups, segments, slopes, out, log_normaliser)
@@ -47,10 +47,11 @@ def _blocked_fwd(q, k, v, segments, slopes, scoring):
 
 def _blocked_bwd(scoring, residuals, dout):
     q, k, v, segments, slopes, out, log_normaliser = residuals
-    groups = q, k, jnp.swapaxes(k, -1, -2), v, out, log_normaliser, _split(dout)
+    groups = q, k, jnp.swapaxes(k, -1, -2), v, out, _split(dout), log_normaliser
     blocks = _blocks(q.shape[2], segments, scoring, transposed=True)
     run = partial(_backward, blocks=blocks, scoring=scoring, dtype=dout.dtype)
-    dq, dk, dv = jax.lax.map(lambda args: run(*args), (*groups, *_by_head(q, dout, slopes)))
+    operands = groups, _by_head(q, dout, slopes)
+    dq, dk, dv = jax.lax.map(lambda args: run(*args), operands)
     return *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)), None, None
 
 
@@ -78,16 +79,17 @@ def _join(x, like):
     return floats(jnp.swapaxes(x, 1, 2), like.dtype)
 
 
-def _by_head(groups, like, slopes):
-    """Returns the number of each head's sequence and ALiBi's slopes, `[groups, g]`."""
+def _by_head(groups, like, *numbers):
+    """Returns the number of each head's sequence, and numbers `[N]` or None, `[groups, g]`."""
     B, _, N, _ = like.shape
     sequences = (jnp.arange(B * N) // N).reshape(groups.shape[:2])
-    return sequences, None if slopes is None else jnp.tile(slopes, B).reshape(groups.shape[:2])
+    tiled = (x if x is None else jnp.tile(x, B).reshape(groups.shape[:2]) for x in numbers)
+    return sequences, *tiled
 
 
-def _forward(q, k, v, sequences, slopes, *, blocks, scoring, dtype):
+def _forward(groups, by_head, *, blocks, scoring, dtype):
     """Returns the output `[g, T, H]`, as bits, and the log of the normaliser `[g, T, 1]`."""
-    q, k, v = (floats(x, dtype) for x in (q, k, v))
+    (q, k, v), (sequences, slopes) = (floats(x, dtype) for x in groups), by_head
     outs, log_normalisers = [], []
     for queries, keys, visible in blocks:
         products = _dot("gth,gsh->gts", q[:, queries], k[:, keys])
@@ -104,17 +106,15 @@ def _forward(q, k, v, sequences, slopes, *, blocks, scoring, dtype):
     return jnp.concatenate(outs, axis=1), jnp.concatenate(log_normalisers, axis=1)
 
 
-def _backward(
-    q, k, k_transposed, v, out, log_normaliser, dout, sequences, slopes, *, blocks, scoring, dtype
-):
+def _backward(groups, by_head, *, blocks, scoring, dtype):
     """Returns the gradients of q `[g, H, T]`, of k and of v `[g, T, H]`, as bits.
 
     Scores, masks and the queries' gradient are transposed, keys by queries: products then take
     their operands as they lie in memory (docs/performance.md, XLA:CPU notes 9 and 10).
     """
-    q, k, k_transposed, v, out, dout = (
-        floats(x, dtype) for x in (q, k, k_transposed, v, out, dout)
-    )
+    *groups, log_normaliser = groups
+    q, k, k_transposed, v, out, dout = (floats(x, dtype) for x in groups)
+    sequences, slopes = by_head
     factor = scoring.factor(q.shape[-1])
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
     delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]

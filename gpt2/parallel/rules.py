@@ -178,27 +178,27 @@ def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh if abstract.empty else abstract, spec)
 
 
-def map_devices(function: Callable, names: tuple[str, ...], constant_names: Any) -> Callable:
+def map_devices(function: Callable, names: tuple[str, ...], other_names: Any) -> Callable:
     """Returns `function`, made to run on each device's part of its arguments.
 
     It is for kernels that XLA cannot split. Where nothing is split, it is returned as it is.
 
     Args:
-        function: `function(arrays, constants) -> array`, where `arrays` is a tuple of activations
-            and `constants` is a tuple of arrays, without gradients, or None.
+        function: `function(arrays, others) -> array`, where `arrays` is a tuple of activations and
+            `others` is a tuple of arrays or None.
         names: of the axes of each of `arrays`, and of the result.
-        constant_names: of the axes of each of `constants`.
+        other_names: of the axes of each of `others`.
     """
     trace = target()
     if not trace.splits_axes:
         return function
     table = trace.rules.activations
     array = spec(names, table)
-    constant = tuple(spec(names, table) for names in constant_names)
+    others = tuple(spec(names, table) for names in other_names)
     return jax.shard_map(
         function,
         mesh=on_trace(trace.mesh, array).mesh,
-        in_specs=(array, constant),
+        in_specs=(array, others),
         out_specs=array,
         axis_names={"tensor"},
         check_vma=False,
