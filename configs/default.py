@@ -156,6 +156,8 @@ def get_config() -> ConfigDict:
             # after half of the layers (modded-nanogpt)
             attention_gate=False,  # each head's output times the sigmoid of a linear map of the
             # block's input (Qiu et al. 2025, arXiv 2505.06708)
+            attention_sink=False,  # a learned logit per head that takes weight and gives nothing
+            # (gpt-oss, arXiv 2508.10925)
             exclusive_attention=False,  # attention's output loses its part along the position's own
             # value (Zhai 2026, arXiv 2603.09078)
             parallel_block=False,  # attention and MLP read the same input (GPT-J, GPT-NeoX)

@@ -190,6 +190,14 @@ the part along the value is measured by its length, not its square
     gpt2/model/attention.py: tests/test_switch_values.py -k exclusive
     - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
     + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))
+a sink has half its gradient in blocks
+    gpt2/ops/blocked_attention.py: tests/test_ops.py -k scoring
+    - dsinks = -(jnp.exp(
+    + dsinks = -0.5 * (jnp.exp(
+a sink gives its weight to the last key
+    gpt2/ops/attention.py: tests/test_switch_values.py -k attention_sink
+    - axis=-1))[..., :-1]
+    + axis=-1))[..., 1:]
 attention's gate reads what the next head should
     gpt2/model/attention.py: tests/test_switch_values.py -k attention_gate
     - constrain(gate, "batch", "length", "heads"))

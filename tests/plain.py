@@ -115,8 +115,10 @@ def attention(cfg, params, x, tokens, layer, first_values, factors):
             scores = cap(k[first : t + 1, kv] @ q[t, n] * scale, cfg.attention_softcap)
             if cfg.position == "alibi":
                 scores = scores + ALIBI[N][n] * (np.arange(first, t + 1) - t)
-            weights = np.exp(scores - scores.max())
-            weights = weights / weights.sum() * kept[n, t, first : t + 1]
+            weights, total = np.exp(scores - scores.max()), 0.0
+            if cfg.attention_sink:
+                total = np.exp(params["sinks"][n] - scores.max())
+            weights = weights / (weights.sum() + total) * kept[n, t, first : t + 1]
             out[t, n] = weights @ v[first : t + 1, kv]
             if cfg.exclusive_attention:  # Zhai 2026, section 3
                 own = v[t, kv] / np.linalg.norm(v[t, kv])

@@ -178,14 +178,17 @@ def test_blocked_attention_equals_reference(batch_size, length, heads, dtype, ma
     check_attention("blocked", q, k, v, segments if mask else None, dtype)
 
 
-def check_attention(implementation, q, k, v, segments, dtype, **options):
-    how = dict(implementation=implementation, segments=segments)
-    fast = jax.jit(lambda *qkv: attention(*qkv, **how, **options))
-    plain = jax.jit(lambda *qkv: attention_reference(*qkv, segments=segments, **options))
-    assert_close(fast(q, k, v), plain(q, k, v), dtype)
-    gradient_fast = jax.jit(jax.grad(weighted(fast, *q.shape), (0, 1, 2)))
-    gradient_plain = jax.jit(jax.grad(weighted(plain, *q.shape), (0, 1, 2)))
-    assert_close(gradient_fast(q, k, v), gradient_plain(q, k, v), dtype)
+def check_attention(implementation, q, k, v, segments, dtype, sinks=None, **options):
+    args = q, k, v, sinks
+    every = tuple(i for i, x in enumerate(args) if x is not None)
+
+    def both(op, **how):
+        def run(q, k, v, sinks):
+            return op(q, k, v, sinks=sinks, segments=segments, **how, **options)
+
+        return jax.jit(run)(*args), jax.jit(jax.grad(weighted(run, *q.shape), every))(*args)
+
+    assert_close(both(attention, implementation=implementation), both(attention_reference), dtype)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +198,11 @@ def check_attention(implementation, q, k, v, segments, dtype, **options):
         ("blocked", 600, dict(scoring=Scoring(window=7, softcap=0.4, scale=0.7))),
         ("blocked", 600, dict(scoring=Scoring(window=256), slopes=alibi_slopes(4))),
         ("blocked", 600, dict(scoring=Scoring(window=301, softcap=2.0), slopes=alibi_slopes(4))),
+        ("blocked", 600, dict(sinks=jnp.array([-1.0, 0.0, 2.0, 9.0]))),
         ("xla", 40, dict(scoring=Scoring(window=7, scale=0.7))),
         ("xla", 40, dict(slopes=alibi_slopes(4))),
         ("splash", 128, dict(scoring=Scoring(window=7, softcap=0.4, scale=0.7))),
+        ("splash", 128, dict(sinks=jnp.array([-1.0, 0.0, 2.0, 9.0]))),
     ],
 )
 def test_attention_of_every_scoring_and_grouped_heads_equals_reference(
@@ -217,8 +222,9 @@ def test_new_positions_attend_to_a_cache_as_the_reference_does(dtype, kv_heads, 
     garbage = jnp.full((2, 3, kv_heads, 8), 1e9, dtype)
     caches = [jnp.concatenate([x, garbage], axis=1).swapaxes(1, 2) for x in (k, v)]
     scoring = Scoring(window=4, softcap=2.0)
-    cached = jax.jit(partial(attention_cached, scoring=scoring, slopes=alibi_slopes(4)))
-    whole = attention_reference(q, k, v, scoring=scoring, slopes=alibi_slopes(4))
+    how = dict(scoring=scoring, slopes=alibi_slopes(4), sinks=jnp.arange(4.0))
+    cached = jax.jit(partial(attention_cached, **how))
+    whole = attention_reference(q, k, v, **how)
     assert_close(cached(q[:, -new:], *caches, jnp.array([9, 9])), whole[:, -new:], dtype)
 
 
@@ -235,6 +241,8 @@ def test_new_positions_attend_to_a_cache_as_the_reference_does(dtype, kv_heads, 
         ("tpu", "bfloat16", 1024, 64, {}, "splash"),
         ("tpu", "bfloat16", 1000, 64, {}, "xla"),
         ("tpu", "bfloat16", 1024, 64, dict(alibi=True), "xla"),
+        ("tpu", "bfloat16", 1024, 64, dict(sinks=True), "splash"),
+        ("gpu", "bfloat16", 1024, 64, dict(sinks=True), "reference"),
     ],
 )
 def test_auto_attention_is_what_can_run(platform, dtype, length, head_size, scores, expected):
@@ -260,6 +268,7 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
                 *(scale * x for x in qkv),
                 implementation=implementation,
                 segments=segments if with_segments else None,
+                sinks=scale[:, 0],
             )
             return jnp.sin(out).sum()
 

@@ -65,6 +65,7 @@ SWITCHES = {
     "backout": {"model.backout": True},
     "attention_gate": {"model.attention_gate": True},
     "exclusive_attention": {"model.exclusive_attention": True},
+    "attention_sink": {"model.attention_sink": True},
     "parallel_block": {"model.parallel_block": True},
     "no bias": {"model.bias": False},
     "untied": {"model.tie_embeddings": False},

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from gpt2.config import GPTConfig
-from gpt2.model.layers import Embedding, Linear, Mix, Norm
+from gpt2.model.layers import Embedding, Linear, Mix, Norm, named_param
 from gpt2.ops import Scoring, alibi_slopes, attention, attention_cached, resolve, rotate
 from gpt2.parallel.rules import constrain, map_devices
 from gpt2.utils.platform import platform_of, target
@@ -75,6 +75,9 @@ class Attention(nn.Module):
         if inputs.rotation is not None:
             q, k = (rotate(heads, *inputs.rotation) for heads in (q, k))
         slopes = alibi_slopes(N) if cfg.position == "alibi" else None
+        sinks = None
+        if cfg.attention_sink:
+            sinks = named_param(self, "sinks", nn.initializers.zeros, (N,), ("heads",))
         dropout = 0.0 if deterministic else cfg.dropout
         dropout_key = self.make_rng("dropout") if dropout else None
         if cache is not None:
@@ -85,7 +88,7 @@ class Attention(nn.Module):
             # section 4; as microsoft/mup).
             scale = 8.0 / H if cfg.mup_base_width else 0.0
             scoring = Scoring(window=window, softcap=cfg.attention_softcap, scale=scale)
-            how: dict[str, Any] = dict(scoring=scoring, slopes=slopes)
+            how: dict[str, Any] = dict(scoring=scoring, slopes=slopes, sinks=sinks)
             if cache is not None:
                 keys, values = cache
                 return attention_cached(q, keys, values, positions[:, -1] + 1, **how)
@@ -153,12 +156,15 @@ def spread_attention(
     implementation: str,
     scoring: Scoring = Scoring(),
     slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
     """Calls `gpt2.ops.attention` on the devices of the current trace, each with its part."""
-    sizes, alibi = (q.dtype, q.shape[1], q.shape[3]), slopes is not None
-    name = resolve(implementation, target().platform, *sizes, scoring=scoring, alibi=alibi)
-    heads, others = ("batch", "length", "heads", "head_size"), (("batch", "length"), ("heads",))
+    sizes = target().platform, q.dtype, q.shape[1], q.shape[3]
+    given: dict[str, Any] = dict(alibi=slopes is not None, sinks=sinks is not None)
+    name = resolve(implementation, *sizes, scoring=scoring, **given)
+    heads = "batch", "length", "heads", "head_size"
+    others = ("batch", "length"), ("heads",), ("heads",)
     return attention(
         q,
         k,
@@ -166,6 +172,7 @@ def spread_attention(
         implementation=name,
         scoring=scoring,
         slopes=slopes,
+        sinks=sinks,
         map_kernel=lambda kernel: map_devices(kernel, heads, others),
         **options,
     )
@@ -189,4 +196,5 @@ def resolve_attention(cfg: GPTConfig, device: jax.Device) -> str:
     """Returns the implementation of attention that a model takes on a device."""
     scoring = Scoring(window=cfg.window, softcap=cfg.attention_softcap)
     shape = platform_of(device), cfg.compute_dtype, cfg.context_length, cfg.head_size
-    return resolve(cfg.attention, *shape, scoring=scoring, alibi=cfg.position == "alibi")
+    given: dict[str, Any] = dict(alibi=cfg.position == "alibi", sinks=cfg.attention_sink)
+    return resolve(cfg.attention, *shape, scoring=scoring, **given)

@@ -38,6 +38,7 @@ def attention(
     implementation: str = "reference",  # as `resolve` names it
     scoring: Scoring = Scoring(),
     slopes: jax.Array | None = None,  # [N] float32, see `alibi_slopes`
+    sinks: jax.Array | None = None,  # [N] float32, logits that take weight and give nothing
     segments: jax.Array | None = None,  # [B, T] int32; a position sees only its own segment
     dropout: float = 0.0,  # probability with which a weight is dropped, drawn by `dropout_key`
     dropout_key: jax.Array | None = None,
@@ -46,7 +47,7 @@ def attention(
     """Lets each position attend to itself and those before it; returns `[B, T, N, H]`.
 
     Only 'reference' has weights to drop: dropout selects it. `map_kernel` turns `kernel((q, k, v),
-    (segments, slopes))` into a function on each device's part, for what XLA does not split.
+    (segments, slopes, sinks))` into a function on each device's part, for what XLA does not split.
     """
     B, T, N, H = q.shape
     chex.assert_shape([k, v], (B, T, None, H))  # of a single row or position they would broadcast
@@ -57,10 +58,9 @@ def attention(
         chex.assert_shape(segments, (B, T))
         chex.assert_type(segments, int)
     if dropout or implementation == "reference" or target().plain:
-        options = dict(dropout=dropout, dropout_key=dropout_key)
-        out = attention_reference(q, k, v, scoring, slopes, segments, **options)
+        out = attention_reference(q, k, v, scoring, slopes, segments, sinks, dropout, dropout_key)
         return checkpoint_name(out, CORE_ATTENTION)
-    others = segments, slopes
+    others = segments, slopes, sinks
     if implementation == "xla":
         return _from_jax((q, k, v), others, scoring, "xla")
     if implementation == "cudnn":
@@ -74,7 +74,7 @@ def attention(
 
 
 def _from_jax(qkv, others, scoring, implementation):
-    (q, k, v), (segments, slopes) = qkv, others
+    (q, k, v), (segments, slopes, _) = qkv, others
     bias = None
     if slopes is not None:
         time = jnp.arange(q.shape[1])
@@ -104,12 +104,15 @@ def resolve(
     *,
     scoring: Scoring = Scoring(),
     alibi: bool = False,
+    sinks: bool = False,
 ) -> str:
     """Returns the implementation for `auto`; an explicit one that cannot run is a `UserError`."""
 
     def obstacle(name: str) -> str | None:
         if scoring.softcap and name in ("xla", "cudnn"):
             return "cannot compute model.attention_softcap"
+        if sinks and name in ("xla", "cudnn"):
+            return "cannot compute model.attention_sink"
         if alibi and name == "splash":
             return "cannot compute model.position=alibi"
         if (name == "cudnn" and platform != "gpu") or (name == "splash" and platform != "tpu"):
@@ -155,7 +158,7 @@ softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def attention_reference(
-    q, k, v, scoring=Scoring(), slopes=None, segments=None, dropout=0.0, dropout_key=None
+    q, k, v, scoring=Scoring(), slopes=None, segments=None, sinks=None, dropout=0, dropout_key=None
 ):
     """Computes `attention` by its formula; arguments and result as there."""
     k, v = _repeat_heads(q, k, v)
@@ -166,7 +169,7 @@ def attention_reference(
     products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     scores = _biased(scoring.scores(products, q.shape[-1]), slopes, time[:, None], time)
     scores = jnp.where(visible, scores, -jnp.inf)
-    weights = (jax.nn.softmax if target().plain else softmax)(scores).astype(q.dtype)
+    weights = _weights(jax.nn.softmax if target().plain else softmax, scores, sinks).astype(q.dtype)
     if dropout:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
         weights = jnp.where(kept, weights / (1.0 - dropout), 0.0)
@@ -182,6 +185,7 @@ def attention_cached(
     *,
     scoring: Scoring = Scoring(),
     slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Lets new positions attend to a cache that holds their keys and values: `[B, T, N, H]`."""
     (B, T, N, H), (K, S) = q.shape, k_cache.shape[1:3]
@@ -194,8 +198,8 @@ def attention_cached(
     rows = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
     products = jnp.einsum("bkrh,bksh->bkrs", rows, k_cache, preferred_element_type=jnp.float32)
     scores = _biased(scoring.scores(products.reshape(B, N, T, S), H), slopes, query, key)
-    weights = jax.nn.softmax(jnp.where(scoring.visible(query, key), scores, -jnp.inf))
-    weights = weights.astype(q.dtype).reshape(B, K, -1, S)
+    scores = jnp.where(scoring.visible(query, key), scores, -jnp.inf)
+    weights = _weights(jax.nn.softmax, scores, sinks).astype(q.dtype).reshape(B, K, -1, S)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v_cache, preferred_element_type=jnp.float32)
     return jnp.moveaxis(out.reshape(B, N, T, H), 1, 2).astype(q.dtype)
 
@@ -203,6 +207,14 @@ def attention_cached(
 def _biased(scores, slopes, query, key):
     """Adds ALiBi's bias to scores `[B, N, T, S]`; `query` and `key` are positions."""
     return scores if slopes is None else scores + slopes[:, None, None] * (key - query)
+
+
+def _weights(softmax, scores, sinks):
+    """Returns the softmax of scores `[B, N, T, S]`, less what each head's sink takes."""
+    if sinks is None:
+        return softmax(scores)
+    sinks = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+    return softmax(jnp.concatenate([scores, sinks], axis=-1))[..., :-1]
 
 
 def _repeat_heads(q, k, v):
@@ -216,7 +228,7 @@ def _splash(qkv, others, scoring):
     # It takes a while to import.
     from jax.experimental.pallas.ops.tpu import splash_attention
 
-    (q, k, v), (segments, _) = qkv, others
+    (q, k, v), (segments, _, sinks) = qkv, others
     T, N, H = q.shape[1:]
     block = max(size for size in (128, 256, 512) if T % size == 0)
     names = (field.name for field in dataclasses.fields(splash_attention.BlockSizes))
@@ -235,7 +247,7 @@ def _splash(qkv, others, scoring):
     )
     ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * scoring.factor(H), k, v))
-    return jnp.swapaxes(jax.vmap(kernel)(q, k, v, ids), 1, 2)
+    return jnp.swapaxes(jax.vmap(kernel, (0, 0, 0, 0, None))(q, k, v, ids, sinks), 1, 2)
 
 
 def _same_segment(segments):

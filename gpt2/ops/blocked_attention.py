@@ -22,37 +22,40 @@ SCORES = 2**19  # at a time, if one head has no more: 2 MB, the second-level cac
 NEVER = -1e30  # the score of a hidden pair; finite, since -inf minus -inf is NaN
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
 def blocked_attention(
     q: jax.Array,  # [B, T, N, H], and so are k and v
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     scoring: Scoring = Scoring(),
 ) -> jax.Array:
     """Computes `attention` in blocks; no gradient reaches `segments` and `slopes`."""
-    return _blocked_fwd(q, k, v, segments, slopes, scoring)[0]
+    return _blocked_fwd(q, k, v, segments, slopes, sinks, scoring)[0]
 
 
-def _blocked_fwd(q, k, v, segments, slopes, scoring):
+def _blocked_fwd(q, k, v, segments, slopes, sinks, scoring):
     groups = tuple(map(_split, (q, k, v)))
     blocks = _blocks(groups[0].shape[2], segments, scoring, transposed=False)
     run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
-    operands = groups, _by_head(groups[0], q, slopes)
+    operands = groups, _by_head(groups[0], q, slopes, sinks)
     out, log_normaliser = jax.lax.map(lambda args: run(*args), operands)
     out, log_normaliser = checkpoint_name((out, log_normaliser), CORE_ATTENTION)
-    return _join(out, q), (*groups, segments, slopes, out, log_normaliser)
+    return _join(out, q), (*groups, segments, slopes, sinks, out, log_normaliser)
 
 
 def _blocked_bwd(scoring, residuals, dout):
-    q, k, v, segments, slopes, out, log_normaliser = residuals
+    q, k, v, segments, slopes, sinks, out, log_normaliser = residuals
     groups = q, k, jnp.swapaxes(k, -1, -2), v, out, _split(dout), log_normaliser
     blocks = _blocks(q.shape[2], segments, scoring, transposed=True)
     run = partial(_backward, blocks=blocks, scoring=scoring, dtype=dout.dtype)
-    operands = groups, _by_head(q, dout, slopes)
-    dq, dk, dv = jax.lax.map(lambda args: run(*args), operands)
-    return *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)), None, None
+    operands = groups, _by_head(q, dout, slopes, sinks)
+    dq, dk, dv, dsinks = jax.lax.map(lambda args: run(*args), operands)
+    if sinks is not None:
+        dsinks = dsinks.reshape(-1, len(sinks)).sum(axis=0)
+    return *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)), None, None, dsinks
 
 
 blocked_attention.defvjp(_blocked_fwd, _blocked_bwd)
@@ -89,7 +92,7 @@ def _by_head(groups, like, *numbers):
 
 def _forward(groups, by_head, *, blocks, scoring, dtype):
     """Returns the output `[g, T, H]`, as bits, and the log of the normaliser `[g, T, 1]`."""
-    (q, k, v), (sequences, slopes) = (floats(x, dtype) for x in groups), by_head
+    (q, k, v), (sequences, slopes, sinks) = (floats(x, dtype) for x in groups), by_head
     outs, log_normalisers = [], []
     for queries, keys, visible in blocks:
         products = _dot("gth,gsh->gts", q[:, queries], k[:, keys])
@@ -98,8 +101,12 @@ def _forward(groups, by_head, *, blocks, scoring, dtype):
             scores += slopes[:, None, None] * _distance(queries, keys)
         scores = jnp.where(visible if visible.ndim == 2 else visible[sequences], scores, NEVER)
         highest = scores.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            highest = jnp.maximum(highest, sinks[:, None, None])
         weights = jnp.exp(scores - highest)
         normaliser = weights.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            normaliser += jnp.exp(sinks[:, None, None] - highest)
         out = _dot("gts,gsh->gth", weights.astype(dtype), v[:, keys]) / normaliser
         outs.append(bits(out.astype(dtype)))
         log_normalisers.append(highest + jnp.log(normaliser))
@@ -107,17 +114,20 @@ def _forward(groups, by_head, *, blocks, scoring, dtype):
 
 
 def _backward(groups, by_head, *, blocks, scoring, dtype):
-    """Returns the gradients of q `[g, H, T]`, of k and of v `[g, T, H]`, as bits.
+    """Returns the gradients of q `[g, H, T]`, k and v `[g, T, H]`, as bits, and sinks `[g]`.
 
     Scores, masks and the queries' gradient are transposed, keys by queries: products then take
     their operands as they lie in memory (docs/performance.md, XLA:CPU notes 9 and 10).
     """
     *groups, log_normaliser = groups
     q, k, k_transposed, v, out, dout = (floats(x, dtype) for x in groups)
-    sequences, slopes = by_head
+    sequences, slopes, sinks = by_head
     factor = scoring.factor(q.shape[-1])
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
     delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]
+    dsinks = None
+    if sinks is not None:  # a sink is a key whose value is 0
+        dsinks = -(jnp.exp(sinks[:, None, None] - log_normaliser) * delta).sum(axis=(1, 2))
     dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for queries, keys, visible in blocks:
         products = _dot("gsh,gth->gst", k[:, keys], q[:, queries])
@@ -135,7 +145,8 @@ def _backward(groups, by_head, *, blocks, scoring, dtype):
         dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
         dk = dk.at[:, keys].add(_dot("gst,gth->gsh", dscores, q[:, queries]))
         dv = dv.at[:, keys].add(_dot("gst,gth->gsh", weights.astype(dtype), dout[:, queries]))
-    return tuple(bits(x.astype(dtype)) for x in (jnp.concatenate(dqs, axis=-1), dk, dv))
+    dqkv = jnp.concatenate(dqs, axis=-1), dk, dv
+    return *(bits(x.astype(dtype)) for x in dqkv), dsinks
 
 
 def _distance(queries, keys):

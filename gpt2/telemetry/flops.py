@@ -22,11 +22,10 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     kernels = width * (into_attention + heads) + (into_mlp + 1) * width * hidden
     biases = into_attention + 2 * width + into_mlp * hidden if cfg.bias else 0
     mixes = 2 * (cfg.value_embeddings + cfg.value_residual + cfg.embedding_skip)
-    gate = cfg.attention_gate * cfg.num_heads * (width + cfg.bias)
-    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes + gate
-    last_norm = norm if cfg.norm_position != "post" else 0
-    around = cfg.smear * (cfg.smear_width + 1) + cfg.backout
-    return cfg.num_layers * layer + last_norm + around + cfg.vocab_size * width
+    by_head = cfg.num_heads * (cfg.attention_gate * (width + cfg.bias) + cfg.attention_sink)
+    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes + by_head
+    once = cfg.smear * (cfg.smear_width + 1) + cfg.backout + norm * (cfg.norm_position != "post")
+    return cfg.num_layers * layer + once + cfg.vocab_size * width
 
 
 def model_flops_per_token(cfg: GPTConfig) -> float:
