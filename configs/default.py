@@ -152,6 +152,8 @@ def get_config() -> ConfigDict:
             embedding_skip=False,  # learned mix of the first embedding into every block
             # (modded-nanogpt)
             smear=False,  # adds a gated share of the token before to each (modded-nanogpt)
+            bigram_embeddings=0,  # rows of a table in which a hash of each token and the one before
+            # finds a vector to add; 0: none (modded-nanogpt; Engram, arXiv 2601.07372)
             backout=False,  # before the head, takes off a learned share of what the stream was
             # after half of the layers (modded-nanogpt)
             attention_gate=False,  # each head's output times the sigmoid of a linear map of the

@@ -182,6 +182,10 @@ a document smears into the next
     gpt2/model/gpt.py: tests/test_model.py -k segments
     - exists & (segments == jnp.roll(segments, 1, axis=1))
     + exists
+a pair of tokens is looked up without its order
+    gpt2/model/layers.py: tests/test_switch_values.py -k bigram
+    - (before.astype(jnp.uint32) * 27191)
+    + (before.astype(jnp.uint32) * 36313)
 the stream of another layer is backed out
     gpt2/model/block.py: tests/test_switch_values.py -k backout
     - layer == cfg.num_layers // 2, x

@@ -30,6 +30,11 @@ def logits(cfg, params, tokens, factors=()):
         for t in range(1, T):
             gate = sigmoid(embeddings[t, :24] @ params["smear"]["gate"])
             x[t] += params["smear"]["share"] * gate * embeddings[t - 1]
+    if cfg.bigram_embeddings:
+        for t in range(T):
+            before = int(tokens[t - 1]) if t else cfg.vocab_size
+            row = (36313 * int(tokens[t]) ^ 27191 * before) % 2**32 % cfg.bigram_embeddings
+            x[t] += params["bigram"]["embedding"][row]
     if cfg.position == "learned":
         x = x + params["wpe"]["embedding"][:T]
     if cfg.position == "sinusoidal":  # Vaswani et al. 2017, sections 3.4 and 3.5

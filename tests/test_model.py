@@ -100,7 +100,7 @@ def test_turns_of_several_layers_equal_turns_of_one(unroll):
     chex.assert_trees_all_close(*gradients, atol=2e-6)
 
 
-@pytest.mark.parametrize("switch", [{}, {"smear": True}])
+@pytest.mark.parametrize("switch", [{}, {"smear": True}, {"bigram_embeddings": 96}])
 def test_segments_see_only_themselves(switch):
     config = replaced(position="none", **switch)
     params, tokens = jax.tree.map(lambda x: x + 0.1, init(config)), tokens_of(1)

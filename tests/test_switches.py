@@ -62,6 +62,7 @@ SWITCHES = {
     "value_residual": {"model.value_residual": True},
     "embedding_skip": {"model.embedding_skip": True},
     "smear": {"model.smear": True},
+    "bigram_embeddings": {"model.bigram_embeddings": 96},
     "backout": {"model.backout": True},
     "attention_gate": {"model.attention_gate": True},
     "exclusive_attention": {"model.exclusive_attention": True},
@@ -97,7 +98,7 @@ COMBINED = {
         **{"model.embedding_skip": True, "model.logit_softcap": 15.0, "model.bias": False},
         **{"model.window": 6, "model.window_pattern": "SL", "model.parallel_block": True},
         **{"model.attention_gate": True, "model.smear": True, "model.backout": True},
-        **{"model.exclusive_attention": True},
+        **{"model.exclusive_attention": True, "model.bigram_embeddings": 96},
     },
 }
 ALL = SWITCHES | COMBINED
@@ -321,7 +322,7 @@ def test_flops_and_compute_parameters_are_those_of_the_program(name):
     model, tokens = GPT(cfg), jax.ShapeDtypeStruct((8, 32), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    looked_up = ["wpe", "value_embedding"] + ["wte"] * (not cfg.tie_embeddings)
+    looked_up = ["wpe", "value_embedding", "bigram"] + ["wte"] * (not cfg.tie_embeddings)
     computing = sum(
         leaf.size for path, leaf in leaves if not any(key.key in looked_up for key in path)
     )

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from gpt2.config import GPTConfig
 from gpt2.model.attention import LayerInputs
 from gpt2.model.block import Block, Stream
-from gpt2.model.layers import Embedding, Norm, Smear, named_param
+from gpt2.model.layers import Embedding, Norm, Smear, hashed, named_param
 from gpt2.ops import cross_entropy, positions_per_chunk, rotation
 from gpt2.ops.scores import soft_cap
 from gpt2.parallel.rules import constrain
@@ -77,6 +77,9 @@ class GPT(nn.Module):
             self.wpe = Embedding(cfg, cfg.context_length, axes, stddev=cfg.init_std / 2)
         if cfg.smear:
             self.smear = Smear(cfg)
+        if cfg.bigram_embeddings:
+            axes = ("vocab", "table")
+            self.bigram = Embedding(cfg, cfg.bigram_embeddings, axes, stddev=0.0)
         if cfg.backout:
             share = nn.initializers.constant(0.2)  # as in nanochat
             self.backout: jax.Array = named_param(self, "backout", share, (1,), ("mix",))
@@ -210,7 +213,7 @@ class GPT(nn.Module):
         x = self.wte(tokens, table)
         if cache is not None:
             positions = positions + cache.length[:, None]
-        x = self._add_before(x, positions, segments, cache)
+        x = self._add_before(x, tokens, positions, segments, cache)
         if cfg.position == "learned":
             x = x + (self.wpe.first(T) if cache is None else self.wpe(positions))
         elif cfg.position == "sinusoidal":
@@ -227,7 +230,7 @@ class GPT(nn.Module):
         x = x / cfg.width_ratio if cfg.mup_base_width else x  # the head's multiplier
         return x, None if cache is None else cache.replace(layers=layers)
 
-    def _add_before(self, x, positions, segments, cache):
+    def _add_before(self, x, tokens, positions, segments, cache):
         """Adds to embeddings `[B, T, D]` what comes of the token before each, in its segment."""
         cfg, exists = self.config, positions > 0
         if segments is not None:
@@ -236,6 +239,11 @@ class GPT(nn.Module):
             first = x[:, :1] if cache is None else self.wte(cache.last[:, None])
             before = jnp.concatenate([first, x[:, :-1]], axis=1)
             x = self.smear(x, jnp.where(exists[..., None], before, 0))
+        if cfg.bigram_embeddings:
+            first = tokens[:, :1] if cache is None else cache.last[:, None]
+            before = jnp.concatenate([first, tokens[:, :-1]], axis=1)
+            before = jnp.where(exists, before, cfg.vocab_size)
+            x = x + self.bigram(hashed(tokens, before, cfg.bigram_embeddings))
         return x
 
     def _layers(self, x, cache, positions, segments, tokens, deterministic):

@@ -9,8 +9,8 @@ from gpt2.telemetry.chips import find_chip
 def count_compute_parameters(cfg: GPTConfig) -> int:
     """Counts the parameters that take part in a matrix product, or sit beside one.
 
-    All but tables whose rows are looked up: of positions, of values, and of tokens if the head is
-    untied. The vocabulary counts unpadded.
+    All but tables whose rows are looked up: of positions, values, pairs of tokens, and of tokens if
+    the head is untied. The vocabulary counts unpadded.
     """
     width, hidden, H = cfg.embed_dim, cfg.hidden_dim, cfg.head_size
     heads = cfg.num_heads * H
