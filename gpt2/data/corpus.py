@@ -110,7 +110,11 @@ def _pystdlib(_: str) -> Corpus:
     """
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [f for f in sorted(root.rglob("*.py")) if not excluded & set(f.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - excluded  # site-packages may hold ten times as many files
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort()
 
     def documents() -> Iterator[str]:
         for file in files:
