@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 from gpt2 import errors
@@ -42,17 +41,18 @@ def prepare_process() -> None:
     if libtpu and not (plugins or tpus):  # it prints what looks like failures
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if (os.environ.get("JAX_PLATFORMS") or ("any" if plugins or libtpu else "cpu")) == "cpu":
-        os.environ |= (settings := cpu_environment())
-        if "GLIBC_TUNABLES" in settings and not again and "jax" not in sys.modules:
+        os.environ |= (tunables := _lacking_tunables())
+        if tunables and not again and "jax" not in sys.modules:
             os.environ[_STARTED_AGAIN] = "1"
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # waits for the next start
             os.execv(sys.executable, sys.orig_argv)
+        os.environ |= cpu_environment()
     if any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
         os.environ |= _with_flags(*_GPU_FLAGS)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         cache = {"JAX_COMPILATION_CACHE_DIR": str(place / "gpt2-jax" / "xla")}
-        cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+        cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         _chosen.update(cache.keys() - os.environ.keys())
         os.environ |= {name: cache[name] for name in _chosen}
 
@@ -74,13 +74,17 @@ def environment_to_measure() -> dict[str, str]:
 
 def cpu_environment() -> dict[str, str]:
     """Returns the variables of a CPU run that this process lacks, for processes that it starts."""
-    settings = _with_flags(_CPU_FLAG) if has_old_xla() else {}
+    return _lacking_tunables() | (_with_flags(_CPU_FLAG) if has_old_xla() else {})
+
+
+def _lacking_tunables() -> dict[str, str]:
+    """Returns the variable of the C library that this process lacks, if it lacks any of it."""
     given = os.environ.get("GLIBC_TUNABLES", "")
     wanted = {f"glibc.malloc.{name}": value for name, value in _TUNABLES.items()}
     missing = [f"{name}={value}" for name, value in wanted.items() if name not in given]
-    if missing and sys.platform == "linux":
-        settings["GLIBC_TUNABLES"] = ":".join([given, *missing]).lstrip(":")
-    return settings
+    if not missing or sys.platform != "linux":
+        return {}
+    return {"GLIBC_TUNABLES": ":".join([given, *missing]).lstrip(":")}
 
 
 def release_free_memory() -> None:
@@ -91,6 +95,8 @@ def release_free_memory() -> None:
 
 def has_old_xla() -> bool:
     """Returns whether XLA is that of JAX 0.10. A flag that a newer one lacks ends the process."""
+    from importlib.metadata import version  # slow, and the first of two starts needs none
+
     return version("jaxlib").startswith("0.10.")
 
 
