@@ -211,6 +211,7 @@ def _compile(step: Callable, *arguments: Any, **options: Any) -> CompiledStep:
     return compiled
 
 
+@partial(jax.jit, static_argnums=0, inline=True)  # so that all who ask share one trace
 def draw_params(model: GPT, key: jax.Array) -> Any:
     """Returns parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
