@@ -118,7 +118,7 @@ def train(
         train_step = program.compile_train(state, batch)
         watch = program.compile_watch(state, batch)
         eval_step = program.compile_eval(state.params, eval_batch)
-        jax.block_until_ready(state)
+        jax.block_until_ready((state, train_step, eval_step))
     distributed.only_first(tell)(program.describe(batches, train_step, start), sys.stdout)
 
     def score(num_batches: int = 0) -> dict[str, float]:

@@ -3,12 +3,15 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 
 from gpt2.training.checkpoint_files import latest_step
+from tests.forks import ROOT, environment
 from tests.helpers import (
     TINY,
     finish,
@@ -17,6 +20,7 @@ from tests.helpers import (
     run,
     start,
     thorough,
+    train_with,
     wait_for_step,
     write_words,
 )
@@ -140,6 +144,33 @@ def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     step = int(re.search(r"stopped by \w+ at step (\d+)", stdout)[1])
     assert (workdir / "checkpoints" / str(step)).is_dir()
     assert metrics_of(workdir)[-1]["step"] == step
+
+
+def test_a_second_start_compiles_nothing_and_no_start_imports_what_few_runs_need(tmp_path):
+    few = "matplotlib pandas pyarrow scipy tensorflow_datasets tensorboardX huggingface_hub torch"
+    command = train_with(f"""
+import jax, os, sys
+print("imported", sorted({{*"{few} jax.experimental.pallas".split()}} & {{*sys.modules}}))
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+
+def stop(*_):  # once the first step has been dispatched
+    print("compiled", sum(name.endswith("/cache_misses") for name in events), flush=True)
+    os._exit(0)
+
+train.Reporter.step = stop
+""")
+    # The cache as users have it.
+    variables = {k: v for k, v in environment().items() if "CACHE" not in k}
+    variables["XDG_CACHE_HOME"] = str(tmp_path)
+    told = []
+    for name in ("first", "second"):
+        flags = [f"--workdir={tmp_path / name}", *TINY]
+        command_line = [sys.executable, "-c", command, *flags]
+        output = subprocess.check_output(command_line, text=True, cwd=ROOT, env=variables)
+        assert "imported []" in output
+        told += re.findall(r"compiled (\d+)\n", output)
+    assert int(told[0]) > 3 and told[1] == "0"
 
 
 def test_a_diverged_state_is_never_saved(corpus, tmp_path):

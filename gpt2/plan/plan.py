@@ -74,7 +74,7 @@ def compile_plan(program: Program) -> Plan:
     """Compiles a program's train step, or raises OutOfMemory. Nothing runs."""
     state = program.state_shapes
     try:
-        compiled = program.compile_train(state, program.batch_shapes)
+        compiled = program.compile_train(state, program.batch_shapes).block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

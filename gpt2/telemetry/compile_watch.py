@@ -2,9 +2,15 @@
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from gpt2.utils import launch
 from gpt2.utils.platform import jit_is_off
+
+# XLA needs no Python, which traces the next step meanwhile. One thread: processes of a run compile
+# in the same order.
+_compiler = ThreadPoolExecutor(1, "compile")
 
 
 class RecompileError(RuntimeError):
@@ -12,18 +18,39 @@ class RecompileError(RuntimeError):
 
 
 class CompiledStep:
-    """A compiled function that takes the arguments it was compiled for, and no others.
+    """A function that is being compiled, for the arguments that it will take, and no others.
 
-    `peak_bytes` of a device are in use while it runs, arguments included, as XLA counts them.
+    Whatever asks it for something waits, and gets the errors of its compilation.
     """
 
-    def __init__(self, name: str, compiled: Any, seconds: float):
-        self.name, self.compile_seconds, self._compiled = name, seconds, compiled
-        self.peak_bytes = 0  # where the platform does not say
-        if not jit_is_off() and (sizes := compiled.memory_analysis()):
-            kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-            kept -= sizes.alias_size_in_bytes  # outputs that take the place of donated arguments
-            self.peak_bytes = kept + sizes.temp_size_in_bytes
+    def __init__(self, name: str, compiling: Future):
+        self.name, self._compiling = name, compiling
+
+    def block_until_ready(self) -> "CompiledStep":
+        """Waits until it is compiled, as `jax.block_until_ready` does for arrays."""
+        self._compiling.result()
+        return self
+
+    @property
+    def compile_seconds(self) -> float:
+        """What tracing and compiling took."""
+        return self._compiling.result()[1]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of a device in use while it runs, arguments included, as XLA counts them.
+
+        0 where the platform does not say.
+        """
+        if jit_is_off() or not (sizes := self._compiled.memory_analysis()):
+            return 0
+        kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+        kept -= sizes.alias_size_in_bytes  # outputs that take the place of donated arguments
+        return kept + sizes.temp_size_in_bytes
+
+    @property
+    def _compiled(self) -> Any:
+        return self._compiling.result()[0]
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs it. Other arguments than those it was compiled for are a RecompileError."""
@@ -42,8 +69,16 @@ class CompiledStep:
 def compile_once(
     function: Any, *arguments: Any, options: Mapping[str, str] | None = None
 ) -> CompiledStep:
-    """Compiles a jitted or pmapped function for these arguments or shapes, with options of XLA."""
+    """Traces a jitted or pmapped function for these arguments or shapes, and starts to compile it.
+
+    `options` are XLA's.
+    """
     began = time.perf_counter()
     lowered = None if jit_is_off() else function.lower(*arguments)
-    compiled = lowered.compile(dict(options or {})) if lowered else function
-    return CompiledStep(function.__name__, compiled, time.perf_counter() - began)
+
+    def finish() -> tuple[Any, float]:
+        compiled = lowered.compile(dict(options or {})) if lowered else function
+        launch.release_free_memory()  # hundreds of megabytes that the compiler used
+        return compiled, time.perf_counter() - began
+
+    return CompiledStep(function.__name__, _compiler.submit(finish))

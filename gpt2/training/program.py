@@ -34,7 +34,6 @@ from gpt2.training.steps import (
     make_update,
     next_token_loss,
 )
-from gpt2.utils import launch
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 from gpt2.utils.remat import compiler_options
@@ -182,7 +181,7 @@ class Program:
         Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
         """
         step = self.backend.compile_train(self.train_step)
-        return _compile(step, state, batch, options=self._compiler_options)
+        return compile_once(step, state, batch, options=self._compiler_options)
 
     def compile_watch(
         self, state: TrainState, batch: Any
@@ -192,7 +191,7 @@ class Program:
         if not every:
             return lambda step, state, batch: None
         step = self.backend.compile_watch(self.watch_step)
-        compiled = _compile(step, state, batch, options=self._compiler_options)
+        compiled = compile_once(step, state, batch, options=self._compiler_options)
         return lambda step, state, batch: None if step % every else compiled(state, batch)
 
     @property
@@ -202,13 +201,7 @@ class Program:
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
         """Compiles `(params, batch) -> {name: (sum, count)}`."""
-        return _compile(self.backend.compile_eval(self.eval_step), params, batch)
-
-
-def _compile(step: Callable, *arguments: Any, **options: Any) -> CompiledStep:
-    compiled = compile_once(step, *arguments, **options)
-    launch.release_free_memory()  # hundreds of megabytes that the compiler used
-    return compiled
+        return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # so that all who ask share one trace
