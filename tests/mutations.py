@@ -302,6 +302,10 @@ a run that was killed begins anew
     train.py: tests/test_train.py -k killed
     - start = distributed.from_first(distributed.only_first(folder.find_start)(workdir) or 0)
     + start = 0
+small programs are compiled at every start
+    gpt2/utils/launch.py: tests/test_train.py -k second_start
+    - cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    + cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "9"
 a run continues with another optimizer
     gpt2/training/checkpoint_files.py: tests/test_workdir.py -k continues_unless
     - return not aside and name not in _MAY_CHANGE
