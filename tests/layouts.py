@@ -23,7 +23,7 @@ import numpy as np
 from configs import default
 from gpt2.config import Config, ModelConfig, OptimConfig, ParallelConfig, RulesConfig, with_options
 from gpt2.parallel import gather_whole
-from gpt2.telemetry.compile_watch import CompiledStep
+from gpt2.parallel.compiled import CompiledStep
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState

@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2.config import Config, GPTConfig, TrainConfig
 from gpt2.config.run import LoggingConfig
 from gpt2.errors import DivergedError, UserError
-from gpt2.telemetry import chips, compile_watch, flops, metrics, writers
+from gpt2.parallel import compiled
+from gpt2.telemetry import chips, flops, metrics, writers
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
@@ -361,13 +362,13 @@ def state_and_batch():
 
 
 def test_compiled_step_gives_what_jit_gives_and_tells_its_memory():
-    step = compile_watch.compile_once(jax.jit(train_step), *jax.eval_shape(state_and_batch))
+    step = compiled.compile_once(jax.jit(train_step), *jax.eval_shape(state_and_batch))
     chex.assert_trees_all_close(step(*state_and_batch()), train_step(*state_and_batch()), rtol=1e-6)
     assert step.name == "train_step" and "HloModule" in step.text()
     assert step.peak_bytes >= 4 * (2 * 4 * 16 + 8 * 4 + 1)  # arguments and results
     x = jnp.ones(1024)
-    kept = compile_watch.compile_once(jax.jit(jnp.sin), x)
-    donated = compile_watch.compile_once(jax.jit(jnp.sin, donate_argnums=0), x)
+    kept = compiled.compile_once(jax.jit(jnp.sin), x)
+    donated = compiled.compile_once(jax.jit(jnp.sin, donate_argnums=0), x)
     assert kept.peak_bytes - donated.peak_bytes == 4096
 
 
@@ -389,8 +390,8 @@ def split_over_two_devices(x):
 )
 def test_recompilation_names_the_leaf_that_changed(change, named):
     state, batch = jax.device_put(state_and_batch(), jax.devices()[0])
-    step = compile_watch.compile_once(jax.jit(train_step, donate_argnums=0), state, batch)
-    with pytest.raises(compile_watch.RecompileError, match=named) as caught:
+    step = compiled.compile_once(jax.jit(train_step, donate_argnums=0), state, batch)
+    with pytest.raises(compiled.RecompileError, match=named) as caught:
         step(*change(state, batch))
     assert str(caught.value).startswith("train_step would be compiled again")
     step(state, batch)  # the refused call took no donation
@@ -402,7 +403,7 @@ def test_pmap_steps_are_guarded_too():
 
     mapped = jax.pmap(pmapped_step, "data", in_axes=(None, 0), out_axes=None)
     tokens = jnp.ones((jax.device_count(), 4))
-    step = compile_watch.compile_once(mapped, jnp.zeros(()), tokens)
+    step = compiled.compile_once(mapped, jnp.zeros(()), tokens)
     assert step(jnp.zeros(()), tokens) == 4 * jax.device_count()
-    with pytest.raises(compile_watch.RecompileError, match="float32"):
+    with pytest.raises(compiled.RecompileError, match="float32"):
         step(jnp.zeros(()), tokens[:, :2])

@@ -20,9 +20,9 @@ from gpt2.errors import refuse
 from gpt2.model import GPT, num_params, resolve_attention
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend, state_bytes
+from gpt2.parallel.compiled import CompiledStep, compile_once
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
-from gpt2.telemetry.compile_watch import CompiledStep, compile_once
 from gpt2.training.batches import Batches
 from gpt2.training.state import TrainState
 from gpt2.training.statistics import Statistics, make_watch_step
