@@ -53,7 +53,7 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
                 outcome = Outcome("finished", taken_from=origin)
                 files.write_json(run.folder / "outcome.json", outcome._asdict())
             sweep = root.parent / Path(origin).parts[0]
-            taken[run.arm, f"{sweep}, commit {starts[-1].get('commit')}"] += 1
+            taken[run.arm, f"{sweep}, commit {starts[-1].get('commit') or 'unknown'}"] += 1
     for (arm, whose), number in taken.items():
         print(f"{arm}: {counted(number, 'run')} taken from {whose}", flush=True)
 
