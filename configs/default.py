@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 # `optim.name` -> the options that it reads, beside those that all of them read.
 _MATRIX = ("beta1", "beta2", "eps", "adam_learning_rate")
+_MUON = (*_MATRIX, "momentum", "nesterov", "orthogonalize")
 OPTIMIZERS = {
     "adamw": ("beta1", "beta2", "eps"),
     "adam": ("beta1", "beta2", "eps"),
@@ -16,8 +17,8 @@ OPTIMIZERS = {
     "adafactor": (),
     "ademamix": ("beta1", "beta2", "beta3", "alpha", "eps"),
     "schedule_free": ("beta1", "beta2", "eps"),
-    "muon": (*_MATRIX, "momentum", "nesterov"),
-    "normuon": (*_MATRIX, "momentum", "nesterov"),
+    "muon": _MUON,
+    "normuon": _MUON,
     "soap": (*_MATRIX, "precondition_every"),
 }
 
@@ -35,6 +36,7 @@ CHOICES = {
     "precision.logits": ("float32", "bfloat16"),
     "optim.name": tuple(OPTIMIZERS),
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"),
+    "optim.orthogonalize": ("newton_schulz", "polar_express"),
     "optim.cautious": ("none", "updates", "decay", "both"),
     "parallel.backend": ("pjit", "pmap"),
     "parallel.strategy": ("auto", "ddp", "zero1", "zero3", "megatron"),
@@ -213,6 +215,8 @@ def get_config() -> ConfigDict:
             alpha=5.0,  # weight of ademamix's slow average
             momentum=0.95,  # of sgd, muon, normuon
             nesterov=True,  # of sgd, muon, normuon
+            orthogonalize="newton_schulz",  # of muon, normuon; polar_express: other polynomials,
+            # as many (Amsel et al. 2025, arXiv 2505.16932)
             precondition_every=10,  # steps between soap's new bases
             eps=1e-8,
             weight_decay=0.1,  # on kernels and embeddings, not on biases and norms

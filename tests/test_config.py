@@ -22,6 +22,7 @@ from gpt2.errors import UserError
 from gpt2.ops.activation import ACTIVATIONS, GATES
 from gpt2.ops.attention import IMPLEMENTATIONS
 from gpt2.optim import OPTIMIZERS, SCHEDULES
+from gpt2.optim.muon import POLYNOMIALS
 from gpt2.utils.remat import KEPT
 
 CONFIGS = sorted(
@@ -69,6 +70,7 @@ def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice
         "model.attention": ("auto", *IMPLEMENTATIONS),
         "optim.name": OPTIMIZERS,
         "optim.schedule": SCHEDULES,
+        "optim.orthogonalize": POLYNOMIALS,
         "memory.remat": ("none", *KEPT),
     }
     for name, names in implemented.items():

@@ -176,9 +176,14 @@ def _schedule_free(optim: OptimConfig, num_steps: int) -> optax.GradientTransfor
 
 
 def _muon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
-    momentum = dict(momentum=optim.momentum, nesterov=optim.nesterov)
-    neurons = optim.name == "normuon"
-    return _with_adam(optim, scale_by_muon(**momentum, neurons=neurons, beta2=optim.beta2))
+    muon = scale_by_muon(
+        momentum=optim.momentum,
+        nesterov=optim.nesterov,
+        method=optim.orthogonalize,
+        neurons=optim.name == "normuon",
+        beta2=optim.beta2,
+    )
+    return _with_adam(optim, muon)
 
 
 def _soap(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
