@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 # `optim.name` -> the options that it reads, beside those that all of them read.
 _MATRIX = ("beta1", "beta2", "eps", "adam_learning_rate")
-_MUON = (*_MATRIX, "momentum", "nesterov", "orthogonalize")
+_MUON = (*_MATRIX, "momentum", "nesterov", "momentum_warmup", "orthogonalize")
 OPTIMIZERS = {
     "adamw": ("beta1", "beta2", "eps"),
     "adam": ("beta1", "beta2", "eps"),
@@ -215,6 +215,8 @@ def get_config() -> ConfigDict:
             alpha=5.0,  # weight of ademamix's slow average
             momentum=0.95,  # of sgd, muon, normuon
             nesterov=True,  # of sgd, muon, normuon
+            momentum_warmup=0,  # steps over which muon's and normuon's momentum goes from 0.85 to
+            # `momentum` on a line, for example 300 (modded-nanogpt); 0: off
             orthogonalize="newton_schulz",  # of muon, normuon; polar_express: other polynomials,
             # as many (Amsel et al. 2025, arXiv 2505.16932)
             precondition_every=10,  # steps between soap's new bases

@@ -33,6 +33,7 @@ UPDATE_RMS = 0.2
 class MuonState(NamedTuple):
     """The state of `scale_by_muon`. Trees have the parameters' paths."""
 
+    count: jax.Array  # type: ignore[assignment]  # updates so far, int32
     momentum: Any  # running means of gradients, in the parameters' shapes and types
     # Running means of the squares of each neuron's orthogonalised updates, float32 [..., outputs]
     # behind the axes that count matrices. None for Muon.
@@ -40,7 +41,7 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(
-    *, momentum: float, nesterov: bool, method: str, neurons: bool, beta2: float
+    *, momentum: optax.Schedule, nesterov: bool, method: str, neurons: bool, beta2: float
 ) -> optax.GradientTransformation:
     """Returns the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
 
@@ -54,13 +55,14 @@ def scale_by_muon(
             kernels(params),
             params,
         )
-        return MuonState(jax.tree.map(jnp.zeros_like, params), squares if neurons else None)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return MuonState(jnp.int32(0), zeros, squares if neurons else None)
 
     def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         del params
-        shapes = kernels(updates)
-        mean = jax.tree.map(lambda m, g: _lerp(m, g, 1 - momentum), state.momentum, updates)
-        ahead = jax.tree.map(lambda g, m: _lerp(g, m, momentum), updates, mean)
+        shapes, beta = kernels(updates), momentum(state.count)
+        mean = jax.tree.map(lambda m, g: _lerp(m, g, 1 - beta), state.momentum, updates)
+        ahead = jax.tree.map(lambda g, m: _lerp(g, m, beta), updates, mean)
         # bfloat16 where the hardware is made for it, as in the authors' code.
         narrow = jnp.bfloat16 if variants().rounds_float32 else None
         operands = to_matrices(ahead if nesterov else mean)
@@ -78,7 +80,7 @@ def scale_by_muon(
                 lambda kernel, x: x * (UPDATE_RMS * max(kernel.sides) ** 0.5), shapes, orthogonal
             )
         direction = jax.tree.map(lambda kernel, x: kernel.from_matrices(x), shapes, scaled)
-        return direction, MuonState(mean, running)
+        return direction, MuonState(optax.safe_increment(state.count), mean, running)
 
     return optax.GradientTransformation(init, update)
 
@@ -134,5 +136,5 @@ def _normalize(
     return matrices * factor.reshape(sides)
 
 
-def _lerp(x: jax.Array, y: jax.Array, weight: float) -> jax.Array:
+def _lerp(x: jax.Array, y: jax.Array, weight: jax.typing.ArrayLike) -> jax.Array:
     return x + weight * (y - x)

@@ -176,8 +176,11 @@ def _schedule_free(optim: OptimConfig, num_steps: int) -> optax.GradientTransfor
 
 
 def _muon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+    momentum = optax.constant_schedule(optim.momentum)
+    if steps := optim.momentum_warmup:  # from modded-nanogpt's 0.85
+        momentum = optax.linear_schedule(0.85, optim.momentum, steps)
     muon = scale_by_muon(
-        momentum=optim.momentum,
+        momentum=momentum,
         nesterov=optim.nesterov,
         method=optim.orthogonalize,
         neurons=optim.name == "normuon",
