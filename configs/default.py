@@ -71,6 +71,7 @@ RANGES = {
     ),
     **dict.fromkeys(("model.norm_eps", "model.rope_base", "optim.eps"), "(0, inf)"),
     **dict.fromkeys(("optim.warmup_percent", "optim.decay_percent"), "[0, 100]"),
+    "optim.tail_average": "[0, 1]",
     **dict.fromkeys(("parallel.data", "parallel.fsdp", "parallel.tensor"), "[-1, inf)"),
     **dict.fromkeys(("model.rope_share", "data.val_fraction"), "(0, 1]"),
     "model.rope_factor": "[1, inf)",
@@ -225,6 +226,8 @@ def get_config() -> ConfigDict:
             cautious="none",  # what is masked where update and gradient (updates), or update and
             # weight (decay), disagree in sign (Liang et al. 2024, arXiv 2411.16085)
             ema=0.0,  # decay per step of the average that is validated and exported; 0: off
+            tail_average=0.0,  # share of the steps, the last ones, whose weights' mean is validated
+            # and exported (Jain et al. 2018, arXiv 1610.03774); 0: off
             clip_norm=1.0,  # global gradient norm; 0: off
         )
     )

@@ -108,8 +108,12 @@ weight decay on norms and biases
     + return map_parameters(lambda path, _: True, params)
 the average keeps the parameters before the step
     gpt2/optim/transforms.py: tests/test_optim.py -k formulas
-    - (1 - decay) * (param + update)
-    + (1 - decay) * param
+    - (1 - kept) * (param + update)
+    + (1 - kept) * param
+the mean over the tail begins a step early
+    gpt2/optim/transforms.py: tests/test_optim.py -k 'formulas and tail'
+    - jnp.maximum(count + 1 - start, 1)
+    + jnp.maximum(count + 2 - start, 1)
 ademamix's slow average does not warm up
     gpt2/optim/optimizers.py: tests/test_optim.py -k formulas
     - return optim.alpha * progress(count)

@@ -138,6 +138,7 @@ WRONG = [  # options and a word of the message
     ("optim.name='sgd' optim.beta1=0.8", "beta1"),
     ("optim.name='adafactor' optim.cautious='updates'", "cautious"),
     ("optim.name='schedule_free'", "schedule"),
+    ("optim.ema=0.9 optim.tail_average=0.2", "tail_average"),
     ("optim.warmup_percent=10.0", "warmup"),
     ("optim.decay_steps=10", "wsd"),
     ("optim.schedule='piecewise:5=0.5,5=0.1'", "piecewise"),

@@ -40,6 +40,8 @@ OPTIMS = {
     "cautious decay": OptimConfig(cautious="decay", **RATES),
     "cautious lion": OptimConfig(name="lion", cautious="both", **RATES),
     "ema": OptimConfig(ema=0.9, **RATES),
+    "tail average": OptimConfig(tail_average=0.4, **RATES),
+    "before the tail": OptimConfig(tail_average=0.09, **RATES),
 }
 each_optimizer = pytest.mark.parametrize("name", OPTIMS)
 each_layout = pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
@@ -165,6 +167,7 @@ def by_formula(optim):
     direction = partial(DIRECTIONS[optim.name], optim, {})
     params = by_name(initial_params())
     average, z, weights = dict(params), dict(params), 0.0
+    means, tail = {}, int(NUM_STEPS * optim.tail_average)  # in steps
     for step, tree in enumerate(gradients(), 1):
         grads, rate = by_name(tree), float(make_schedule(optim, NUM_STEPS)(step - 1))
         norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
@@ -188,7 +191,9 @@ def by_formula(optim):
             else:
                 params[name] = param + moved
                 average[name] = optim.ema * average[name] + (1 - optim.ema) * params[name]
-    return params, average
+            if step > NUM_STEPS - tail:
+                means[name] = means.get(name, 0) + params[name] / tail
+    return params, means or average
 
 
 @pytest.mark.parametrize(

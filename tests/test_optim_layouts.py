@@ -28,6 +28,11 @@ OPTIMS["schedule_free"] = OptimConfig(
     name="schedule_free", schedule="constant", **RATES | dict(end_learning_rate=1e-3)
 )
 OPTIMS["ema"] = OptimConfig(ema=0.9, layer_rates="h_1/=0.5", **RATES)
+OPTIMS["normuon, tail average"] = OptimConfig(
+    **{"name": "normuon", "orthogonalize": "polar_express", "momentum_warmup": 4},
+    **{"tail_average": 0.8},
+    **RATES,
+)
 LAYOUTS = ("fsdp 4 x tensor 2", "pmap x 8")
 SPREAD = ParallelConfig(data=1, fsdp=4, tensor=2)
 
@@ -44,7 +49,11 @@ def assert_alike(name, result, reference):
 
 
 SOME = [("adafactor", LAYOUTS[0], True), ("schedule_free", LAYOUTS[0], False)]
-SOME += [("ema", LAYOUTS[1], True), ("soap", LAYOUTS[0], True)]
+SOME += [
+    ("ema", LAYOUTS[1], True),
+    ("soap", LAYOUTS[0], True),
+    ("normuon, tail average", LAYOUTS[0], True),
+]
 MORE = [("muon", LAYOUTS[0], False), ("soap", LAYOUTS[1], True)]
 REST = [
     each for each in itertools.product(OPTIMS, LAYOUTS, (False, True)) if each not in SOME + MORE

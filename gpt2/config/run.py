@@ -53,11 +53,12 @@ class OptimConfig(Options, group="optim"):
         refuse(decays and self.schedule != "wsd", "optim.decay_steps and _percent are for wsd")
         warms_up = self.warmup_steps or self.warmup_percent
         refuse(self.schedule == "inverse_sqrt" and not warms_up, "inverse_sqrt needs a warm-up")
-        averages, masks = self.name == "schedule_free", f"optim.cautious={self.cautious}"
-        falls = averages and self.schedule != "constant"
+        free, masks = self.name == "schedule_free", f"optim.cautious={self.cautious}"
+        falls = free and self.schedule != "constant"
         refuse(falls, "optim.name=schedule_free averages in place of a schedule", "Use constant")
-        refuse(averages and self.ema, "optim.name=schedule_free averages without optim.ema")
-        plain = averages or self.name == "adafactor"
+        several = [free, self.ema > 0, self.tail_average > 0].count(True) > 1
+        refuse(several, "optim.ema, tail_average and name=schedule_free all average", "Use one")
+        plain = free or self.name == "adafactor"
         refuse(plain and self.cautious in ("updates", "both"), f"{masks} needs momentum")
         coupled = self.name in ("adam", "sgd") or not self.weight_decay
         refuse(coupled and self.cautious in ("decay", "both"), f"{masks} finds no decay to mask")
@@ -86,6 +87,15 @@ class OptimConfig(Options, group="optim"):
         except (re.error, ValueError) as error:
             how = "Write REGEX=FACTOR,REGEX=FACTOR"
             raise UserError(f"optim.layer_rates={self.layer_rates}: {error}", how) from None
+
+    @property
+    def averages(self) -> bool:
+        """Whether what is validated lies in the optimizer's state: an average of the weights."""
+        return self.name == "schedule_free" or self.ema > 0 or self.tail_average > 0
+
+    def tail_start(self, num_steps: int) -> int:
+        """Returns the step after which `tail_average` begins in a run of `num_steps`."""
+        return num_steps - math.floor(num_steps * self.tail_average + 1e-9)
 
     def warmup(self, num_steps: int) -> int:
         """Returns the steps of the warm-up in a run of `num_steps`."""

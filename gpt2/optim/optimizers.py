@@ -24,6 +24,7 @@ from gpt2.optim.transforms import (
     average_parameters,
     cautious,
     clip_by_global_norm,
+    mean_after,
 )
 
 
@@ -51,7 +52,11 @@ def make_optimizer(
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema:
-        optimizer = optax.chain(optimizer, average_parameters(optim.ema))
+        average = average_parameters(optax.constant_schedule(optim.ema))
+        optimizer = optax.chain(optimizer, average)
+    if optim.tail_average:
+        average = average_parameters(mean_after(optim.tail_start(num_steps)))
+        optimizer = optax.chain(optimizer, average)
     if not optim.clip_norm:
         return optimizer
     return optax.chain(clip_by_global_norm(optim.clip_norm), optimizer)

@@ -71,27 +71,41 @@ def add_cautious_decay(weight_decay: float) -> optax.GradientTransformation:
 
 
 class AverageState(NamedTuple):
-    """The state of `average_parameters`: a tree like the parameters."""
+    """The state of `average_parameters`."""
 
-    average: Any
+    count: jax.Array  # type: ignore[assignment] # int32 scalar, updates so far
+    average: Any  # a tree like the parameters
 
 
-def average_parameters(decay: float) -> optax.GradientTransformation:
-    """Keeps an exponential average of parameters (Tarvainen and Valpola 2017), last of a chain."""
+def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
+    """Keeps an average of parameters, to which every update adds `1 - decay` of the new ones.
+
+    A constant decay makes it exponential (Tarvainen and Valpola 2017). Last of a chain.
+    """
 
     def init_fn(params: Any) -> AverageState:
-        return AverageState(jax.tree.map(jnp.copy, params))  # a buffer that may be donated
+        copy = jax.tree.map(jnp.copy, params)  # a buffer that may be donated
+        return AverageState(jnp.int32(0), copy)
 
     def update_fn(updates: Any, state: AverageState, params: Any = None):
+        kept = decay(state.count)
         average = jax.tree.map(
-            lambda old, param, update: decay * old + (1 - decay) * (param + update),
+            lambda old, param, update: kept * old + (1 - kept) * (param + update),
             state.average,
             params,
             updates,
         )
-        return updates, AverageState(average)
+        return updates, AverageState(optax.safe_increment(state.count), average)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def mean_after(start: int) -> optax.Schedule:
+    """Returns the decay that makes an average the mean of what follows update `start`.
+
+    Until then it is 0, and the average the newest parameters.
+    """
+    return lambda count: 1 - 1 / jnp.maximum(count + 1 - start, 1)
 
 
 def averaged_params(opt_state: optax.OptState, params: Any) -> Any:

@@ -239,8 +239,7 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         steps |= {"latest": latest, "best": (checkpointer.best() or [latest])[0]}
         if (step := steps.get(str(which))) is None:
             raise UserError(f"{workdir} has no checkpoint {which}", f"Use {', '.join(steps)}")
-        # Averages that are validated lie in the optimizer's state, which is read whole.
-        averages = config.optim.ema > 0 or config.optim.name == "schedule_free"
+        averages = config.optim.averages  # for which the optimizer's state is read whole
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
             raise UserError(damage, "Restore it from a copy, or use another")
         if averages:
