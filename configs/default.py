@@ -223,6 +223,8 @@ def get_config() -> ConfigDict:
             precondition_every=10,  # steps between soap's new bases
             eps=1e-8,
             weight_decay=0.1,  # on kernels and embeddings, not on biases and norms
+            scheduled_weight_decay=False,  # weight_decay times the rate's share of its peak, beside
+            # the rate itself (Defazio 2025, arXiv 2506.02285; modded-nanogpt)
             cautious="none",  # what is masked where update and gradient (updates), or update and
             # weight (decay), disagree in sign (Liang et al. 2024, arXiv 2411.16085)
             ema=0.0,  # decay per step of the average that is validated and exported; 0: off

@@ -114,6 +114,10 @@ the mean over the tail begins a step early
     gpt2/optim/transforms.py: tests/test_optim.py -k 'formulas and tail'
     - jnp.maximum(count + 1 - start, 1)
     + jnp.maximum(count + 2 - start, 1)
+scheduled decay is a step ahead of its schedule
+    gpt2/optim/optimizers.py: tests/test_optim.py -k 'formulas and scheduled'
+    - schedule(count) / peak
+    + schedule(count + 1) / peak
 ademamix's slow average does not warm up
     gpt2/optim/optimizers.py: tests/test_optim.py -k formulas
     - return optim.alpha * progress(count)

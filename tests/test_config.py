@@ -139,6 +139,7 @@ WRONG = [  # options and a word of the message
     ("optim.name='adafactor' optim.cautious='updates'", "cautious"),
     ("optim.name='schedule_free'", "schedule"),
     ("optim.ema=0.9 optim.tail_average=0.2", "tail_average"),
+    ("optim.name='sgd' optim.scheduled_weight_decay=True", "scheduled_weight_decay"),
     ("optim.warmup_percent=10.0", "warmup"),
     ("optim.decay_steps=10", "wsd"),
     ("optim.schedule='piecewise:5=0.5,5=0.1'", "piecewise"),

@@ -39,6 +39,10 @@ OPTIMS = {
     "cautious updates": OptimConfig(cautious="updates", **RATES),
     "cautious decay": OptimConfig(cautious="decay", **RATES),
     "cautious lion": OptimConfig(name="lion", cautious="both", **RATES),
+    "scheduled decay": OptimConfig(scheduled_weight_decay=True, **RATES),
+    "scheduled cautious decay": OptimConfig(
+        name="lion", scheduled_weight_decay=True, cautious="decay", **RATES
+    ),
     "ema": OptimConfig(ema=0.9, **RATES),
     "tail average": OptimConfig(tail_average=0.4, **RATES),
     "before the tail": OptimConfig(tail_average=0.09, **RATES),
@@ -175,6 +179,7 @@ def by_formula(optim):
         for name, param in params.items():
             grad = grads[name] * min(1.0, optim.clip_norm / norm)
             decay = optim.weight_decay * param * is_decayed(name)
+            decay *= rate / optim.learning_rate if optim.scheduled_weight_decay else 1.0
             if optim.name in ("adam", "sgd"):
                 grad, decay = grad + decay, 0.0
             update = direction(name, grad, param, step)

@@ -30,7 +30,7 @@ OPTIMS["schedule_free"] = OptimConfig(
 OPTIMS["ema"] = OptimConfig(ema=0.9, layer_rates="h_1/=0.5", **RATES)
 OPTIMS["normuon, tail average"] = OptimConfig(
     **{"name": "normuon", "orthogonalize": "polar_express", "momentum_warmup": 4},
-    **{"tail_average": 0.8},
+    **{"tail_average": 0.8, "scheduled_weight_decay": True},
     **RATES,
 )
 LAYOUTS = ("fsdp 4 x tensor 2", "pmap x 8")

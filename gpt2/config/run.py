@@ -62,6 +62,8 @@ class OptimConfig(Options, group="optim"):
         refuse(plain and self.cautious in ("updates", "both"), f"{masks} needs momentum")
         coupled = self.name in ("adam", "sgd") or not self.weight_decay
         refuse(coupled and self.cautious in ("decay", "both"), f"{masks} finds no decay to mask")
+        scales = coupled and self.scheduled_weight_decay
+        refuse(scales, "optim.scheduled_weight_decay finds no decay to scale")
 
     @property
     def pieces(self) -> tuple[tuple[int, float], ...]:

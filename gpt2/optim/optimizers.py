@@ -20,9 +20,9 @@ from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.parameters import Path, decay_mask, is_hidden_kernel, map_parameters, unrolled_names
 from gpt2.optim.soap import scale_by_soap
 from gpt2.optim.transforms import (
-    add_cautious_decay,
     average_parameters,
     cautious,
+    cautious_decay,
     clip_by_global_norm,
     mean_after,
 )
@@ -39,12 +39,12 @@ def make_optimizer(
     direction = OPTIMIZERS[optim.name](optim, num_steps)
     if optim.cautious in ("updates", "both"):
         direction = cautious(direction)
-    width_factors = _width_factors(optim, width_ratio)
+    width_factors, decay = _width_factors(optim, width_ratio), _decay(optim, schedule)
     if optim.name in ("adam", "sgd"):
         wider = optax.add_decayed_weights(optim.weight_decay * (width_ratio - 1), _hidden_mask)
-        parts = [_decay(optim), *[wider] * len(width_factors), direction, *width_factors]
+        parts = [decay, *[wider] * len(width_factors), direction, *width_factors]
     else:
-        parts = [direction, *width_factors, _decay(optim)]
+        parts = [direction, *width_factors, decay]
     optimizer = optax.chain(*parts, *_rate_factors(optim), optax.scale_by_learning_rate(schedule))
     if optim.name == "schedule_free":
         # Averages, in place of a momentum and a schedule (Defazio et al. 2024, algorithm 1), weigh
@@ -67,10 +67,13 @@ def num_updates(opt_state: optax.OptState) -> jax.Array:
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
-def _decay(optim: OptimConfig) -> optax.GradientTransformation:
-    if optim.cautious in ("decay", "both"):
-        return add_cautious_decay(optim.weight_decay)
-    return optax.add_decayed_weights(optim.weight_decay, decay_mask)
+def _decay(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    amount: Any = optim.weight_decay
+    if optim.scheduled_weight_decay:  # the rate, which multiplies it again, over its peak
+        peak = optim.learning_rate or 1.0
+        amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
+    decay = optax.add_decayed_weights(amount, decay_mask)
+    return cautious_decay(decay) if optim.cautious in ("decay", "both") else decay
 
 
 def _hidden_mask(params: Any) -> Any:

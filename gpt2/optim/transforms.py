@@ -8,7 +8,7 @@ import optax
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 from gpt2.ops.variants import variants
-from gpt2.optim.parameters import decay_mask, map_parameters, tensor_axes
+from gpt2.optim.parameters import map_parameters, tensor_axes
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
 _MIN_SHARE = 1e-3
@@ -59,15 +59,17 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(direction.init, update_fn)
 
 
-def add_cautious_decay(weight_decay: float) -> optax.GradientTransformation:
-    """Adds decay where it does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
+def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Decays where that does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
 
-    def add(update: jax.Array, param: jax.Array, decayed: bool) -> jax.Array:
-        return update + weight_decay * param * (update * param >= 0) if decayed else update
+    def choose(update: jax.Array, decayed: jax.Array, param: jax.Array) -> jax.Array:
+        return jnp.where(update * param >= 0, decayed, update)
 
-    return optax.stateless(
-        lambda updates, params: jax.tree.map(add, updates, params, decay_mask(params))
-    )
+    def update_fn(updates: Any, state: optax.OptState, params: Any = None):
+        decayed, state = decay.update(updates, state, params)
+        return jax.tree.map(choose, updates, decayed, params), state
+
+    return optax.GradientTransformation(decay.init, update_fn)
 
 
 class AverageState(NamedTuple):
