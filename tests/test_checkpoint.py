@@ -150,7 +150,7 @@ CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2,
     "optim",
     [
         thorough(dict(ema=0.9), id="ema"),
-        thorough(dict(tail_average=1.0), id="tail average"),
+        thorough(dict(tail_average=1.0, **CONSTANT), id="tail average"),
         thorough(dict(name="schedule_free", **CONSTANT), id="schedule_free"),
     ],
 )
