@@ -660,7 +660,7 @@ def test_a_baseline_is_trained_once_for_each_code(tmp_path):
     assert "taken" not in sweep(*lion, "--seeds=1")
     taken = f"baseline: 1 run taken from {tmp_path / 'sweeps' / 'first'}"
     said = sweep("second", "--vary=optim.name=adam", "--seeds=1")
-    assert taken in said and "1/2  optim.name=adam seed 0" in said
+    assert taken in said and "optim.name=adam seed 0" in said, said
     with open(tmp_path / "code" / "gpt2" / "model" / "block.py", "a") as block:
         block.write("\nCHANGED = True\n")
     assert "would pool runs of different code" in sweep(*lion, "--seeds=2", code=2)
