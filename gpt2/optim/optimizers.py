@@ -51,12 +51,10 @@ def make_optimizer(
         # steps by the square of the rate. optax counts from 1 here.
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
-    if optim.ema:
-        average = average_parameters(optax.constant_schedule(optim.ema))
-        optimizer = optax.chain(optimizer, average)
-    if optim.tail_average:
-        average = average_parameters(mean_after(optim.tail_start(num_steps)))
-        optimizer = optax.chain(optimizer, average)
+    if optim.ema or optim.tail_average:
+        mean = mean_after(optim.tail_start(num_steps))
+        kept = optax.constant_schedule(optim.ema) if optim.ema else mean
+        optimizer = optax.chain(optimizer, average_parameters(kept))
     if not optim.clip_norm:
         return optimizer
     return optax.chain(clip_by_global_norm(optim.clip_norm), optimizer)
