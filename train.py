@@ -27,7 +27,7 @@ from gpt2.generate import write_samples
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import Deadline, StopSignal, check_layout, distributed, gather_whole
+from gpt2.parallel import Deadline, StopSignal, distributed, find_devices, gather_whole
 from gpt2.plan import command as plan
 from gpt2.profile import Profiler
 from gpt2.telemetry import Reporter, StepClock, plot_losses, timed
@@ -53,7 +53,7 @@ def main() -> int:
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     workdir = Path(args.workdir or Path("runs") / cli.config_name())
     folder.check_options(workdir, config)
-    check_layout(config, jax.device_count())
+    devices = find_devices(config)
     if config.train.init_from and not folder.saved_steps(workdir):
         check_source(config.train.init_from)
 
@@ -67,7 +67,7 @@ def main() -> int:
     # Model, loss, optimizer and steps, spread over the devices by a backend.
     program = Program.from_config(
         config,
-        jax.devices(),
+        devices,
         model=GPT,
         loss=next_token_loss,
         schedule=make_schedule,

@@ -58,7 +58,7 @@ RANGES = {
             *("model.context_length", "model.num_layers", "model.num_heads", "model.embed_dim"),
             *("model.mlp_ratio", "data.batch_size", "optim.precondition_every"),
             *("train.num_steps", "train.accumulate_steps", "train.log_every"),
-            *("train.keep_checkpoints", "memory.scan_unroll"),
+            *("train.keep_checkpoints", "memory.scan_unroll", "parallel.cpu_devices"),
         ),
         "[1, inf)",
     ),
@@ -264,6 +264,8 @@ def get_config() -> ConfigDict:
             data=-1,  # devices that split the batch; -1: the rest
             fsdp=1,  # devices that split the batch and the stored parameters
             tensor=1,  # devices that split heads, MLP and vocabulary
+            cpu_devices=1,  # into which a CPU without accelerators is split: with two, steps of
+            # small models on two cores are a tenth to a fifth shorter (docs/performance.md)
             fsdp_gather="auto",  # when parameters are gathered: layer holds least; step holds all
             # of them and their gradients whole, and sends least with many micro-batches; auto:
             # docs/parallelism.md. Means nothing where fsdp=-1 finds no more than one device

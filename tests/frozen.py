@@ -27,7 +27,7 @@ RUN = [
     "--config.optim.warmup_steps=10",
     "--config.logging.tensorboard=False",
 ]
-EIGHT = "--xla_force_host_platform_device_count=8"
+DEVICES = "--xla_force_host_platform_device_count"
 CASES = {  # name: (devices, options)
     "quickstart": (1, []),
     "scan_remat_accumulate": (
@@ -47,9 +47,8 @@ CASES = {  # name: (devices, options)
 def train(workdir: Path, devices: int, options: list[str]) -> subprocess.Popen:
     """Starts a run on so many CPU devices."""
     flags = [f"--config.{option}" for option in options]
-    env = dict(os.environ, JAX_PLATFORMS="cpu")
-    if devices > 1:
-        env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {EIGHT}".strip()
+    xla_flags = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}={devices}".strip()
+    env = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=xla_flags)
     log = open(workdir.with_suffix(".log"), "ab")  # noqa: SIM115
     command = [sys.executable, "train.py", f"--workdir={workdir}", *RUN, *flags]
     return subprocess.Popen(command, stdout=log, stderr=log, env=env)

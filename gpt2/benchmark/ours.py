@@ -18,6 +18,7 @@ from gpt2.benchmark.measure import serve
 from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
+from gpt2.parallel import find_devices
 from gpt2.telemetry.chips import find_chip
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
@@ -29,7 +30,7 @@ class Training:
     """A compiled training step and its state, over all devices."""
 
     def __init__(self, config: Config):
-        self._config, self.devices = config, jax.devices()
+        self._config, self.devices = config, find_devices(config)
         self._program = program = Program.from_config(config, self.devices)
         self._batch = program.backend.put_batch(_batch(config))
         self._state: Any = program.init_state()
@@ -119,7 +120,8 @@ def main() -> None:
         memory = {"peak_bytes": statistics.get("peak_bytes_in_use", on_host)}
         return work.info | memory | {"version": f"jax {jax.__version__}"}
 
-    serve(f"{len(work.devices)} x {work.devices[0].device_kind}", work, info)
+    kind = work.devices[0].device_kind
+    serve(f"{1 if kind == 'cpu' else len(work.devices)} x {kind}", work, info)  # parts of one CPU
 
 
 if __name__ == "__main__":

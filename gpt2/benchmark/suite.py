@@ -48,24 +48,28 @@ def make_parts(output: Path) -> list[Part]:
     peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
     loop = run("loop", "124m", 32, "--config.data.corpus=pystdlib")
     trace = ("--config.logging.profile_start=50", "--config.logging.profile_steps=5")
-    stacked = "--vary=memory.scan_layers=True,memory.scan_unroll=12"
-    return [
-        Part("machine", 60, ("machine", f"--output={output}")),
-        Part("attention", 150, run("attention", "124m", 8, "--config.model.attention=cudnn")),
-        Part("124m-32", 200, train("124m", 32, *peers)),
+    triton = "--vary=XLA_FLAGS=--xla_gpu_enable_triton_gemm=true"
+    forms = (
+        "--vary=memory.scan_layers=True,memory.scan_unroll=12",
+        "--vary=precision.logits=bfloat16",
+        "--vary=data.document_mask=True",
+    )
+    return [  # a quarter of an hour decides most
+        Part("machine", 30, ("machine", f"--output={output}")),
+        Part("attention", 60, run("attention", "124m", 8, "--config.model.attention=cudnn")),
+        Part("124m-32", 120, train("124m", 32, *peers)),
+        Part("124m-8", 80, train("124m", 8, *peers)),
+        Part("124m-64", 60, train("124m", 64)),
+        Part("loop", 90, loop),
+        Part("trace", 90, (*loop, f"--output={output / 'trace'}", *trace)),
+        Part("triton", 80, train("124m", 8, triton)),
+        Part("forms", 140, train("124m", 8, *forms)),
+        Part("1558m", 150, train("1558m", 8)),
+        # From here on, what is good to know.
         Part("124m-16", 150, train("124m", 16, *peers)),
-        Part("124m-8", 150, train("124m", 8, *peers)),
-        Part("1558m", 200, train("1558m", 8)),
-        Part("loop", 180, loop),
-        Part("trace", 180, (*loop, f"--output={output / 'trace'}", *trace)),
-        Part("triton", 150, train("124m", 8, "--vary=XLA_FLAGS=--xla_gpu_enable_triton_gemm=true")),
-        Part("stacked", 150, train("124m", 8, stacked)),
-        Part("logits", 150, train("124m", 8, "--vary=precision.logits=bfloat16")),
-        Part("documents", 150, train("124m", 8, "--vary=data.document_mask=True")),
         Part("tf32", 150, train("124m", 16, "--config.precision.compute=float32")),
         Part("1558m-no-remat", 200, train("1558m", 8, "--config.memory.remat=none")),
         Part("355m", 120, train("355m", 16)),
-        Part("124m-64", 120, train("124m", 64)),
         *(Part(f"generate-{n}", 90, run("generate", "124m", n)) for n in (1, 8, 64)),
     ]
 

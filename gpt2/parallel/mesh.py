@@ -1,6 +1,7 @@
 """The mesh of devices: its axes, their sizes, and which rows of a batch each process holds."""
 
 import math
+import os
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -8,6 +9,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gpt2.config import Config, ParallelConfig
 from gpt2.errors import UserError
 from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, Rules
+
+
+def find_devices(config: Config) -> list[jax.Device]:
+    """Returns all devices of a run, which splits a CPU into `cpu_devices` unless XLA_FLAGS does.
+
+    Nothing may have asked JAX for devices before. Refuses a config that does not divide over them.
+    """
+    flag = "xla_force_host_platform_device_count"
+    if config.parallel.cpu_devices > 1 and flag not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", config.parallel.cpu_devices)
+    check_layout(config, jax.device_count())
+    return jax.devices()
 
 
 def make_mesh(parallel: ParallelConfig, devices: list[jax.Device] | None = None) -> Mesh:
