@@ -12,6 +12,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import time
 from pathlib import Path
 
 from absl import flags
@@ -20,15 +21,16 @@ from gpt2 import cli
 from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
-from gpt2.evals.tasks import TASKS, run_task, task_file, validation_data
+from gpt2.evals.tasks import TASKS, find_task, run_task, validation_data
 from gpt2.hf.weights import load_model
 
 
 def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_source()
-    flags.DEFINE_list("tasks", ["validation"], f"Any of validation, {', '.join(TASKS)}.")
-    flags.DEFINE_string("task_dir", "", "Directory of the tasks' files.")
+    names = f"Any of validation, {', '.join(TASKS)}, with its directory as NAME:DIRECTORY."
+    flags.DEFINE_list("tasks", ["validation"], names)
+    flags.DEFINE_string("task_dir", "", "Directory of tasks that are given without one.")
     flags.DEFINE_string(
         "corpus", "", "Corpus whose validation split to score, as data.corpus; empty: the run's."
     )
@@ -44,17 +46,17 @@ def define_flags() -> None:
 def main() -> None:
     """Scores the tasks that the flags name, prints the figures and writes them to `--output`."""
     args = flags.FLAGS
-    files = {name: task_file(name, args.task_dir) for name in args.tasks if name != "validation"}
+    tasks = [find_task(spec, args.task_dir) for spec in args.tasks if spec != "validation"]
     data = None
     if "validation" in args.tasks:
         data = validation_data(args.workdir, args.hf, args.corpus, args.val_fraction)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
-    stride = args.stride or max(1, cfg.context_length // 2)
-    scorer = Scorer(cfg, params)
+    scorer, began = Scorer(cfg, params), time.perf_counter()
     figures = validation(scorer, tokenizer, data) if data else []
-    for name, path in files.items():
-        figures += run_task(name, scorer, tokenizer, path, stride)
+    for name, path in tasks:
+        figures += run_task(name, scorer, tokenizer, path, args.stride)
     print_table(figures)
+    print(f"{scorer.num_tokens:,} tokens read in {time.perf_counter() - began:.1f} s")
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         write_json(figures, Path(args.output))

@@ -238,6 +238,10 @@ four Newton-Schulz iterations
     gpt2/optim/muon.py: tests/test_optim_matrices.py -k formula
     - 5 * ((3.4445
     + 4 * ((3.4445
+a question of CORE is among its own few-shot examples
+    gpt2/evals/core.py: tests/test_evals.py -k by_hand
+    - self.examples[other + (other >= index)]
+    + self.examples[other]
 bits per byte with the logarithm to base 10
     gpt2/evals/validation.py: tests/test_evals.py -k bits_per_byte
     - / math.log(2.0)

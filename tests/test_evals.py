@@ -1,5 +1,7 @@
 import json
 import math
+import random
+from os.path import commonprefix
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.evals import scoring
+from gpt2.evals.core import core
 from gpt2.evals.examples import after, cbt, hellaswag, lambada, read_cbt
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import mean, ratio
@@ -16,6 +19,8 @@ from gpt2.evals.scoring import Scorer, continuation, windows
 from gpt2.evals.tasks import validation_data
 from gpt2.evals.validation import validate
 from gpt2.model import GPT, GPTConfig
+from tests import plain
+from tests.helpers import WORDS
 
 CFG = GPTConfig(vocab_size=257, context_length=128, num_layers=2, num_heads=2, embed_dim=16)
 BYTES = ByteTokenizer()
@@ -290,3 +295,91 @@ def test_another_corpus_is_divided_and_read_as_the_runs(tmp_path):
         assert data.tokenizer == str(tmp_path / "tokenizer.json")
         assert data.val_fraction == (0.25 if source[0] else 0.005)
         assert validation_data(*source, "tokens:*.bin", None).tokenizer == "gpt2"
+
+
+# CORE
+
+# Kind, few-shot examples, delimiter, per cent by chance. Prompts of the first are too long.
+CORE = [
+    ("multiple_choice", 4, "\nAnswer: ", 25.0),
+    ("multiple_choice", 0, " ", 40.3),
+    ("schema", 1, " ", 50.0),
+    ("language_modeling", 1, "= ", 0.0),
+]
+
+
+def make_example(kind, draw):
+    one, two, three = (" ".join(draw.choices(WORDS, k=number)) for number in (1, 2, 3))
+    gold = draw.randrange(2)
+    if kind == "multiple_choice":
+        return dict(query=three, choices=[one, two], gold=gold)
+    if kind == "schema":
+        return dict(context_options=[one, two], continuation=three, gold=gold)
+    return dict(context=f" {three} ", continuation=" x"[gold])
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """Made files of every kind of task, as those of nanochat's eval bundle."""
+    folder, rows, tasks = tmp_path_factory.mktemp("bundle"), ["Eval Task,Random baseline"], []
+    (folder / "eval_data").mkdir()
+    draw = random.Random(0)
+    for number, (kind, shots, delimiter, chance) in enumerate(CORE):
+        lines = (json.dumps(make_example(kind, draw)) for _ in range(8))
+        (folder / "eval_data" / f"{number}.jsonl").write_text("\n".join(lines))
+        rows.append(f"task_{number},{chance}")
+        task = dict(label=f"task_{number}", icl_task_type=kind, num_fewshot=[shots])
+        given = {} if delimiter == " " else {"continuation_delimiter": delimiter}
+        tasks.append(task | {"dataset_uri": f"{number}.jsonl"} | given)
+    (folder / "eval_meta_data.csv").write_text("\n".join(rows))
+    (folder / "core.yaml").write_text(json.dumps({"icl_tasks": tasks}))
+    return folder
+
+
+def core_by_hand(params, examples, kind, shots, delimiter):
+    """Yields the mean losses of each example's alternatives, and whether it is solved, in numpy."""
+
+    def pairs(e):
+        if kind == "multiple_choice":
+            return [(e["query"], delimiter + choice) for choice in e["choices"]]
+        questions = e["context_options"] if kind == "schema" else [e["context"].strip()]
+        return [(question, delimiter + e["continuation"]) for question in questions]
+
+    for index, example in enumerate(examples):
+        others = examples[:index] + examples[index + 1 :]
+        drawn = random.Random(1234 + index).sample(others, shots)
+        before = "".join("".join(pairs(e)[e.get("gold", 0)]) + "\n\n" for e in drawn)
+        texts = [before + question + answer for question, answer in pairs(example)]
+        order, losses = -1 if kind == "schema" else 1, []
+        shared = len(commonprefix([text[::order] for text in texts]))  # noqa: RUF071
+        for text in texts:
+            length = shared if kind == "schema" else max(len(text) - shared, 1)
+            if kind == "language_modeling":  # the space of the delimiter is part of the answer
+                length = len(" " + example["continuation"])
+            tokens = np.array([256, *text.encode()][-128:])
+            logits = plain.logits(CFG, params, tokens)[-length - 1 : -1]
+            right = logits[range(length), tokens[-length:]]
+            losses.append((np.log(np.exp(logits).sum(axis=1)) - right).mean())
+        is_greedy = (logits.max(axis=1) == right).all()
+        yield losses, np.argmin(losses) == example["gold"] if "gold" in example else is_greedy
+
+
+def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
+    bias = {"ln_f": params["ln_f"] | {"bias": params["ln_f"]["bias"] + 1.0}}
+    table = params["wte"]["embedding"].at[ord(" ")].set(2.0)  # by which a space is the likeliest
+    params = params | bias | {"wte": {"embedding": table}}
+    scorer, seen, centred = Scorer(CFG, params, jax.devices()[:1]), [], []
+    score = scorer.score
+    monkeypatch.setattr(scorer, "score", lambda *args: seen.append(score(*args)) or seen[-1])
+    *figures, total = core(scorer, BYTES, bundle / "core.yaml")
+    weights = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    for number, (*task, chance) in enumerate(CORE):
+        lines = (bundle / "eval_data" / f"{number}.jsonl").read_text().splitlines()
+        random.Random(1337).shuffle(examples := [json.loads(line) for line in lines])
+        losses, solved = zip(*core_by_hand(weights, examples, *task), strict=True)
+        found = [-score.log_prob / score.count for score in seen[number]]
+        expected = [loss for each in losses for loss in each]
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert 0 < figures[number].value == np.mean(solved) < 1
+        centred.append((np.mean(solved) - chance / 100) / (1 - chance / 100))
+    assert total.value == pytest.approx(np.mean(centred), rel=1e-12)

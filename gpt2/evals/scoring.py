@@ -8,14 +8,14 @@ are most of the work for a small model, and are computed for scored tokens only.
 import dataclasses
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
@@ -80,33 +80,30 @@ def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Req
 
 
 class Scorer:
-    """A model on `devices`, all local ones if not given: each scores its share of every batch.
+    """A model on `devices`: each scores its share of every batch. Every process of theirs calls it.
 
-    It compiles a program for each bucket, another if requests have segments.
+    If not given, they are all local ones, and a terminal shows a progress bar. A program is
+    compiled for each bucket, another if requests have segments; other weights use the same ones.
+    Without `params` scores mean nothing: a rehearsal, by which a task shows that it can be read.
     """
 
     def __init__(self, config: GPTConfig, params: Any, devices: Sequence[jax.Device] | None = None):
-        self.context_length = config.context_length
+        self.context_length, self.num_tokens = config.context_length, 0
+        self._console = Console(file=sys.stderr, quiet=devices is not None)
         devices = devices or jax.local_devices()
         on_cpu = devices[0].platform == "cpu"
         self._tokens_per_batch = CPU_TOKENS_PER_BATCH if on_cpu else TOKENS_PER_BATCH
-        at_once = CPU_LOGITS_AT_ONCE if on_cpu else LOGITS_AT_ONCE
-        mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+        mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
         self._num_devices = len(devices)
-        self._score: Any = jax.jit(  # its own type hides `_cache_size`
-            jax.shard_map(
-                partial(_score, GPT(config), at_once),
-                mesh=mesh,
-                in_specs=(PartitionSpec(), PartitionSpec("data")),
-                out_specs=PartitionSpec("data"),
-                check_vma=False,
-            )
-        )
+        self._score = _program(config, mesh, CPU_LOGITS_AT_ONCE if on_cpu else LOGITS_AT_ONCE)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
-        """Scores requests, in their order, with a progress bar on a terminal."""
+        """Scores requests, in their order."""
+        self.num_tokens += sum(len(request.tokens) for request in requests)
+        if self._params is None:
+            return [Score(-1.0, 1, False)] * len(requests)
         buckets: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
             length = bucket(len(request.tokens), self.context_length)
@@ -118,18 +115,32 @@ class Scorer:
             batches += [(length, size, rows[start : start + size]) for start in starts]
         scores: dict[int, Score] = {}
         late: tuple[list[int], Any] | None = None  # read while the next batch is under way
-        console = Console(file=sys.stderr)
         for length, size, rows in track(
-            batches, label, console=console, disable=not console.is_terminal
+            batches, label, console=self._console, disable=not self._console.is_terminal
         ):
             batch = _pad([requests[row] for row in rows], size, length)
-            result = self._score(self._params, jax.device_put(batch, self._rows))
+            result = self._score(self._params, jax.tree.map(self._put, batch))
             if late:
                 scores |= _read(*late)
             late = rows, result
         if late:
             scores |= _read(*late)
         return [scores[index] for index in range(len(requests))]
+
+    def _put(self, rows: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(rows.shape, self._rows, rows.__getitem__)
+
+
+@cache
+def _program(config: GPTConfig, mesh: Mesh, at_once: int) -> Any:  # jit's type hides `_cache_size`
+    score = jax.shard_map(
+        partial(_score, GPT(config), at_once),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec("data"),
+        check_vma=False,
+    )
+    return jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _pad(requests: Sequence[Request], size: int, length: int) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ from gpt2.data.corpus import reading
 from gpt2.data.dataset import prepare, refuse_other
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import refuse
+from gpt2.evals.core import core
 from gpt2.evals.examples import cbt, hellaswag, lambada
 from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.report import Figure
@@ -26,23 +27,27 @@ EXAMPLES: dict[str, tuple[str, Callable[..., list[Figure]]]] = {
     "lambada": ("lambada.jsonl", lambada),
     "hellaswag": ("hellaswag.jsonl", hellaswag),
     "cbt": ("cbt.txt", cbt),
+    "core": ("core.yaml", core),
 }
 TASKS = TEXTS | EXAMPLES
 
 
-def task_file(name: str, directory: str) -> Path:
-    """Returns where a task's file lies; a UserError tells that there is no such task or file."""
-    refuse(name not in TASKS, f"there is no task {name} among validation, {', '.join(TASKS)}")
-    path = Path(directory) / TASKS[name][0]
-    refuse(not path.is_file(), f"the task {name} reads {path}, no file", "Give its --task_dir")
-    return path
+def find_task(spec: str, directory: str = "") -> tuple[str, Path]:
+    """Returns the name and the file of a task, given as NAME or as NAME:DIRECTORY."""
+    name, _, own = spec.partition(":")
+    refuse(name not in TASKS, f"there is no task {name} among {', '.join(TASKS)}")
+    path = Path(own or directory) / TASKS[name][0]
+    how = f"Name its directory, as {name}:DIRECTORY"
+    refuse(not path.is_file(), f"the task {name} reads {path}, no file", how)
+    return name, path
 
 
 def run_task(
-    name: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
+    name: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int = 0
 ) -> list[Figure]:
-    """Scores one task; `stride` (tokens) is for those that slide a window over a text."""
+    """Scores one task; some slide a window by `stride` tokens, 0: by half of the context."""
     T = scorer.context_length
+    stride = stride or max(1, T // 2)
     refuse(not 0 < stride <= T, f"--stride={stride} skips tokens: the context is {T}", "Lower it")
     with reading(path):
         return TASKS[name][1](scorer, tokenizer, path, *([stride] if name in TEXTS else []))
