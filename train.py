@@ -22,7 +22,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, UserError, leave_at_interrupt, tell
-from gpt2.evals.validation import validate
+from gpt2.evals import RunTasks, validate
 from gpt2.generate import write_samples
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
@@ -74,6 +74,7 @@ def main() -> int:
         optimizer=make_optimizer,
     )
     batches = Batches(config, dataset, program.backend)
+    tasks = RunTasks(config, dataset.tokenizer, program.backend.mesh)
     if args.visualize:
         distributed.only_first(plan.visualize)(program, args.visualize)
 
@@ -89,7 +90,7 @@ def main() -> int:
     if state is None:
         state = checkpointer.restore(start, program.state_shapes)
 
-    return train(program, batches, workdir, checkpointer, state, start)
+    return train(program, batches, tasks, workdir, checkpointer, state, start)
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
@@ -103,6 +104,7 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
 def train(
     program: Program,
     batches: Batches,
+    tasks: RunTasks,
     workdir: Path,
     checkpointer: Checkpointer,
     state: TrainState,
@@ -158,6 +160,10 @@ def train(
                 if validates:
                     reporter.write(step, scores)
                     saves = checkpointer.improves(scores["eval/loss"]) or saves
+                if options.scores_tasks_at(step):
+                    reporter.catch_up()
+                    with clock.phase("tasks"):
+                        reporter.write(step, tasks.score(state.eval_params))
                 if saves:
                     reporter.flush(step)
                     if stops:

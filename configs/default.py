@@ -240,6 +240,8 @@ def get_config() -> ConfigDict:
             log_every=10,  # steps
             eval_every=1000,  # steps; 0: only at the end
             eval_batches=0,  # micro-batches a validation; 0: the whole split, as bits per byte need
+            eval_tasks="",  # NAME:DIRECTORY,... of tasks to score (docs/evaluation.md); empty: none
+            eval_tasks_every=0,  # steps; 0: only at the end
             checkpoint_every=1000,  # steps; 0: only at the end
             keep_checkpoints=2,  # newest checkpoints to keep, beside the best; one may be damaged
             keep_every=0,  # steps whose multiples stay as checkpoints for good; 0: none

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gpt2.config import Config, with_options
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
-from gpt2.evals import scoring
+from gpt2.evals import RunTasks, scoring
 from gpt2.evals.core import core
 from gpt2.evals.examples import after, cbt, hellaswag, lambada, read_cbt
 from gpt2.evals.perplexity import compression, detokenize, wikitext
@@ -297,7 +298,7 @@ def test_another_corpus_is_divided_and_read_as_the_runs(tmp_path):
         assert validation_data(*source, "tokens:*.bin", None).tokenizer == "gpt2"
 
 
-# CORE
+# CORE and the tasks of a run
 
 # Kind, few-shot examples, delimiter, per cent by chance. Prompts of the first are too long.
 CORE = [
@@ -383,3 +384,31 @@ def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
         assert 0 < figures[number].value == np.mean(solved) < 1
         centred.append((np.mean(solved) - chance / 100) / (1 - chance / 100))
     assert total.value == pytest.approx(np.mean(centred), rel=1e-12)
+
+
+def run_tasks(spec, mesh):
+    sizes = ("vocab_size", "context_length", "num_layers", "num_heads", "embed_dim")
+    options = {f"model.{name}": getattr(CFG, name) for name in sizes}
+    return RunTasks(with_options(Config(), options | {"train.eval_tasks": spec}), BYTES, mesh)
+
+
+def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, scorer):
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = jax.NamedSharding(mesh, jax.P(None, "fsdp"))
+    spread = jax.tree.map(lambda x: jax.device_put(x, split) if x.ndim == 2 else x, params)
+    tasks = run_tasks(f"core:{bundle}", mesh)
+    found, program = tasks.score(spread), Scorer(CFG, params, list(mesh.devices.flat))._score
+    expected = core(scorer, BYTES, bundle / "core.yaml")
+    assert found == pytest.approx({f"eval/core/{f.metric}": f.value for f in expected})
+    compiled = program._cache_size()
+    assert found != tasks.score(jax.tree.map(jnp.zeros_like, spread))
+    assert program._cache_size() == compiled > 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"), [("cor:", "there is no task cor"), ("core:.", "no file"), ("{}", "'text'")]
+)
+def test_tasks_that_cannot_be_scored_end_a_run_before_it_begins(tmp_path, spec, told):
+    (tmp_path / "lambada.jsonl").write_text('{"txt": "on the mat"}')
+    with pytest.raises(UserError, match=told):
+        run_tasks(spec.format(f"lambada:{tmp_path}"), jax.make_mesh((1,), ("data",)))

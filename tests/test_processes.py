@@ -83,13 +83,18 @@ class Pair:
     ["backend=pmap", "strategy=zero1", "data=1 fsdp=8 fsdp_gather=layer", "data=2 fsdp=2 tensor=2"],
 )
 def test_two_processes_train_in_any_layout_as_one_device(tmp_path, layout):
-    steps, spread = "--config.train.num_steps=5", layout.split()
-    with Pair(tmp_path / "two", steps, *(f"--config.parallel.{each}" for each in spread)) as pair:
+    (tmp_path / "text8").write_text("the cat sat on the mat")
+    same = ["--config.train.num_steps=5", f"--config.train.eval_tasks=text8:{tmp_path}"]
+    spread = (f"--config.parallel.{each}" for each in layout.split())
+    with Pair(tmp_path / "two", *same, *spread) as pair:
         assert pair.ends(300) == [0, 0], pair.output()
-    code, _, stderr = run(tmp_path / "one", *TINY, *FLAGS.split(), steps)
+    code, _, stderr = run(tmp_path / "one", *TINY, *FLAGS.split(), *same)
     assert code == 0, stderr
     assert len(pair.losses()) == 5
     assert pair.losses() == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    one, two = (metrics_of(tmp_path / name)[-1] for name in ("one", "two"))
+    name = "eval/text8/bits_per_byte"
+    assert two[name] == pytest.approx(one[name], rel=1e-5)
 
 
 @pytest.mark.thorough

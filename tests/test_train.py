@@ -35,9 +35,12 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory):
-    """A run that was never disturbed."""
+    """A run that was never disturbed, and scores a task that others do not."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
-    code, stdout, stderr = run(workdir, *TINY, *corpus)
+    (workdir.parent / "text8").write_text("the cat sat on the mat")
+    tasks, every = f"text8:{workdir.parent}", "--config.train.eval_tasks_every=3"
+    options = [*TINY, *corpus, f"--config.train.eval_tasks={tasks}", every]
+    code, stdout, stderr = run(workdir, *options)
     assert code == 0, stderr
     return workdir, stdout
 
@@ -70,6 +73,7 @@ def test_metrics_have_their_names_and_each_step_once(finished):
     for line in lines:
         assert always | speed <= line.keys()
         assert (scores <= line.keys()) == (line["step"] in (4, 8))
+        assert ("eval/text8/bits_per_byte" in line) == (line["step"] in (3, 6, 8))
         assert line["tokens"] == line["step"] * 4 * 16
     assert lines[-1]["train/loss"] < lines[0]["train/loss"]
 
@@ -91,11 +95,12 @@ def test_a_run_is_repeated_from_its_record(finished, tmp_path):
 
 def test_eval_scores_the_checkpoint_as_training_did(finished):
     workdir, _ = finished
-    output = workdir.parent / "scores.json"
-    code, _, stderr = run(workdir, "--checkpoint=8", f"--output={output}", script="eval.py")
+    output, tasks = workdir.parent / "scores.json", f"--tasks=validation,text8:{workdir.parent}"
+    code, _, stderr = run(workdir, tasks, "--checkpoint=8", f"--output={output}", script="eval.py")
     assert code == 0, stderr
-    (loss,) = (f["value"] for f in json.loads(output.read_text()) if "loss" in f["metric"])
-    assert loss == pytest.approx(metrics_of(workdir)[-1]["eval/loss"], rel=1e-5)
+    found, last = [f["value"] for f in json.loads(output.read_text())], metrics_of(workdir)[-1]
+    expected = last["eval/loss"], last["eval/text8/bits_per_byte"]
+    assert (found[0], found[-1]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

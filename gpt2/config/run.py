@@ -114,11 +114,17 @@ class TrainConfig(Options, group="train"):
 
     def validates_at(self, step: int) -> bool:
         """Returns whether the run is validated after a step, counted from 1."""
-        return step == self.num_steps or (self.eval_every > 0 and step % self.eval_every == 0)
+        return self._is_due(step, self.eval_every)
+
+    def scores_tasks_at(self, step: int) -> bool:
+        """Returns whether `eval_tasks` are scored after a step."""
+        return self.eval_tasks != "" and self._is_due(step, self.eval_tasks_every)
 
     def saves_at(self, step: int) -> bool:
         """Returns whether a checkpoint is saved after a step, whatever a validation says."""
-        every = self.checkpoint_every
+        return self._is_due(step, self.checkpoint_every)
+
+    def _is_due(self, step: int, every: int) -> bool:
         return step == self.num_steps or (every > 0 and step % every == 0)
 
 

@@ -83,7 +83,9 @@ class Progress(Writer):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
-        line, is_validation = _format(metrics), "eval/loss" in metrics
+        line, is_validation = _format(metrics), any(name.startswith("eval/") for name in metrics)
+        if is_validation and not line:  # of tasks, whose names are their own
+            line = " | ".join(f"{name[5:]} {value:.4g}" for name, value in metrics.items())
         if figures := _format(metrics, _ON_BAR):
             self._bar.update(self._task, figures=figures)
         if line and (is_validation or not self._draws):
