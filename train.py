@@ -85,12 +85,14 @@ def main() -> int:
         distributed.only_first(tell)(line, sys.stdout)
         return 0
     state = None if start else first_state(program, dataset)
-    folder.begin(workdir, config, dataset, start)  # from here on, the run writes to its workdir
+    # From here on, the run writes to its workdir.
+    clock = StepClock.for_run(config, folder.begin(workdir, config, dataset, start))
     checkpointer = Checkpointer(workdir, config.train.keep_checkpoints, config.train.keep_every)
     if state is None:
-        state = checkpointer.restore(start, program.state_shapes)
+        with clock.phase("restore"):
+            state = checkpointer.restore(start, program.state_shapes)
 
-    return train(program, batches, tasks, workdir, checkpointer, state, start)
+    return train(program, batches, tasks, workdir, checkpointer, clock, state, start)
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
@@ -107,12 +109,12 @@ def train(
     tasks: RunTasks,
     workdir: Path,
     checkpointer: Checkpointer,
+    clock: StepClock,
     state: TrainState,
     start: int,
 ) -> int:
     """Runs the steps after `start`, writes the run's files and returns the exit code."""
     config, options = program.config, program.config.train
-    clock = StepClock.for_run(config, workdir, start)
 
     # Compile once, while the devices still draw the weights: another shape is an error later.
     with clock.phase("compile"), timed("compiling the steps"):
@@ -165,9 +167,10 @@ def train(
                     with clock.phase("tasks"):
                         reporter.write(step, tasks.score(state.eval_params))
                 if saves:
+                    reporter.write(step, clock.books())
                     reporter.flush(step)
                     if stops:
-                        reporter.say(stop.describe_save())
+                        reporter.say("saving; another signal leaves without that")
                     with clock.phase("checkpoint"):
                         checkpointer.save(state, step, scores if validates else None)
                 if stops:
@@ -189,7 +192,7 @@ def train(
         return 128 + stop.requested
     params = gather_whole(state.eval_params, program.backend.mesh)
     if jax.process_index() == 0:
-        plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", title=str(workdir))
+        plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", str(workdir), clock.shares())
         tokenizer, path = batches.dataset.tokenizer, workdir / "samples.txt"
         write_samples(path, params, config.gpt(), tokenizer, config.seed)
         tell(folder.describe_results(workdir, scores, clock, batches.dataset), sys.stdout)

@@ -98,7 +98,11 @@ def tell(message: str, stream: TextIO | None = None) -> None:
 def by_word(text: str, width: int) -> str:
     """Breaks lines between words, but none that is indented: commands and tables stay whole."""
     fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(line if line[:1] == " " else fill(line) for line in text.split("\n"))
+    second = " " * 9  # the second column of a run's first screen
+    return "\n".join(
+        line if line[:1] == " " else fill(line, subsequent_indent=second * ("  " in line[:9]))
+        for line in text.split("\n")
+    )
 
 
 @contextlib.contextmanager
@@ -188,6 +192,8 @@ def _watch(reader: int) -> None:
             continue
         if signal.getsignal(signum) is _stop:  # to which the main thread may not come
             _stop(signum, None)
+        if first is None and _next_command:  # a run finishes its step, which may take long
+            tell(f"{signum.name}: finishing the step, then saving; a second one leaves at once")
         if first is not None and time.monotonic() - first > _SAME_PRESS:
             _leave(f"left at once by a second {signum.name}", signum)
         first = first or time.monotonic()

@@ -346,6 +346,10 @@ a run on another text is taken over
     gpt2/ablate/takeover.py: tests/test_ablate.py -k taken_over
     - if same_text and (lock := take(run)):
     + if lock := take(run):
+what a kill undid counts as done
+    gpt2/telemetry/metrics.py: tests/test_workdir.py -k add_up
+    - r["step"] <= step and f"
+    + f"
 the hash of the code sees docstrings
     gpt2/training/code.py: tests/test_workdir.py -k hash_of_the_code
     - del node.body[0]

@@ -94,6 +94,8 @@ def test_a_run_with_a_limit_ends_before_it_with_all_saved_and_continues(tmp_path
     assert [line["step"] for line in metrics_of(workdir)] == list(range(1, steps[2] + 1))
 
 
+LOOP = "errors.leave_at_interrupt('it continues'); signal.signal(signal.SIGINT, lambda *_: 0)"
+FINISHING = "SIGINT: finishing the step, then saving; a second one leaves at once\n"
 BLOCKED = """
 import os, signal, threading, hashlib, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -119,10 +121,11 @@ finally:
     ("mode", "pauses", "told"),
     [
         ("", (0.5, 0.6), "left at once by a second SIGINT\n"),
+        (LOOP, (0.5, 0.6), f"{FINISHING}left at once by a second SIGINT; it continues\n"),
         ("", (0.5, 0.0, 0.0), ""),  # a launcher has sent the same one several times
         ("errors.leave_at_interrupt('it continues')", (0.5,), "stopped by SIGINT; it continues\n"),
     ],
-    ids=["second", "repeated", "at once"],
+    ids=["second", "in a step", "repeated", "at once"],
 )
 def test_ctrl_c_ends_a_process_whose_main_thread_hears_nothing(mode, pauses, told):
     command = [sys.executable, "-c", BLOCKED.format(mode=mode, pauses=pauses)]
@@ -170,6 +173,30 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
     code, _, told = finish(process, timeout=30)
     assert time.monotonic() - began < 3
     assert code == 128 + number and "left at once" in told and "the same command" in told
+
+
+@pytest.mark.thorough
+def test_the_time_of_a_run_that_is_killed_three_times_adds_up(tmp_path):
+    command = [tmp_path / "run", *TINY, "--config.data.corpus=synthetic"]
+    command += ["--config.train.num_steps=400", "--config.train.checkpoint_every=100"]
+    moments = [time.monotonic()]
+    for step in (60, 160, 190):  # all of the first and the third is lost
+        process = start(*command)
+        wait_for_step(process, command[0], step)
+        process.kill()
+        process.communicate()
+        moments.append(time.monotonic())
+        time.sleep(2)
+        moments.append(time.monotonic())
+    code, stdout, told = finish(start(*command), timeout=240)
+    assert code == 0, told
+    took = np.diff([*moments, time.monotonic()])  # a run, a pause, ...
+    minutes, seconds = map(int, re.search(r"^time: 0:(\d+):(\d+); ", stdout, re.MULTILINE).groups())
+    assert 60 * minutes + seconds == pytest.approx(took.sum(), rel=0.02, abs=0.5)
+    shares = {name: int(share) for name, share in re.findall(r"(\w+) (\d+)%", stdout)}
+    assert shares["down"] == pytest.approx(100 * took[1::2].sum() / took.sum(), abs=2)
+    assert shares["lost"] == pytest.approx(100 * took[[0, 4]].sum() / took.sum(), abs=4)
+    assert sum(shares.values()) == pytest.approx(100, abs=3)  # each of them rounded
 
 
 SLOW_STEPS = """
@@ -238,5 +265,5 @@ def test_a_folder_that_is_copied_and_renamed_continues_as_if_never_stopped(tmp_p
     assert seconds == sorted(seconds)
     start_up = seconds[saved] - seconds[saved - 1]
     assert start_up > 10 * (seconds[-1] - seconds[-2])
-    assert re.search(r"^time: \d+\w( \d+s)? over all starts; of this one ", stdout, re.MULTILINE)
+    assert re.search(r"^time: [\d:]+; .*down \d+%", stdout, re.MULTILINE)
     assert f"{moved} is finished at step 8; raise" in run(moved, *options)[1]

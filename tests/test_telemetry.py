@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -18,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
 
 from gpt2.config import Config, GPTConfig, TrainConfig
 from gpt2.config.run import LoggingConfig
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import compiled
-from gpt2.telemetry import chips, flops, metrics, writers
+from gpt2.telemetry import chips, flops, metrics, plots, progress, writers
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
@@ -80,9 +82,8 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
             writer.write(step, {"train/loss": 10.0 - step, "perf/total_seconds": 2.0 * step})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('garbage\n\n{}\n[1]\n{"step": "x"}\n{"step": 3, "train/lo')
-    assert metrics.seconds_taken(tmp_path / "metrics.jsonl", 4) == 8.0
     assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 5
-    assert metrics.seconds_taken(tmp_path / "none", 4) == 0.0
+    assert metrics.seconds_taken(tmp_path / "none", 4) == ({}, 0.0)
     with metrics_file(tmp_path, resume_step=3) as writer:
         assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
         writer.write(3, {"eval/loss": 7.5})
@@ -276,6 +277,38 @@ def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
     assert barks_within(0.8, 0.0, least=0.0) == []
 
 
+# Screen
+
+
+@pytest.mark.parametrize(("width", "more"), [(80, " | MFU 45.1%"), (60, "")])
+def test_a_bar_stays_beside_its_figures_and_moves_within_a_step(monkeypatch, width, more):
+    kinds = dict(force_terminal=True, force_interactive=True, color_system="standard")
+    console = Console(file=io.StringIO(), width=width, **kinds)
+    monkeypatch.setattr(progress.bars, "get_console", lambda: console)
+    monkeypatch.setattr(progress, "_on_terminal", lambda: True)
+    speed = {"perf/tokens_per_second": 123_456.0, "perf/mfu": 0.451}
+    with contextlib.closing(progress.Progress(600_000)) as bar:
+        bar.write(100, {"train/loss": 10.9876} | speed)
+        time.sleep(1.2)
+    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", console.file.getvalue())
+    found = {line for line in re.split(r"[\r\n]+", drawn) if "loss" in line}
+    assert all(f"━━━ loss 10.9876 | 123.5k tokens/s{more} " in line for line in found), found
+    assert len(found) > 1 and max(map(len, found)) <= width
+
+
+def test_curves_are_told_as_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "18")
+    with metrics_file(tmp_path) as writer:
+        for step in range(1, 9):
+            writer.write(step, {"train/loss": 9.0 - step})
+        writer.write(8, {"eval/loss": 4.5})
+    assert plots.losses_as_text(tmp_path / "metrics.jsonl", height=2).splitlines() == [
+        "    8.000 █▆▃▁   o",
+        "    1.000 ████▇▅▂▁",
+        "          training loss over 8 steps; o: validation",
+    ]
+
+
 # Speed
 
 
@@ -316,9 +349,8 @@ def test_what_no_data_sheet_knows_has_no_peak(kind):
 
 def test_step_clock_charges_each_second_once_and_validation_to_no_step():
     now = [100.0]
-    clock = StepClock(
-        1000, 6.0, 24_000.0, seconds_before=70.0, start_seconds=30.0, now=lambda: now[0]
-    )
+    before = {"step": 40.0, "data wait": 1.0, "start and end": 50.0, "lost": 5.0, "down": 4.0}
+    clock = StepClock(1000, 6.0, 24_000.0, before, now=lambda: now[0])
     assert StepClock(1, 6.0).read() == clock.read() == {}
     with clock.phase("compile"):
         now[0] += 3
@@ -337,16 +369,18 @@ def test_step_clock_charges_each_second_once_and_validation_to_no_step():
                 "perf/step_seconds": 2.0,
                 "perf/tokens_per_second": 500.0,
                 "perf/data_wait_seconds": 0.5,
-                "perf/total_seconds": 119.0,
+                "perf/total_seconds": 110.0,
+                "perf/goodput": 43.0 / 119.0,
                 "perf/mfu": 500.0 * 6 / 24_000,
             }
         )
         assert clock.read() == {}
-    seconds = {"start and end": 30, "validation": 10, "compile": 3, "step": 3, "checkpoint": 2}
-    seconds["data wait"] = 1
-    assert clock.total_seconds == pytest.approx(70.0 + sum(seconds.values()))
-    total = sum(seconds.values())
-    assert clock.shares() == pytest.approx({n: each / total for n, each in seconds.items()})
+    seconds = {"start and end": 50, "validation": 10, "compile": 3, "data wait": 2, "checkpoint": 2}
+    books = {f"perf/seconds/{name}": each for name, each in seconds.items()}
+    assert clock.books() == pytest.approx(books | {"perf/seconds/step": 43.0})
+    shares = {n: each / 119 for n, each in seconds.items()}
+    shares |= {"goodput": 43 / 119, "lost": 5 / 119, "down": 4 / 119}
+    assert clock.shares() == pytest.approx(shares)
 
 
 # Compilation

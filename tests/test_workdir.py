@@ -1,5 +1,6 @@
 """What it takes to continue a run: its options, its text, its checkpoints, and nobody else."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -21,6 +22,7 @@ from gpt2.config import Config, DataConfig
 from gpt2.data.dataset import prepare
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
+from gpt2.telemetry.metrics import MetricsFile
 from gpt2.training import workdir as run_files
 from gpt2.training.code import hash_code, read_starts
 from gpt2.utils import files
@@ -240,7 +242,7 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch,
     new, continued = starts_of(tmp_path)
     assert (new["step"], continued["step"]) == (0, 20)
     began = datetime.fromisoformat(new["time"])
-    assert timedelta() <= datetime.now(UTC) - began < timedelta(minutes=5)
+    assert timedelta() <= datetime.now(UTC) - began < timedelta(hours=1)
     assert new["command"] == ["train.py", "--config.seed=3"] and new["gpt2"] == gpt2.__version__
     assert new["commit"] is None and new["clean"] is None and new["jax"] == version("jax")
     assert new["devices"] == jax.device_count() and new["processes"] == 1
@@ -252,6 +254,27 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch,
         (0, new["code"]),
         (10, "c0de"),
     ]
+
+
+def test_the_seconds_of_all_starts_add_up_and_what_a_kill_undid_counts_once(tmp_path, monkeypatch):
+    data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
+    monkeypatch.setattr(run_files, "lock", lambda *_: None)
+    monkeypatch.setattr(run_files.launch, "seconds_since_start", lambda: 3.0)
+    saved = {"step": 4.0, "compile": 6.0}
+    for began, step, logged, seconds in (
+        (100, 0, [(2, 9.0, saved), (4, 16.0, {})], {"lost": 0, "down": 0}),
+        (130, 2, [], saved | {"lost": 6, "down": 14}),  # killed while it compiles
+        (150, 2, [(3, 15.0, {"step": 8.0})], saved | {"lost": 6, "down": 34}),
+        (200, 2, [], saved | {"lost": 11, "down": 79}),
+    ):
+        line = {"step": step, "code": "", "time": datetime.fromtimestamp(began, UTC).isoformat()}
+        monkeypatch.setattr(run_files, "describe_start", lambda _, line=line: line)
+        found = run_files.begin(tmp_path, make_config(), data, step)
+        assert found == pytest.approx(seconds | {"start and end": 3})
+        with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl", step)) as writer:
+            for number, total, phases in logged:
+                books = {f"perf/seconds/{name}": each for name, each in phases.items()}
+                writer.write(number, {"perf/total_seconds": total} | books)
 
 
 @pytest.mark.parametrize(

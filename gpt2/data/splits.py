@@ -15,7 +15,7 @@ from typing import TextIO
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TimeElapsedColumn
 
 from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
@@ -49,14 +49,15 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
     many_documents, parts = split_documents(corpus, data)
     totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0) for s in SPLITS}
     compressor, num_compressed = zlib.compressobj(9), 0
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"reading {data.corpus} for {data.tokenizer}", total=None)
+    screen = Console(stderr=True)
+    shown = *Progress.get_default_columns(), TimeElapsedColumn()
+    with Progress(*shown, console=screen, transient=True, disable=not screen.is_interactive) as bar:
+        task = bar.add_task("reading", total=None)
         every_split = data.tokenizer == "char"
         texts = (p.text for p in parts() if every_split or p.split == "train")
         tokenizer = build(data.tokenizer, texts, many_documents=many_documents)
         tokenizer.save(directory / "tokenizer.json")
-        bar.update(task, description=f"encoding {data.corpus}", total=corpus.num_bytes or None)
+        bar.update(task, description="encoding", total=corpus.num_bytes or None)
         writer = TokenWriter(directory, tokenizer.vocab_size)
         for part, tokens in encode_in_parallel(tokenizer, parts()):
             text = part.text.encode("utf-8")

@@ -71,13 +71,6 @@ class StopSignal:
         self.is_late = bool(distributed.from_first(int(self.is_late)))
         return True
 
-    def describe_save(self) -> str:
-        """Returns what a person should know while the state of a run that stops is saved."""
-        if self.is_late:
-            return "saving, since --max_seconds has all but passed"
-        assert self.requested
-        return f"saving, since {self.requested.name} came; a second one leaves without that"
-
     def __enter__(self) -> "StopSignal":
         signals = (signal.SIGINT,) if self._agrees else (signal.SIGTERM, signal.SIGINT)
         self._before: dict[int, Any] = {

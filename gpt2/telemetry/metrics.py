@@ -15,6 +15,8 @@ from typing import Any
 
 from gpt2.telemetry.writers import Writer
 
+SECONDS = "perf/seconds/"  # and a phase of `StepClock`: what it has taken up to a save
+
 
 class MetricsFile(Writer):
     """Writes metrics.jsonl. The values of one step make one line, even if several calls add them.
@@ -78,10 +80,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [record for _, _, record in _backwards(Path(path))][::-1]
 
 
-def seconds_taken(path: Path | str, up_to: int) -> float:
-    """Returns `perf/total_seconds` of the newest step up to `up_to` that a metrics.jsonl tells."""
-    lines = (record for _, _, record in _backwards(Path(path)) if record["step"] <= up_to)
-    return next((s for line in lines if (s := line.get("perf/total_seconds"))), 0.0)
+def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]:
+    """Returns the seconds of each phase up to the save of a step, and those of what came after."""
+    totals = (record.get("perf/total_seconds") for _, _, record in _backwards(Path(path)))
+    saves = (r for _, _, r in _backwards(Path(path)) if r["step"] <= step and f"{SECONDS}step" in r)
+    saved = next(saves, {}).items()
+    seconds = {name.removeprefix(SECONDS): s for name, s in saved if name.startswith(SECONDS)}
+    return seconds, max(0.0, next(filter(None, totals), 0.0) - sum(seconds.values()))
 
 
 def _backwards(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:

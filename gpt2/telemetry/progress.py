@@ -1,6 +1,5 @@
 """What a person sees within the loop: a bar on a terminal, elsewhere (a file, a pipe) lines."""
 
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -8,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import jax
 from rich import progress as bars
+from rich.console import Console
 from rich.table import Column
 
 from gpt2.errors import tell, unheard
@@ -45,7 +45,7 @@ def timed(text: str) -> AbstractContextManager:
 
 
 def _on_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return sys.stdout.isatty() and Console().is_interactive  # FORCE_COLOR fakes the latter
 
 
 class Progress(Writer):
@@ -59,6 +59,7 @@ class Progress(Writer):
         self._draws = _on_terminal()
         count, figures, left = (Column(no_wrap=True) for _ in range(3))  # the bar gives way
         self._bar = bars.Progress(
+            bars.SpinnerColumn("line", speed=0.25),  # moves within a long step, too
             bars.MofNCompleteColumn(table_column=count),
             bars.BarColumn(None),
             bars.TextColumn("{task.fields[figures]}", table_column=figures),
@@ -86,7 +87,7 @@ class Progress(Writer):
         line, is_validation = _format(metrics), any(name.startswith("eval/") for name in metrics)
         if is_validation and not line:  # of tasks, whose names are their own
             line = " | ".join(f"{name[5:]} {value:.4g}" for name, value in metrics.items())
-        if figures := _format(metrics, _ON_BAR):
+        if figures := _format(metrics, _ON_BAR[: self._bar.console.width // 26]):  # 3 on 80
             self._bar.update(self._task, figures=figures)
         if line and (is_validation or not self._draws):
             parts = [f"step {step:>{len(str(self._total))}}/{self._total}", line]

@@ -3,23 +3,22 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
 from gpt2.config import Config
 from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
-from gpt2.telemetry.metrics import seconds_taken
-from gpt2.utils import launch
+from gpt2.telemetry.metrics import SECONDS
 
 
 class StepClock:
-    """Measures steps, and the share of a run's time that each phase takes.
+    """Measures steps, and the share of a run's time that each phase takes, over all its starts.
 
     Time is charged to the innermost open phase, or to `start and end`. Devices run behind the host:
-    wait for the last step before opening a validation or checkpoint. `seconds_before` is what
-    earlier starts of the run have taken. Without `peak_flops`, of all devices, there is no MFU.
+    wait for the last step before opening a validation or checkpoint. `before` has the seconds since
+    the run's first start, by phase, and those that were `lost` and `down`: see docs/safety.md.
+    Without `peak_flops`, of all devices, there is no MFU.
     """
 
     def __init__(
@@ -27,25 +26,23 @@ class StepClock:
         tokens_per_step: int,
         flops_per_token: float,
         peak_flops: float | None = None,
-        seconds_before: float = 0.0,
-        start_seconds: float = 0.0,
+        before: Mapping[str, float] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ):
         self.tokens_per_step, self._flops, self._peak = tokens_per_step, flops_per_token, peak_flops
-        self._now, self._seconds_before = now, seconds_before
-        self.current, self._since = "start and end", now()
-        self._seconds = defaultdict(float, {self.current: start_seconds})
-        self._num_steps, self._read = 0, (0, 0.0, 0.0)  # and at `read`, with their seconds
+        self._now, self.current, self._since = now, "start and end", now()
+        self._seconds = defaultdict(float, before or {})
+        wait = self._seconds["data wait"]
+        self._num_steps, self._read = 0, (0, self._seconds["step"] + wait, wait)  # and at `read`
 
     @classmethod
-    def for_run(cls, config: Config, workdir: Path, start: int) -> "StepClock":
-        """Returns the clock of a run that goes on from step `start`, on all devices."""
+    def for_run(cls, config: Config, before: Mapping[str, float] | None) -> "StepClock":
+        """Returns the clock of a run on all devices."""
         return cls(
             config.tokens_per_step,
             model_flops_per_token(config.gpt()),
             total_peak_flops(config.precision.compute),
-            seconds_before=seconds_taken(workdir / "metrics.jsonl", start),
-            start_seconds=launch.seconds_since_start(),
+            before,
         )
 
     @contextlib.contextmanager
@@ -65,8 +62,7 @@ class StepClock:
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
-        self._switch(self.current)
-        wait = self._seconds["data wait"]
+        total, wait = self.total_seconds, self._seconds["data wait"]
         now = self._num_steps, self._seconds["step"] + wait, wait
         steps, seconds, wait = (new - old for new, old in zip(now, self._read, strict=True))
         self._read = now
@@ -77,24 +73,30 @@ class StepClock:
             "perf/step_seconds": seconds / steps,
             "perf/tokens_per_second": tokens_per_second,
             "perf/data_wait_seconds": wait / steps,
-            "perf/total_seconds": self.total_seconds,
+            "perf/total_seconds": sum(self.books().values()),
+            "perf/goodput": self._seconds["step"] / total,
         }
         if self._peak:
             metrics["perf/mfu"] = tokens_per_second * self._flops / self._peak
         return metrics
 
+    def books(self) -> dict[str, float]:
+        """Returns the seconds of each phase, for the line of a save, from which a run goes on."""
+        self._switch(self.current)
+        spent = self._seconds.items()
+        return {f"{SECONDS}{name}": s for name, s in spent if name not in ("lost", "down")}
+
     @property
     def total_seconds(self) -> float:
-        """What the run has taken, `seconds_before` included."""
+        """The time since the run's first start."""
         self._switch(self.current)
-        return self._seconds_before + sum(self._seconds.values())
+        return sum(self._seconds.values())
 
     def shares(self) -> dict[str, float]:
-        """Returns each phase's share of the wall time of this start; they add to 1."""
-        self._switch(self.current)
-        total = sum(self._seconds.values())
+        """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
+        total = self.total_seconds
         ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
-        return {name: seconds / total for name, seconds in ranked if seconds}
+        return {{"step": "goodput"}.get(name, name): each / total for name, each in ranked if each}
 
     def _switch(self, name: str) -> None:
         now = self._now()

@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from gpt2.data.dataset import Dataset, data_root, refuse_other
 from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
-from gpt2.telemetry.throughput import StepClock
+from gpt2.telemetry import StepClock, metrics, plots
 from gpt2.training.checkpoint_files import (
     changes,
     deciding_options,
@@ -37,7 +37,7 @@ from gpt2.training.checkpoint_files import (
     saved_steps,
 )
 from gpt2.training.code import SOURCE, hash_code, read_starts
-from gpt2.utils import files
+from gpt2.utils import files, launch
 from gpt2.utils.text import format_duration
 
 _LOCK, _DATA = ".lock", "data.json"
@@ -121,17 +121,18 @@ def describe_results(
 ) -> str:
     """Returns a run's last lines: where the time went, how good the model is, what to look at."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in clock.shares().items())
+    spent = f"{format_duration(clock.total_seconds)}; {shares}"
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
         line += f"\n(zlib -9 needs {dataset.zlib_bits_per_byte:.3f} for the same text)"
-    places = f"see loss.png and samples.txt in {workdir}"
-    return f"time: {format_duration(clock.total_seconds)}; {shares}\n{line}\n{places}"
+    curves = plots.losses_as_text(workdir / "metrics.jsonl")
+    return f"{curves}\ntime: {spent}\n{line}\nsee loss.png and samples.txt in {workdir}"
 
 
 @distributed.only_first
-def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
-    """Locks the directory and writes the files of a run that starts or continues from `start`."""
+def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> dict[str, float]:
+    """Locks the directory, writes a start's files, and returns the seconds so far, by phase."""
     lock(workdir, start)
     for step in saved_steps(workdir):
         if step > start or find_damage(workdir, step, ("metrics",)):
@@ -143,12 +144,21 @@ def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
     dataset.tokenizer.save(workdir / "tokenizer.json")
-    path, line = workdir / "environment.jsonl", describe_start(start)
+    path, logged = workdir / "environment.jsonl", workdir / "metrics.jsonl"
+    seconds, lost = metrics.seconds_taken(logged, start)
+    line = describe_start(start) | {"lost_seconds": lost}
     before = [each for each in read_starts(workdir) if each["step"] < start]
     if others := {each["code"] for each in before} - {line["code"]}:
         warn(f"the run goes on with other code ({line['code']}) than before ({', '.join(others)})")
-    earlier = path.read_text("utf-8") if path.exists() else ""
-    files.write_text(path, f"{earlier}{json.dumps(line)}\n")
+    text = path.read_text("utf-8") if path.exists() else ""
+    starts = [*map(json.loads, text.splitlines()), line]
+    files.write_text(path, f"{text}{json.dumps(line)}\n")
+    metrics.MetricsFile(logged, start).close()  # forgets steps that are lost, which count once
+    first, this = (datetime.fromisoformat(starts[i]["time"]) for i in (0, -1))
+    seconds["lost"] = sum(each.get("lost_seconds", 0.0) for each in starts)
+    seconds["down"] = max(0.0, (this - first).total_seconds() - sum(seconds.values()))
+    age = launch.seconds_since_start()
+    return seconds | {"start and end": seconds.get("start and end", 0.0) + age}
 
 
 def lock(workdir: Path, start: int) -> None:
@@ -171,7 +181,7 @@ def describe_start(step: int) -> dict[str, Any]:
     changed = _git("status", "--porcelain", "--", "*.py") if tracked else None
     return {
         "step": step,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": (datetime.now(UTC) - timedelta(seconds=launch.seconds_since_start())).isoformat(),
         "command": sys.argv,
         "gpt2": __version__,
         "code": hash_code(),

@@ -36,6 +36,8 @@ def prepare_process() -> None:
     again = _STARTED_AGAIN in os.environ  # even where the settings got lost
     if again:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if "JPY_PARENT_PID" in os.environ:  # a notebook would keep every drawing of a bar
+        os.environ.setdefault("TTY_INTERACTIVE", "0")  # as rich calls it
     plugins, libtpu = map(importlib.util.find_spec, ("jax_plugins", "libtpu"))
     tpus = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     if libtpu and not (plugins or tpus):  # it prints what looks like failures
