@@ -179,6 +179,7 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
 def test_the_time_of_a_run_that_is_killed_three_times_adds_up(tmp_path):
     command = [tmp_path / "run", *TINY, "--config.data.corpus=synthetic"]
     command += ["--config.train.num_steps=400", "--config.train.checkpoint_every=100"]
+    command += ["--config.train.eval_every=0", "--config.train.eval_batches=1"]
     moments = [time.monotonic()]
     for step in (60, 160, 190):  # all of the first and the third is lost
         process = start(*command)

@@ -50,8 +50,9 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
     totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0) for s in SPLITS}
     compressor, num_compressed = zlib.compressobj(9), 0
     screen = Console(stderr=True)
-    shown = *Progress.get_default_columns(), TimeElapsedColumn()
-    with Progress(*shown, console=screen, transient=True, disable=not screen.is_interactive) as bar:
+    columns = *Progress.get_default_columns(), TimeElapsedColumn()
+    hidden = not (screen.is_interactive and screen.file.isatty())  # FORCE_COLOR fakes the former
+    with Progress(*columns, console=screen, transient=True, disable=hidden) as bar:
         task = bar.add_task("reading", total=None)
         every_split = data.tokenizer == "char"
         texts = (p.text for p in parts() if every_split or p.split == "train")

@@ -45,7 +45,7 @@ def timed(text: str) -> AbstractContextManager:
 
 
 def _on_terminal() -> bool:
-    return sys.stdout.isatty() and Console().is_interactive  # FORCE_COLOR fakes the latter
+    return sys.stdout.isatty() and Console().is_interactive  # FORCE_COLOR fakes this
 
 
 class Progress(Writer):
