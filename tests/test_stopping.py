@@ -221,12 +221,12 @@ def metrics_by_step(workdir):
 def events_by_step(workdir):
     """The scalars of TensorBoard's files, each once, as their START records have them read."""
     found = {}
-    for step, name, value in events(workdir):
-        if name == "START":
-            found = {key: each for key, each in found.items() if key[0] < step}
-        else:
-            assert (step, name) not in found
-            found[step, name] = value
+    for event in events(workdir):
+        if event.HasField("session_log"):
+            found = {key: each for key, each in found.items() if key[0] < event.step}
+        for value in event.summary.value:
+            assert (event.step, value.tag) not in found
+            found[event.step, value.tag] = value.simple_value
     return {key: value for key, value in found.items() if not key[1].startswith("perf/")}
 
 
@@ -249,7 +249,7 @@ def test_a_folder_that_is_copied_and_renamed_continues_as_if_never_stopped(tmp_p
     shutil.rmtree(first)
     assert metrics_of(moved)[-1]["step"] > saved > 0
     code, stdout, told = run(moved, *options)
-    assert code == 0 and f"{saved} (continued) to 8" in stdout, told
+    assert code == 0 and f"steps {saved + 1} to 8" in stdout, told
 
     wanted = params_of(whole)
     for name, value in params_of(moved).items():
