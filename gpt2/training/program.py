@@ -169,7 +169,7 @@ class Program:
             "devices": f"{jax.device_count()} x {device.device_kind}, {self.backend.layout}",
             "step": f"{config.tokens_per_step:,} tokens{micro}, "
             + (f"{format_bytes(used)} a device, " if used else "")
-            + f"compiled in {train_step.compile_seconds:.1f} s",
+            + f"compiled in {train_step.compile_seconds:.0f} s",
             "run": f"steps {start + 1} to {train.num_steps}, {config.optim.name}, "
             f"rate {config.optim.learning_rate:g}{short}, {config.optim.schedule}",
         }
