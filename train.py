@@ -85,13 +85,10 @@ def main() -> int:
         distributed.only_first(tell)(line, sys.stdout)
         return 0
     state = None if start else first_state(program, dataset)
-    # From here on, the run writes to its workdir.
     clock = StepClock.for_run(config, folder.begin(workdir, config, dataset, start))
     checkpointer = Checkpointer(workdir, config.train.keep_checkpoints, config.train.keep_every)
-    if state is None:
-        with clock.phase("restore"):
-            state = checkpointer.restore(start, program.state_shapes)
-
+    with clock.phase("restore"):
+        state = state or checkpointer.restore(start, program.state_shapes)
     return train(program, batches, tasks, workdir, checkpointer, clock, state, start)
 
 
