@@ -85,12 +85,15 @@ ALIASES = {
     "wd": "optim.weight_decay",
     "grad_clip": "optim.clip_norm",
     "warmup_iters": "optim.warmup_steps",
+    "decay_lr": "optim.schedule",
     "optimizer": "optim.name",
     "max_iters": "train.num_steps",
     "max_steps": "train.num_steps",
+    "lr_decay_iters": "train.num_steps",
     "steps": "train.num_steps",
     "gradient_accumulation_steps": "train.accumulate_steps",
     "eval_interval": "train.eval_every",
+    "eval_iters": "train.eval_batches",
     "log_interval": "train.log_every",
     "block_size": "model.context_length",
     "seq_len": "model.context_length",
@@ -100,6 +103,7 @@ ALIASES = {
     "d_model": "model.embed_dim",
     "dtype": "precision.compute",
     "dataset": "data.corpus",
+    "wandb_log": "logging.wandb",
     "bs": "data.batch_size",
 }
 

@@ -118,8 +118,7 @@ class GPT(nn.Module):
     def hidden(self, tokens: jax.Array, *, segments: jax.Array | None = None) -> jax.Array:
         """Returns the normalised output of the last layer, [B, T, D] in the compute type.
 
-        Args:
-            tokens, segments: as for `__call__`.
+        Arguments are those of `__call__`.
         """
         return self._hidden(tokens, segments=segments)[0]
 
@@ -140,13 +139,12 @@ class GPT(nn.Module):
         """Returns sums and counts by name, float32 scalars: `loss` is cross-entropy in nats.
 
         An auxiliary loss is one more name here, and its weighted sum is added to that of `loss`:
-        each name is summed over the global batch, divided by its count and logged.
+        each name is summed over the global batch, divided by its count and logged. Other arguments
+        are those of `__call__` and of `gpt2.ops.cross_entropy`.
 
         Args:
             tokens: [B, T] int32.
             targets: [B, T] int32; -1 leaves a position out.
-            segments, deterministic: as for `__call__`.
-            z_loss, label_smoothing: as for `gpt2.ops.cross_entropy`.
         """
         chex.assert_equal_shape([tokens, targets])
         cfg = self.config

@@ -1,15 +1,15 @@
 """Spreads one program over devices: the mesh, the rules, and two backends with one interface.
 
-init_state(init_fn, key) -> state           placed; under pjit, each device draws its part alone
-state_shardings(state)   -> shardings       of a state of arrays or shapes
-local_rows(batch_size)   -> slice           this process's rows of a global batch
-put_batch(host_batch)    -> device arrays   from this process's rows
-batch_shapes(shape, names)                  the same without values
-layout                   -> text            mesh, and when parameters are gathered
-gradient_shardings(params)                  while micro-batches add up
-compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
-compile_watch(step)      -> (state, batch) -> statistics           nothing donated
-compile_eval(step)       -> (params, batch) -> metrics
+    init_state(init_fn, key) -> state           placed; under pjit, each device draws its part alone
+    state_shardings(state)   -> shardings       of a state of arrays or shapes
+    local_rows(batch_size)   -> slice           this process's rows of a global batch
+    put_batch(host_batch)    -> device arrays   from this process's rows
+    batch_shapes(shape, names)                  the same without values
+    layout                   -> text            mesh, and when parameters are gathered
+    gradient_shardings(params)                  while micro-batches add up
+    compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
+    compile_watch(step)      -> (state, batch) -> statistics           nothing donated
+    compile_eval(step)       -> (params, batch) -> metrics
 
 A state is any pytree with `params` and `opt_state`, see state.py.
 """
