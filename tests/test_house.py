@@ -41,7 +41,7 @@ def test_train_tells_the_run_in_two_hundred_lines():
 def test_pages_name_options_that_exist():
     named = set(re.findall(r"--config\.((?!a\.b|group\.)\w+\.[\w.]+)=", pages()))
     assert len(named) > 30
-    assert named <= flatten(DEFAULTS).keys()
+    assert named <= flatten(DEFAULTS.to_dict()).keys()
 
 
 def test_messages_on_the_page_for_trouble_are_those_of_the_code():
