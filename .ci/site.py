@@ -28,3 +28,11 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         return markdown
     markdown = _CODE.sub(r"](source/\1.md)", markdown)
     return markdown.replace("](docs/", "](").replace("](../README.md", "](index.md")
+
+
+def on_page_content(html: str, page, **_) -> str:
+    """Leads links of notebooks to pages of the site."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    html = re.sub(r'href="\.\./([\w./]+\.py)"', r'href="source/\1.html"', html)
+    return re.sub(r'href="(\w+)\.(?:md|ipynb)', r'href="\1.html', html)
