@@ -189,6 +189,7 @@ def get_config() -> ConfigDict:
         dict(
             corpus="pystdlib",  # see docs/data.md for every prefix
             tokenizer="gpt2",  # gpt2, byte, char, bpe:SIZE, or a path to a tokenizer.json
+            end_of_text="",  # token between documents, if a tokenizer.json names none or another
             data_dir="",  # prepared corpora; empty: $GPT2_DATA_DIR, else ~/.cache/gpt2-jax
             batch_size=480,  # sequences per optimizer step, over all devices and micro-batches
             val_fraction=0.005,  # share held out for validation; docs/data.md says of what

@@ -1,6 +1,7 @@
 """The command line: flags, options by `--config`, and one line for a mistake."""
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ def run(
     raise_at_interrupt()
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
         sys.stdout.reconfigure(errors="replace")
+    sys.argv[1:] = map(_with_home, sys.argv[1:])
     if define_flags:
         app.define_help_flags()
         command = sys.modules["__main__"]  # whose docstring is the head of --help
@@ -68,6 +70,13 @@ def run(
         return code
 
     app.run(call, flags_parser=parse)
+
+
+def _with_home(argument: str) -> str:
+    """Returns --FLAG=~/PLACE with the home directory, as shells do only where a word begins."""
+    name, _, place = argument.partition("=")
+    is_place = place.startswith("~") and name.startswith("-") and name.lstrip("-") != "prompt"
+    return f"{name}={os.path.expanduser(place)}" if is_place else argument
 
 
 def parse_flags(argv: list[str]) -> list[str]:

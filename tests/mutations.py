@@ -354,6 +354,14 @@ the hash of the code sees docstrings
     gpt2/training/code.py: tests/test_workdir.py -k hash_of_the_code
     - del node.body[0]
     + pass
+a tokenizer.json cuts and pads texts
+    gpt2/data/tokenizer.py: tests/test_tokenizer.py -k no_others
+    - tree = _plain(tree)
+    + pass
+a part of a document is encoded as a document
+    gpt2/data/tokenizer.py: tests/test_tokenizer.py -k of_its_parts
+    - backend = self._backend if starts else self._rest
+    + backend = self._backend
 """
 
 

@@ -247,3 +247,11 @@ if launch._STARTED_AGAIN not in os.environ:
 launch.prepare_process()
 """
     assert run_early(program) == (130, "", "stopped by SIGINT\n")
+
+
+def test_a_place_may_begin_with_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    kept = ["--prompt=~/a", "--workdir=/a/~", "--config.data.corpus=text:~/a"]  # which is a glob
+    assert [cli._with_home(each) for each in kept] == kept
+    assert cli._with_home("--workdir=~/runs") == "--workdir=/home/me/runs"
+    assert cli._with_home("--config.data.tokenizer=~/t") == "--config.data.tokenizer=/home/me/t"

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from functools import partial
 
 import numpy as np
 import pyarrow
@@ -13,7 +14,6 @@ from gpt2.data import dataset as prepare
 from gpt2.data.tokenizer import build
 from gpt2.data.tokens import open_ready_tokens
 from gpt2.errors import UserError
-from tests.helpers import thorough
 
 TEXTS = [f"{number}: some words, then {number**3} naïve 測試 cats\n" for number in range(80)]
 
@@ -81,27 +81,43 @@ def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
             make("python:own_documents:poems")
 
 
-def _write_shard(path, tokens, header):
+def _write_shard(path, tokens, magic=0, version=1, dtype=np.uint16):
     start = np.zeros(256, np.int32)
-    start[:3] = 20240520, 1, len(tokens)
-    tokens = np.asarray(tokens, np.uint16)
-    path.write_bytes((start.tobytes() if header else b"") + tokens.tobytes())
+    start[:3] = magic, version, len(tokens)
+    tokens = np.asarray(tokens, dtype)
+    path.write_bytes((start.tobytes() if magic else b"") + tokens.tobytes())
 
 
-@pytest.mark.parametrize("header", [thorough(False), True])
-def test_token_shards_are_read_in_place(tmp_path, make, header):
+def _write_array(path, tokens, dtype=np.uint16):
+    with open(path, "wb") as file:
+        np.save(file, np.asarray(tokens, dtype))
+
+
+GPT2, LLAMA3 = dict(magic=20240520), dict(magic=20240801, version=7, dtype=np.uint32)
+WRITERS = {
+    "nanoGPT": _write_shard,
+    "llm.c, modded-nanogpt": partial(_write_shard, **GPT2),
+    "llm.c's for Llama 3": partial(_write_shard, **LLAMA3),
+    "32 bits": partial(_write_shard, dtype=np.uint32),
+    "build-nanogpt": _write_array,
+    "array of 32 bits": partial(_write_array, dtype=np.uint32),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_token_shards_are_read_in_place(tmp_path, make, write):
     gpt2 = build("gpt2")
-    texts = TEXTS[:9]
+    texts = [text * 9 for text in TEXTS[:9]]
     encoded = [np.concatenate([[gpt2.eot], gpt2.encode(t)]) for t in texts]
     for number in range(3):
         name = f"{'val' if number == 0 else 'train'}_{number}.bin"
-        _write_shard(tmp_path / name, np.concatenate(encoded[3 * number :][:3]), header)
+        write(tmp_path / name, np.concatenate(encoded[3 * number :][:3]))
     dataset = make(f"tokens:{tmp_path}/*.bin", "gpt2")
     np.testing.assert_array_equal(_stream(dataset, "validation"), np.concatenate(encoded[:3]))
     np.testing.assert_array_equal(_stream(dataset, "train"), np.concatenate(encoded[3:]))
     stream = dataset.open("train")
     everything = np.concatenate(encoded[3:])
-    for start in range(0, len(stream), 11):
+    for start in range(0, len(stream), 111):
         np.testing.assert_array_equal(stream.read(start, 200), everything[start:][:200])
     assert dataset.splits["validation"].num_bytes == len("".join(texts[:3]).encode())
     assert dataset.splits["train"].num_documents == 6
@@ -117,19 +133,33 @@ def test_token_shards_are_read_in_place(tmp_path, make, header):
 
 def test_broken_token_shards_are_refused(tmp_path, make):
     path = tmp_path / "train.bin"
-    _write_shard(path, range(1000), header=True)
+    _write_shard(path, range(1000), **GPT2)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="has 950 tokens, and its header says version 1 and 1000"):
         make(f"tokens:{path}", "gpt2")
-    _write_shard(path, range(50), header=False)
+    _write_shard(path, range(50))
     for share, split in ((0.01, "validation"), (0.99, "train")):
         with pytest.raises(UserError, match=rf"the {split} split .* no token"):
             make(f"tokens:{path}", "gpt2", val_fraction=share)
-    _write_shard(path, [60_000] * 100, header=False)
+    _write_shard(path, [60_000] * 100)
     with pytest.raises(UserError, match="token 60000"):
         make(f"tokens:{path}", "gpt2")
     path.write_bytes(b"odd")
     with pytest.raises(UserError, match="not a shard"):
+        make(f"tokens:{path}", "gpt2")
+    _write_shard(path, range(1000), magic=20240522)  # llm.c's HellaSwag
+    with pytest.raises(UserError, match="has 1000 tokens, and its header"):
+        make(f"tokens:{path}", "gpt2")
+    for dtype in (np.int64, object):
+        _write_array(path, [1, 2, 3], dtype)
+        with pytest.raises(UserError, match=r"holds int64|no array of tokens"):
+            make(f"tokens:{path}", "gpt2")
+    _write_shard(path, range(1000))
+    _write_array(tmp_path / "more.bin", range(1000), np.uint32)
+    with pytest.raises(UserError, match="16 and of 32 bits"):
+        make(f"tokens:{tmp_path}/*.bin", "gpt2")
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    with pytest.raises(UserError, match=r"meta.pkl gives .*Use text:.*/input.txt and .*=char"):
         make(f"tokens:{path}", "gpt2")
 
 
@@ -149,3 +179,31 @@ def test_the_validation_shards_are_those_with_the_word_in_their_name(name, is_va
     ready = open_ready_tokens(DataConfig(corpus=f"tokens:{tmp_path}/*.bin", val_fraction=0.2))
     (split,) = ready.shards["validation"]
     assert split[2] == (3 if is_validation else 2)
+
+
+@pytest.mark.thorough  # TFDS takes seconds to import
+def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
+    import tensorflow_datasets as tfds
+
+    folder = tmp_path / "sets" / "poems" / "1.0.0"
+    folder.mkdir(parents=True)
+    features = tfds.features.FeaturesDict({"body": tfds.features.Text()})
+    for shard in range(2):
+        records = [features.serialize_example({"body": text}) for text in TEXTS[shard::2]]
+        framed = (len(r).to_bytes(8, "little") + bytes(4) + r + bytes(4) for r in records)
+        path = folder / f"poems-train.tfrecord-0000{shard}-of-00002"
+        path.write_bytes(b"".join(framed))
+    split = tfds.core.SplitInfo(
+        name="train", shard_lengths=[40, 40], num_bytes=0, filename_template=None
+    )
+    tfds.folder_dataset.write_metadata(
+        data_dir=str(folder), features=features, split_infos=[split], check_data=False
+    )
+    tfds.core.add_data_dir(str(tmp_path / "sets"))
+    dataset = make("tfds:poems#body")
+    joined = np.concatenate([_stream(dataset, split) for split in ("train", "validation")])
+    read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
+    assert sorted(read) == sorted(TEXTS)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="ends within a record"):
+        make("tfds:poems#body", val_fraction=0.2)

@@ -295,7 +295,6 @@ def test_another_corpus_is_divided_and_read_as_the_runs(tmp_path):
         data = validation_data(*source, "synthetic", None)
         assert data.tokenizer == str(tmp_path / "tokenizer.json")
         assert data.val_fraction == (0.25 if source[0] else 0.005)
-        assert validation_data(*source, "tokens:*.bin", None).tokenizer == "gpt2"
 
 
 # CORE and the tasks of a run

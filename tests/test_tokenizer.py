@@ -1,5 +1,6 @@
 """Tokenizers: round trips, known ids, and equality with Hugging Face's."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,9 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    ByteLevelBPETokenizer,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
-from gpt2.data import tokenizer
+from gpt2.config import DataConfig
+from gpt2.data import prepare, tokenizer
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.hf.tokenizer import save_tokenizer
@@ -118,7 +128,7 @@ def test_a_saved_tokenizer_loads_as_the_same(any_tokenizer, tmp_path):
 def test_trained_bpe_equals_the_library_that_trained_it(text):
     if "bpe" not in _CACHE:
         _CACHE["bpe"] = build("bpe:300", [TEXT])
-        _CACHE["bpe library"] = Tokenizer.from_str(json.dumps(_CACHE["bpe"]._saved))
+        _CACHE["bpe library"] = Tokenizer.from_str(json.dumps(_CACHE["bpe"].saved))
     assert _CACHE["bpe"].encode(text).tolist() == _CACHE["bpe library"].encode(text).ids
 
 
@@ -184,3 +194,115 @@ def test_gpt2_from_hugging_faces_files_has_the_fingerprint_of_gpt2(gpt2, tmp_pat
     save_tokenizer(tmp_path, gpt2, 1024)
     loaded = tokenizer.load(tmp_path / "tokenizer.json")
     assert tokenizer.fingerprint(loaded) == tokenizer.fingerprint(gpt2)
+
+
+def unigram(*, metaspace):
+    """As SentencePiece makes it, with a space before a text; `</s>` is in its vocabulary."""
+    letters = [*sorted({*TEXT, *"</s>"} - {" "}), "▁"]
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁x", -3.0), *((c, -5.0) for c in letters)]
+    backend = Tokenizer(models.Unigram(pieces, 0))
+    if metaspace:
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:  # as in Llama 2's file
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        backend.normalizer = normalizers.Sequence(steps)
+        steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(["<unk>", "</s>"])
+    return backend
+
+
+def words(end="</s>"):
+    """Words between spaces, in lower case; most are unknown."""
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, end: 1, "def": 2, "more": 3}, "[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return backend
+
+
+KINDS = {
+    "metaspace": lambda: unigram(metaspace=True),
+    "prepending": lambda: unigram(metaspace=False),
+    "words": words,
+}
+
+
+def write_file(folder, tree):
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    return str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["truncation", "padding", "post_processor", "dropout"])
+def test_a_tokenizer_json_gives_the_tokens_of_a_text_and_no_others(name, tmp_path):
+    tree, whole = json.loads(_hugging_face_gpt2().to_str()), _hugging_face_gpt2().encode(TEXT).ids
+    size = dict(direction="Right", max_length=5, strategy="LongestFirst", stride=0)
+    fill = dict(direction="Right", strategy={"Fixed": 5000}, pad_id=0, pad_type_id=0, pad_token="!")
+    ends = dict(type="BertProcessing", sep=["a", 64], cls=["a", 64])
+    value = dict(truncation=size, padding=fill, post_processor=ends, dropout=0.9)[name]
+    (tree["model"] if name == "dropout" else tree)[name] = value
+    assert Tokenizer.from_str(json.dumps(tree)).encode(TEXT).ids != whole
+    assert build(write_file(tmp_path, tree)).encode(TEXT).tolist() == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_makes_a_special_token(kind, tmp_path):
+    backend = KINDS[kind]()
+    loaded = build(write_file(tmp_path, json.loads(backend.to_str())))
+    end = backend.id_to_token(loaded.eot)
+    assert loaded.eot in backend.encode(end).ids  # the library makes them
+    for text in (end, f"def {end} more", end * 3, f"x{end}{end[:2]}", f"{end.lower()} {end}"):
+        ids = loaded.encode(text)
+        assert loaded.eot not in ids
+        assert kind == "words" or loaded.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_has_the_tokens_of_its_parts_and_no_more(kind, tmp_path):
+    loaded = build(write_file(tmp_path, json.loads(KINDS[kind]().to_str())))
+    texts = [TEXT, " x", " def\n", " more </s> x"]
+    parts = [loaded.encode_part(text, starts=i == 0) for i, text in enumerate(texts)]
+    whole, lost = loaded.encode_part("".join(texts), starts=True)
+    assert np.concatenate([ids for ids, _ in parts]).tolist() == whole.tolist()
+    assert {lost > 0, *(lost > 0 for _, lost in parts)} == {kind == "words"}
+
+
+def test_end_of_text_is_found_beside_the_file_or_asked_for(tmp_path):
+    spec = write_file(tmp_path, json.loads(words("[END]").to_str()))
+    before = tokenizer.check_spec(spec)
+    assert build(spec).eot is None
+    for eos in ("[END]", {"content": "[END]"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert build(spec).eot == 1 and before != tokenizer.check_spec(spec)
+    asked = build(spec, end_of_text="more")
+    asked.save(tmp_path / "saved.json")
+    (tmp_path / "out").mkdir()
+    save_tokenizer(tmp_path / "out", asked, 64)
+    for copy in ("saved.json", "out/tokenizer.json"):
+        assert asked.eot == tokenizer.load(tmp_path / copy).eot == 3
+    with pytest.raises(UserError, match="no token nothing"):
+        build(spec, end_of_text="nothing")
+
+
+def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsys):
+    spec = write_file(tmp_path, json.loads(words("[END]").to_str()))
+    lines = (json.dumps({"text": f"DEF more {i}"}) for i in range(9))
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    places = dict(corpus=f"jsonl:{tmp_path}/text.jsonl", data_dir=str(tmp_path / "prepared"))
+    data = DataConfig(tokenizer=spec, val_fraction=0.3, **places)
+    with pytest.raises(UserError, match="names no token to put between documents"):
+        prepare(data)
+    for _ in range(2):
+        dataset = prepare(dataclasses.replace(data, end_of_text="[END]"))
+        assert "40.00% of the bytes of" in capsys.readouterr().err  # DEF and the number
+    assert dataset.splits["validation"].targets_per_byte is None
+    assert dataset.open("train").read(0, 4).tolist() == [1, 2, 3, 0]
+
+
+def test_a_vocabulary_is_trained_on_long_words_in_parts(monkeypatch):
+    def longest():
+        bpe = build("bpe:300", ["abcdefgh" * 99])
+        return max(len(bpe.decode_bytes([i])) for i in range(bpe.vocab_size - 1))
+
+    assert longest() > 4
+    monkeypatch.setattr(tokenizer, "LONGEST_WORD", 4)
+    assert longest() == 4

@@ -1,10 +1,11 @@
 """Corpora, by prefix: where documents come from. `READERS` lists all; a new prefix is one entry."""
 
 import contextlib
+import functools
 import glob
-import gzip
 import hashlib
 import importlib
+import io
 import json
 import os
 import random
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError, refuse, warn
 
 # Files of up to this size in all are hashed at every start; of more, size and time count.
 _HASHED_BYTES = 1 << 26
+
+_warn_once = functools.cache(warn)  # a corpus is read several times
 
 # A document is its text, or the path of a UTF-8 file that holds it.
 Document = str | Path
@@ -51,9 +54,14 @@ def lies_in_files(spec: str) -> bool:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Returns the files that a glob (`**` included) matches, sorted by name: at least one."""
-    expanded = str(Path(pattern).expanduser())
-    files = [Path(p) for p in sorted(glob.glob(expanded, recursive=True)) if Path(p).is_file()]
+    """Returns the files that a glob (`**` included) matches, sorted by name: at least one.
+
+    One that links lead to by several ways counts once, by its shortest name.
+    """
+    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    found.sort(key=lambda name: (len(name), name), reverse=True)
+    names = {os.path.realpath(name): name for name in found}
+    files = [Path(p) for p in sorted(names.values()) if Path(p).is_file()]
     if not files:
         raise UserError(
             f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
@@ -120,7 +128,7 @@ def _pystdlib(_: str) -> Corpus:
         for file in files:
             # A few modules are written in other encodings.
             with reading(file), contextlib.suppress(UnicodeDecodeError):
-                yield file.read_bytes().decode("utf-8")
+                yield file.read_bytes().decode("utf-8-sig")
 
     return Corpus(file_fingerprint(files, "pystdlib"), documents, _total_size(files))
 
@@ -169,14 +177,16 @@ def _python(argument: str) -> Corpus:
 
 
 def _jsonl(argument: str) -> Corpus:
-    """Each line of *.jsonl or *.jsonl.gz is an object whose FIELD is a document."""
+    """Each line of *.jsonl, also as .gz or .zst, is an object whose FIELD is a document."""
     pattern, field = _place_and_field(argument)
     files = find_files(pattern)
 
     def documents() -> Iterator[str]:
+        import pyarrow
+
         for file in files:
-            opened = gzip.open if file.suffix == ".gz" else open
-            with reading(file), opened(file, "rb") as lines:
+            with reading(file), pyarrow.input_stream(str(file), buffer_size=1 << 20) as stream:
+                lines = io.BufferedReader(stream, 1 << 20)  # decompressed, as the name tells
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         yield _json_field(line, field, f"{file}:{number}")
@@ -218,11 +228,16 @@ def _parquet_column(file: Any, column: str, name: str) -> Iterator[str]:
         if column not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
             raise UserError(f"{name} has no column {column!r}", f"Write one behind #: {names}")
+        missing = 0
         for batch in table.iter_batches(batch_size=1024, columns=[column]):
-            for text in batch.column(0).to_pylist():
+            missing += batch.column(0).null_count
+            for text in batch.column(0).drop_null().to_pylist():
                 if not isinstance(text, str):
                     raise UserError(f"column {column!r} of {name} holds no text", "Choose another")
                 yield text
+        if missing:
+            rows = f"{missing:,} of {table.metadata.num_rows:,} rows of {name}"
+            _warn_once(f"{rows} are null in {column!r}, and left out")
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{name} cannot be read ({error})", "Give Parquet files") from error
 
@@ -263,21 +278,37 @@ def _tfds(argument: str) -> Corpus:
         import tensorflow_datasets as tfds
 
         try:
-            builder = tfds.builder(name, file_format="array_record")
+            builder = tfds.builder(name)
             if not builder.is_prepared():
+                builder = tfds.builder(name, file_format="array_record")
                 # Without a network TFDS would try for minutes.
                 socket.create_connection(("storage.googleapis.com", 443), timeout=5).close()
                 builder.download_and_prepare()
-            for record in builder.as_data_source(split="train"):
+            for record in _tfds_records(builder):
                 text = record[feature]
                 yield text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-        except (tfds.core.DatasetNotFoundError, KeyError, OSError) as error:
+        except (tfds.core.DatasetNotFoundError, LookupError, NotImplementedError, OSError) as error:
             raise UserError(
                 f"tfds:{argument} cannot be read ({type(error).__name__}: {error})",
                 "Check name and network; --config.data.corpus=pystdlib needs none",
             ) from error
 
     return Corpus(f"tfds-{name}-{feature}", documents)
+
+
+def _tfds_records(builder: Any) -> Iterator[Any]:
+    """Yields the records of a training split; TFRecord files need no TensorFlow."""
+    if builder.info.file_format.value != "tfrecord":
+        yield from builder.as_data_source(split="train")
+        return
+    for path in builder.info.splits["train"].filepaths:
+        with reading(path), open(path, "rb") as file:
+            while head := file.read(12):  # a record's length, uint64, and a checksum; one follows
+                length = int.from_bytes(head[:8], "little")
+                if file.tell() + length + 4 > os.path.getsize(path):
+                    raise EOFError("it ends within a record")
+                yield builder.info.features.deserialize_example_np(file.read(length))
+                file.read(4)
 
 
 # Prefix -> how to write it, and what opens it. tokens.py opens ready tokens: no documents.

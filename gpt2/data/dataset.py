@@ -22,7 +22,7 @@ from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files
 
-FORMAT = 4  # of a prepared directory; another number prepares everything anew
+FORMAT = 5  # of a prepared directory; another number prepares everything anew
 
 # Files of up to this size in all are read at every start, to notice damage; of more, sizes count.
 _READ_BYTES = 1 << 28
@@ -35,11 +35,12 @@ class Split:
     num_tokens: int  # length of the token stream, end-of-text tokens included
     num_bytes: int  # UTF-8 bytes of the documents' text; end-of-text tokens count none
     num_documents: int  # the two halves of a single text count as one each
+    num_lost: int = 0  # bytes that the tokens do not give back
 
     @property
-    def targets_per_byte(self) -> float:
-        """Tokens to predict, all but the first, for each byte of text."""
-        return (self.num_tokens - 1) / self.num_bytes
+    def targets_per_byte(self) -> float | None:
+        """Tokens to predict, all but the first, for each byte of text; None if bytes are lost."""
+        return None if self.num_lost else (self.num_tokens - 1) / self.num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,8 @@ def data_root(data_dir: str) -> Path:
 def prepare(data: DataConfig) -> Dataset:
     """Returns the prepared corpus of a config, and prepares it first if it is not prepared yet."""
     corpus = _open_source(data)
-    parts = [FORMAT, corpus.fingerprint, tokenizers.check_spec(data.tokenizer), data.val_fraction]
+    tokenizer = tokenizers.check_spec(data.tokenizer, data.end_of_text)
+    parts = [FORMAT, corpus.fingerprint, tokenizer, data.val_fraction]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
     directory = data_root(data.data_dir) / f"{label}-{key}"
@@ -108,7 +110,12 @@ def prepare(data: DataConfig) -> Dataset:
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",
                 "Choose a directory with room by --config.data.data_dir=DIR or $GPT2_DATA_DIR",
             ) from error
-    return _load(directory)
+    dataset = _load(directory)
+    if lost := sum(split.num_lost for split in dataset.splits.values()):
+        share = lost / sum(split.num_bytes for split in dataset.splits.values())
+        what = f"{share:.2%} of the bytes of {data.corpus} ({lost:,})"
+        warn(f"{what} are unknown to its tokenizer, or altered by it: no bits per byte are given")
+    return dataset
 
 
 def _open_source(data: DataConfig) -> Corpus | ReadyTokens:
@@ -148,7 +155,7 @@ def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig) -> N
     partial.mkdir()
     try:
         if isinstance(corpus, ReadyTokens):
-            facts = index(corpus, partial, data.splits)
+            facts = index(corpus, data, partial)
         else:
             # A token takes two bytes and stands for a byte of text or more.
             if (free := shutil.disk_usage(partial).free) < 2 * corpus.num_bytes:

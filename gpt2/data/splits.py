@@ -21,7 +21,7 @@ from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
 from gpt2.data.tokenizer import Tokenizer, build
 from gpt2.data.tokens import TokenWriter
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 
 SPLITS = ("train", "validation")
 PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
@@ -39,6 +39,9 @@ class Part:
     starts_document: bool
 
 
+Encoded = tuple[Part, np.ndarray, int]
+
+
 def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
     """Writes the tokenizer and the tokens of both splits; returns what `prepared.json` tells.
 
@@ -47,7 +50,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
     last `val_fraction` of characters is the validation split.
     """
     many_documents, parts = split_documents(corpus, data)
-    totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0) for s in SPLITS}
+    totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0, num_lost=0) for s in SPLITS}
     compressor, num_compressed = zlib.compressobj(9), 0
     screen = Console(stderr=True)
     columns = *Progress.get_default_columns(), TimeElapsedColumn()
@@ -56,19 +59,25 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
         task = bar.add_task("reading", total=None)
         every_split = data.tokenizer == "char"
         texts = (p.text for p in parts() if every_split or p.split == "train")
-        tokenizer = build(data.tokenizer, texts, many_documents=many_documents)
+        tokenizer = build(
+            data.tokenizer, texts, many_documents=many_documents, end_of_text=data.end_of_text
+        )
+        what = f"{data.tokenizer} names no token to put between documents"
+        how = "Name one by --config.data.end_of_text=TOKEN"
+        refuse(many_documents and tokenizer.eot is None, what, how)
         tokenizer.save(directory / "tokenizer.json")
         bar.update(task, description="encoding", total=corpus.num_bytes or None)
         writer = TokenWriter(directory, tokenizer.vocab_size)
-        for part, tokens in encode_in_parallel(tokenizer, parts()):
+        for part, tokens, lost in encode_in_parallel(tokenizer, parts()):
             text = part.text.encode("utf-8")
-            if part.starts_document and many_documents and tokenizer.eot is not None:
+            if part.starts_document and many_documents:
                 tokens = np.concatenate([[tokenizer.eot], tokens])
             writer.append(part.split, tokens)
             total = totals[part.split]
             total["num_tokens"] += len(tokens)
             total["num_bytes"] += len(text)
             total["num_documents"] += part.starts_document
+            total["num_lost"] += lost
             if part.split == "validation":
                 num_compressed += len(compressor.compress(text))
             bar.advance(task, len(text))
@@ -109,20 +118,18 @@ def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[]
     return True, lambda: _assign_documents(documents(), is_validation)
 
 
-def encode_in_parallel(
-    tokenizer: Tokenizer, parts: Iterable[Part]
-) -> Iterator[tuple[Part, np.ndarray]]:
-    """Yields each part with its tokens, int32 [num_tokens], in order.
+def encode_in_parallel(tokenizer: Tokenizer, parts: Iterable[Part]) -> Iterator[Encoded]:
+    """Yields each part with its tokens, int32 [num_tokens], and the bytes lost, in order.
 
     Threads suffice, since tiktoken and tokenizers release the interpreter lock while they work.
     Processes would each import JAX.
     """
     num_threads = os.cpu_count() or 1
 
-    def encode(group: list[Part]) -> list[tuple[Part, np.ndarray]]:
-        return [(part, tokenizer.encode(part.text)) for part in group]
+    def encode(group: list[Part]) -> list[Encoded]:
+        return [(p, *tokenizer.encode_part(p.text, starts=p.starts_document)) for p in group]
 
-    waiting: deque[Future[list[tuple[Part, np.ndarray]]]] = deque()
+    waiting: deque[Future[list[Encoded]]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         for group in _groups(parts):
             waiting.append(pool.submit(encode, group))
@@ -137,7 +144,7 @@ def read_parts(document: Document) -> Iterator[str]:
     if isinstance(document, str):
         yield from _cut(io.StringIO(document, newline=""))
     else:
-        with reading(document), open(document, encoding="utf-8", newline="") as stream:
+        with reading(document), open(document, encoding="utf-8-sig", newline="") as stream:
             yield from _cut(stream)
 
 

@@ -5,10 +5,12 @@ end-of-text token enters a token stream only where documents are joined.
 """
 
 import abc
+import contextlib
 import hashlib
 import importlib.util
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ import tiktoken
 
 from gpt2.config.run import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse
 from gpt2.utils import files
 
 TRAINING_SAMPLE = 100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
+LONGEST_WORD = 1000  # bytes; it is trained on longer ones in parts
 
 # What separates text before byte-pair merging (GPT-2's released code, encoder.py).
 GPT2_PATTERN = (
@@ -32,6 +35,9 @@ GPT2_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 GPT2_END_OF_TEXT = 50256
+END_OF_TEXTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # of tokenizer.json files
+# What a tokenizer.json does where a text begins, and the values that keep it from that.
+_GO_ON = dict(prepend="", prepend_scheme="never", add_prefix_space=False, strip_left=False, start=0)
 NAMES = ("gpt2", "byte", "char")
 
 
@@ -41,7 +47,7 @@ class Tokenizer(abc.ABC):
     name: str  # what people call it
     vocab_size: int
     eot: int | None  # the end-of-text token; None: the vocabulary has none
-    _saved: dict[str, Any]  # the JSON that `save` writes and `load` reads
+    saved: dict[str, Any]  # the JSON that `save` writes and `load` reads
 
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -51,13 +57,17 @@ class Tokenizer(abc.ABC):
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """Returns the UTF-8 bytes that the token ids stand for."""
 
+    def encode_part(self, text: str, *, starts: bool) -> tuple[np.ndarray, int]:
+        """Returns a part's ids, and how many bytes they do not give back; `starts`: a document."""
+        return self.encode(text), 0
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, path: Path) -> None:
         """Writes the tokenizer as one JSON file that `load` reads, completely or not at all."""
-        files.write_text(path, json.dumps(self._saved))
+        files.write_text(path, json.dumps(self.saved))
 
 
 class ByteTokenizer(Tokenizer):
@@ -66,7 +76,7 @@ class ByteTokenizer(Tokenizer):
     name = "byte"
     vocab_size = 257
     eot = 256
-    _saved = {"kind": "byte"}  # noqa: RUF012
+    saved = {"kind": "byte"}  # noqa: RUF012
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the text's UTF-8 bytes, int32 [num_bytes]."""
@@ -90,7 +100,7 @@ class CharTokenizer(Tokenizer):
         self._code_points = np.array([ord(c) for c in characters], np.uint32)
         self.eot = len(characters) if has_eot else None
         self.vocab_size = len(characters) + has_eot
-        self._saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
+        self.saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
 
     def encode(self, text: str) -> np.ndarray:
         """Returns a token id for each character, int32 [num_characters]; all must be known."""
@@ -120,7 +130,7 @@ class BytePairTokenizer(Tokenizer):
     def __init__(self, name: str, ranks: dict[bytes, int], eot: int, saved: dict[str, Any]):
         self.name = name
         self.eot = eot
-        self._saved = saved
+        self.saved = saved
         self._encoding = tiktoken.Encoding(
             name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: eot}
         )
@@ -136,25 +146,59 @@ class BytePairTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json, by the `tokenizers` library."""
+    """Any tokenizer.json, by the `tokenizers` library; no text makes one of its special tokens.
 
-    def __init__(self, tree: dict[str, Any], name: str):
-        from tokenizers import Tokenizer as Backend
+    The end-of-text token is the one that `end_of_text` spells, or else the first of END_OF_TEXTS
+    that there is, or else `eos`.
+    """
 
+    def __init__(self, tree: dict[str, Any], name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
-        self._saved = tree
-        self._backend = Backend.from_str(json.dumps(tree))
-        self._backend.encode_special_tokens = True  # a special token's name in a text is text
+        parts = {"normalizer", "pre_tokenizer", "decoder"} & tree.keys()
+        rest = {part: json.loads(json.dumps(tree[part]), object_hook=_go_on) for part in parts}
+        self._backend = self._rest = _backend(tree)
+        if tree | rest != tree:
+            self._rest = _backend(tree | rest)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        names = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-        self.eot = next((vocabulary[n] for n in names if n in vocabulary), None)
+        names = (text for text in (*END_OF_TEXTS, eos) if text in vocabulary)
+        spelling = end_of_text or next(names, "")
+        refuse(spelling and spelling not in vocabulary, f"{name} has no token {spelling}")
+        self.eot = vocabulary[spelling] if spelling else None
+        self.saved = tree | {"end_of_text": spelling}
+        added = self._backend.get_added_tokens_decoder().items()
+        unknown = {vocabulary.get(tree["model"].get("unk_token")), tree["model"].get("unk_id")}
+        special = [i for i, token in added if token.special and i not in unknown]
+        self._special = special if self.eot is None else [*special, self.eot]
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
+        return self._encode(text, self._backend)
+
+    def encode_part(self, text: str, *, starts: bool) -> tuple[np.ndarray, int]:
+        """Returns a part's ids, and how many bytes are lost: unknown, or normalised."""
+        backend = self._backend if starts else self._rest
+        ids = self._encode(text, backend)
+        (back,) = backend.decode_batch([ids.tolist()], skip_special_tokens=True)
+        lost = Counter(text.encode()) - Counter(back.encode()) if back != text else Counter()
+        return ids, max(lost.total(), int(back != text))
+
+    def _encode(self, text: str, backend: Any) -> np.ndarray:
         # The batch method, unlike `encode`, lets other threads run meanwhile.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, np.int32)
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        is_special = np.isin(ids, self._special)
+        if not is_special.any():
+            return ids
+        # The model's own vocabulary holds the spelling, as Unigram's does: it is cut in two.
+        (encoding,) = backend.encode_batch([text], add_special_tokens=False)  # tells where
+        spans = [encoding.offsets[i] for i in np.flatnonzero(is_special)]
+        where = next((text[start:end] for start, end in spans if end - start < 2), "")
+        refuse(where, f"{self.name} makes one of its special tokens of {where!r}, which is text")
+        cuts = [0, *(start + 1 for start, _ in spans), len(text)]
+        first, *others = (text[start:end] for start, end in itertools.pairwise(cuts))
+        rest = (self._encode(other, self._rest) for other in others)
+        return np.concatenate([self._encode(first, backend), *rest])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids, special tokens included."""
@@ -163,6 +207,20 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """Returns the UTF-8 bytes of the ids' text."""
         return self.decode(ids).encode("utf-8")
+
+
+def _backend(tree: dict[str, Any]) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(json.dumps(tree))
+    backend.encode_special_tokens = True  # a special token's name in a text is text
+    return backend
+
+
+def _go_on(node: dict[str, Any]) -> dict[str, Any]:
+    """Returns an object of a tokenizer.json that puts nothing before a text and strips nothing."""
+    known = {*node, "prepend_scheme"} if node.get("type") == "Metaspace" else {*node}
+    return node | {name: value for name, value in _GO_ON.items() if name in known}
 
 
 def gpt2_tokenizer() -> BytePairTokenizer:
@@ -203,7 +261,10 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # A merge reads each word that has it to the end: megabytes without a space would take hours.
+    cut = pre_tokenizers.FixedLength(LONGEST_WORD)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
@@ -220,6 +281,7 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
                 return
 
     backend.train_from_iterator(sample(), trainer)
+    backend.pre_tokenizer = words
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
     like = gpt2_like_ranks(tree)
@@ -233,25 +295,39 @@ def is_path(spec: str) -> bool:
     return spec not in NAMES and not spec.startswith("bpe:")
 
 
-def check_spec(spec: str) -> str:
+def check_spec(spec: str, end_of_text: str = "") -> str:
     """Returns a string that changes whenever the tokenizer that `spec` names does."""
     if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
         return spec
-    if not Path(spec).is_file():
+    path = Path(spec).expanduser()
+    if not path.is_file():
         raise UserError(
             f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
             "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json",
         )
-    return hashlib.sha256(Path(spec).read_bytes()).hexdigest()
+    parts = hashlib.sha256(path.read_bytes()).hexdigest(), end_of_text, _eos_beside(path)
+    return " ".join(filter(None, parts))
 
 
-def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) -> Tokenizer:
+def _eos_beside(path: Path) -> str:
+    """Returns the end-of-text token that a tokenizer_config.json beside a tokenizer.json names."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        tree = json.loads(path.with_name("tokenizer_config.json").read_text("utf-8"))
+        token = tree["eos_token"]
+        return str(token["content"] if isinstance(token, dict) else token or "")
+    return ""
+
+
+def build(
+    spec: str, texts: Iterable[str] = (), *, many_documents: bool = True, end_of_text: str = ""
+) -> Tokenizer:
     """Makes the tokenizer that `data.tokenizer` names.
 
     `texts` are the whole corpus for `char`, and the training split for `bpe:SIZE`. With
-    `many_documents`, `char` has an end-of-text token between them.
+    `many_documents`, `char` has an end-of-text token between them. `end_of_text` spells that of a
+    tokenizer.json.
     """
-    check_spec(spec)
+    check_spec(spec, end_of_text)
     if spec == "gpt2":
         return gpt2_tokenizer()
     if spec == "byte":
@@ -261,10 +337,10 @@ def build(spec: str, texts: Iterable[str] = (), *, many_documents: bool = True) 
         return CharTokenizer("".join(sorted(characters)), has_eot=many_documents)
     if spec.startswith("bpe:"):
         return train_bpe(tokens_by_name(spec), texts)
-    return load(Path(spec))
+    return load(Path(spec).expanduser(), end_of_text)
 
 
-def load(path: Path) -> Tokenizer:
+def load(path: Path, end_of_text: str = "") -> Tokenizer:
     """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json."""
     path = Path(path)
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
@@ -278,15 +354,24 @@ def load(path: Path) -> Tokenizer:
             case {"kind": "char", "characters": str(characters), "has_eot": bool(has_eot)}:
                 return CharTokenizer(characters, has_eot)
             case {"model": {"vocab": _}}:
-                if like := gpt2_like_ranks(tree):
+                saved = tree.pop("end_of_text", "")
+                end_of_text = end_of_text or saved
+                tree = _plain(tree)
+                if not end_of_text and (like := gpt2_like_ranks(tree)):
                     ranks, eot = like
                     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
-                return HuggingFaceTokenizer(tree, path.name)
+                return HuggingFaceTokenizer(tree, path.name, end_of_text, _eos_beside(path))
     except UserError:
         raise
     except Exception as error:  # what the library raises has no narrower class
         raise UserError(f"{path} is no tokenizer ({type(error).__name__}: {error})", how) from error
     raise UserError(f"{path} is no tokenizer", how)
+
+
+def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tokenizer.json that gives all ids of a text and no more, the same each time."""
+    sampling = dict.fromkeys(tree["model"].keys() & {"dropout", "alpha", "nbest_size"})
+    return tree | {"truncation": None, "padding": None, "model": tree["model"] | sampling}
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

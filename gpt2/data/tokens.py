@@ -1,6 +1,7 @@
 """Tokens on disk: flat files of uint16 or uint32, read at any position through memory maps.
 
-Prepared text and ready shards (nanoGPT's bare uint16 .bin, llm.c's with a header) are read alike.
+Prepared text and ready shards are read alike: nanoGPT's bare .bin, llm.c's and modded-nanogpt's
+with a header, build-nanogpt's .npy.
 """
 
 import re
@@ -13,12 +14,12 @@ import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data.corpus import file_fingerprint, find_files, reading
-from gpt2.data.tokenizer import build
-from gpt2.errors import UserError
+from gpt2.data.tokenizer import build, is_path
+from gpt2.errors import UserError, refuse
 
 SHARD_TOKENS = 2**26  # in a file
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
-MAGIC, VERSION = 20240520, 1
+FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # magic, version: GPT-2's, Llama 3's
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
 CHUNK = 2**20  # tokens read at a time
 
@@ -83,45 +84,52 @@ class ReadyTokens:
 
     fingerprint: str  # differs whenever the tokens may differ
     shards: dict[str, list[Shard]]  # of each split
+    dtype: str  # of stored tokens
 
 
 def open_ready_tokens(data: DataConfig) -> ReadyTokens:
-    """Finds the shards of a `tokens:GLOB` corpus, of GPT-2 tokens.
+    """Finds the shards of a `tokens:GLOB` corpus.
 
     Files with the word `val` or `validation` in their name are the validation split. If there are
     no such files, or no others, it is the last `val_fraction` of all tokens.
     """
-    if data.tokenizer != "gpt2":
+    files = [p.absolute() for p in find_files(data.corpus.removeprefix("tokens:"))]
+    for meta in {p.with_name("meta.pkl") for p in files}:  # nanoGPT's, beside ids of characters
+        how = f"Use text:{meta.with_name('input.txt')} and --config.data.tokenizer=char"
+        refuse(meta.exists(), f"{meta} gives the tokens of {data.corpus} another meaning", how)
+    if data.tokenizer != "gpt2" and not is_path(data.tokenizer):
         raise UserError(
             f"data.corpus={data.corpus!r} holds GPT-2 tokens and data.tokenizer={data.tokenizer!r}",
-            "Add --config.data.tokenizer=gpt2",
+            "Add --config.data.tokenizer=gpt2, or the tokenizer.json that they were made with",
         )
-    files = [p.absolute() for p in find_files(data.corpus.removeprefix("tokens:"))]
-    shards = {p: _tokens_in(p) for p in files}
-    validation = [shards[p] for p in files if VALIDATION.search(p.name)]
-    train = [shards[p] for p in files if not VALIDATION.search(p.name)]
+    shards = {p: _open_shard(p) for p in files}
+    dtypes = {dtype for _, dtype in shards.values()}
+    refuse(len(dtypes) > 1, f"{data.corpus} matches tokens of 16 and of 32 bits", "Give one kind")
+    validation = [shards[p][0] for p in files if VALIDATION.search(p.name)]
+    train = [shards[p][0] for p in files if not VALIDATION.search(p.name)]
     if not (train and validation):
-        everything = list(shards.values())
+        everything = [*train, *validation]
         num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
         train, validation = _cut(everything, num_train)
     splits = dict(train=train, validation=validation)
-    return ReadyTokens(file_fingerprint(files, "tokens"), splits)
+    return ReadyTokens(file_fingerprint(files, "tokens"), splits, dtypes.pop())
 
 
-def index(ready: ReadyTokens, directory: Path, required: Iterable[str]) -> dict:
+def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> dict:
     """Writes the tokenizer and returns what `prepared.json` tells of ready tokens.
 
     It reads every token once, to count documents and bytes.
     """
-    tokenizer = build("gpt2")
+    tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
     tokenizer.save(directory / "tokenizer.json")
     token_bytes = np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
-    token_bytes[tokenizer.eot] = 0
+    if tokenizer.eot is not None:
+        token_bytes[tokenizer.eot] = 0
     compressor, num_compressed = zlib.compressobj(9), 0
     splits, crc32 = {}, dict.fromkeys(ready.shards, 0)
     for name, shards in ready.shards.items():
-        stream = TokenStream(shards, "uint16")
-        if name in required and len(stream) < 2:
+        stream = TokenStream(shards, ready.dtype)
+        if name in data.splits and len(stream) < 2:
             raise UserError(
                 f"the {name} split of data.corpus has no token to predict",
                 "Choose another --config.data.val_fraction",
@@ -129,17 +137,20 @@ def index(ready: ReadyTokens, directory: Path, required: Iterable[str]) -> dict:
         num_bytes = num_documents = 0
         for start in range(0, len(stream), CHUNK):
             tokens = stream.read(start, CHUNK)
-            if tokens.max() >= tokenizer.vocab_size:
+            stored = tokens.astype(ready.dtype)
+            if stored.max() >= tokenizer.vocab_size:
                 raise UserError(
-                    f"the {name} shards hold the token {tokens.max()}, which GPT-2 lacks",
-                    "Give shards of GPT-2 tokens, uint16, with llm.c's header or none",
+                    f"the {name} shards hold token {stored.max()}, which {tokenizer.name} lacks",
+                    "Give the --config.data.tokenizer that they were made with",
                 )
-            crc32[name] = zlib.crc32(tokens.astype(np.uint16).tobytes(), crc32[name])
-            num_bytes += int(token_bytes[tokens].sum())
+            crc32[name] = zlib.crc32(stored.tobytes(), crc32[name])
             num_documents += int((tokens == tokenizer.eot).sum())
             if name == "validation":
                 text = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])
                 num_compressed += len(compressor.compress(text))
+                num_bytes += len(text)
+            else:
+                num_bytes += int(token_bytes[tokens].sum())
         splits[name] = dict(
             num_tokens=len(stream), num_bytes=num_bytes, num_documents=max(num_documents, 1)
         )
@@ -149,26 +160,41 @@ def index(ready: ReadyTokens, directory: Path, required: Iterable[str]) -> dict:
         "zlib_bits_per_byte": 8 * num_compressed / max(splits["validation"]["num_bytes"], 1),
         "token_crc32": crc32,
         "shards": ready.shards,
-        "dtype": "uint16",
+        "dtype": ready.dtype,
     }
 
 
-def _tokens_in(file: Path) -> Shard:
-    with reading(file):
-        size = file.stat().st_size
-        header = np.fromfile(file, np.int32, HEADER)
-    skip, count = 0, size // 2
-    if len(header) == HEADER and header[0] == MAGIC:
-        skip, count = HEADER * 2, int(header[2])
-        if header[1] != VERSION or not 0 <= count <= size // 2 - skip:
+def _open_shard(file: Path) -> tuple[Shard, str]:
+    """Finds the tokens in a file, and their type."""
+    try:
+        with reading(file), open(file, "rb") as stream:
+            size, start = file.stat().st_size, stream.read(4 * HEADER).ljust(4 * HEADER, b"\xff")
+            is_array = start.startswith(b"\x93NUMPY")
+            array = np.lib.format.open_memmap(file, mode="r") if is_array else None
+    except ValueError as error:
+        raise UserError(f"{file} is no array of tokens ({error})", "Leave it out") from error
+    magic, version, count = map(int, np.frombuffer(start, np.int32)[:3])
+    high_halves = np.frombuffer(start, np.uint16)[1::2]  # if tokens have 32 bits
+    dtype, offset = "uint32" if high_halves.max() < 4 else "uint16", 0
+    if array is not None:
+        wrong = array.dtype not in (np.uint16, np.uint32)
+        refuse(wrong, f"{file} holds {array.dtype}, not uint16 or uint32", "Leave it out")
+        dtype, offset, count = array.dtype.name, array.offset, array.size
+    elif magic // 10_000 == 2024:  # llm.c dates the formats of its files
+        dtype, offset = FORMATS.get((magic, version), dtype), 4 * HEADER
+        present = (size - offset) // np.dtype(dtype).itemsize
+        if (magic, version) not in FORMATS or not 0 <= count <= present:
             raise UserError(
-                f"{file} has {size // 2 - skip} tokens, and its header says version {header[1]} "
-                f"and {count} tokens",
+                f"{file} has {present} tokens, and its header says version {version} and {count} "
+                "tokens",
                 "Download it again, or leave it out of tokens:GLOB",
             )
-    if count == 0 or size % 2:
-        raise UserError(f"{file} is not a shard of uint16 tokens", "Leave it out of tokens:GLOB")
-    return str(file), skip, count
+    else:
+        count = size // np.dtype(dtype).itemsize
+    itemsize = np.dtype(dtype).itemsize
+    if count == 0 or size % itemsize:
+        raise UserError(f"{file} is not a shard of {dtype} tokens", "Leave it out of tokens:GLOB")
+    return (str(file), offset // itemsize, count), dtype
 
 
 def _cut(shards: list[Shard], num_first: int) -> tuple[list[Shard], list[Shard]]:

@@ -30,17 +30,19 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
     requests = [Request(**{name: rows[0] for name, rows in batch.items()}) for batch in batches]
     scores, n = scorer.score(requests, "validation"), len(requests)
     loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
-    bits = dataset.splits["validation"].targets_per_byte / math.log(2.0)
     held, rest = (dataset.splits[name].num_tokens for name in ("validation", "train"))
     convention = (
         f"validation split of {data.corpus}, {held / (held + rest):.2%} of its tokens; "
         f"windows of {scorer.context_length} tokens, none overlapping"
     )
-    return [
+    figures = [
         Figure("validation", "loss (nats per token)", loss, stderr, n, convention),
         Figure("validation", "perplexity per token", *perplexity(scores), n, convention),
-        Figure("validation", "bits per byte", loss * bits, stderr * bits, n, convention),
     ]
+    if (per_byte := dataset.splits["validation"].targets_per_byte) is not None:
+        bits = loss * per_byte / math.log(2.0), stderr * per_byte / math.log(2.0)
+        figures.append(Figure("validation", "bits per byte", *bits, n, convention))
+    return figures
 
 
 def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int) -> list[Figure]:
@@ -66,6 +68,8 @@ def compression(
 ) -> list[Figure]:
     """Scores a file in bits per byte, as enwik8 and text8 are."""
     text = path.read_bytes().decode("utf-8", errors="ignore")
+    _, lost = tokenizer.encode_part(text, starts=True)
+    refuse(lost, f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it")
     scores = scorer.score(_windows(scorer, tokenizer, text, stride), task)
     bytes_per_token = len(text.encode()) / sum(score.count for score in scores)
     nats, stderr = ratio([-s.log_prob for s in scores], [s.count * bytes_per_token for s in scores])

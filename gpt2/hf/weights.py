@@ -97,6 +97,7 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
 def _split_source(source: str) -> tuple[str, Path, str]:
     """Returns the kind of a source, its directory, and the checkpoint that it names."""
     kind, _, place = source.partition(":")
+    place = str(Path(place).expanduser())
     directory, _, step = place.rpartition("@")
     if kind == "hf" or Path(place).is_dir() or not directory:  # a directory's name may hold an @
         return kind, Path(place), "best"
