@@ -6,6 +6,7 @@ end-of-text token enters a token stream only where documents are joined.
 
 import abc
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -24,7 +25,7 @@ from gpt2.errors import UserError, refuse
 from gpt2.utils import files
 
 TRAINING_SAMPLE = 100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
-LONGEST_WORD = 1000  # bytes; it is trained on longer ones in parts
+LONGEST_WORD = 250  # bytes; it is trained on longer ones in parts
 
 # What separates text before byte-pair merging (GPT-2's released code, encoder.py).
 GPT2_PATTERN = (
@@ -138,7 +139,8 @@ class BytePairTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
-        return np.array(self._encoding.encode_ordinary(text), np.int32)
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
+        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """Returns the bytes that the token ids stand for."""
@@ -223,6 +225,7 @@ def _go_on(node: dict[str, Any]) -> dict[str, Any]:
     return node | {name: value for name, value in _GO_ON.items() if name in known}
 
 
+@functools.cache
 def gpt2_tokenizer() -> BytePairTokenizer:
     """Returns GPT-2's own tokenizer of 50,257 tokens.
 
