@@ -54,13 +54,10 @@ def lies_in_files(spec: str) -> bool:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Returns the files that a glob (`**` included) matches, sorted by name: at least one.
-
-    One that links lead to by several ways counts once, by its shortest name.
-    """
+    """Returns the files that a glob (`**` included) matches, sorted by name: at least one."""
     found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
     found.sort(key=lambda name: (len(name), name), reverse=True)
-    names = {os.path.realpath(name): name for name in found}
+    names = {os.path.realpath(name): name for name in found}  # links may lead to one in many ways
     files = [Path(p) for p in sorted(names.values()) if Path(p).is_file()]
     if not files:
         raise UserError(

@@ -21,7 +21,7 @@ from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
 from gpt2.data.tokenizer import Tokenizer, build
 from gpt2.data.tokens import TokenWriter
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 
 SPLITS = ("train", "validation")
 PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
@@ -62,9 +62,9 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
         tokenizer = build(
             data.tokenizer, texts, many_documents=many_documents, end_of_text=data.end_of_text
         )
-        what = f"{data.tokenizer} names no token to put between documents"
-        how = "Name one by --config.data.end_of_text=TOKEN"
-        refuse(many_documents and tokenizer.eot is None, what, how)
+        if many_documents and tokenizer.eot is None:
+            what = f"{data.tokenizer} names no token to put between documents"
+            raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
         tokenizer.save(directory / "tokenizer.json")
         bar.update(task, description="encoding", total=corpus.num_bytes or None)
         writer = TokenWriter(directory, tokenizer.vocab_size)

@@ -148,18 +148,14 @@ class BytePairTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json, by the `tokenizers` library; no text makes one of its special tokens.
-
-    The end-of-text token is the one that `end_of_text` spells, or else the first of END_OF_TEXTS
-    that there is, or else `eos`.
-    """
+    """Any tokenizer.json; its end of text: `end_of_text`, or the first of END_OF_TEXTS, or `eos`."""
 
     def __init__(self, tree: dict[str, Any], name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
+        self._backend = self._rest = _backend(tree)
         parts = {"normalizer", "pre_tokenizer", "decoder"} & tree.keys()
         rest = {part: json.loads(json.dumps(tree[part]), object_hook=_go_on) for part in parts}
-        self._backend = self._rest = _backend(tree)
-        if tree | rest != tree:
+        if tree | rest != tree:  # what begins a text is no part of the rest of a document
             self._rest = _backend(tree | rest)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
