@@ -148,7 +148,7 @@ class BytePairTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json; its end of text: `end_of_text`, or the first of END_OF_TEXTS, or `eos`."""
+    """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
 
     def __init__(self, tree: dict[str, Any], name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
