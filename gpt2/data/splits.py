@@ -108,14 +108,9 @@ def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[]
         raise UserError(f"data.corpus={data.corpus!r} holds no text", "Choose another corpus")
     if len(first) == 1:
         return False, lambda: _split_text(first[0], data.val_fraction)
-    chosen = None
-    if 0 < corpus.num_bytes <= WEIGHED_BYTES:
-        chosen = _weigh(documents(), data.val_fraction)
-
-    def is_validation(position: float) -> bool:
-        return position < data.val_fraction if chosen is None else position in chosen
-
-    return True, lambda: _assign_documents(documents(), is_validation)
+    is_weighed = 0 < corpus.num_bytes <= WEIGHED_BYTES
+    held_out = _weigh(documents(), data.val_fraction) if is_weighed else None
+    return True, lambda: _assign_documents(documents(), held_out, data.val_fraction)
 
 
 def encode_in_parallel(tokenizer: Tokenizer, parts: Iterable[Part]) -> Iterator[Encoded]:
@@ -183,29 +178,32 @@ def _measure(document: Document) -> tuple[float, int]:
     return int.from_bytes(digest.digest()[:6]) / 2**48, size
 
 
-def _weigh(documents: Iterable[Document], val_fraction: float) -> set[float]:
-    """Returns the positions of documents that make up `val_fraction` of all bytes.
+def _weigh(documents: Iterable[Document], val_fraction: float) -> list[bool]:
+    """Returns for each document whether it is among those that make up `val_fraction` of all bytes.
 
     It takes documents in order of position, as far as they fit, the smallest if none fits. (A share
     of the documents would do for many documents, but can be any share of the bytes for few.)
     """
-    sizes: dict[float, int] = {}
+    sizes, positions = dict[float, int](), []
     for document in documents:
         position, size = _measure(document)
+        positions.append(position)
         sizes[position] = sizes.get(position, 0) + size
     left, chosen = val_fraction * sum(sizes.values()), set()
     for position in sorted(sizes):
         if sizes[position] <= left:
             chosen.add(position)
             left -= sizes[position]
-    return chosen or {min(sizes, key=sizes.__getitem__)}
+    chosen = chosen or {min(sizes, key=sizes.__getitem__)}
+    return [position in chosen for position in positions]
 
 
 def _assign_documents(
-    documents: Iterable[Document], is_validation: Callable[[float], bool]
+    documents: Iterable[Document], held_out: list[bool] | None, val_fraction: float
 ) -> Iterator[Part]:
-    for document in documents:
-        split = "validation" if is_validation(_measure(document)[0]) else "train"
+    for index, document in enumerate(documents):
+        is_validation = held_out[index] if held_out else _measure(document)[0] < val_fraction
+        split = "validation" if is_validation else "train"
         for number, text in enumerate(read_parts(document)):
             yield Part(split, text, starts_document=number == 0)
 
