@@ -41,13 +41,15 @@ def make_backend(
     devices: list[jax.Device] | None = None,
     *,
     gather_by: str = "step",
+    rules: Rules | None = None,
 ) -> Backend:
     """Returns the backend that `parallel.backend` names, over all devices unless some are given.
 
-    `logical_axes` are those of `GPT.logical_axes`; `gather_by` is what `fsdp_gather=auto` means.
+    `logical_axes` are those of `GPT.logical_axes`, or of another model with `rules` of its own;
+    `gather_by` is what `fsdp_gather=auto` means.
     """
     mesh = make_mesh(parallel, devices)
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
     chosen = gather_by if parallel.fsdp_gather == "auto" else parallel.fsdp_gather
-    return PjitBackend(mesh, logical_axes, Rules.from_config(parallel), chosen)
+    return PjitBackend(mesh, logical_axes, rules or Rules.from_config(parallel), chosen)

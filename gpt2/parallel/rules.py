@@ -61,18 +61,24 @@ class Rules:
         """Returns the rules that the options ask for."""
         names = sorted({each.name for each in dataclasses.fields(RulesConfig)} - {"sequence"})
         table = dict.fromkeys(WHOLE, ()) | {name: parallel.rules.axes(name) for name in names}
-        compute = {name: tuple(a for a in axes if a != "fsdp") for name, axes in table.items()}
+        rules = cls.from_table(table, parallel.strategy)
         is_megatron = parallel.strategy == "megatron"
-        activations = compute | {
+        activations = {
             "batch": (),
             "length": (),
             "sequence": ("tensor",) if is_megatron else parallel.rules.axes("sequence"),
             "embed": (),
             "vocab": ("tensor",),
-            "rows": compute["vocab"],
+            "rows": rules.compute["vocab"],
         }
-        storage = compute if parallel.strategy == "zero1" else table
-        return cls(parallel.strategy, storage, table, compute, activations)
+        return dataclasses.replace(rules, activations={**rules.compute, **activations})
+
+    @classmethod
+    def from_table(cls, table: Table, strategy: str = "auto") -> "Rules":
+        """Returns the rules of any model whose parameters are stored as a table says."""
+        compute = {name: tuple(a for a in axes if a != "fsdp") for name, axes in table.items()}
+        storage = compute if strategy == "zero1" else table
+        return cls(strategy, storage, table, compute, activations=compute)
 
 
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
