@@ -189,7 +189,7 @@ def train(
         return 128 + stop.requested
     params = gather_whole(state.eval_params, program.backend.mesh)
     if jax.process_index() == 0:
-        plot_losses(workdir / "metrics.jsonl", workdir / "loss.png", str(workdir), clock.shares())
+        plot_losses(workdir, clock.shares(), config.logging.reference)
         tokenizer, path = batches.dataset.tokenizer, workdir / "samples.txt"
         write_samples(path, params, config.gpt(), tokenizer, config.seed)
         tell(folder.describe_results(workdir, scores, clock, batches.dataset), sys.stdout)

@@ -19,6 +19,7 @@ from configs import gpt2_124m
 def get_config() -> ConfigDict:
     """Returns the options."""
     config = gpt2_124m.get_config()
+    config.logging.reference = "openai-openwebtext"
     config.model.update(num_layers=48, num_heads=25, embed_dim=1600)
     config.optim.update(learning_rate=6e-4, end_learning_rate=0.0, warmup_steps=700)
     config.data.batch_size = 1024

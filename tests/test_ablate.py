@@ -22,7 +22,6 @@ from scipy import stats
 from configs import quickstart
 from gpt2.ablate import takeover
 from gpt2.ablate.arms import Arm, make_arms, read_tuned
-from gpt2.ablate.compare import read_reference
 from gpt2.ablate.jobs import make_slots, train_all
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
@@ -553,19 +552,6 @@ def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
     law = r"^\| optim\.name=lion \| 9 \| .* \| 0\.\d+ ± .* \| (\S+) \("
     assert float(re.search(law, text, re.MULTILINE)[1]) > 1.2
     assert (tmp_path / "scaling.png").exists()
-
-
-def test_a_reference_is_a_table_of_points(tmp_path):
-    path = tmp_path / "nanogpt.csv"
-    path.write_text("name,tokens,loss\na,2000,3.0\na,1000,4.0\nb,1000,5.0\n")
-    curves = read_reference(path)
-    np.testing.assert_array_equal(curves["a"][0].tokens, [1000, 2000])
-    np.testing.assert_array_equal(curves["a"][0].scores, [4.0, 3.0])
-    assert list(curves) == ["a", "b"]
-    for text in ("", "tokens,loss\n", "step,loss\n1,2\n", "tokens,loss\n1,x\n", "tokens,loss\n1\n"):
-        path.write_text(text)
-        with pytest.raises(UserError, match=r"nanogpt\.csv"):
-            read_reference(path)
 
 
 # Real runs

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -18,13 +17,15 @@ from gpt2.ablate.results import Curve, read_curve
 from gpt2.config import GPTConfig, flatten
 from gpt2.errors import UserError, refuse
 from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.telemetry.reference import read_reference
 from gpt2.utils import launch
 from gpt2.utils.text import format_count, format_duration
 
 
 def define_flags() -> None:
     """Defines the flags of this command."""
-    flags.DEFINE_string("reference", None, "A CSV file of published points: tokens,loss.")
+    about = "Published losses: a name in configs/reference, or a CSV file of tokens,loss."
+    flags.DEFINE_string("reference", "", about)
     flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs and time.")
     flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
 
@@ -43,8 +44,9 @@ def main(*directories: str) -> None:
     options = {name: flatten(_read_config(workdirs[name][0])) for name in curves}
     if len({each["data.corpus"] for each in options.values()}) > 1:
         print("the runs' corpora differ: their losses are of different texts")
-    if reference:
-        curves |= read_reference(Path(reference))
+    for name, points in read_reference(reference).items():
+        unknown = np.full(len(points), np.nan)
+        curves[name] = [Curve(points[:, 0], unknown, unknown, points[:, 1])]
     output = Path(flags.FLAGS.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     plot_curves(output, curves, unit, log_x=flags.FLAGS.log_x)
@@ -94,28 +96,13 @@ def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict
     return curves
 
 
-def read_reference(path: Path) -> dict[str, list[Curve]]:
-    """Reads published points, a CSV file of `tokens,loss`: by its column `name`, a curve each."""
-    try:
-        table = pd.read_csv(path).astype({"tokens": float, "loss": float})
-        if table.empty or table[["tokens", "loss"]].isna().any(axis=None):
-            raise ValueError("a number is missing")
-    except (OSError, ValueError, KeyError) as error:
-        how = "Begin it with the line tokens,loss and give two numbers in each line below"
-        raise UserError(f"{path} is not a table of points ({error})", how) from None
-    curves, names = {}, table.get("name", pd.Series(path.stem, index=table.index)).astype(str)
-    for name, rows in table.sort_values("tokens").groupby(names, sort=False):
-        unknown = np.full(len(rows), np.nan)
-        curves[name] = [Curve(rows.tokens.to_numpy(), unknown, unknown, rows.loss.to_numpy())]
-    return curves
-
-
 def _describe(ends: list[Curve]) -> list[str]:
     """Returns the tokens, the time and the scores at the end of an arm's curves, as cells."""
     scores, last = [curve.scores[-1] for curve in ends], ends[0]
     seconds = format_duration(last.seconds[-1]) if np.isfinite(last.seconds[-1]) else ""
+    tokens = format_count(last.tokens[-1]) if np.isfinite(last.tokens[-1]) else ""
     deviation = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
-    return [format_count(last.tokens[-1]), seconds, f"{np.mean(scores):.4f}{deviation}"]
+    return [tokens, seconds, f"{np.mean(scores):.4f}{deviation}"]
 
 
 def run() -> None:

@@ -56,6 +56,7 @@ def plot_curves(
     """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
     Curves are by name, the baseline first, one for each seed; size by size, told by their pattern.
+    A single validation is a dot, to which the training loss leads. One without tokens is a level.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -65,6 +66,9 @@ def plot_curves(
     titles = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds of training steps"}
     for axes, (amount, title) in zip(panels, titles.items(), strict=True):
         for (name, members), style in zip(curves.items(), styles, strict=True):
+            if any(np.isnan(curve.tokens).any() for curve in members):
+                axes.axhline(members[0].scores[0], label=name, **style)
+                continue
             known = [c for c in members if np.isfinite(getattr(c, amount)).all() and len(c.scores)]
             if not known:
                 continue
@@ -72,15 +76,19 @@ def plot_curves(
             number = min(len(curve.scores) for curve in known)
             x = np.mean([getattr(curve, amount)[:number] for curve in known], axis=0)
             scores = np.array([curve.scores[:number] for curve in known])
-            mark = "o" if number == 1 else ""  # a single validation makes no line
+            mark = "o" if number == 1 else ""
+            for loss in filter(None, (curve.training for curve in known)):
+                axes.plot(getattr(loss, amount), loss.scores, **style, alpha=0.3)
             axes.plot(x, scores.mean(0), marker=mark, label=name, **style)
             axes.fill_between(x, scores.min(0), scores.max(0), color=style["color"], alpha=0.18)
         axes.set_xlabel(title)
         axes.set_xscale("log" if log_x else "linear")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    panels[0].set_ylabel(f"validation ({unit}); band: range of seeds")
-    later = [c.scores[len(c.scores) // 10 :] for members in curves.values() for c in members]
-    shown = np.concatenate(later)
+    every = [c for members in curves.values() for c in members]
+    training = [c.training for c in every if c.training]
+    told = "faint: training" if training else "band: range of seeds"
+    panels[0].set_ylabel(f"validation ({unit}); {told}")
+    shown = np.concatenate([c.scores[len(c.scores) // 10 :] for c in [*every, *training]])
     margin = 0.06 * np.ptp(shown) or 0.1
     panels[0].set_ylim(shown.min() - margin, shown.max() + margin)
     _save(figure, png)

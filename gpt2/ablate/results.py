@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gpt2.ablate.runs import Outcome, Run, describe
-from gpt2.ablate.terms import step_flops
+from gpt2.ablate.terms import LOSS, step_flops
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.files import write_text
 
@@ -22,6 +22,7 @@ class Curve:
     flops: np.ndarray  # spent so far, by the model's formula
     seconds: np.ndarray  # of training steps, without validation, checkpoints and compilation
     scores: np.ndarray  # the metric in which runs are compared
+    training: "Curve | None" = None  # the training loss, beside a single validation in its unit
 
 
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
@@ -72,7 +73,11 @@ def read_curve(workdir: Path, score: str, step_tokens: int, step_flops: float) -
             seconds, before = seconds + (step - before) * record["perf/step_seconds"], step
         if record.get(score) is not None:
             points.append((step * step_tokens, step * step_flops, seconds, record[score]))
-    return Curve(*np.array(points, dtype=np.float64).reshape(-1, 4).T)
+    curve = Curve(*np.array(points, dtype=np.float64).reshape(-1, 4).T)
+    if len(points) == 1 and score == LOSS:
+        training = read_curve(workdir, "train/loss", step_tokens, step_flops)
+        return dataclasses.replace(curve, training=training)
+    return curve
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:

@@ -29,6 +29,8 @@ from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, metrics, plots
+from gpt2.telemetry.reference import read_reference
+from gpt2.telemetry.throughput import StepClock
 from gpt2.training.checkpoint_files import (
     changes,
     deciding_options,
@@ -51,6 +53,7 @@ def check_options(workdir: Path, config: Config) -> None:
     nearest = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
     is_open = nearest.is_dir() and os.access(nearest, os.W_OK)
     refuse(not is_open, f"nothing can be written in {workdir}", "Give another --workdir")
+    read_reference(config.logging.reference)  # which refuses what cannot be drawn at the end
     lacks_wandb = config.logging.wandb and importlib.util.find_spec("wandb") is None
     refuse(lacks_wandb, "logging.wandb needs the package wandb", "Run `pip install wandb`")
     if (workdir / "config.json").exists():
