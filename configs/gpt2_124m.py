@@ -1,6 +1,7 @@
-"""GPT-2 124M on OpenWebText, nanoGPT's recipe.
+"""GPT-2 124M: nanoGPT's recipe on OpenWebText, or llm.c's shorter one on a machine that you name.
 
     python train.py --config=configs/gpt2_124m.py
+    python train.py --config=configs/gpt2_124m.py:v5e-8
 
 Devices: the batch is one micro-batch, so that any batch size works. Eight devices of 80 GB take
 60 sequences each: 51.5 GiB by `--plan --plan_devices=8`, not tried there. For one such device add
@@ -11,17 +12,46 @@ source of Python's standard library.
 Expect: validation loss about 2.85 after 600,000 steps, four days on eight A100s. nanoGPT published
 this figure for its model, which lacks biases. OpenAI's weights of this size score 3.12 on the same
 text.
-llm.c's shorter recipe: learning rate 6e-4 to 0, 700 warm-up steps, 18,865 steps of 524,288 tokens.
+A machine: 18,865 steps of 524,288 tokens of FineWeb, in micro-batches that it holds. llm.c
+published 3.29. docs/recipes.md says how to get the text, and which machine takes how long.
 """
 
 from ml_collections import ConfigDict
 
 from configs import default
 
+_FEW_KERNELS = {"memory.scan_layers": True, "memory.scan_unroll": 12}  # docs/performance.md
+_TURING = {"precision.compute": "float16", "model.attention": "xla"}  # no bfloat16, no flash
+# Machines by the names of --plan_chips: devices, sequences that each takes at a time, options.
+MACHINES = {
+    "v3-8": (8, 16, {}),
+    "v5e-8": (8, 16, {}),
+    "v5e-1": (1, 16, {}),
+    "v6e-1": (1, 32, {}),
+    "t4-1": (1, 4, _FEW_KERNELS | _TURING),
+    "l4-1": (1, 16, _FEW_KERNELS),
+    "4090-1": (1, 16, _FEW_KERNELS),
+    "h100-1": (1, 64, _FEW_KERNELS),
+    "h100-8": (8, 64, _FEW_KERNELS),
+}
 
-def get_config() -> ConfigDict:
-    """Returns the options: the defaults are this model's."""
+
+def get_config(machine: str = "") -> ConfigDict:
+    """Returns the options. The defaults are this model's, and nanoGPT's."""
     config = default.get_config()
-    config.data.corpus = "hf:Skylion007/openwebtext#text"
     config.precision.compute = "bfloat16"
+    if not machine:
+        config.data.corpus = "hf:Skylion007/openwebtext#text"
+        config.logging.reference = "nanogpt-124m"
+        return config
+    if machine not in MACHINES:
+        raise ValueError(f"there is no machine {machine}, only {', '.join(MACHINES)}")
+    devices, sequences, options = MACHINES[machine]
+    parts = 512 // (devices * sequences)
+    config.data.update(corpus="tokens:fineweb10B/*.bin", batch_size=512)
+    config.optim.update(end_learning_rate=0.0, warmup_steps=700)
+    # llm.c validates on the first 20 batches of the split.
+    config.train.update(num_steps=18_865, accumulate_steps=parts, eval_batches=20 * parts)
+    config.logging.reference = "llmc-124m"
+    config.update_from_flattened_dict(options)
     return config

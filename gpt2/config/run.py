@@ -255,15 +255,22 @@ def with_options(config: Config, options: Mapping[str, Any]) -> Config:
 
 
 def read_options(name: str) -> dict[str, Any]:
-    """Returns all options of a config file or of a run's config.json, not yet checked together."""
-    path = Path(name)
-    refuse(not path.is_file(), f"--config={name} is no file", "See configs/ for those there are")
+    """Returns all options of a config file or of a run's config.json, not yet checked together.
+
+    `FILE:ARGUMENT` hands the argument to the file's `get_config`. A file that is not in this folder
+    may be one that came with the package: `configs/quickstart.py`.
+    """
+    file, _, argument = (name, "", "") if Path(name).is_file() else name.partition(":")
+    places = Path(file), Path(__file__).parents[2] / file
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise UserError(f"--config={name} is no file", "See configs/ for those there are")
     try:
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
             refuse("seed" not in tree, "it does not hold the options of a run")
         else:
-            tree = runpy.run_path(name)["get_config"]()
+            tree = runpy.run_path(str(path))["get_config"](*filter(None, [argument]))
         return complete(tree)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error

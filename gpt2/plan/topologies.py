@@ -45,13 +45,14 @@ _GPUS = {
     ),
     "l4": _Gpu("NVIDIA L4", (8, 9), 58, 2.04, 24 * _GB, 300 * _GB, 48 * _MIB, 100, 1536),
     "a10": _Gpu("NVIDIA A10G", (8, 6), 80, 1.71, 24 * _GB, 600 * _GB, 6 * _MIB, 100, 1536),
+    "t4": _Gpu("Tesla T4", (7, 5), 40, 1.59, 16 * _GB, 320 * _GB, 4 * _MIB, 64, 1024),
     "4090": _Gpu(
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 24 * _GB, 1008 * _GB, 72 * _MIB, 100, 1536
     ),
 }
 
 
-# Of compute capability 8.0 to 9.0, and of the libraries that JAX brings.
+# Of compute capability 7.5 to 9.0, and of the libraries that JAX brings.
 _ANY_GPU = """
   fpus_per_core: 128  device_address_bits: 64  pcie_bandwidth: 34359738368  ecc_enabled: true
   threads_per_warp: 32  threads_per_block_limit: 1024  shared_memory_per_block: 49152
