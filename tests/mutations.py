@@ -32,7 +32,7 @@ class Fault(NamedTuple):
 TABLE = """
 published losses lie at other steps
     gpt2/telemetry/plots.py: tests/test_recipes.py -k as_much
-    - steps = points[:, 0] * last / tokens.iloc[-1]
+    - steps = points[:, 0] / per_step
     + steps = points[:, 0] / last
 a guard keeps NaN and Inf
     gpt2/training/guard.py: tests/test_guard.py -k never_been

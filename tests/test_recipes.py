@@ -80,8 +80,8 @@ def drawn(tmp_path, monkeypatch):
 def test_published_losses_lie_at_the_steps_that_have_read_as_much(tmp_path, drawn):
     for path in PLACE.glob("*.csv"):
         assert path.read_text().startswith("# ") and read_reference(path.stem)  # says from where
-    plot_losses(tmp_path / "metrics.jsonl", "", reference="llmc-124m")
-    (axes,) = drawn[0].axes
+    plot_losses(tmp_path, {}, "llmc-124m")
+    axes = drawn[0].axes[0]
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
     assert lines["llm.c's 124M on FineWeb"][0] == pytest.approx([262_144_000 / 5e7, 5.3743])
     assert {y for _, y in lines["OpenAI's 124M on FineWeb 3.425"]} == {3.424958}

@@ -30,7 +30,6 @@ from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, metrics, plots
 from gpt2.telemetry.reference import read_reference
-from gpt2.telemetry.throughput import StepClock
 from gpt2.training.checkpoint_files import (
     changes,
     deciding_options,
