@@ -24,7 +24,7 @@ _FEW_KERNELS = {"memory.scan_layers": True, "memory.scan_unroll": 12}  # docs/pe
 _TURING = {"precision.compute": "float16", "model.attention": "xla"}  # no bfloat16, no flash
 # Machines by the names of --plan_chips: devices, sequences that each takes at a time, options.
 MACHINES = {
-    "v3-8": (8, 4, {"model.attention": "xla"}),  # Mosaic compiles no bfloat16 product for it
+    "v3-8": (8, 4, {}),
     "v5e-8": (8, 16, {}),
     "v5e-1": (1, 16, {}),
     "v6e-1": (1, 32, {}),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+from types import SimpleNamespace
 
 import chex
 import flax.linen as nn
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.model import GPT, GPTConfig, layers, num_params
+from gpt2.model import GPT, GPTConfig, layers, num_params, resolve_attention
 from gpt2.utils.platform import plain_ops
 from tests.helpers import thorough
 
@@ -161,3 +162,18 @@ def test_plain_operations_have_forward_derivatives_and_the_same_gradients(activa
 def test_flax_tabulates_the_model_with_its_operations():
     table = nn.tabulate(GPT(SMALL), jax.random.key(0), compute_flops=True)(tokens_of(0))
     assert "flops" in table and f"{num_params(init(SMALL)):,}" in table
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "capability", "expected"),
+    [
+        ("TPU v3", "tpu", {}, "xla"),
+        ("TPU v5 lite", "tpu", {}, "splash"),
+        ("Tesla T4", "gpu", {"compute_capability": "7.5"}, "xla"),
+        ("NVIDIA L4", "cuda", {"compute_capability": "8.9"}, "cudnn"),
+    ],
+)
+def test_older_devices_take_attention_that_they_can_compile(kind, platform, capability, expected):
+    device = SimpleNamespace(device_kind=kind, platform=platform, **capability)
+    cfg = replaced(compute_dtype="bfloat16", context_length=128)
+    assert resolve_attention(cfg, device) == expected

@@ -195,6 +195,9 @@ def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 def resolve_attention(cfg: GPTConfig, device: jax.Device) -> str:
     """Returns the implementation of attention that a model takes on a device."""
     scoring = Scoring(window=cfg.window, softcap=cfg.attention_softcap)
-    shape = platform_of(device), cfg.compute_dtype, cfg.context_length, cfg.head_size
+    platform, capability = platform_of(device), getattr(device, "compute_capability", "9.0")
+    if device.device_kind in ("TPU v2", "TPU v3") or float(capability) < 8.0:
+        platform = "older"  # splash's 16-bit products and cuDNN's fused attention came later
+    shape = platform, cfg.compute_dtype, cfg.context_length, cfg.head_size
     given: dict[str, Any] = dict(alibi=cfg.position == "alibi", sinks=cfg.attention_sink)
     return resolve(cfg.attention, *shape, scoring=scoring, **given)

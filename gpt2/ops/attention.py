@@ -116,7 +116,7 @@ def resolve(
         if alibi and name == "splash":
             return "cannot compute model.position=alibi"
         if (name == "cudnn" and platform != "gpu") or (name == "splash" and platform != "tpu"):
-            return f"does not run on a {platform}"
+            return f"does not run on this device ({platform})"
         if name == "cudnn" and jnp.dtype(dtype).itemsize != 2:
             return f"needs bfloat16 or float16, and precision.compute is {dtype}"
         if name == "cudnn" and (head_size % 8 or head_size > 128):
