@@ -110,7 +110,8 @@ class GPT(nn.Module):
 
         Args:
             tokens: [B, T] int32, T up to `context_length`.
-            segments: [B, T] int32; tokens see only those of their own segment.
+            segments: [B, T] int32; tokens see only those of their own segment, which lie together,
+                and positions count from its first.
             deterministic: False applies dropout, with the key `rngs={"dropout": key}`.
         """
         return self.logits(self._hidden(tokens, segments=segments, deterministic=deterministic)[0])
@@ -207,13 +208,14 @@ class GPT(nn.Module):
             chex.assert_type(segments, int)
         if cfg.context_length < T and cfg.position == "learned":
             raise ValueError(f"{T} tokens are more than context_length={cfg.context_length}")
-        positions = jnp.arange(T)[None]
+        positions = jnp.arange(T)[None] if segments is None else positions_within(segments)
         x = self.wte(tokens, table)
         if cache is not None:
             positions = positions + cache.length[:, None]
-        x = self._add_before(x, tokens, positions, segments, cache)
+        x = self._add_before(x, tokens, positions, cache)
         if cfg.position == "learned":
-            x = x + (self.wpe.first(T) if cache is None else self.wpe(positions))
+            from_start = cache is None and segments is None
+            x = x + (self.wpe.first(T) if from_start else self.wpe(positions))
         elif cfg.position == "sinusoidal":
             # The embedding is scaled too (Vaswani et al. 2017, section 3.4), under muP as at its
             # base width.
@@ -228,11 +230,9 @@ class GPT(nn.Module):
         x = x / cfg.width_ratio if cfg.mup_base_width else x  # the head's multiplier
         return x, None if cache is None else cache.replace(layers=layers)
 
-    def _add_before(self, x, tokens, positions, segments, cache):
+    def _add_before(self, x, tokens, positions, cache):
         """Adds to embeddings `[B, T, D]` what comes of the token before each, in its segment."""
         cfg, exists = self.config, positions > 0
-        if segments is not None:
-            exists = exists & (segments == jnp.roll(segments, 1, axis=1))
         if cfg.smear:
             first = x[:, :1] if cache is None else self.wte(cache.last[:, None])
             before = jnp.concatenate([first, x[:, :-1]], axis=1)
@@ -322,6 +322,13 @@ class GPT(nn.Module):
         axes = nn.get_partition_spec(jax.eval_shape(self._draw, jax.random.key(0), tokens))
         stack = lambda *layers: PartitionSpec("layers", *layers[0])  # noqa: E731
         return in_layout(axes, scanned=self.config.scan_layers, stack=stack)
+
+
+def positions_within(segments: jax.Array) -> jax.Array:
+    """Returns how many tokens of its segment come before each, for `segments` [B, T] int32."""
+    numbers = jnp.arange(segments.shape[1])[None]
+    is_first = segments != jnp.roll(segments, 1, axis=1)
+    return numbers - jax.lax.cummax(jnp.where(is_first, numbers, 0), axis=1)
 
 
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:
