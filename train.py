@@ -85,7 +85,8 @@ def main() -> int:
         distributed.only_first(tell)(line, sys.stdout)
         return 0
     state = None if start else first_state(program, dataset)
-    clock = StepClock.for_run(config, folder.begin(workdir, config, dataset, start))
+    before = folder.begin(workdir, config, dataset, start)
+    clock = StepClock.for_run(config, batches.tokens_per_step, before)
     checkpointer = Checkpointer(workdir, config.train.keep_checkpoints, config.train.keep_every)
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program.state_shapes)
@@ -113,20 +114,18 @@ def train(
     """Runs the steps after `start`, writes the run's files and returns the exit code."""
     config, options = program.config, program.config.train
 
-    # Compile once, while the devices still draw the weights: another shape is an error later.
+    # Compile once for each length of rows, while the devices still draw the weights.
     with clock.phase("compile"), timed("compiling the steps"):
-        batch, eval_batch = batches.examples()
-        train_step = program.compile_train(state, batch)
-        watch = program.compile_watch(state, batch)
+        rows, eval_batch = batches.examples()
+        train_step, watch = program.compile_train(state, *rows), program.compile_watch(state, *rows)
         eval_step = program.compile_eval(state.params, eval_batch)
         jax.block_until_ready((state, train_step, eval_step))
     distributed.only_first(tell)(program.describe(batches, train_step, start), sys.stdout)
 
     def score(num_batches: int = 0) -> dict[str, float]:
         """Scores the newest state, which is never saved if it has diverged."""
-        held_out, per_byte = batches.validation(num_batches), batches.targets_per_byte
         with clock.phase("validation"):
-            scores = validate(eval_step, state.eval_params, held_out, per_byte)
+            scores = validate(eval_step, state.eval_params, *batches.validation(num_batches))
         if not math.isfinite(scores["eval/loss"]):
             raise DivergedError(step, "the validation loss is", before=False)
         return scores
@@ -140,7 +139,7 @@ def train(
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, train_step, start_over)
     deadline = Deadline(flags.FLAGS.max_seconds, lambda: checkpointer.longest_seconds)
     stop = StopSignal(deadline.is_over)
-    upcoming = batches.train(start, options.num_steps)
+    upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
     with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
             for step in range(start + 1, options.num_steps + 1):
@@ -169,7 +168,8 @@ def train(
                     if stops:
                         reporter.say("saving; another signal leaves without that")
                     with clock.phase("checkpoint"):
-                        checkpointer.save(state, step, scores if validates else None)
+                        measured = scores if validates else None
+                        checkpointer.save(state, step, measured, batches.position(step))
                 if stops:
                     break
             if not scores:  # the run was killed after its last checkpoint

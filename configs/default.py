@@ -38,6 +38,7 @@ CHOICES = {
     "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"),
     "optim.orthogonalize": ("newton_schulz", "polar_express"),
     "optim.cautious": ("none", "updates", "decay", "both"),
+    "data.packing": ("concat", "bos", "pad"),
     "parallel.backend": ("pjit", "pmap"),
     "parallel.strategy": ("auto", "ddp", "zero1", "zero3", "megatron"),
     "parallel.fsdp_gather": ("auto", "layer", "step"),
@@ -187,13 +188,16 @@ def get_config() -> ConfigDict:
     )
     config.data = _group(
         dict(
-            corpus="pystdlib",  # see docs/data.md for every prefix
+            corpus="pystdlib",  # docs/data.md has every prefix; 0.7*ONE+0.3*OTHER mixes
             tokenizer="gpt2",  # gpt2, byte, char, bpe:SIZE, or a path to a tokenizer.json
             end_of_text="",  # token between documents, if a tokenizer.json names none or another
             data_dir="",  # prepared corpora; empty: $GPT2_DATA_DIR, else ~/.cache/gpt2-jax
             batch_size=480,  # sequences per optimizer step, over all devices and micro-batches
             val_fraction=0.005,  # share held out for validation; docs/data.md says of what
-            document_mask=False,  # attend only within a document
+            packing="concat",  # of training rows. concat: windows of joined documents; bos: begin
+            # at a document, and crop what does not fit (nanochat); pad: a document a row, padded
+            # to one of a few lengths
+            document_mask=False,  # attend only within a document; positions count from its start
         )
     )
     config.loss = _group(

@@ -40,9 +40,12 @@ def scorer(params):
 
 def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
     batches = [(4.0, 1.0), (6.0, 3.0)]  # the mean of means is 3
-    scores = validate(lambda _, batch: {"loss": batch}, None, batches, targets_per_byte=0.5)
+    scores = validate(lambda _, batch: {"loss": batch}, None, {"": (1.0, batches)}, 0.5)
     expected = {"loss": 2.5, "perplexity": math.e**2.5, "bits_per_byte": 2.5 * 0.5 / math.log(2)}
     assert scores == pytest.approx({f"eval/{name}": expected[name] for name in expected})
+    parts = {"a": (0.75, batches), "b": (0.25, [(8.0, 8.0)])}
+    scores = validate(lambda _, batch: {"loss": batch}, None, parts, None)
+    assert (scores["eval/loss"], scores["eval/loss_a"]) == (0.75 * 2.5 + 0.25 * 1.0, 2.5)
 
 
 def mixed_requests(num=200, seed=0):

@@ -146,22 +146,27 @@ def _synthetic(_: str) -> Corpus:
     return Corpus(f"synthetic-{num_documents}-{num_lines}", documents, 3_400_000)
 
 
-def _python(argument: str) -> Corpus:
-    """A function of the user's own, `MODULE:FUNCTION`, that returns an iterable of documents.
-
-    Its text is prepared once for each content of the module's file.
-    """
+def import_function(argument: str) -> Callable:
+    """Returns a user's function, `MODULE:FUNCTION`."""
     module_name, _, name = argument.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"data.corpus=python:{argument} cannot be imported ({error})",
             "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH",
         ) from error
-    source = Path(sys.modules[module_name].__file__ or "")
+
+
+def _python(argument: str) -> Corpus:
+    """A function of the user's own, `MODULE:FUNCTION`, that returns an iterable of documents.
+
+    Its text is prepared once for each content of the module's file.
+    """
+    function = import_function(argument)
+    source = Path(sys.modules[argument.partition(":")[0]].__file__ or "")
 
     def documents() -> Iterator[str]:
         texts = function()

@@ -6,23 +6,29 @@ complete.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
-from gpt2.data.splits import SPLITS, write_splits
+from gpt2.data.own import find_batches
+from gpt2.data.splits import SPLITS, split_documents, training_texts, weave, write_splits
 from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_tokens
-from gpt2.errors import UserError, tell, warn
+from gpt2.errors import UserError, refuse, tell, warn
 from gpt2.utils import files
 
 FORMAT = 5  # of a prepared directory; another number prepares everything anew
+PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
 
 # Files of up to this size in all are read at every start, to notice damage; of more, sizes count.
 _READ_BYTES = 1 << 28
@@ -51,9 +57,26 @@ class Dataset:
     tokenizer: tokenizers.Tokenizer
     splits: dict[str, Split]  # `train` and `validation`
     zlib_bits_per_byte: float  # that zlib -9 needs for the validation text: a baseline
-    token_crc32: dict[str, int]  # of each split's tokens
+    token_crc32: dict[str, Any]  # of each split's tokens; of a mixture, of each part's
     shards: dict[str, list[Shard]]  # of each split, in `directory` or elsewhere
     dtype: str  # of stored tokens
+    mixed: dict[str, tuple[Fraction, "Dataset"]] = dataclasses.field(default_factory=dict)
+    own: Callable | None = None  # the user's function that gives batches, where there is no text
+
+    @property
+    def parts(self) -> dict[str, tuple[Fraction, "Dataset"]]:
+        """The corpora of a mixture with their shares, or this one without a name."""
+        return self.mixed or {"": (Fraction(1), self)}
+
+    @property
+    def targets_per_byte(self) -> float | None:
+        """Tokens to predict for each byte of held-out text, where parts have their shares."""
+        each = [
+            (share, p.splits["validation"].targets_per_byte) for share, p in self.parts.values()
+        ]
+        if any(ratio is None for _, ratio in each):
+            return None
+        return float(1 / sum(share / Fraction(ratio) for share, ratio in each if ratio))
 
     def open(self, split: str) -> TokenStream:
         """Returns the token stream of `train` or `validation`."""
@@ -90,12 +113,20 @@ def data_root(data_dir: str) -> Path:
 
 def prepare(data: DataConfig) -> Dataset:
     """Returns the prepared corpus of a config, and prepares it first if it is not prepared yet."""
+    needs_text = data.tokenizer == "char" or data.tokenizer.startswith("bpe:")
+    if own := find_batches(data.corpus):
+        refuse(needs_text, f"{data.corpus} has no text for data.tokenizer={data.tokenizer}")
+        tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
+        return Dataset(Path(), tokenizer, {}, 0.0, {}, {}, "", own=own)
+    if shares := read_mixture(data.corpus):
+        path = str(_train_tokenizer(data, shares) if needs_text else data.tokenizer)
+        part = functools.partial(dataclasses.replace, data, tokenizer=path)
+        return _mix({name: (shares[name], prepare(part(corpus=name))) for name in shares})
     corpus = _open_source(data)
-    tokenizer = tokenizers.check_spec(data.tokenizer, data.end_of_text)
-    parts = [FORMAT, corpus.fingerprint, tokenizer, data.val_fraction]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
+    parts = [FORMAT, corpus.fingerprint, spec, data.val_fraction]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
-    directory = data_root(data.data_dir) / f"{label}-{key}"
+    directory = data_root(data.data_dir) / f"{label}-{_hash(parts)}"
     if _find_damage(directory) is not None:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
@@ -116,6 +147,58 @@ def prepare(data: DataConfig) -> Dataset:
         what = f"{share:.2%} of the bytes of {data.corpus} ({lost:,})"
         warn(f"{what} are unknown to its tokenizer, or altered by it: no bits per byte are given")
     return dataset
+
+
+def _hash(parts: list) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def read_mixture(spec: str) -> dict[str, Fraction]:
+    """Returns the parts of `0.7*ONE+0.3*OTHER` with their shares, which add to 1; else nothing."""
+    if not PLUS.match(f"+{spec}"):
+        return {}
+    pairs = [part.split("*", 1) for part in PLUS.split(spec)]
+    weights = {name: Fraction(weight) for weight, name in pairs}
+    wrong = len(weights) < len(pairs) or not all(weights.values())
+    refuse(wrong, f"data.corpus={spec!r} has a part of no weight, or one twice")
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+
+def _train_tokenizer(data: DataConfig, shares: dict[str, Fraction]) -> Path:
+    """Trains the tokenizer of a mixture on the training text of all parts, once."""
+    corpora = [open_corpus(name) for name in shares]
+    key = _hash([data.tokenizer, data.val_fraction, str(shares), [c.fingerprint for c in corpora]])
+    path = data_root(data.data_dir) / f"{data.tokenizer.replace(':', '-')}-{key}.json"
+    with files.locked(path.with_name(f".{path.name}.lock")):
+        if not path.exists():
+            parts = (split_documents(corpus, data)[1]() for corpus in corpora)
+            texts = [training_texts(data.tokenizer, each) for each in parts]
+            tokenizers.build(data.tokenizer, weave(texts, [*shares.values()])).save(path)
+    return path
+
+
+def _mix(mixed: dict[str, tuple[Fraction, Dataset]]) -> Dataset:
+    parts = [part for _, part in mixed.values()]
+    refuse(any(part.own for part in parts), "batches are in data.corpus", "Mix in your function")
+
+    def total(split: str) -> Split:
+        columns = zip(*(dataclasses.astuple(part.splits[split]) for part in parts), strict=True)
+        return Split(*map(sum, columns))
+
+    whole = Dataset(
+        directory=Path(),
+        tokenizer=parts[0].tokenizer,
+        splits={name: total(name) for name in SPLITS},
+        zlib_bits_per_byte=0.0,
+        token_crc32={name: [part.token_crc32[name] for part in parts] for name in SPLITS},
+        shards={},
+        dtype="",
+        mixed=mixed,
+    )
+    if (mean := whole.targets_per_byte) is None:
+        return whole
+    bits = (s * p.zlib_bits_per_byte / (p.targets_per_byte or mean) for s, p in mixed.values())
+    return dataclasses.replace(whole, zlib_bits_per_byte=float(sum(bits) * mean))
 
 
 def _open_source(data: DataConfig) -> Corpus | ReadyTokens:

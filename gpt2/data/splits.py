@@ -7,9 +7,10 @@ import os
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TextIO
 
@@ -57,8 +58,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
     hidden = not (screen.is_interactive and screen.file.isatty())  # FORCE_COLOR fakes the former
     with Progress(*columns, console=screen, transient=True, disable=hidden) as bar:
         task = bar.add_task("reading", total=None)
-        every_split = data.tokenizer == "char"
-        texts = (p.text for p in parts() if every_split or p.split == "train")
+        texts = training_texts(data.tokenizer, parts())
         tokenizer = build(
             data.tokenizer, texts, many_documents=many_documents, end_of_text=data.end_of_text
         )
@@ -95,6 +95,23 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
         "shards": writer.shards,
         "dtype": writer.dtype.name,
     }
+
+
+def training_texts(tokenizer: str, parts: Iterable[Part]) -> Iterator[str]:
+    """Yields the text that a tokenizer is made of: that of the training split, for `char` all."""
+    return (part.text for part in parts if tokenizer == "char" or part.split == "train")
+
+
+def weave(texts: Sequence[Iterator[str]], shares: Sequence[Fraction]) -> Iterator[str]:
+    """Yields texts of several sources, by their shares of the characters while all last."""
+    given = dict.fromkeys(range(len(texts)), 0.0)
+    while given:
+        source = min(given, key=given.__getitem__)
+        if (text := next(texts[source], None)) is None:
+            del given[source]
+        else:
+            given[source] += len(text) / shares[source]
+            yield text
 
 
 def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[], Iterator[Part]]]:

@@ -59,7 +59,8 @@ class TokenStream:
             path = directory / name
             with reading(path):
                 offset = kind.itemsize * skip
-                self._shards.append(np.memmap(path, kind, "r", offset, shape=(count,)))
+                mapped = np.memmap(path, kind, "r", offset, shape=(count,))
+                self._shards.append(mapped.view(np.ndarray))  # of which slices are cheap
         self._ends = np.cumsum([len(shard) for shard in self._shards])
 
     def __len__(self) -> int:

@@ -14,34 +14,45 @@ from gpt2.evals.scoring import Request, Scorer, windows
 
 
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
-    """Scores the validation split of a corpus, just as training does."""
+    """Scores the validation split of a corpus, just as training does, of a mixture by part."""
     dataset = prepare(data)
+    refuse(dataset.own, f"{data.corpus} gives batches, and no text to score")
     refuse(
         fingerprint(dataset.tokenizer) != fingerprint(tokenizer),
         f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}",
     )
-    loader = ValidationLoader(
-        dataset,
-        batch_size=1,
-        context_length=scorer.context_length,
-        document_mask=data.document_mask,
-    )
-    batches = (loader.batch(index) for index in range(len(loader)))
-    requests = [Request(**{name: rows[0] for name, rows in batch.items()}) for batch in batches]
-    scores, n = scorer.score(requests, "validation"), len(requests)
-    loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
-    held, rest = (dataset.splits[name].num_tokens for name in ("validation", "train"))
-    convention = (
-        f"validation split of {data.corpus}, {held / (held + rest):.2%} of its tokens; "
-        f"windows of {scorer.context_length} tokens, none overlapping"
-    )
-    figures = [
-        Figure("validation", "loss (nats per token)", loss, stderr, n, convention),
-        Figure("validation", "perplexity per token", *perplexity(scores), n, convention),
-    ]
-    if (per_byte := dataset.splits["validation"].targets_per_byte) is not None:
-        bits = loss * per_byte / math.log(2.0), stderr * per_byte / math.log(2.0)
-        figures.append(Figure("validation", "bits per byte", *bits, n, convention))
+    figures, losses = list[Figure](), list[tuple[float, float]]()
+    num = 0
+    for name, (share, part) in dataset.parts.items():
+        loader = ValidationLoader(
+            part,
+            batch_size=1,
+            context_length=scorer.context_length,
+            document_mask=data.document_mask,
+        )
+        batches = (loader.batch(index) for index in range(len(loader)))
+        requests = [Request(**{key: rows[0] for key, rows in batch.items()}) for batch in batches]
+        scores, n = scorer.score(requests, "validation"), len(requests)
+        num += n
+        loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
+        losses.append((share * loss, share * stderr))
+        task = f"validation {name}".strip()
+        held, rest = (part.splits[key].num_tokens for key in ("validation", "train"))
+        convention = (
+            f"validation split of {name or data.corpus}, {held / (held + rest):.2%} of its tokens; "
+            f"windows of {scorer.context_length} tokens, none overlapping"
+        )
+        figures += [
+            Figure(task, "loss (nats per token)", loss, stderr, n, convention),
+            Figure(task, "perplexity per token", *perplexity(scores), n, convention),
+        ]
+        if (per_byte := part.targets_per_byte) is not None:
+            bits = loss * per_byte / math.log(2.0), stderr * per_byte / math.log(2.0)
+            figures.append(Figure(task, "bits per byte", *bits, n, convention))
+    if dataset.mixed:
+        loss, stderr = sum(loss for loss, _ in losses), math.hypot(*(error for _, error in losses))
+        convention = "the parts above by their weights"
+        figures.append(Figure("validation", "loss, mixed", loss, stderr, num, convention))
     return figures
 
 

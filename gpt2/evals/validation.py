@@ -1,7 +1,8 @@
 """The loss over held-out text, in the three units people compare."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,26 +13,34 @@ MOST_AHEAD = 32
 
 
 def validate(
-    eval_step: Callable, params: Any, batches: Iterable[Any], targets_per_byte: float | None
+    eval_step: Callable,
+    params: Any,
+    held_out: Mapping[str, tuple[float, Iterable[Any]]],
+    targets_per_byte: float | None = None,
 ) -> dict[str, float]:
-    """Scores every target of `batches`, which are on the devices already.
+    """Scores every target of batches, which are on the devices already.
 
-    Returns `eval/NAME` for all that `eval_step` sums, `eval/loss` (nats per token) among it,
-    `eval/perplexity`, and `eval/bits_per_byte` if the tokens to predict for each byte are known.
+    `held_out` has each part of a mixture with its share, or all of it under an empty name. Returns
+    `eval/NAME` for all that `eval_step` sums, `eval/loss` (nats per token) among it, over the
+    mixture, `eval/loss_PART`, `eval/perplexity`, and `eval/bits_per_byte` if the tokens to predict
+    for each byte are known.
     """
-    # Nothing is fetched before the last batch is dispatched.
-    sums: list[Any] = []
-    for batch in batches:
-        sums.append(eval_step(params, batch))
-        if len(sums) > MOST_AHEAD:
-            jax.block_until_ready(sums[-MOST_AHEAD])
-    sums = jax.device_get(sums)
-    scores = {
-        f"eval/{name}": math.fsum(s[name][0] for s in sums) / math.fsum(s[name][1] for s in sums)
-        for name in sums[0]
-    }
+    scores: dict[str, float] = defaultdict(float)
+    for part, (share, batches) in held_out.items():
+        # Nothing is fetched before the last batch is dispatched.
+        sums: list[Any] = []
+        for batch in batches:
+            sums.append(eval_step(params, batch))
+            if len(sums) > MOST_AHEAD:
+                jax.block_until_ready(sums[-MOST_AHEAD])
+        sums = jax.device_get(sums)
+        for name in sums[0]:
+            mean = math.fsum(s[name][0] for s in sums) / math.fsum(s[name][1] for s in sums)
+            scores[f"eval/{name}"] += share * mean
+            if part and name == "loss":
+                scores[f"eval/loss_{part}"] = mean
     loss = scores["eval/loss"]
     scores["eval/perplexity"] = math.exp(min(loss, 700.0))
     if targets_per_byte is not None:
         scores["eval/bits_per_byte"] = loss * targets_per_byte / math.log(2.0)
-    return scores
+    return dict(scores)

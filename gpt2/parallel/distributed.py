@@ -106,3 +106,11 @@ def from_first(number: int) -> int:
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def from_all(text: str) -> list[str]:
+    """Returns the text of each process, in ASCII, in every process."""
+    data = text.encode()
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(max(sizes)), np.uint8))
+    return [row.tobytes().decode().rstrip() for row in rows]

@@ -36,10 +36,12 @@ class StepClock:
         self._num_steps, self._read = 0, (0, self._seconds["step"] + wait, wait)  # and at `read`
 
     @classmethod
-    def for_run(cls, config: Config, before: Mapping[str, float] | None) -> "StepClock":
+    def for_run(
+        cls, config: Config, tokens_per_step: int, before: Mapping[str, float] | None
+    ) -> "StepClock":
         """Returns the clock of a run on all devices."""
         return cls(
-            config.tokens_per_step,
+            tokens_per_step,
             model_flops_per_token(config.gpt()),
             total_peak_flops(config.precision.compute),
             before,

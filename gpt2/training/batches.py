@@ -1,12 +1,22 @@
 """Batches of a run, on its devices."""
 
-from collections.abc import Callable, Generator
+import itertools
+from collections.abc import Generator, Iterable, Sequence
+from functools import partial
 from typing import Any
+
+import jax
+import numpy as np
 
 from gpt2.config import Config
 from gpt2.data.dataset import Dataset
 from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
-from gpt2.parallel import Backend
+from gpt2.data.own import OwnBatches
+from gpt2.errors import refuse
+from gpt2.parallel import Backend, distributed
+from gpt2.utils.text import format_count
+
+HeldOut = dict[str, tuple[float, Iterable[Any]]]
 
 
 class Batches:
@@ -16,41 +26,87 @@ class Batches:
     """
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
-        self.dataset = dataset
-        self._size, micro = config.data.batch_size, config.micro_batch_size
-        shape: dict[str, Any] = dict(
-            context_length=config.model.context_length, document_mask=config.data.document_mask
-        )
-        self._train = TrainLoader(dataset, batch_size=self._size, seed=config.seed, **shape)
-        self._eval = ValidationLoader(
-            dataset, batch_size=micro, num_batches=config.train.eval_batches, **shape
-        )
+        self.dataset, self._put, data = dataset, backend.put_batch, config.data
+        size, micro = data.batch_size, config.micro_batch_size
+        self._rows, self._eval_rows = backend.local_rows(size), backend.local_rows(micro)
+        self._most, length = config.train.eval_batches or None, config.model.context_length
+        self.tokens_per_step = config.tokens_per_step
+        if dataset.own:
+            shape = self._rows.stop - self._rows.start, length
+            vocab_size = config.model.vocab_size
+            self._train: Any = OwnBatches(data.corpus, dataset.own, shape, vocab_size)
+            return
+        options: dict[str, Any] = dict(context_length=length, document_mask=data.document_mask)
+        order = dict(batch_size=size, seed=config.seed, packing=data.packing)
+        self._train = TrainLoader(dataset, **order, **options)
+        self.tokens_per_step = self._train.tokens_per_step
+        options |= dict(batch_size=micro, num_batches=config.train.eval_batches)
+        self._held_out = {
+            name: (float(share), ValidationLoader(part, **options))
+            for name, (share, part) in dataset.parts.items()
+        }
 
-        def placed(loader: TrainLoader | ValidationLoader, size: int) -> Callable[[int], Any]:
-            rows = backend.local_rows(size)
-            return lambda step: backend.put_batch(loader.batch(step, rows))
+    def _read(self, loader: TrainLoader | ValidationLoader, rows: slice, step: int) -> Any:
+        return self._put(loader.batch(step, rows))
 
-        self._train_batch = placed(self._train, self._size)
-        self._eval_batch = placed(self._eval, micro)
-        # Tokens to predict for each byte of the validation split, if a validation covers all of it.
-        whole = dataset.splits["validation"].targets_per_byte if self._eval.is_whole else None
-        self.targets_per_byte = whole
+    def train(
+        self, start: int, stop: int, position: Sequence[str] = ()
+    ) -> Generator[Any, None, None]:
+        """Yields the batches of the steps from `start` to `stop` - 1, counted from 0.
 
-    def train(self, start: int, stop: int) -> Generator[Any, None, None]:
-        """Yields the batches of the steps from `start` to `stop` - 1, counted from 0."""
-        return prefetch(self._train_batch, range(start, stop))
+        `position` is what `position(start)` gave, which only batches of a user's own need.
+        """
+        if position:
+            what = f"the checkpoint holds the places of {len(position)} processes in their batches"
+            refuse(len(position) != jax.process_count(), what, "Start as many")
+            self._train.restored = position[jax.process_index()]
+        return prefetch(partial(self._read, self._train, self._rows), range(start, stop))
+
+    def validation(self, number: int = 0) -> tuple[HeldOut, float | None]:
+        """Returns each part's share and its first batches; 0: all that a validation has.
+
+        Also tokens to predict for each byte of held-out text, if a validation covers all of it.
+        """
+        if self.dataset.own:
+            batches = self._train.validation(self._eval_rows.stop - self._eval_rows.start)
+            first = itertools.islice(batches, number or self._most)
+            return {"": (1.0, map(self._put, first))}, None
+        held_out: HeldOut = {
+            name: (share, self._read_all(loader, number or len(loader)))
+            for name, (share, loader) in self._held_out.items()
+        }
+        is_whole = all(loader.is_whole for _, loader in self._held_out.values())
+        return held_out, self.dataset.targets_per_byte if is_whole else None
+
+    def _read_all(self, loader: ValidationLoader, number: int) -> Generator[Any, None, None]:
+        return prefetch(partial(self._read, loader, self._eval_rows), range(number))
+
+    def examples(self) -> tuple[list[Any], Any]:
+        """Returns a batch of training for each length of rows, and one of validation."""
+        ((_, held_out), *_) = self.validation(1)[0].values()
+        held_out, num_rows = next(iter(held_out)), self._rows.stop - self._rows.start
+        rows = (np.zeros((num_rows, length), np.int32) for length in self._train.lengths)
+        return [self._put(dict.fromkeys(held_out, each)) for each in rows], held_out
+
+    def position(self, step: int) -> list[str]:
+        """Returns what `train` needs to go on after a step, nothing where the step tells all."""
+        return distributed.from_all(self._train.state(step)) if self.dataset.own else []
+
+    def describe(self, num_steps: int) -> str:
+        """Returns what so many steps read, as text for people."""
+        lines = list[str]()
+        for name, epochs in self._train.epochs(num_steps).items():
+            splits, note = self.dataset.parts[name][1].splits, self._train.sources[name].note
+            tokens, held = (format_count(splits[n].num_tokens) for n in ("train", "validation"))
+            text = f"{tokens} tokens, seen {epochs:.2g} times; {held} held out"
+            lines.append(f"{name}: " * bool(name) + text + f"; {note}" * bool(note))
+        return f"\n{'':9}".join(lines) or "batches of its own"
 
     def epoch_end(self, step: int) -> str:
         """Returns a line if the step, counted from 1, ends epoch 1, 2, 4, 8, ...; else nothing."""
-        windows = self._train.num_windows
-        epoch, before = (count * self._size // windows for count in (step, step - 1))
-        ends = epoch > before and epoch.bit_count() == 1
-        return f"epoch {epoch} ends: all {windows:,} windows have been seen" if ends else ""
-
-    def validation(self, number: int = 0) -> Generator[Any, None, None]:
-        """Yields the first batches of the validation split; 0: all that a validation has."""
-        return prefetch(self._eval_batch, range(number or len(self._eval)))
-
-    def examples(self) -> tuple[Any, Any]:
-        """Returns a batch of training and one of validation, to compile for."""
-        return self._train_batch(0), self._eval_batch(0)
+        lines, before = list[str](), self._train.epochs(step - 1)
+        for name, epochs in self._train.epochs(step).items():
+            if (epoch := int(epochs)).bit_length() > int(before[name]).bit_length():
+                which, rows = f" of {name}" * bool(name), self._train.sources[name].num_rows
+                lines.append(f"epoch {epoch}{which} ends: all {rows:,} rows have been seen")
+        return "; ".join([*lines, "the next one has another order"] if lines else [])

@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,16 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Returns the steps saved, ascending."""
         return sorted(self._manager.all_steps())
 
-    def save(self, state: TrainState, step: int, scores: Mapping[str, float] | None = None) -> None:
+    def save(
+        self,
+        state: TrainState,
+        step: int,
+        scores: Mapping[str, float] | None = None,
+        position: Sequence[str] = (),
+    ) -> None:
         """Starts to save the state after `step`, and returns as soon as the caller may change it.
 
-        `scores` are of its validation, None if it was not validated.
+        `scores` are of its validation, None if it was not validated; `position` of its batches.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -123,6 +129,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             "step": step,
             "run": identity(self._workdir),
         }
+        layout |= {"position": list(position)} if position else {}
         try:
             self._manager.save(
                 step,
@@ -148,6 +155,12 @@ class Checkpointer(contextlib.AbstractContextManager):
         guard = items["guard"].capped() if "guard" in parts else jax.tree.map(zeros, shapes.guard)
         state = TrainState(**items["rest"] | {"params": items["params"], "guard": guard})
         return _in_layout_of(shapes, state)
+
+    def position(self, step: int) -> list[str]:
+        """Returns the position of its batches that a state was saved with."""
+        if step not in self._manager.all_steps():
+            return []
+        return self._read(step, layout=ocp.args.JsonRestore())["layout"].get("position", [])
 
     def restore_params(self, step: int, shapes: Any) -> Any:
         """Restores the parameters alone, otherwise as `restore`."""

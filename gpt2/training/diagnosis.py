@@ -67,7 +67,8 @@ class Diagnosis:
             params, source = state.params, self.batches.train(step, step + 1)
         else:
             step, number, params = None, 1, state.eval_params
-            source = self.batches.validation()
+            held_out = self.batches.validation()[0].values()
+            source = (batch for _, batches in held_out for batch in batches)
         names = list[str]()
         probe = self.program.backend.compile_eval(_make_probe(self.program, step, number, names))
         for count, batch in enumerate(source):

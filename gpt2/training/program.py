@@ -20,7 +20,7 @@ from gpt2.errors import refuse
 from gpt2.model import GPT, num_params, resolve_attention
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend, state_bytes
-from gpt2.parallel.compiled import CompiledStep, compile_once
+from gpt2.parallel.compiled import CompiledStep, StepByLength, compile_once
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.training.batches import Batches
@@ -149,12 +149,10 @@ class Program:
 
     def describe(self, batches: Batches, train_step: CompiledStep, start: int) -> str:
         """Returns the run's first screen: what will be trained, on what, and for how long."""
-        config, splits = self.config, batches.dataset.splits
+        config = self.config
         model, train, memory = config.model, config.train, config.memory
         layers = counted(model.num_layers, "layer") + (" scanned" if memory.scan_layers else "")
         remat = f", remat {memory.remat}" if memory.remat != "none" else ""
-        tokens, held_out = splits["train"].num_tokens, splits["validation"].num_tokens
-        epochs = train.num_steps * config.tokens_per_step / tokens
         micro = f" in {train.accumulate_steps} micro-batches" * (train.accumulate_steps > 1)
         warm_up = config.optim.warmup(train.num_steps)
         short = " (never reached: it warms up to the end)" if warm_up >= train.num_steps else ""
@@ -164,10 +162,9 @@ class Program:
             f"{model.num_heads} heads, {model.embed_dim} wide, context {model.context_length}",
             "compute": f"{config.precision.compute}, attention {self.attention}{remat}",
             "data": f"{config.data.corpus}, {config.data.tokenizer} ({model.vocab_size:,} tokens)",
-            "": f"{format_count(tokens)} tokens, seen {epochs:.2g} times; "
-            f"{format_count(held_out)} held out",
+            "": batches.describe(train.num_steps),
             "devices": f"{jax.device_count()} x {device.device_kind}, {self.backend.layout}",
-            "step": f"{config.tokens_per_step:,} tokens{micro}, "
+            "step": f"{batches.tokens_per_step:,} tokens{micro}, "
             + (f"{format_bytes(used)} a device, " if used else "")
             + f"compiled in {train_step.compile_seconds:.0f} s",
             "run": f"steps {start + 1} to {train.num_steps}, {config.optim.name}, "
@@ -175,23 +172,27 @@ class Program:
         }
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
-    def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
+    def compile_train(self, state: TrainState, *batches: Any) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
-        Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
+        `batches` has one of each length. All may be shapes, such as `state_shapes`; several
+        processes under pmap need arrays.
         """
-        step = self.backend.compile_train(self.train_step)
-        return compile_once(step, state, batch, options=self._compiler_options)
+        return self._compile(self.backend.compile_train(self.train_step), state, batches)
+
+    def _compile(self, step: Any, state: TrainState, batches: Sequence[Any]) -> CompiledStep:
+        compile_ = partial(compile_once, step, state, options=self._compiler_options)
+        steps = {batch["tokens"].shape[-1]: compile_(batch) for batch in batches}
+        return StepByLength(steps) if len(steps) > 1 else steps.popitem()[1]
 
     def compile_watch(
-        self, state: TrainState, batch: Any
+        self, state: TrainState, *batches: Any
     ) -> Callable[[int, TrainState, Any], Statistics | None]:
         """Compiles `(step, state, batch) -> statistics`, None at a step that is not watched."""
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
-        step = self.backend.compile_watch(self.watch_step)
-        compiled = compile_once(step, state, batch, options=self._compiler_options)
+        compiled = self._compile(self.backend.compile_watch(self.watch_step), state, batches)
         return lambda step, state, batch: None if step % every else compiled(state, batch)
 
     @property

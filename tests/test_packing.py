@@ -1,0 +1,263 @@
+"""How documents become rows: every packing, mixtures, and batches of a user's own."""
+
+import collections
+import dataclasses
+import shutil
+from fractions import Fraction
+from types import SimpleNamespace
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from gpt2.config import DataConfig
+from gpt2.data import dataset as prepare
+from gpt2.data.loader import TrainLoader
+from gpt2.data.own import OwnBatches
+from gpt2.data.tokens import TokenWriter
+from gpt2.errors import UserError
+from gpt2.model import GPT, GPTConfig
+from gpt2.training import next_token_loss
+from tests.helpers import TINY, metrics_of, params_of, run, write_words
+
+EOT, T, B = 99_999, 512, 8
+SIZES = np.append(np.random.default_rng(0).geometric(1 / 200, 300) + 1, 1300)  # of documents
+STARTS = np.cumsum(SIZES) - SIZES
+
+
+def stored(directory, tokens, eot=EOT):
+    """A corpus of these training tokens."""
+    directory.mkdir()
+    writer = TokenWriter(directory, vocab_size=100_000)
+    writer.append("train", tokens)
+    splits, named = {"train": prepare.Split(len(tokens), 0, 9)}, SimpleNamespace(eot=eot)
+    return prepare.Dataset(directory, named, splits, 0.0, {}, writer.shards, writer.dtype.name)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Each token is its place in the stream, but for the first of each document."""
+    tokens = np.arange(SIZES.sum())
+    tokens[STARTS] = EOT
+    return stored(tmp_path_factory.mktemp("corpus") / "one", tokens)
+
+
+@pytest.fixture(scope="module")
+def mixture(corpus, tmp_path_factory):
+    tokens = np.arange(70_000, 90_000)
+    tokens[::90] = EOT
+    other = stored(tmp_path_factory.mktemp("corpus") / "other", tokens)
+    shares = {"long": (Fraction(7, 10), corpus), "short": (Fraction(3, 10), other)}
+    return dataclasses.replace(corpus, mixed=shares)
+
+
+@pytest.mark.parametrize("packing", ["concat", "bos", "pad"])
+@pytest.mark.parametrize("kind", ["corpus", "mixture"])
+def test_batches_follow_from_seed_and_step_on_any_number_of_processes(request, kind, packing):
+    dataset = request.getfixturevalue(kind)
+    options = dict(batch_size=B, context_length=T, packing=packing, document_mask=True)
+    loader, late, other = (TrainLoader(dataset, seed=seed, **options) for seed in (1, 1, 2))
+    whole = [loader.batch(step) for step in range(40)]
+    assert any(not np.array_equal(whole[n]["tokens"], other.batch(n)["tokens"]) for n in range(3))
+    chex.assert_trees_all_equal(late.batch(10**8), loader.batch(10**8))
+    for step in (39, 7, 0):
+        for size in (8, 4, 2):
+            parts = [late.batch(step, slice(i, i + size)) for i in range(0, B, size)]
+            joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            chex.assert_trees_all_equal(joined, whole[step])
+
+
+def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
+    loader = TrainLoader(corpus, seed=0, batch_size=B, context_length=T, packing="bos")
+    source, orders = loader.sources[""], []
+    for epoch in range(2):
+        rows = [source.read(epoch * source.num_rows + row) for row in range(source.num_rows)]
+        orders.append([int(row[1]) for row in rows])
+        found = collections.Counter(len(row) for row in rows)
+        assert found.pop(T + 1) >= source.num_rows - 1
+        for row in rows:
+            starts = np.flatnonzero(row == EOT)
+            assert starts[0] == 0
+            for place, document in enumerate(np.split(row, starts)[1:]):
+                np.testing.assert_array_equal(np.diff(document[1:]), 1)
+                is_whole = place < len(starts) - 1
+                assert not is_whole or len(document) == SIZES[document[1] - 1 == STARTS]
+        tokens = np.concatenate(rows)
+        assert np.sum(tokens == EOT) == len(SIZES)
+        assert len(np.unique(tokens)) == len(tokens) - len(SIZES) + 1
+        cropped = 1 - len(tokens) / SIZES.sum()
+        assert 0.05 < cropped < 0.2 and source.note.startswith(f"{cropped:.1%} cropped")
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+
+
+def test_pad_gives_each_token_once_in_batches_of_one_length(corpus):
+    loader = TrainLoader(corpus, seed=0, batch_size=B, context_length=T, packing="pad")
+    steps, orders = loader.sources[""].num_rows // B, []
+    tokens = np.arange(SIZES.sum())
+    tokens[STARTS] = EOT
+    for epoch in range(2):
+        batches = [loader.batch(step) for step in range(epoch * steps, (epoch + 1) * steps)]
+        targets = np.concatenate([batch["targets"].ravel() for batch in batches])
+        np.testing.assert_array_equal(np.sort(targets[targets >= 0]), np.sort(tokens[1:]))
+        assert {batch["tokens"].shape[1] for batch in batches} == {128, 256, 512}
+        assert not any(np.any(batch["tokens"][:, 1:] == EOT) for batch in batches)
+        assert loader.tokens_per_step == round(len(targets) / steps)
+        assert loader.sources[""].note == f"{np.mean(targets < 0):.1%} padded"
+        assert np.mean(targets < 0) < 0.35
+        orders.append([batch["tokens"][0, 1] for batch in batches])
+    assert orders[0] != orders[1]
+
+
+def test_a_mixture_keeps_to_its_weights_and_each_part_visits_its_rows_once(mixture):
+    loader = TrainLoader(mixture, seed=0, batch_size=10, context_length=64)
+    starts = np.concatenate([loader.batch(step)["tokens"][:, 5] for step in range(100)])
+    is_short = (starts >= 70_000) & (starts < 90_000)
+    is_long = starts < 70_000
+    for count in (10, 30, 500, 1000):
+        assert abs(is_short[:count].sum() + 0.01 * count - 0.3 * count) <= 0.02 * count + 1
+    assert len(np.unique(starts[is_long])) == is_long.sum()
+    assert len(np.unique(starts[is_short])) == is_short.sum()
+    rows = {name: source.num_rows for name, source in loader.sources.items()}
+    assert loader.epochs(100) == {"long": 700 / rows["long"], "short": 300 / rows["short"]}
+
+
+def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp_path):
+    one, two = (write_words(tmp_path / str(words), 40, words) for words in (60, 250))
+    data = dict(tokenizer="bpe:300", val_fraction=0.1, data_dir=str(tmp_path / "data"))
+    data |= dict(corpus=f"0.5*text:{one}+1.5*text:{two}", packing="pad")
+    options = [f"--config.data.{name}={value}" for name, value in data.items()]
+    code, output, error = run(
+        tmp_path / "run", *TINY, *options, "--config.model.context_length=256"
+    )
+    assert code == 0 and "% padded" in output, error
+    last = metrics_of(tmp_path / "run")[-1]
+    losses = np.array([last[f"eval/loss_text:{part}"] for part in (one, two)])
+    assert last["eval/loss"] == pytest.approx(losses @ [0.25, 0.75])
+    dataset = prepare.prepare(DataConfig(**data))
+    (_, first), (_, second) = dataset.parts.values()
+    assert first.describe()["tokenizer_sha256"] == second.describe()["tokenizer_sha256"]
+    bytes_per_target = (
+        [1 / part.targets_per_byte for part in (first, second)] @ np.array([1, 3]) / 4
+    )
+    bits = last["eval/loss"] / np.log(2) / bytes_per_target
+    assert last["eval/bits_per_byte"] == pytest.approx(bits)
+    for other, message in ((f"1*text:{tmp_path}/no", "no file"), ("0*synthetic", "no weight")):
+        with pytest.raises(UserError, match=message):
+            prepare.prepare(DataConfig(**data | {"corpus": f"1*text:{one}+{other}"}))
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Short documents, a model and its parameters."""
+    gpt = GPT(GPTConfig(vocab_size=64, context_length=32, num_layers=2, num_heads=2, embed_dim=16))
+    params = jax.jit(gpt.init)(jax.random.key(0), np.zeros((1, 32), np.int32))["params"]
+    draw = np.random.default_rng(1)
+    documents = [np.append(63, draw.integers(0, 63, draw.integers(3, 30))) for _ in range(24)]
+    return documents, gpt, jax.tree.map(lambda x: 5 * x, params)
+
+
+def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
+    documents, gpt, params = model
+    dataset = stored(tmp_path / "documents", np.concatenate(documents), eot=63)
+    loader = TrainLoader(dataset, seed=0, batch_size=5, context_length=32, packing="pad")
+    steps = loader.sources[""].num_rows // 5
+    sums = [next_token_loss(gpt)(params, loader.batch(step))["loss"] for step in range(steps)]
+    alone = []
+    for document, after in zip(documents, [*documents[1:], []], strict=True):
+        text = np.append(document, after[:1]).astype(np.int32)
+        logits = gpt.apply({"params": params}, text[None, :-1])[0]
+        alone += list(-jax.nn.log_softmax(logits)[np.arange(len(text) - 1), text[1:]])
+    assert sum(count for _, count in sums) == len(alone) and steps * 5 > len(documents)
+    found = sum(total for total, _ in sums) / len(alone)
+    np.testing.assert_allclose(found, np.mean(alone), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_document_changes_no_other_under_bos_and_document_mask(model, tmp_path, mask):
+    documents, gpt, params = model
+    changed = [*documents]
+    changed[18] = np.append(63, 62 - documents[18][1:])  # two others follow it in its row
+    options = dict(batch_size=12, context_length=32, packing="bos", document_mask=mask)
+    batches = [
+        TrainLoader(stored(tmp_path / name, np.concatenate(each), eot=63), seed=0, **options).batch(
+            0
+        )
+        for name, each in (("one", documents), ("other", changed))
+    ]
+    logits = [
+        gpt.apply({"params": params}, b["tokens"], segments=b.get("segments")) for b in batches
+    ]
+    moved = np.abs(logits[0] - logits[1]).max(axis=-1)
+    number = np.cumsum(batches[0]["tokens"] == 63, axis=1)
+    differs = np.where(batches[0]["tokens"] != batches[1]["tokens"], number, 0).max(axis=1)
+    is_other = number != differs[:, None]
+    assert moved[~is_other].max() > 1e-2 and (moved[is_other].max() == 0) == mask
+
+
+class Stateful:
+    """Ten batches, with the state of torchdata's StatefulDataLoader."""
+
+    def __init__(self):
+        self._count = 0
+
+    def __iter__(self):
+        while self._count < 10:
+            self._count += 1
+            tokens = np.full((4, 16), self._count)
+            yield {"tokens": tokens, "targets": tokens, "mask": tokens > 3}
+
+    def state_dict(self):
+        return {"count": self._count}
+
+    def load_state_dict(self, state):
+        self._count = state["count"]
+
+
+def test_own_batches_go_on_from_their_state_and_begin_anew_at_their_end():
+    own, again = (OwnBatches("python:a:b", lambda split: Stateful(), (4, 16), 64) for _ in "ab")
+    batches = [own.batch(step, slice(4)) for step in range(12)]
+    assert [batch["tokens"][0, 0] for batch in batches] == [*range(1, 11), 1, 2]
+    assert [batch["targets"][0, 0] for batch in batches[:5]] == [-1, -1, -1, 4, 5]
+    again.restored = own.state(6)
+    chex.assert_trees_all_equal(again.batch(6, slice(4)), batches[6])
+    with pytest.raises(UserError, match="only once"):
+        own.batch(3, slice(4))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": np.zeros((4, 16))}, "has to give dicts"),
+        (dict.fromkeys(("tokens", "targets"), np.zeros((2, 16))), r"of shape \(2, 16\)"),
+        (dict.fromkeys(("tokens", "targets"), np.full((4, 16), 64)), "beyond the 64"),
+    ],
+)
+def test_own_batches_that_cannot_be_meant_are_refused(batch, message):
+    with pytest.raises(UserError, match=message):
+        OwnBatches("python:a:b", lambda split: [batch], (4, 16), 64).batch(0, slice(4))
+
+
+GRAIN = """
+import grain, numpy as np
+
+def batches(split):
+    draw = np.random.default_rng(split == "train")
+    rows = [dict(tokens=t[:-1], targets=t[1:]) for t in draw.integers(0, 255, (40, 17))]
+    data = grain.MapDataset.source(rows)
+    data = data.shuffle(seed=3).repeat() if split == "train" else data
+    return data.batch(4).to_iter_dataset()
+"""
+
+
+def test_a_run_on_a_grain_iterator_goes_on_where_it_was(tmp_path):
+    (tmp_path / "own_grain.py").write_text(GRAIN)
+    options = [*TINY, "--config.data.corpus=python:own_grain:batches"]
+    options += ["--config.train.keep_checkpoints=9"]
+    assert run(tmp_path / "whole", *options, cwd=tmp_path)[0] == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut" / "samples.txt").unlink()
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / str(step))
+    assert run(tmp_path / "cut", *options, cwd=tmp_path)[0] == 0
+    chex.assert_trees_all_equal(*(params_of(tmp_path / name) for name in ("whole", "cut")))
