@@ -22,7 +22,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, UserError, leave_at_interrupt, tell
-from gpt2.evals import RunTasks, validate
+from gpt2.evals.validation import RunTasks, validate
 from gpt2.generate import write_samples
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT

@@ -38,6 +38,7 @@ from gpt2.utils.files import seal
 from tests.helpers import ROOT, TINY
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
+BASE = with_options(BASE, {"train.num_steps": 1000, "optim.warmup_steps": 100})
 
 
 def arms(*vary, one_at_a_time=False):

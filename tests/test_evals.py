@@ -11,14 +11,14 @@ import pytest
 from gpt2.config import Config, with_options
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
-from gpt2.evals import RunTasks, scoring
+from gpt2.evals import scoring
 from gpt2.evals.core import core
 from gpt2.evals.examples import after, cbt, hellaswag, lambada, read_cbt
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import mean, ratio
 from gpt2.evals.scoring import Scorer, continuation, windows
 from gpt2.evals.tasks import validation_data
-from gpt2.evals.validation import validate
+from gpt2.evals.validation import RunTasks, validate
 from gpt2.model import GPT, GPTConfig
 from tests import plain
 from tests.helpers import WORDS

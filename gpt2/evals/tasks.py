@@ -1,15 +1,11 @@
 """The tasks by name, and the text that `validation` scores; docs/evaluation.md has their files."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from jax.sharding import Mesh
-
-from gpt2.config import Config, DataConfig, load_config
+from gpt2.config import DataConfig, load_config
 from gpt2.data.corpus import reading
 from gpt2.data.dataset import prepare, refuse_other
 from gpt2.data.tokenizer import Tokenizer
@@ -55,25 +51,6 @@ def run_task(
     refuse(not 0 < stride <= T, f"--stride={stride} skips tokens: the context is {T}", "Lower it")
     with reading(path):
         return TASKS[name][1](scorer, tokenizer, path, *([stride] if name in TEXTS else []))
-
-
-class RunTasks:
-    """The tasks of `train.eval_tasks`, which a run scores on all of its devices."""
-
-    def __init__(self, config: Config, tokenizer: Tokenizer, mesh: Mesh):
-        self._tasks = [find_task(spec) for spec in config.train.eval_tasks.split(",") if spec]
-        self._tokenizer, self._devices = tokenizer, list(mesh.devices.flat)
-        self._config = config.gpt()
-        self.score(None)  # what cannot be read is told before the run begins
-
-    def score(self, params: Any) -> dict[str, float]:
-        """Returns `eval/TASK/METRIC` of parameters in any layout; every process must call it."""
-        scorer, scores = Scorer(self._config, params, self._devices), dict[str, float]()
-        for name, path in self._tasks:
-            for figure in run_task(name, scorer, self._tokenizer, path):
-                metric = re.sub("[^a-zA-Z0-9]+", "_", figure.metric)
-                scores[f"eval/{figure.task}/{metric}"] = figure.value
-        return scores
 
 
 def validation_data(

@@ -1,11 +1,18 @@
-"""The loss over held-out text, in the three units people compare."""
+"""What a run scores while it trains: held-out text, in the three units people compare; tasks."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
+
+from gpt2.config import Config
+from gpt2.data.tokenizer import Tokenizer
+from gpt2.evals.scoring import Scorer
+from gpt2.evals.tasks import find_task, run_task
 
 # Batches that the host may be ahead of the devices. Simulated devices that get further wait for
 # each other for ever, since XLA has one pool of threads for all of them.
@@ -44,3 +51,22 @@ def validate(
     if targets_per_byte is not None:
         scores["eval/bits_per_byte"] = loss * targets_per_byte / math.log(2.0)
     return dict(scores)
+
+
+class RunTasks:
+    """The tasks of `train.eval_tasks`, which a run scores on all of its devices."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, mesh: Mesh):
+        self._tasks = [find_task(spec) for spec in config.train.eval_tasks.split(",") if spec]
+        self._tokenizer, self._devices = tokenizer, list(mesh.devices.flat)
+        self._config = config.gpt()
+        self.score(None)  # what cannot be read is told before the run begins
+
+    def score(self, params: Any) -> dict[str, float]:
+        """Returns `eval/TASK/METRIC` of parameters in any layout; every process must call it."""
+        scorer, scores = Scorer(self._config, params, self._devices), dict[str, float]()
+        for name, path in self._tasks:
+            for figure in run_task(name, scorer, self._tokenizer, path):
+                metric = re.sub("[^a-zA-Z0-9]+", "_", figure.metric)
+                scores[f"eval/{figure.task}/{metric}"] = figure.value
+        return scores
