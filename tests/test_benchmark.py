@@ -58,12 +58,7 @@ BFLOAT16 = {"precision__compute": "bfloat16"}
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        BFLOAT16,
-        {"train__accumulate_steps": 2, "data__batch_size": 16},
-        {"model__bias": False},
-    ],
+    [{}, BFLOAT16, {"train__accumulate_steps": 2, "data__batch_size": 16}, {"model__bias": False}],
     ids=str,
 )
 def test_a_peer_computes_what_this_project_computes(options):

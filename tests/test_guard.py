@@ -80,10 +80,7 @@ def train(program, batches, poisoned=(), state=None):
     return state, seen
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["one device", *(thorough(n) for n in ("pmap", "by layer"))],
-)
+@pytest.mark.parametrize("layout", ["one device", *(thorough(n) for n in ("pmap", "by layer"))])
 def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout):
     program = make_program(layout, skip_bad_steps=2)
     poisoned = {2, 3, 6}

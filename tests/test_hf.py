@@ -255,14 +255,7 @@ def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
         hf.load(directory)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tied",
-        *map(thorough, peer.SMALL[1:]),
-        BIG,
-    ],
-)
+@pytest.mark.parametrize("name", ["tied", *map(thorough, peer.SMALL[1:]), BIG])
 def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     source, workdir = peer.write_model(tmp_path / "source", name), tmp_path / "run"
     save_tokenizer(source, peer.characters(peer.CONFIGS[name]["vocab_size"]), 96)

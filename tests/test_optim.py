@@ -201,11 +201,7 @@ def by_formula(optim):
     return params, means or average
 
 
-@pytest.mark.parametrize(
-    "scanned",
-    [False, thorough(True)],
-    ids=["unrolled", "scanned"],
-)
+@pytest.mark.parametrize("scanned", [False, thorough(True)], ids=["unrolled", "scanned"])
 @each_optimizer
 def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
     results, formulas = train(OPTIMS[name], scanned), by_formula(OPTIMS[name])
@@ -260,10 +256,7 @@ def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
 
 
 @each_layout
-@pytest.mark.parametrize(
-    "name",
-    ["adamw", "muon", *(thorough(n) for n in WIDER_TOO)],
-)
+@pytest.mark.parametrize("name", ["adamw", "muon", *(thorough(n) for n in WIDER_TOO)])
 def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name, scanned):
     optim = OptimConfig(name=name, weight_decay=0.0, **(CONSTANT if "free" in name else RATES))
     plain, wide = moves(optim), moves(optim, scanned, width_ratio=4.0)

@@ -224,12 +224,10 @@ def formula(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [thorough(n) if n == "muon without nesterov" else n for n in OPTIMIZERS],
+    "name", [thorough(n) if n == "muon without nesterov" else n for n in OPTIMIZERS]
 )
 @pytest.mark.parametrize(
-    ("dtype", "scanned"),
-    [("float64", False), *(thorough(d, True) for d in DTYPES)],
+    ("dtype", "scanned"), [("float64", False), *(thorough(d, True) for d in DTYPES)]
 )
 def test_ten_steps_equal_the_papers_formula(name, dtype, scanned):
     with jax.enable_x64(dtype == "float64"):

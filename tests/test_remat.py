@@ -15,12 +15,7 @@ from gpt2.utils.remat import KEPT, compiler_options
 from tests.helpers import thorough
 
 SMALL = GPTConfig(
-    vocab_size=300,
-    context_length=16,
-    num_layers=2,
-    num_heads=2,
-    embed_dim=32,
-    attention="blocked",
+    vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32, attention="blocked"
 )
 ATTENTION = {"attn/c_attn": 3, "attn/core": 2, "attn/c_proj": 1}  # and how many arrays of a layer
 MLP = {"mlp/c_fc": 1}

@@ -24,12 +24,7 @@ WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError
 
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
 each_model = pytest.mark.parametrize(
-    ("size", "scanned"),
-    [
-        ("gpt2-124m", True),
-        ("gpt2-124m", False),
-        thorough("gpt2-1558m", True),
-    ],
+    ("size", "scanned"), [("gpt2-124m", True), ("gpt2-124m", False), thorough("gpt2-1558m", True)]
 )
 
 

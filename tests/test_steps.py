@@ -249,10 +249,7 @@ def size_of_mlp(model):
 
 @pytest.mark.parametrize(
     ("scan_layers", "remat"),
-    [
-        (True, "full"),
-        *(thorough(*each) for each in ((False, "none"), (False, "full"))),
-    ],
+    [(True, "full"), *(thorough(*each) for each in ((False, "none"), (False, "full")))],
 )
 def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, remat):
     config = dataclasses.replace(CONFIG, num_layers=2, scan_layers=scan_layers, remat=remat)
@@ -273,11 +270,7 @@ def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, rem
 
 
 @pytest.mark.parametrize(
-    "parallel",
-    [
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        thorough({"backend": "pmap"}),
-    ],
+    "parallel", [{"data": 2, "fsdp": 2, "tensor": 2}, thorough({"backend": "pmap"})]
 )
 def test_what_modules_add_is_summed_over_devices(parallel):
     batch = make_batch(0)

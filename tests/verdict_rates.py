@@ -70,11 +70,7 @@ def both(means, variances, sizes):
     return dunnett(means, variances, sizes, drop=True) & welch_alone(means, variances, sizes, level)
 
 
-RULES = {
-    "Dunnett alone": dunnett,
-    "Welch alone, Šidák's level": sidak,
-    "both": both,
-}
+RULES = {"Dunnett alone": dunnett, "Welch alone, Šidák's level": sidak, "both": both}
 
 
 def rates(sizes, deviations, shift=0.0, num=NUM_SWEEPS):

@@ -13,14 +13,7 @@ from gpt2.errors import UserError, leave_at_interrupt, tell
 from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.drawing import visualize
-from gpt2.plan.plan import (
-    ATTAINABLE,
-    OutOfMemory,
-    Plan,
-    compile_plan,
-    make_program,
-    usable_memory,
-)
+from gpt2.plan.plan import ATTAINABLE, OutOfMemory, Plan, compile_plan, make_program, usable_memory
 from gpt2.plan.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.flops import model_flops_per_token
