@@ -122,5 +122,11 @@ def wait_for_step(process, workdir, step):
 
 def params_of(workdir, checkpoint="latest"):
     """Returns the parameters of a run by name, as numpy."""
-    leaves = jax.tree_util.tree_leaves_with_path(load_params(workdir, checkpoint)[1])
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return by_name(load_params(workdir, checkpoint)[1])
+
+
+def by_name(tree):
+    """Returns the leaves of a tree as numpy, by names such as `h_0/mlp/c_fc/kernel`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {name(path): np.asarray(leaf) for path, leaf in leaves}

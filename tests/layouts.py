@@ -28,6 +28,7 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout
+from tests.helpers import by_name
 
 MODEL = ModelConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64)
 # Some gradients are zero in theory (a bias on all keys alike changes no attention weight) and noise
@@ -131,9 +132,7 @@ class Setup:
             if save:
                 save(state, step + 1)
         params = jax.device_get(gather_whole(state.eval_params, self.backend.mesh))
-        leaves = jax.tree_util.tree_leaves_with_path(in_layout(params, scanned=False))
-        name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-        return Result(np.array(losses), {name(path): leaf for path, leaf in leaves})
+        return Result(np.array(losses), by_name(in_layout(params, scanned=False)))
 
 
 setup = functools.cache(Setup)

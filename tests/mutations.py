@@ -270,10 +270,6 @@ relu_squared without the square
     gpt2/ops/activation.py: tests/test_switch_values.py -k relu_squared
     - else jnp.square(jnp.maximum(x, 0))
     + else jnp.maximum(x, 0)
-rope turns with another base
-    gpt2/model/gpt.py: tests/test_switch_values.py -k rope
-    - rotation(positions, cfg.rope_size, cfg.rope_base
-    + rotation(positions, cfg.rope_size, 1.5 * cfg.rope_base
 wsd decays over a tenth
     gpt2/config/run.py: tests/test_optim.py -k schedules
     - self.decay_percent or 20

@@ -39,21 +39,10 @@ NUM_NEW = 64
 # 4 and 5 write them, several bases, two epsilons.
 _GPT2 = dict(n_layer=2, n_head=2, n_embd=24, n_positions=80, vocab_size=67)
 _LINEAR = dict(num_hidden_layers=2, max_position_embeddings=96, vocab_size=131)
-LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=80,
-)
-YARN = dict(
-    rope_type="yarn",
-    factor=4.0,
-    original_max_position_embeddings=4096,
-    beta_slow=1.0,
-    beta_fast=32.0,
-    truncate=True,
-)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=80)
+LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096)
+YARN |= dict(beta_slow=1.0, beta_fast=32.0, truncate=True)
 CONFIGS = {
     "tied": dict(n_layer=2, n_head=4, n_embd=32, n_positions=96, vocab_size=131),
     "untied": _GPT2
@@ -159,14 +148,8 @@ def torch_answers(directory: Path, name: str) -> dict:
     ids = torch.tensor(tokens(name))
     output = model(ids, labels=ids)
     output.loss.backward()
-    prompt = ids[:1, :8]
-    generated = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=NUM_NEW,
-        do_sample=False,
-        pad_token_id=0,
-    )
+    prompt, greedy = ids[:1, :8], dict(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+    generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
     return {
         "loss": output.loss.item(),
         "logits": output.logits.detach().numpy(),

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -595,6 +594,13 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     ablate(*options)
     assert {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")} == times
     assert rows_of(root, ["seconds"]) == rows
+    beside = [
+        *options[:-4],
+        "--vary=optim.name=lion",
+        "--seeds=1",
+        f"--workdir={tmp_path / 'beside'}",
+    ]
+    assert f"baseline: 1 run taken from {root}" in ablate(*beside)
     compare = [sys.executable, "-m", "gpt2.compare", root, f"--output={tmp_path / 'c.png'}"]
     drawn = subprocess.run(compare, capture_output=True, text=True, cwd=ROOT)
     assert drawn.returncode == 0, drawn.stderr
@@ -611,48 +617,6 @@ def test_processes_share_the_runs_of_a_sweep(tmp_path):
     assert [row["state"] for row in rows_of(tmp_path)] == ["finished"] * 8
     starts = [path.read_text() for path in tmp_path.rglob("environment.jsonl")]
     assert len(starts) == 8 and all(text.count("\n") == 1 for text in starts)  # none twice
-
-
-# A train.py whose runs begin, and end with their seed as their loss.
-BEGINS = """
-from gpt2.utils import launch
-launch.prepare_process()
-import json, pathlib
-from absl import flags
-from gpt2 import cli
-from gpt2.data import prepare
-from gpt2.training import workdir as folder
-
-def main():
-    config, workdir = cli.parse_config(), pathlib.Path(flags.FLAGS.workdir)
-    folder.begin(workdir, config, prepare(config.data), 0)
-    line = {"step": config.train.num_steps, "eval/loss": config.seed}
-    (workdir / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
-
-cli.run(main, cli.define_run, default_config="quickstart")
-"""
-
-
-@pytest.mark.thorough
-def test_a_baseline_is_trained_once_for_each_code(tmp_path):
-    for name in ("gpt2", "configs"):
-        shutil.copytree(ROOT / name, tmp_path / "code" / name)
-    (tmp_path / "code" / "train.py").write_text(BEGINS)
-
-    def sweep(name, *options, code=0):
-        options = [*TINY, *options, f"--workdir={tmp_path / 'sweeps' / name}"]
-        return ablate(*options, code=code, cwd=tmp_path / "code")
-
-    lion = ("first", "--vary=optim.name=lion")
-    assert "taken" not in sweep(*lion, "--seeds=1")
-    taken = f"baseline: 1 run taken from {tmp_path / 'sweeps' / 'first'}"
-    said = sweep("second", "--vary=optim.name=adam", "--seeds=1")
-    assert taken in said and "optim.name=adam seed 0" in said, said
-    with open(tmp_path / "code" / "gpt2" / "model" / "block.py", "a") as block:
-        block.write("\nCHANGED = True\n")
-    assert "would pool runs of different code" in sweep(*lion, "--seeds=2", code=2)
-    sweep(*lion, "--report")
-    assert "taken" not in sweep("third", "--vary=optim.name=adam", "--seeds=1")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import operator
 import os
 import pickle
 import sys
@@ -78,67 +79,52 @@ def test_a_compiled_peer_computes_what_this_project_computes(tmp_path, monkeypat
     assert list(tmp_path.rglob("*.so"))  # inductor compiled it
 
 
-def plant_epsilon(peers, patch):
-    patch.setattr(peers.nn, "LayerNorm", partial(peers.nn.LayerNorm, eps=1e-6))
+def skip_the_first_layer(forward):
+    calls = itertools.count()
+    return lambda self, x: x + (next(calls) % 2) * (forward(self, x) - x)
 
 
-def plant_gelu(peers, patch):
-    gelu = peers.F.gelu
-    patch.setattr(peers.F, "gelu", lambda x, approximate: gelu(x))  # the exact form
+def in_bfloat16(autocast):
+    half = peers_module().torch.bfloat16
+    return lambda device, *_, **__: autocast(device, half)
 
 
-def plant_precision(peers, patch):
-    cast = peers.torch.autocast
-    half = peers.torch.bfloat16
-    patch.setattr(peers.torch, "autocast", lambda device, *_, **__: cast(device, half))
+def adamw(**changes):
+    """AdamW with other options: `lr`, `betas`, `eps`, or `weight_decay` of its groups."""
 
-
-def plant_missing_layer(peers, patch):
-    forward, calls = peers.Block.forward, itertools.count()
-
-    def skip_the_first(self, x):
-        return x + (next(calls) % 2) * (forward(self, x) - x)
-
-    patch.setattr(peers.Block, "forward", skip_the_first)
-
-
-def plant_no_clipping(peers, patch):
-    patch.setattr(peers, "clip", lambda *_: None)
-
-
-def plant_in_adamw(**changes):
-    """Returns a plant of other options: `lr`, `betas`, `eps`, or `weight_decay` of its groups."""
-
-    def plant(peers, patch):
-        original = peers.torch.optim.AdamW
-
+    def plant(original):
         def altered(groups, lr, betas, eps, fused):
             options = dict(lr=lr, betas=betas, eps=eps) | changes
             decay = {k: options.pop(k) for k in ("weight_decay",) if k in options}
             return original([group | decay for group in groups], **options)
 
-        patch.setattr(peers.torch.optim, "AdamW", altered)
+        return altered
 
-    return plant
+    return "torch.optim.AdamW", plant
+
+
+NO_CLIPPING = ("clip", lambda clip: lambda *_: None)
 
 
 @pytest.mark.parametrize(
-    ("options", "plant", "told"),
-    [
-        ({}, plant_epsilon, "loss differs"),
-        ({}, plant_gelu, "gradient of h_0/"),
-        ({}, plant_precision, "products are in bfloat16, in place of float32"),
-        ({}, plant_no_clipping, "gradient of h_0/"),
-        ({}, plant_in_adamw(eps=1e-5), "weights of h_0/"),
-        ({}, plant_in_adamw(lr=1.01 * 6e-4), "weights of h_0/"),
-        ({}, plant_in_adamw(betas=(0.9, 0.999)), "weights of h_0/"),
-        ({}, plant_in_adamw(weight_decay=0.0), "weights of h_0/attn/c_attn/kernel"),
-        (BFLOAT16, plant_missing_layer, "loss differs"),
-        (BFLOAT16, plant_no_clipping, "gradient of h_0/"),
+    ("options", "fault", "told"),
+    [  # a fault is a name in the module of peers, and what turns its value into another
+        ({}, ("nn.LayerNorm", lambda norm: partial(norm, eps=1e-6)), "loss differs"),
+        ({}, ("F.gelu", lambda gelu: lambda x, approximate: gelu(x)), "gradient of h_0/"),
+        ({}, ("torch.autocast", in_bfloat16), "products are in bfloat16, in place of float32"),
+        ({}, NO_CLIPPING, "gradient of h_0/"),
+        ({}, adamw(eps=1e-5), "weights of h_0/"),
+        ({}, adamw(lr=1.01 * 6e-4), "weights of h_0/"),
+        ({}, adamw(betas=(0.9, 0.999)), "weights of h_0/"),
+        ({}, adamw(weight_decay=0.0), "weights of h_0/attn/c_attn/kernel"),
+        (BFLOAT16, ("Block.forward", skip_the_first_layer), "loss differs"),
+        (BFLOAT16, NO_CLIPPING, "gradient of h_0/"),
     ],
 )
-def test_a_planted_difference_is_named(options, plant, told, monkeypatch):
-    plant(peers_module(), monkeypatch)
+def test_a_planted_difference_is_named(options, fault, told, monkeypatch):
+    (name, plant), peers = fault, peers_module()
+    right = operator.attrgetter(name)(peers)
+    monkeypatch.setattr(f"{peers.__name__}.{name}", plant(right))
     found = difference(our_steps(**options), their_steps(**options))
     assert found and found.startswith(told)
 

@@ -1,7 +1,7 @@
 """Checkpoints: what they give later, that they are whole or not there, and what damage does."""
 
+import contextlib
 import dataclasses
-import re
 import shutil
 import subprocess
 import threading
@@ -27,7 +27,8 @@ from gpt2.training.checkpoint import Checkpointer, load_params
 from gpt2.training.checkpoint_files import find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from tests.helpers import TINY, params_of, run, thorough
+from tests.faults.kinds import mounted
+from tests.helpers import thorough
 from tests.test_workdir import TINY_MODEL, make_config, write_run
 
 # What a run saved, by step: its validation loss there, None where it was not validated.
@@ -286,40 +287,17 @@ def test_damaged_or_foreign_scores_of_an_older_checkpoint_do_not_count(tmp_path,
         assert checkpointer.best() == (4, 6.0)
 
 
-@pytest.mark.thorough
-def test_a_run_continues_from_before_the_damage_to_the_same_weights(tmp_path):
-    options = [*TINY, "--config.train.keep_checkpoints=9", "--config.train.eval_batches=1"]
-    code, _, told = run(tmp_path / "whole", *options)
-    assert code == 0, told
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    flip_a_bit(max((tmp_path / "run/checkpoints/8/rest").rglob("d/*")))
-    cut(max((tmp_path / "run/checkpoints/6/params").rglob("d/*")))
-    code, _, told = run(tmp_path / "run", *options)
-    assert code == 0, told
-    assert re.search(r"/8 is damaged .*\n.*/6 is damaged .* continues from step 4\n", told), told
-    assert {path.name[0] for path in (tmp_path / "run/damaged").iterdir()} == {"6", "8"}
-    wanted = params_of(tmp_path / "whole")
-    for name, value in params_of(tmp_path / "run").items():
-        np.testing.assert_array_equal(value, wanted[name])
-
-
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1200 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=1200k", "tmpfs"]
-    try:
-        mounted = subprocess.run(["mount", *options, disk], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("mounting a small disk takes root")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(mounted(tmp_path / "disk"))
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            pytest.skip("mounting a small disk takes root")
+        yield tmp_path / "disk"
 
 
-def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(tmp_path, small_disk, capsys):
+def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(small_disk, capsys):
     with Checkpointer(small_disk) as checkpointer:
         checkpointer.save(state_at(1), 1)
         checkpointer.wait()

@@ -18,7 +18,7 @@ from gpt2.optim import averaged_params, make_optimizer, make_schedule
 from gpt2.optim.transforms import clip_by_global_norm, global_norm
 from gpt2.utils.platform import tracing
 from gpt2.utils.scan import in_layout
-from tests.helpers import thorough
+from tests.helpers import by_name, thorough
 
 SMALL = GPTConfig(vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
 NUM_STEPS = 10
@@ -69,11 +69,9 @@ def gradients(scanned=False):
     return [in_layout(jax.tree.map(draw, params), scanned=scanned) for _ in range(NUM_STEPS)]
 
 
-def by_name(tree):
+def unrolled(tree):
     """Leaves by name, with layers unrolled, as float64."""
-    leaves = jax.tree_util.tree_leaves_with_path(in_layout(tree, scanned=False))
-    name = partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {name(path): np.float64(leaf) for path, leaf in leaves}
+    return {n: np.float64(leaf) for n, leaf in by_name(in_layout(tree, scanned=False)).items()}
 
 
 def train(optim, scanned=False, **options):
@@ -85,7 +83,7 @@ def train(optim, scanned=False, **options):
     for grads in gradients(scanned):
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    return by_name(params), by_name(averaged_params(state, params))
+    return unrolled(params), unrolled(averaged_params(state, params))
 
 
 def assert_close(actual, expected, tolerance=TOLERANCE):
@@ -169,11 +167,11 @@ def is_decayed(name):
 def by_formula(optim):
     """Returns what `train` should return."""
     direction = partial(DIRECTIONS[optim.name], optim, {})
-    params = by_name(initial_params())
+    params = unrolled(initial_params())
     average, z, weights = dict(params), dict(params), 0.0
     means, tail = {}, int(NUM_STEPS * optim.tail_average)  # in steps
     for step, tree in enumerate(gradients(), 1):
-        grads, rate = by_name(tree), float(make_schedule(optim, NUM_STEPS)(step - 1))
+        grads, rate = unrolled(tree), float(make_schedule(optim, NUM_STEPS)(step - 1))
         norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
         weights += rate**2
         for name, param in params.items():
@@ -240,7 +238,7 @@ def test_clipping_is_that_of_optax(size):
 
 def moves(optim, scanned=False, **options):
     """How far ten steps move each parameter."""
-    start = by_name(initial_params())
+    start = unrolled(initial_params())
     return {n: value - start[n] for n, value in train(optim, scanned, **options)[0].items()}
 
 

@@ -24,7 +24,7 @@ from gpt2.parallel.pjit import PjitBackend
 from gpt2.plan.collectives import collectives
 from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout
-from tests.helpers import thorough
+from tests.helpers import by_name, thorough
 from tests.peer import needs_peers
 
 RULES = rules.Rules.from_config(ParallelConfig())
@@ -39,13 +39,8 @@ TOLERANCE = 1e-5  # of the largest entry
 # In float32 SOAP magnifies rounding: its first basis by the gaps between eigenvalues, and its first
 # direction where an entry is near 0, since Adam takes the sign. float64 shows that this is all.
 
-MUON = dict(
-    momentum=lambda count: MOMENTUM,
-    nesterov=True,
-    method="newton_schulz",
-    neurons=False,
-    beta2=BETA2,
-)
+MUON = dict(momentum=lambda count: MOMENTUM, nesterov=True, beta2=BETA2)
+MUON |= dict(method="newton_schulz", neurons=False)
 OPTIMIZERS = {
     "muon": scale_by_muon(**MUON),
     "muon without nesterov": scale_by_muon(**MUON | dict(nesterov=False)),
@@ -90,11 +85,7 @@ def directions(optimizer, *, dtype="float32", scanned=False):
 
 def named(tree):
     """Returns the leaves of a tree in either layout by name, unrolled, as numpy."""
-    leaves = jax.tree_util.tree_leaves_with_path(in_layout(tree, scanned=False))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in leaves
-    }
+    return by_name(in_layout(tree, scanned=False))
 
 
 def difference(found, wanted):

@@ -5,7 +5,6 @@ import statistics
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import TINY, finish, metrics_of, start
 from jax.profiler import ProfileData
 
 from gpt2.errors import UserError
@@ -14,6 +13,7 @@ from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SYNC, break_down
 from gpt2.profile.profiler import Profiler
 from gpt2.profile.program import ProgramText, part_of
 from gpt2.profile.trace import Ran, Span, Trace, read_trace
+from tests.helpers import TINY, metrics_of, run
 
 pytestmark = pytest.mark.usefixtures("compiles_fully")
 
@@ -61,12 +61,14 @@ def test_operations_are_known_by_part_kind_line_and_loop():
 
 
 def test_collectives_and_loops_of_one_kernel_are_kinds():
-    sends = (
-        "HloModule jit_step\n\nENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8] parameter(0)\n"
-    )
-    sends += "  %s = f32[8] all-gather-start(%x)\n  %a = f32[8] all-reduce(%x)\n"
-    small = '  %call = f32[8] call(%x), to_apply=%f, attributes={xla_cpu_small_call="true"}\n}\n'
-    program = ProgramText(sends + small)
+    program = ProgramText("""HloModule jit_step
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %s = f32[8] all-gather-start(%x)
+  %a = f32[8] all-reduce(%x)
+  %call = f32[8] call(%x), to_apply=%f, attributes={xla_cpu_small_call="true"}
+}
+""")
     kinds = [program.find(name).kind for name in ("s", "a", "call")]
     assert kinds == ["collective", "collective", "loop"] and not program.is_container("call")
     found = break_down(trace_of(ran("call", 0.0, 2.0)), program)
@@ -214,20 +216,14 @@ def test_the_page_names_a_planted_fault_and_what_it_costs(tmp_path, fault, named
     # Other work may hold the host up for 10 ms before it waits for a step, which must last longer.
     # A slow loader hides behind the step.
     width, length = (256, 128) if fault == "sync" else (128, 64)
-    options = [
-        *TINY,
-        "--config.model.num_layers=2",
-        f"--config.model.embed_dim={width}",
-        f"--config.model.context_length={length}",
-        "--config.train.num_steps=100",
-        "--config.train.eval_every=100",
-        "--config.train.checkpoint_every=100",
-        "--config.logging.profile_start=74",
-        "--config.logging.profile_steps=5",
-    ]
+    options = f"""
+        --config.model.num_layers=2 --config.model.embed_dim={width}
+        --config.model.context_length={length} --config.train.num_steps=100
+        --config.train.eval_every=100 --config.train.checkpoint_every=100
+        --config.logging.profile_start=74 --config.logging.profile_steps=5"""
     workdir = tmp_path / "run"
-    process = start(workdir, *options, fault, script="tests/planted.py")
-    code, _, errors = finish(process, timeout=240)
+    command = (*TINY, *options.split(), fault)
+    code, _, errors = run(workdir, *command, script="tests/planted.py", imports=True)
     assert code == 0, errors
     text = (workdir / "profile" / "profile.md").read_text()
     assert text.splitlines()[2].startswith(f"**{named}: ")

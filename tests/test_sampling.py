@@ -150,16 +150,18 @@ def test_truncated_sampling_draws_all_that_is_allowed_and_nothing_else(sampling,
     assert set(draw(sampling, np.log([0.5, 0.3, 0.15, 0.05])).tolist()) == allowed
 
 
+def with_head(head):
+    """A model whose logits are those of ones everywhere: its last norm has scale 0 and bias 1."""
+    cfg = dataclasses.replace(CFG, tie_embeddings=False)
+    ln_f = {"scale": jnp.zeros(32), "bias": jnp.ones(32)}
+    return cfg, make_params(cfg) | {"ln_f": ln_f, "lm_head": {"embedding": head}}
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 100.0])
 def test_tokens_that_the_tokenizer_lacks_are_never_drawn(temperature):
     """The model likes its last ten tokens best: left alone it draws them, limited it does not."""
-    cfg = dataclasses.replace(CFG, tie_embeddings=False)
-    params = make_params(cfg)
-    # Zero scale leaves the bias as the hidden state everywhere, so that logits are known.
-    ln_f = jax.tree.map(jnp.zeros_like, params["ln_f"]) | {"bias": jnp.ones(32)}
-    head = jnp.zeros((61, 32)).at[51:].set(20.0)
-    params = params | {"ln_f": ln_f, "lm_head": {"embedding": head}}
+    cfg, params = with_head(jnp.zeros((61, 32)).at[51:].set(20.0))
     kwargs = dict(max_new_tokens=60, sampling=Sampling(temperature=temperature))
     free = set(itertools.chain(*generate(params, cfg, [[1]] * 16, **kwargs)))
     assert free & set(range(51, 61))
@@ -169,10 +171,7 @@ def test_tokens_that_the_tokenizer_lacks_are_never_drawn(temperature):
 
 def test_no_padding_of_the_vocabulary_is_ever_a_logit():
     """In a tensor layout the head is padded with zeros, which beat logits that are negative."""
-    cfg = dataclasses.replace(CFG, tie_embeddings=False)
-    params = make_params(cfg)
-    ln_f = jax.tree.map(jnp.zeros_like, params["ln_f"]) | {"bias": jnp.ones(32)}
-    params = params | {"ln_f": ln_f, "lm_head": {"embedding": -jnp.ones((61, 32))}}
+    cfg, params = with_head(-jnp.ones((61, 32)))
     parallel = ParallelConfig(data=4, tensor=2)
     mesh = make_mesh(parallel)
     with jax.set_mesh(mesh), spread_over(mesh, Rules.from_config(parallel)):

@@ -8,6 +8,7 @@ import pytest
 
 from gpt2.telemetry.writers import NUM_BUCKETS
 from gpt2.training.statistics import count_values
+from tests.helpers import by_name
 from tests.test_guard import ROWS, T, make_program
 
 BATCH = {
@@ -24,15 +25,13 @@ def watch(layout):
 
 @pytest.mark.thorough
 def test_statistics_are_those_of_the_step_itself():
-    program = make_program()
+    program, found = make_program(), watch("one device")
     state, batch = program.init_state(), program.backend.put_batch(BATCH)
-    found = jax.device_get(program.compile_watch(state, batch)(1, state, batch))
     before = jax.device_get(state.params)  # the step takes the state's memory
     after, metrics = program.compile_train(state, batch)(state, batch)
     changes = jax.tree.map(lambda new, old: np.asarray(new) - old, after.params, before)
     for kind, tree in (("param", before), ("update", changes)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            name = "/".join(entry.key for entry in path)
+        for name, leaf in by_name(tree).items():
             norm = np.sqrt(np.square(leaf.astype(np.float64)).sum())
             np.testing.assert_allclose(found["norms"][f"{kind}_norm/{name}"], norm, rtol=1e-4)
     norms = [norm for name, norm in found["norms"].items() if name.startswith("grad_norm/")]

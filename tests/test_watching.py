@@ -50,16 +50,11 @@ def overflow(program, params=None):
 
 TrainLoader.batch, Program.init_state = plant, overflow
 """
-OPTIONS = [
-    *TINY,
-    "--config.data.corpus=synthetic",
-    "--config.model.tie_embeddings=False",
-    "--config.train.accumulate_steps=2",
-    "--config.train.eval_batches=1",
-    "--config.train.eval_every=0",
-    "--config.train.checkpoint_every=3",
-    "--config.logging.tensorboard=False",
-]
+OPTIONS = """
+    --config.data.corpus=synthetic --config.model.tie_embeddings=False
+    --config.train.accumulate_steps=2 --config.train.eval_batches=1 --config.train.eval_every=0
+    --config.train.checkpoint_every=3 --config.logging.tensorboard=False"""
+OPTIONS = [*TINY, *OPTIONS.split()]
 
 
 def script(directory):
@@ -169,24 +164,19 @@ def watched_wait(tree):
 
 program.compile_once, jax.block_until_ready = watch, watched_wait
 """
-WATCHING = [
-    "--config.train.skip_bad_steps=2",
-    "--config.train.skip_outliers=6.0",
-    "--config.logging.watch_every=3",
-]
+WATCHED = """
+    --config.data.corpus=synthetic --config.train.eval_every=0
+    --config.train.eval_batches=8 --config.train.checkpoint_every=0
+"""  # more batches would be waited for, at the end
+GUARDED = """
+    --config.train.skip_bad_steps=2 --config.train.skip_outliers=6.0 --config.logging.watch_every=3
+"""
 
 
-@pytest.mark.parametrize("more", [[], thorough(WATCHING)])
+@pytest.mark.parametrize("more", ["", thorough(GUARDED)])
 def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_path, more):
     (tmp_path / "watched.py").write_text(train_with(WATCHED_RUN))
-    options = [
-        *TINY,
-        "--config.data.corpus=synthetic",
-        "--config.train.eval_every=0",
-        "--config.train.eval_batches=8",  # more would be waited for, at the end
-        "--config.train.checkpoint_every=0",
-        *more,
-    ]
+    options = [*TINY, *WATCHED.split(), *more.split()]
     code, stdout, stderr = run(tmp_path / "run", *options, script=tmp_path / "watched.py")
     assert code == 0, stderr
     seen = re.findall(r"^WATCHED (.*)$", stdout, re.MULTILINE)
