@@ -153,17 +153,10 @@ def stream(
 
 def write_samples(path: Path, params: Any, cfg: GPTConfig, tokenizer: Tokenizer, seed: int) -> None:
     """Writes three texts of up to 256 tokens, from no prompt, into a file."""
-    first = 0 if tokenizer.eot is None else tokenizer.eot
-    texts = generate(
-        params,
-        cfg,
-        [[first]] * 3,
-        max_new_tokens=min(256, cfg.context_length - 1),
-        sampling=Sampling(temperature=0.8, top_k=50),
-        seed=seed,
-        eot=tokenizer.eot,
-        vocab_size=tokenizer.vocab_size,
-    )
+    first, length = tokenizer.eot or 0, min(256, cfg.context_length - 1)
+    how: Any = dict(max_new_tokens=length, sampling=Sampling(temperature=0.8, top_k=50), seed=seed)
+    how |= dict(eot=tokenizer.eot, vocab_size=tokenizer.vocab_size)
+    texts = generate(params, cfg, [[first]] * 3, **how)
     rule = "\n" + "-" * 80 + "\n"
     write_text(path, rule.join(map(tokenizer.decode, texts)) + "\n")
 
@@ -173,38 +166,28 @@ def _prefill(params, tokens, lengths, key, end, cache_length, cfg, sampling, voc
     """Reads the prompts [B, T] and draws the first token of each."""
     B = tokens.shape[0]
     empty = KVCache.create(cfg, B, cache_length)
-    logits, cache = _extend(params, cfg, tokens, lengths, empty)
+    read: Any = GPT(cfg).apply({"params": params}, tokens, lengths, empty, method=GPT.extend)
+    logits, cache = read
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
-    state = _State(
-        step=jnp.int32(0),
-        tokens=jnp.full((B, cache_length), end, jnp.int32),
-        ended=jnp.zeros(B, bool),
-        keys=keys,
-        cache=cache,
-    )
+    drawn = jnp.full((B, cache_length), end, jnp.int32)
+    state = _State(jnp.int32(0), drawn, jnp.zeros(B, bool), keys, cache)
     return _append(state, logits[:, :vocab_size], end, sampling)
 
 
 @partial(jax.jit, static_argnames=("cfg", "sampling", "vocab_size"), donate_argnames="state")
 def _decode(params, state, limit, end, cfg, sampling, vocab_size) -> _State:
     """Draws until every sequence has `limit` tokens or has ended."""
-    B = state.ended.shape[0]
+    one, extend = jnp.ones(len(state.ended), jnp.int32), partial(GPT(cfg).apply, method=GPT.extend)
 
     def body(state: _State) -> _State:
         last = jax.lax.dynamic_slice_in_dim(state.tokens, state.step - 1, 1, axis=1)
-        logits, cache = _extend(params, cfg, last, jnp.ones(B, jnp.int32), state.cache)
+        logits, cache = extend({"params": params}, last, one, state.cache)
         return _append(state.replace(cache=cache), logits[:, :vocab_size], end, sampling)
 
     def unfinished(state: _State) -> jax.Array:
         return (state.step < limit) & ~state.ended.all()
 
     return jax.lax.while_loop(unfinished, body, state)
-
-
-def _extend(params, cfg, tokens, num_new, cache: KVCache) -> tuple[jax.Array, KVCache]:
-    """`GPT.extend` as a function of parameters."""
-    extended: Any = GPT(cfg).apply({"params": params}, tokens, num_new, cache, method=GPT.extend)
-    return extended
 
 
 def _append(state: _State, logits: jax.Array, end: jax.Array, sampling: Sampling) -> _State:
@@ -240,17 +223,11 @@ def main() -> None:
     prompt = tokenizer.encode(args.prompt).tolist()
     if not prompt and tokenizer.eot is not None:
         prompt = [tokenizer.eot]
-    chunks = stream(
-        params,
-        cfg,
-        [prompt] * args.num_samples,
-        max_new_tokens=args.max_new_tokens or min(200, max(1, cfg.context_length - len(prompt))),
-        sampling=sampling,
-        seed=args.seed,
-        eot=tokenizer.eot,
-        vocab_size=tokenizer.vocab_size,
-        chunk=8 if args.num_samples == 1 else 0,
-    )
+    length = args.max_new_tokens or min(200, max(1, cfg.context_length - len(prompt)))
+    how: Any = dict(max_new_tokens=length, sampling=sampling, seed=args.seed)
+    how |= dict(eot=tokenizer.eot, vocab_size=tokenizer.vocab_size)
+    chunk = 8 if args.num_samples == 1 else 0
+    chunks = stream(params, cfg, [prompt] * args.num_samples, chunk=chunk, **how)
     if args.num_samples > 1:
         for index, tokens in enumerate(next(chunks)):
             print(f"--- sample {index + 1}\n{args.prompt}{tokenizer.decode(tokens)}")

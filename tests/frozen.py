@@ -19,14 +19,10 @@ import time
 from pathlib import Path
 
 STEPS = 40
-RUN = [
-    f"--config.train.num_steps={STEPS}",
-    "--config.train.log_every=1",
-    "--config.train.eval_every=0",
-    "--config.train.checkpoint_every=0",
-    "--config.optim.warmup_steps=10",
-    "--config.logging.tensorboard=False",
-]
+RUN = f"""
+    --config.train.num_steps={STEPS} --config.train.log_every=1 --config.train.eval_every=0
+    --config.train.checkpoint_every=0 --config.optim.warmup_steps=10
+    --config.logging.tensorboard=False"""
 DEVICES = "--xla_force_host_platform_device_count"
 CASES = {  # name: (devices, options)
     "quickstart": (1, []),
@@ -50,7 +46,7 @@ def train(workdir: Path, devices: int, options: list[str]) -> subprocess.Popen:
     xla_flags = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}={devices}".strip()
     env = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=xla_flags)
     log = open(workdir.with_suffix(".log"), "ab")  # noqa: SIM115
-    command = [sys.executable, "train.py", f"--workdir={workdir}", *RUN, *flags]
+    command = [sys.executable, "train.py", f"--workdir={workdir}", *RUN.split(), *flags]
     return subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
 
@@ -115,7 +111,7 @@ def main(command: str, place: str, *names: str) -> None:
         half = ["train.checkpoint_every=20", "train.keep_every=20"]
         finish(root / "half", 1, half)
         for path in (root / "half" / "checkpoints").iterdir():
-            if path.name not in ("20",):
+            if path.name != "20":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         (root / "half" / "samples.txt").unlink()
     found: dict = {}

@@ -584,8 +584,9 @@ def rows_of(root, without=()):
 @pytest.mark.thorough
 def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     root = tmp_path / "sweep"
-    options = [*TINY, "--config.train.eval_batches=2", "--vary=optim.learning_rate=4e-3,1e30"]
-    options += ["--seeds=1", "--jobs=2", f"--workdir={root}"]
+    shared = [*TINY, "--config.train.eval_batches=2", "--config.parallel.cpu_devices=1"]
+    shared += ["--seeds=1", "--jobs=2"]
+    options = [*shared, "--vary=optim.learning_rate=4e-3,1e30", f"--workdir={root}"]
     said = ablate(*options)
     assert "2/2" in said and "diverged in 1 of 1 runs" in said
     rows = rows_of(root, ["seconds"])
@@ -594,13 +595,8 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     ablate(*options)
     assert {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")} == times
     assert rows_of(root, ["seconds"]) == rows
-    beside = [
-        *options[:-4],
-        "--vary=optim.name=lion",
-        "--seeds=1",
-        f"--workdir={tmp_path / 'beside'}",
-    ]
-    assert f"baseline: 1 run taken from {root}" in ablate(*beside)
+    said = ablate(*shared, "--vary=optim.name=lion", f"--workdir={tmp_path / 'beside'}")
+    assert f"baseline: 1 run taken from {root}" in said
     compare = [sys.executable, "-m", "gpt2.compare", root, f"--output={tmp_path / 'c.png'}"]
     drawn = subprocess.run(compare, capture_output=True, text=True, cwd=ROOT)
     assert drawn.returncode == 0, drawn.stderr

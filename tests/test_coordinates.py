@@ -35,18 +35,11 @@ def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Ar
 
 def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
     """Returns the mean absolute change of every activation after `STEPS` steps."""
-    config = config_of(
-        "default",
-        model__context_length=LENGTH,
-        model__num_heads=width // HEAD_SIZE,
-        model__embed_dim=width,
-        model__mup_base_width=BASE if is_mup else 0,
-        data__batch_size=ROWS,
-        optim__name=optimizer,
-        optim__weight_decay=0.0,
-        optim__eps=1e-8,
-        train__num_steps=STEPS,
-    )
+    size = dict(model__embed_dim=width, model__num_heads=width // HEAD_SIZE)
+    size |= dict(model__context_length=LENGTH, data__batch_size=ROWS, train__num_steps=STEPS)
+    optim = dict(optim__name=optimizer, optim__weight_decay=0.0, optim__eps=1e-8)
+    mup = dict(model__mup_base_width=BASE if is_mup else 0)
+    config = config_of("default", **size, **optim, **mup)
     program = Program.from_config(config, jax.devices()[:1])
     state = program.init_state()
     tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)

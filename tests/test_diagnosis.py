@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
     batches = StubBatches(program, poison)
     step = compiled(program)
     first_state = lambda: planted(program.init_state())  # noqa: E731
-    diagnosis = Diagnosis(program, batches, tmp_path, StubCheckpointer(), step, first_state)
+    diagnosis = Diagnosis(program, batches, tmp_path, stub_checkpointer(), step, first_state)
     state = first_state()
     with pytest.raises(DivergedError) as told:
         for number in itertools.count(1):
@@ -87,15 +88,8 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
     return str(ended)
 
 
-class StubCheckpointer:
-    def __init__(self, best=None):
-        self._best = best
-
-    def wait(self):
-        pass
-
-    def best(self):
-        return self._best
+def stub_checkpointer(best=None):
+    return SimpleNamespace(wait=lambda: None, best=lambda: best)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +150,7 @@ def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
 def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
     program = make_program()
     diagnosis = Diagnosis(
-        program, StubBatches(program, (1, 0)), tmp_path, StubCheckpointer((20, 3.5)), None, None
+        program, StubBatches(program, (1, 0)), tmp_path, stub_checkpointer((20, 3.5)), None, None
     )
     error = DivergedError(3, "the validation loss is", before=False)
     state = program.init_state()
@@ -166,5 +160,5 @@ def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
     told = str(diagnosis.explain(error, huge))
     assert re.search("the output of h_0/ln_1 was the first, in batch of .* 2", told)
     assert "hardware" in str(diagnosis.explain(error, state))
-    lost = Diagnosis(None, None, tmp_path, StubCheckpointer(), None, None)
+    lost = Diagnosis(None, None, tmp_path, stub_checkpointer(), None, None)
     assert "where it began is not known" in str(lost.explain(error, None))

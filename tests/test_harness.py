@@ -38,38 +38,22 @@ def write_tasks(directory):
     def words(low, high):
         return " ".join(rng.choices(WORDS, k=rng.randint(low, high)))
 
-    write_task(
-        directory,
-        "choices",
-        [
-            dict(q=words(1, 80), choices=[words(1, 5) for _ in range(3)], label=i % 3)
-            for i in range(24)
-        ],
-        output_type="multiple_choice",
-        doc_to_text="{{q}}",
-        doc_to_target="label",
-        doc_to_choice="choices",
-        metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)],
-    )
-    write_task(
-        directory,
-        "perplexity",
-        [dict(text=words(1, 150)) for _ in range(8)],
-        output_type="loglikelihood_rolling",
-        doc_to_text="",
-        doc_to_target="text",
-        metric_list=[dict(metric="word_perplexity"), dict(metric="byte_perplexity")],
-    )
-    write_task(
-        directory,
-        "generation",
-        [dict(q=words(1, 40), a=words(1, 2)) for _ in range(12)],
-        output_type="generate_until",
-        doc_to_text="{{q}}",
-        doc_to_target="a",
-        generation_kwargs=dict(until=["lo", "\n"], max_gen_toks=20, do_sample=False),
-        metric_list=[dict(metric="exact_match", aggregation="mean", higher_is_better=True)],
-    )
+    def mean_of(metric):
+        return dict(metric=metric, aggregation="mean", higher_is_better=True)
+
+    choices = [[words(1, 80), [words(1, 5) for _ in range(3)]] for _ in range(24)]
+    choices = [dict(q=q, choices=few, label=i % 3) for i, (q, few) in enumerate(choices)]
+    how = dict(output_type="multiple_choice", doc_to_text="{{q}}", doc_to_target="label")
+    how |= dict(doc_to_choice="choices", metric_list=[mean_of("acc")])
+    write_task(directory, "choices", choices, **how)
+    texts = [dict(text=words(1, 150)) for _ in range(8)]
+    how = dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text")
+    how |= dict(metric_list=[dict(metric="word_perplexity"), dict(metric="byte_perplexity")])
+    write_task(directory, "perplexity", texts, **how)
+    questions = [dict(q=words(1, 40), a=words(1, 2)) for _ in range(12)]
+    how = dict(output_type="generate_until", doc_to_text="{{q}}", doc_to_target="a")
+    how |= dict(generation_kwargs=dict(until=["lo", "\n"], max_gen_toks=20, do_sample=False))
+    write_task(directory, "generation", questions, **how, metric_list=[mean_of("exact_match")])
 
 
 def test_harness_gives_the_same_through_both_models(tmp_path, monkeypatch):

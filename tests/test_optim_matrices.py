@@ -256,14 +256,8 @@ def test_ten_steps_equal_pytorch(name, monkeypatch):
     summed, wanted = {}, {}
     for kernel, first in grads[0].items():
         matrices = [torch.nn.Parameter(torch.zeros(*x.shape)) for x in split(kernel, first)]
-        optimizer = torch.optim.Muon(
-            matrices,
-            lr=1.0,
-            weight_decay=0.0,
-            momentum=MOMENTUM,
-            nesterov=name == "muon",
-            adjust_lr_fn="match_rms_adamw",
-        )
+        how = dict(lr=1.0, weight_decay=0.0, momentum=MOMENTUM, nesterov=name == "muon")
+        optimizer = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **how)
         for step in range(NUM_STEPS):
             for x, grad in zip(matrices, split(kernel, grads[step][kernel]), strict=True):
                 x.grad = torch.tensor(grad, dtype=torch.float32)

@@ -16,7 +16,6 @@ from gpt2.model import GPT, GPTConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules, spread_over
 from gpt2.utils.prng import sample_key
-from gpt2.utils.scan import in_layout
 from tests.helpers import thorough
 
 CFG = GPTConfig(vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32)
@@ -44,7 +43,7 @@ def likeliest_without_cache(params, cfg, prompt, num_new):
     "options",
     [
         thorough({}),
-        {"position": "rope", "qk_norm": True},
+        {"position": "rope", "qk_norm": True, "scan_layers": True},
         thorough({"position": "none", "tie_embeddings": False}),
     ],
     ids=str,
@@ -55,14 +54,6 @@ def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
     generated = generate(params, cfg, PROMPTS, max_new_tokens=24, sampling=GREEDY)
     for prompt, tokens in zip(PROMPTS, generated, strict=True):
         assert tokens == likeliest_without_cache(params, cfg, prompt, 24)
-
-
-def test_scanned_layers_generate_the_same():
-    params, scanned = make_params(), dataclasses.replace(CFG, scan_layers=True)
-    kwargs = dict(max_new_tokens=10, sampling=GREEDY)
-    assert generate(in_layout(params, scanned=True), scanned, PROMPTS, **kwargs) == (
-        generate(params, CFG, PROMPTS, **kwargs)
-    )
 
 
 @pytest.mark.parametrize("seed", [3, 2**31, 2**32 - 1])

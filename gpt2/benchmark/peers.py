@@ -81,14 +81,9 @@ class Training:
         self._model = GPT(config.model).to(device).train()
         self._weights = list(self._model.parameters())
         optim = config.optim
-        decays = {True: optim.weight_decay, False: 0.0}  # of matrices, and of others
-        groups = [
-            {
-                "params": [w for w in self._weights if (w.ndim > 1) == is_matrix],
-                "weight_decay": rate,
-            }
-            for is_matrix, rate in decays.items()
-        ]
+        matrices = {"params": [w for w in self._weights if w.ndim > 1]}
+        others = {"params": [w for w in self._weights if w.ndim < 2], "weight_decay": 0.0}
+        groups: Any = [matrices | {"weight_decay": optim.weight_decay}, others]
         rate, betas = optim.learning_rate, (optim.beta1, optim.beta2)
         self._optimizer = torch.optim.AdamW(groups, rate, betas, optim.eps, fused=True)
         self._dtype = torch.float32  # of logits

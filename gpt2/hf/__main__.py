@@ -14,7 +14,6 @@ from pathlib import Path
 from absl import flags
 
 from gpt2 import cli
-from gpt2.config import load_config
 from gpt2.errors import refuse
 from gpt2.hf.weights import export_run, import_run
 
@@ -31,25 +30,16 @@ def define_flags() -> None:
 
 
 def main(command: str) -> None:
-    """Runs `import` or `export`, and says what takes what it wrote."""
+    """Runs `import` or `export`, and says what it wrote."""
     for name in _DIRECTORIES[command]:
         refuse(not flags.FLAGS[name].value, f"--{name} is missing", f"Give --{name}=DIR")
     source, target = (Path(str(flags.FLAGS[name].value)) for name in _DIRECTORIES[command])
     if command == "import":
         cfg = import_run(source, target)
-        print(f"""{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide
-score it:
-    python eval.py --workdir={target} --corpus=text:FILE
-train on:
-    python train.py --config={target}/config.json --workdir=DIR \\
-        --config.train.init_from=run:{target} --config.data.corpus=text:FILE""")
+        print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")
     else:
         export_run(source, target, flags.FLAGS.checkpoint)
-        data = load_config(source).data
-        print(f"""{target}: ready for transformers' from_pretrained
-score it:
-    python eval.py --hf={target} \\
-        --corpus='{data.corpus}' --val_fraction={data.val_fraction}""")
+        print(f"{target}: ready for transformers' from_pretrained")
 
 
 if __name__ == "__main__":

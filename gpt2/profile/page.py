@@ -89,54 +89,44 @@ def render(found: Breakdown, program: ProgramText) -> str:
     parts = sorted(cells, key=lambda part: -sum(cells[part].values()))
     columns = sorted(kinds, key=lambda kind: -kinds[kind])
     causes = find_causes(found, program)
+    step = f"of each step's {_ms(found.seconds)}"
     if causes:
-        cause = causes[0]
-        what = f"{cause.name[0].upper()}{cause.name[1:]}: {_ms(cause.seconds)}"
-        where = f" ({cause.where})" if cause.where else ""
-        percent = f"{cause.seconds / found.seconds:.0%}"
-        headline = f"**{what} of each step's {_ms(found.seconds)}, {percent}**{where}. {cause.help}"
+        name, seconds, where, help = causes[0]
+        where = f" ({where})" if where else ""
+        what = f"{name[0].upper()}{name[1:]}: {_ms(seconds)} {step}, {seconds / found.seconds:.0%}"
+        headline = f"**{what}**{where}. {help}"
     else:
-        headline = (
-            f"**The devices compute {sum(kinds.values()) / found.seconds:.0%} of each step's "
-            f"{_ms(found.seconds)}.** The largest part is {parts[0]}."
-        )
+        percent = f"{sum(kinds.values()) / found.seconds:.0%}"
+        headline = f"**The devices compute {percent} {step}.** The largest part is {parts[0]}."
     numbers = f", {found.numbers[0]} to {found.numbers[-1]} counted from 0" if found.numbers else ""
-    tables: list[Any] = [
-        (
-            "Causes",
-            ("cause", "per step", "share", "where", "what helps"),
-            [(c.name, *share(c.seconds), c.where, c.help) for c in causes],
-        ),
-        (
-            "By part and kind",
-            ("part", "per step", "share", *columns),
-            [
-                (part, *share(sum(cells[part].values())), *(_ms(cells[part][k]) for k in columns))
-                for part in parts
-            ]
-            + [("idle inside of a step", *share(found.idle), *("" for _ in columns))],
-        ),
-        (
-            "Between steps",
-            ("the devices wait for", "per step", "share", "the host at", "source"),
-            [(kind, *share(gap), *at) for (kind, *at), gap in found.gaps.items()]
-            + [(f"program {name}", *share(s), "", "") for name, s in found.others.items()],
-        ),
-        (
-            "The longest operations",
-            ("operation", "kind", "part", "source", "runs", "per step", "share"),
-            [
-                (f"`{name}`", kind, part, source, f"{cost.count:,.0f}", *share(cost.seconds))
-                for name, cost in sorted(found.operations.items(), key=lambda x: -x[1].seconds)
-                for kind, part, source, _ in [program.find(name)]
-            ][:_TOP],
-        ),
+    page = f"# Where the time of a step goes\n\n{headline}\n\nMean of {found.steps} steps{numbers}."
+    page += " Operations that run at once share their time.\n"
+
+    def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+        lines = [head, ["---"] * len(head), *rows]
+        text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return f"\n## {title}\n\n{text}\n" if rows else ""
+
+    rows: list[Any] = [(c.name, *share(c.seconds), c.where, c.help) for c in causes]
+    page += table("Causes", ("cause", "per step", "share", "where", "what helps"), rows)
+    rows = [
+        (part, *share(sum(cells[part].values())), *(_ms(cells[part][kind]) for kind in columns))
+        for part in parts
     ]
-    return (
-        f"# Where the time of a step goes\n\n{headline}\n\nMean of {found.steps} steps{numbers}. "
-        "Operations that run at once share their time.\n"
-        + "".join(f"\n## {title}\n\n{_table(head, rows)}\n" for title, head, rows in tables if rows)
-    )
+    rows.append(("idle inside of a step", *share(found.idle), *("" for _ in columns)))
+    page += table("By part and kind", ("part", "per step", "share", *columns), rows)
+    rows = [(kind, *share(gap), *at) for (kind, *at), gap in found.gaps.items()]
+    rows += [(f"program {name}", *share(s), "", "") for name, s in found.others.items()]
+    waits = ("the devices wait for", "per step", "share", "the host at", "source")
+    page += table("Between steps", waits, rows)
+    longest = sorted(found.operations.items(), key=lambda x: -x[1].seconds)[:_TOP]
+    rows = [
+        (f"`{name}`", kind, part, source, f"{cost.count:,.0f}", *share(cost.seconds))
+        for name, cost in longest
+        for kind, part, source, _ in [program.find(name)]
+    ]
+    head = ("operation", "kind", "part", "source", "runs", "per step", "share")
+    return page + table("The longest operations", head, rows)
 
 
 def _seconds(found: Breakdown, names: Iterable[str]) -> float:
@@ -146,8 +136,3 @@ def _seconds(found: Breakdown, names: Iterable[str]) -> float:
 def _ms(seconds: float) -> str:
     digits = 0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2 if seconds >= 1e-4 else 3
     return f"{1e3 * seconds:,.{digits}f} ms" if seconds else ""
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -17,13 +17,9 @@ PHASES = ("start", "preparation", "compile", "step", "save", "report")
 SHORT = 40  # steps of a run
 LIMIT = 60.0  # seconds in which a run must show something or end
 _PAUSE = 0.003  # seconds from one look to the next
-_OPTIONS = [
-    *TINY,
-    "--config.train.checkpoint_every=10",
-    "--config.train.eval_every=20",
-    "--config.train.eval_batches=400",  # a third of a second
-    "--config.train.keep_checkpoints=3",
-]
+_OPTIONS = """
+    --config.train.checkpoint_every=10 --config.train.keep_checkpoints=3
+    --config.train.eval_every=20 --config.train.eval_batches=400"""  # of a third of a second
 
 
 class Broken(Exception):
@@ -136,7 +132,13 @@ class Laboratory:
 
     def run(self, workdir: Path, steps: int, *options: str, **where) -> Watched:
         """Starts a run; `where`: `data_dir`, `process` and environment variables."""
-        options = (*_OPTIONS, self._corpus, f"--config.train.num_steps={steps}", *options)
+        options = (
+            *TINY,
+            *_OPTIONS.split(),
+            self._corpus,
+            f"--config.train.num_steps={steps}",
+            *options,
+        )
         screen = self._screens / f"{workdir.name}-{where.pop('process', 0)}"
         data_dir = where.pop("data_dir", self.data_dir)
         return Watched(workdir, data_dir, *options, screen=screen, **where)
