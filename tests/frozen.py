@@ -126,13 +126,6 @@ def main(command: str, place: str, *names: str) -> None:
             if not same:
                 wrong.append(name)
                 (own / f"{name}.json").write_text(json.dumps([before[name], value]))
-                if isinstance(value, list):
-                    pairs = [
-                        abs(a["train/loss"] - b["train/loss"])
-                        for a, b in zip(before[name], value, strict=False)
-                        if "train/loss" in a and "train/loss" in b
-                    ]
-                    print(f"{'':10} largest difference of a loss: {max(pairs)}")
 
     def wanted(name: str) -> bool:
         return not names or name in names

@@ -9,12 +9,8 @@ import pytest
 from tests.helpers import TINY, metrics_of
 
 CORPUS = "--config.data.corpus="
-SHORT = [
-    *TINY,
-    "--config.train.num_steps=2",
-    "--config.train.eval_batches=1",
-    f"{CORPUS}text:in.txt",
-]
+SHORT = [*TINY, "--config.train.num_steps=2", "--config.train.eval_batches=1"]
+SHORT += [f"{CORPUS}text:in.txt"]
 RUN, TRAIN = "--workdir=run", ["train.py", *SHORT]
 
 

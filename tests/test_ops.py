@@ -268,26 +268,12 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
         one = jax.tree.map(lambda x: x[0], args[1:])
         return jax.tree.map(lambda x: x[None], gradient(implementation, args[0], *one))
 
-    with spread_over(mesh, RULES):
-        computed = jax.jit(by_rows(on_device, mesh, whole=1))(scale, qkv, segments)
-    assert_close(computed, expected)
-
-
-def by_rows(function, mesh, whole=0):
-    """Returns `function` for each device's rows of its arguments; the first `whole` have none."""
     rows = PartitionSpec(BATCH_AXES)
-
-    def mapped(*args):
-        return jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=tuple(PartitionSpec() if i < whole else rows for i in range(len(args))),
-            out_specs=rows,
-            axis_names=set(BATCH_AXES),
-            check_vma=False,
-        )(*args)
-
-    return mapped
+    specs = dict(mesh=mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=rows)
+    mapped = jax.shard_map(on_device, **specs, axis_names=set(BATCH_AXES), check_vma=False)
+    with spread_over(mesh, RULES):
+        computed = jax.jit(mapped)(scale, qkv, segments)
+    assert_close(computed, expected)
 
 
 def test_softmax_equals_jax_and_keeps_its_result_alone(monkeypatch):

@@ -49,11 +49,8 @@ def assert_alike(name, result, reference):
 
 
 SOME = [("adafactor", LAYOUTS[0], True), ("schedule_free", LAYOUTS[0], False)]
-SOME += [
-    ("ema", LAYOUTS[1], True),
-    ("soap", LAYOUTS[0], True),
-    ("normuon, tail average", LAYOUTS[0], True),
-]
+SOME += [("ema", LAYOUTS[1], True), ("soap", LAYOUTS[0], True)]
+SOME += [("normuon, tail average", LAYOUTS[0], True)]
 MORE = [("muon", LAYOUTS[0], False), ("soap", LAYOUTS[1], True)]
 REST = [
     each for each in itertools.product(OPTIMS, LAYOUTS, (False, True)) if each not in SOME + MORE

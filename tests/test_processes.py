@@ -31,14 +31,8 @@ class Pair:
         self.workdir = workdir
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        flags = (
-            *TINY,
-            *FLAGS.split(),
-            f"--coordinator=localhost:{port}",
-            "--num_processes=2",
-            *flags,
-        )
-        command = [sys.executable, "train.py", f"--workdir={workdir}", *flags]
+        command = [sys.executable, "train.py", f"--workdir={workdir}", *TINY, *FLAGS.split()]
+        command += [f"--coordinator=localhost:{port}", "--num_processes=2", *flags]
         self.logs = [workdir.with_name(f"{workdir.name}.{i}.log") for i in range(2)]
         self.processes = []
         for index, log in enumerate(self.logs):

@@ -27,18 +27,6 @@ _OPTIONS = {
 }
 
 
-def _is_untied(cfg: GPTConfig) -> bool:
-    return not cfg.tie_embeddings
-
-
-def _is_multi_head(cfg: GPTConfig) -> bool:
-    return cfg.kv_heads == cfg.num_heads
-
-
-def _is_grouped(cfg: GPTConfig) -> bool:
-    return cfg.kv_heads < cfg.num_heads
-
-
 # OpenAI's Conv1D stores a weight as [in, out], as kernels are here.
 GPT2 = Family(
     title="GPT-2",
@@ -92,7 +80,7 @@ GPT2 = Family(
     last=(
         Row("transformer.ln_f.weight", "ln_f/scale", "D", "D"),
         Row("transformer.ln_f.bias", "ln_f/bias", "D", "D"),
-        Row("lm_head.weight", "lm_head/embedding", "VD", "V D", _is_untied),
+        Row("lm_head.weight", "lm_head/embedding", "VD", "V D", "untied"),
     ),
     buffers=(".attn.bias", ".attn.masked_bias"),  # the causal mask, and its fill value
 )
@@ -116,12 +104,12 @@ LLAMA = Family(
     rows=(
         Row("input_layernorm.weight", "ln_1/scale", "D", "D"),
         Row("post_attention_layernorm.weight", "ln_2/scale", "D", "D"),
-        Row("self_attn.q_proj.weight", "attn/c_attn/kernel", "D0NH", "NH D", _is_multi_head),
-        Row("self_attn.k_proj.weight", "attn/c_attn/kernel", "D1NH", "NH D", _is_multi_head),
-        Row("self_attn.v_proj.weight", "attn/c_attn/kernel", "D2NH", "NH D", _is_multi_head),
-        Row("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D", _is_grouped),
-        Row("self_attn.k_proj.weight", "attn/c_kv/kernel", "D0KH", "KH D", _is_grouped),
-        Row("self_attn.v_proj.weight", "attn/c_kv/kernel", "D1KH", "KH D", _is_grouped),
+        Row("self_attn.q_proj.weight", "attn/c_attn/kernel", "D0NH", "NH D", "multi-head"),
+        Row("self_attn.k_proj.weight", "attn/c_attn/kernel", "D1NH", "NH D", "multi-head"),
+        Row("self_attn.v_proj.weight", "attn/c_attn/kernel", "D2NH", "NH D", "multi-head"),
+        Row("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D", "grouped"),
+        Row("self_attn.k_proj.weight", "attn/c_kv/kernel", "D0KH", "KH D", "grouped"),
+        Row("self_attn.v_proj.weight", "attn/c_kv/kernel", "D1KH", "KH D", "grouped"),
         Row("self_attn.o_proj.weight", "attn/c_proj/kernel", "NHD", "D NH"),
         Row("mlp.gate_proj.weight", "mlp/c_gate/kernel", "DF", "F D"),
         Row("mlp.up_proj.weight", "mlp/c_fc/kernel", "DF", "F D"),
@@ -129,7 +117,7 @@ LLAMA = Family(
     ),
     last=(
         Row("model.norm.weight", "ln_f/scale", "D", "D"),
-        Row("lm_head.weight", "lm_head/embedding", "VD", "V D", _is_untied),
+        Row("lm_head.weight", "lm_head/embedding", "VD", "V D", "untied"),
     ),
     buffers=(".rotary_emb.inv_freq",),  # frequencies that older versions stored
 )
@@ -183,7 +171,7 @@ GPT_NEOX = Family(
     last=(
         Row("gpt_neox.final_layer_norm.weight", "ln_f/scale", "D", "D"),
         Row("gpt_neox.final_layer_norm.bias", "ln_f/bias", "D", "D"),
-        Row("embed_out.weight", "lm_head/embedding", "VD", "V D", _is_untied),
+        Row("embed_out.weight", "lm_head/embedding", "VD", "V D", "untied"),
     ),
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )

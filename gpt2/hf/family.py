@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,14 @@ class Row:
             values, C: queries, keys and values. A digit is an index: the tensor is that part.
         stored: the letters as Hugging Face orders them. Letters without a space between them are
             one axis there.
-        when: whether a model has the tensor.
+        when: the models that have the tensor, as `Family.tensors` names them.
     """
 
     name: str
     path: str
     axes: str
     stored: str
-    when: Callable[[GPTConfig], bool] = lambda cfg: True
+    when: str = "any"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +125,9 @@ class Family:
         """Yields every tensor of a model. Parts of a parameter are in order."""
         sizes = dict(V=cfg.vocab_size, T=cfg.context_length, D=cfg.embed_dim, F=cfg.hidden_dim)
         sizes |= dict(N=cfg.num_heads, K=cfg.kv_heads, H=cfg.head_size, C=3)
+        is_grouped = cfg.kv_heads < cfg.num_heads
+        kinds = {"any": True, "untied": not cfg.tie_embeddings}
+        kinds |= {"grouped": is_grouped, "multi-head": not is_grouped}
         layers = ((self.prefix + self.layer.format(i), f"h_{i}/") for i in range(cfg.num_layers))
         places = itertools.chain(
             (("", "", row) for row in self.first),
@@ -132,7 +135,7 @@ class Family:
             (("", "", row) for row in self.last),
         )
         for name, path, row in places:
-            if row.when(cfg):
+            if kinds[row.when]:
                 yield Tensor(name + row.name, tuple((path + row.path).split("/")), row, sizes)
 
     def full_name(self, name: str) -> str:

@@ -60,7 +60,9 @@ def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: i
     tree = {name: each for name, each in tokenizer.saved.items() if name != "end_of_text"}
     match tree:
         case {"kind": "char", "characters": characters, "has_eot": has_eot}:
-            tree = _characters(characters, has_eot)
+            model = models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="")
+            split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+            tree = _tree(model, split, decoders.Fuse(), has_eot)
         case {"kind": "byte"}:
             tree = _byte_level(models.BPE(byte_alphabet(), []))
         case {"kind": "gpt2"}:
@@ -83,13 +85,6 @@ def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: i
 def _byte_level(model: models.BPE) -> dict[str, Any]:
     """Returns the tokenizer.json of GPT-2's kind of tokenizer; end-of-text comes last."""
     return _tree(model, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
-
-
-def _characters(characters: str, has_eot: bool) -> dict[str, Any]:
-    """Returns a tokenizer.json with one token for each character."""
-    model = models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="")
-    split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    return _tree(model, split, decoders.Fuse(), has_eot)
 
 
 def _tree(model: Any, pre_tokenizer: Any, decoder: Any, has_eot: bool = True) -> dict[str, Any]:
