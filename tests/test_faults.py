@@ -53,15 +53,14 @@ def read_usage(pid):
 @pytest.mark.slow
 def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
     """A long run takes no more of its machine at its end than near its beginning."""
-    options = f"""
+    options = [*TINY]
+    options += f"""
         --config.data.corpus=synthetic --config.train.num_steps={STEPS}
         --config.train.log_every=10 --config.train.eval_every=500
-        --config.train.eval_batches=10 --config.train.checkpoint_every=500"""
+        --config.train.eval_batches=10 --config.train.checkpoint_every=500""".split()
     data_dir = Path(os.environ.get("GPT2_DATA_DIR", tmp_path / "data"))
     samples = []
-    with Watched(
-        tmp_path / "run", data_dir, *TINY, *options.split(), screen=tmp_path / "screen"
-    ) as run:
+    with Watched(tmp_path / "run", data_dir, *options, screen=tmp_path / "screen") as run:
         run.until_step(WARM)
         while (
             run.process.poll() is None

@@ -20,9 +20,7 @@ from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.soap import scale_by_soap
 from gpt2.parallel import rules
 from gpt2.parallel.mesh import make_mesh
-from gpt2.parallel.pjit import PjitBackend
 from gpt2.plan.collectives import collectives
-from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout
 from tests.helpers import by_name, thorough
 from tests.peer import needs_peers
@@ -289,18 +287,6 @@ def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all
     arrays = re.findall(r"\bf32\[([\d,]+)\]", text)
     largest = max(math.prod(map(int, dims.split(","))) for dims in arrays)
     assert largest == 32 * 128  # one of the eight wide matrices, while the stack has 8 times that
-
-
-def test_state_is_stored_over_the_devices_that_store_its_kernels():
-    axes = hidden(GPT(SMALL).logical_axes())
-    optimizer = OPTIMIZERS["soap"]
-    grads = gradients(0)
-    state = TrainState(jnp.int32(0), grads, optimizer.init(grads), None)
-    shardings = PjitBackend(MESH, axes, RULES).state_shardings(state)
-    assert shardings.opt_state.mu == shardings.opt_state.nu == shardings.params
-    for grams in shardings.opt_state[3:]:
-        specs = {sharding.spec[-2:] for sharding in jax.tree.leaves(grams)}
-        assert specs == {("fsdp", "tensor")}
 
 
 @pytest.mark.thorough

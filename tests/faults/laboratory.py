@@ -20,6 +20,7 @@ _PAUSE = 0.003  # seconds from one look to the next
 _OPTIONS = """
     --config.train.checkpoint_every=10 --config.train.keep_checkpoints=3
     --config.train.eval_every=20 --config.train.eval_batches=400"""  # of a third of a second
+_OPTIONS = (*TINY, *_OPTIONS.split())
 
 
 class Broken(Exception):
@@ -132,13 +133,7 @@ class Laboratory:
 
     def run(self, workdir: Path, steps: int, *options: str, **where) -> Watched:
         """Starts a run; `where`: `data_dir`, `process` and environment variables."""
-        options = (
-            *TINY,
-            *_OPTIONS.split(),
-            self._corpus,
-            f"--config.train.num_steps={steps}",
-            *options,
-        )
+        options = (*_OPTIONS, self._corpus, f"--config.train.num_steps={steps}", *options)
         screen = self._screens / f"{workdir.name}-{where.pop('process', 0)}"
         data_dir = where.pop("data_dir", self.data_dir)
         return Watched(workdir, data_dir, *options, screen=screen, **where)
