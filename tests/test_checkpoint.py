@@ -222,10 +222,6 @@ def test_only_plain_decimal_names_are_checkpoints(tmp_path, name):
     load_params(tmp_path, "latest")
 
 
-def remove(path):
-    path.unlink()
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -236,28 +232,19 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-def files_of(checkpoint):
-    """The files of a checkpoint, without Orbax's notes on the whole and on its digests."""
-    return [
-        path
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file()
-        and path.parent != checkpoint
-        and path.relative_to(checkpoint) != Path("digests/commit_success.txt")
-    ]
-
-
 def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp_path, capsys):
     save_checkpoints(tmp_path, 2, 4)
     newest, copy = tmp_path / "checkpoints" / "4", tmp_path / "copy"
     assert find_damage(tmp_path, 4) == "" and run_files.find_start(tmp_path) == 4
     shutil.copytree(newest, copy)
-    files = files_of(newest)
+    # Without Orbax's notes on the whole and on its digests.
+    files = [path for path in newest.rglob("*") if path.is_file() and path.parent != newest]
+    files.remove(newest / "digests" / "commit_success.txt")
     assert {path.relative_to(newest).parts[0] for path in files} == {
         *("params", "rest", "layout", "metrics", "digests")
     }
     for path in files:
-        for damage in (remove, cut, flip_a_bit):
+        for damage in (Path.unlink, cut, flip_a_bit):
             damage(path)
             assert run_files.find_start(tmp_path) == 2, (path, damage)
             told = capsys.readouterr().err

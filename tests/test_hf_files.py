@@ -172,8 +172,9 @@ def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path):
     assert again.encode(TEXT).ids == backend.encode(TEXT).ids
 
 
-def truncate(source):
-    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-100])
+def change(source, function):
+    path = source / "model.safetensors"
+    path.write_bytes(function(path.read_bytes()))
 
 
 def remove_shard(source):
@@ -181,22 +182,16 @@ def remove_shard(source):
     (source / "model-1.safetensors").unlink()
 
 
-def write_index(source):
-    (source / "model.safetensors.index.json").write_text('{"weight_map": 5}')
-
-
-def write_nan(source):
-    path = source / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-4] + b"\xff" * 4)
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "cannot be read"),
+        (lambda source: change(source, lambda data: data[:-100]), "cannot be read"),
         (remove_shard, "model-1.safetensors cannot be read"),
-        (write_index, "cannot be read"),
-        (write_nan, "NaN"),
+        (lambda source: (source / INDEX).write_text('{"weight_map": 5}'), "cannot be read"),
+        (lambda source: change(source, lambda data: data[:-4] + b"\xff" * 4), "NaN"),
         (lambda source: peer.rewrite_config(source, n_embd=64), "wte.weight .*another shape"),
         (lambda source: peer.rewrite_config(source, n_layer=3), "h.2.ln_1.weight is missing"),
         (lambda source: peer.rewrite_config(source, n_layer=1), "no tensor transformer.h.1"),
