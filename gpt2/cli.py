@@ -1,7 +1,6 @@
 """The command line: flags, options by `--config`, and one line for a mistake."""
 
 import io
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -74,9 +73,7 @@ def run(
 
 def _with_home(argument: str) -> str:
     """Returns --FLAG=~/PLACE with the home directory, as shells do only where a word begins."""
-    name, _, place = argument.partition("=")
-    is_place = place.startswith("~") and name.startswith("-") and name.lstrip("-") != "prompt"
-    return f"{name}={os.path.expanduser(place)}" if is_place else argument
+    return re.sub(r"^(--?(?!prompt=)[\w.]+=)~(?=/|$)", rf"\g<1>{Path.home()}", argument)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

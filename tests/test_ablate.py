@@ -584,7 +584,7 @@ def rows_of(root, without=()):
 @pytest.mark.thorough
 def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     root = tmp_path / "sweep"
-    shared = [*TINY, "--config.train.eval_batches=2", "--config.parallel.cpu_devices=1"]
+    shared = [*TINY, "--config.train.eval_batches=2"]
     shared += ["--seeds=1", "--jobs=2"]
     options = [*shared, "--vary=optim.learning_rate=4e-3,1e30", f"--workdir={root}"]
     said = ablate(*options)

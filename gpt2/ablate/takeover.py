@@ -21,8 +21,13 @@ from gpt2.utils.text import counted
 
 # What is the same, beside options, seed and text, where two runs give the same figures.
 _ALIKE = ("code", "jax", "jaxlib", "flax", "optax", "numpy", "device_kind", "devices", "processes")
-_DESCRIBE = "import json; from gpt2.training.workdir import describe_start as describe; "
-_DESCRIBE += "print(json.dumps(describe(0)))"
+_DESCRIBE = """
+import json, sys
+from gpt2.parallel import split_cpu
+from gpt2.training.workdir import describe_start
+split_cpu(int(sys.argv.pop()))
+print(json.dumps(describe_start(0)))
+"""
 _LEFT = shutil.ignore_patterns("checkpoints", "tensorboard", "profile", ".lock")
 
 
@@ -31,7 +36,7 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
 
     They have the same options, seed, text, code, versions and devices.
     """
-    here = functools.cache(lambda: _describe(slot))
+    here = functools.cache(functools.partial(_describe, slot))
     text = functools.cache(lambda data: prepare(data).describe())
     missing = {json.dumps(run.config.to_dict()): run for run in runs if not run.workdir.exists()}
     folder, taken = root.absolute().parent, Counter[tuple[str, str]]()
@@ -41,7 +46,7 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
             continue
         other = dataclasses.replace(run, folder=path.parent)
         outcome, starts = other.outcome(), read_starts(other.workdir)
-        if outcome.state != "finished" or _facts(starts) != here():
+        if outcome.state != "finished" or _facts(starts) != here(run.config.parallel.cpu_devices):
             continue
         same_text = files.read_sealed(other.workdir / "data.json") == text(run.config.data)
         if same_text and (lock := take(run)):
@@ -63,10 +68,10 @@ def _facts(starts: Sequence[dict[str, Any]]) -> set[str]:
     return {json.dumps([start.get(name) for name in _ALIKE]) for start in starts}
 
 
-def _describe(slot: Slot) -> set[str]:
+def _describe(slot: Slot, cpu_devices: int) -> set[str]:
     """Returns the `_facts` of a run that began now, by a process that has its devices."""
     asked = subprocess.run(
-        [sys.executable, "-c", _DESCRIBE],
+        [sys.executable, "-c", _DESCRIBE, str(cpu_devices)],
         cwd=SOURCE,
         env=os.environ | slot.environment | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,

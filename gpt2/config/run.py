@@ -54,16 +54,14 @@ class OptimConfig(Options, group="optim"):
         warms_up = self.warmup_steps or self.warmup_percent
         refuse(self.schedule == "inverse_sqrt" and not warms_up, "inverse_sqrt needs a warm-up")
         free, masks = self.name == "schedule_free", f"optim.cautious={self.cautious}"
-        falls = free and self.schedule != "constant"
-        refuse(falls, "optim.name=schedule_free averages in place of a schedule", "Use constant")
+        refuse(free and self.schedule != "constant", "schedule_free wants optim.schedule=constant")
         several = [free, self.ema > 0, self.tail_average > 0].count(True) > 1
         refuse(several, "optim.ema, tail_average and name=schedule_free all average", "Use one")
         plain = free or self.name == "adafactor"
         refuse(plain and self.cautious in ("updates", "both"), f"{masks} needs momentum")
         coupled = self.name in ("adam", "sgd") or not self.weight_decay
         refuse(coupled and self.cautious in ("decay", "both"), f"{masks} finds no decay to mask")
-        scales = coupled and self.scheduled_weight_decay
-        refuse(scales, "optim.scheduled_weight_decay finds no decay to scale")
+        refuse(coupled and self.scheduled_weight_decay, "scheduled_weight_decay finds no decay")
 
     @property
     def pieces(self) -> tuple[tuple[int, float], ...]:

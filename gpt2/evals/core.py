@@ -51,7 +51,9 @@ class Task(NamedTuple):
         others = random.Random(1234 + index).sample(range(len(self.examples) - 1), self.num_shots)
         shots = [self.examples[other + (other >= index)] for other in others]
         before = "".join(f"{self.texts(shot)[shot.get('gold', -1)]}\n\n" for shot in shots)
-        rows = [_encode(tokenizer, before + text) for text in self.texts(self.examples[index])]
+        start = [] if tokenizer.eot is None else [tokenizer.eot]
+        texts = (before + text for text in self.texts(self.examples[index]))
+        rows = [[*start, *tokenizer.encode(text).tolist()] for text in texts]
         is_end = self.kind == "schema"  # what rows have in common is the answer, not the question
         shared = len(commonprefix([row[:: -1 if is_end else 1] for row in rows]))  # noqa: RUF071
         lengths = [shared if is_end else len(row) - shared for row in rows]
@@ -100,8 +102,3 @@ def _read_tasks(path: Path) -> Iterator[Task]:
         random.Random(1337).shuffle(examples)
         num_shots, delimiter = about["num_fewshot"][0], about.get("continuation_delimiter", " ")
         yield Task(about["label"], kind, num_shots, delimiter, examples)
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    tokens = tokenizer.encode(text).tolist()
-    return tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]

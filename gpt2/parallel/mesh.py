@@ -12,15 +12,17 @@ from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, Rules
 
 
 def find_devices(config: Config) -> list[jax.Device]:
-    """Returns all devices of a run, which splits a CPU into `cpu_devices` unless XLA_FLAGS does.
-
-    Nothing may have asked JAX for devices before. Refuses a config that does not divide over them.
-    """
-    flag = "xla_force_host_platform_device_count"
-    if config.parallel.cpu_devices > 1 and flag not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", config.parallel.cpu_devices)
+    """Returns all devices of a run. Refuses a config that does not divide over them."""
+    split_cpu(config.parallel.cpu_devices)
     check_layout(config, jax.device_count())
     return jax.devices()
+
+
+def split_cpu(number: int) -> None:
+    """Splits a CPU into so many devices, unless XLA_FLAGS does. JAX must not have shown any yet."""
+    flag = "xla_force_host_platform_device_count"
+    if number > 1 and flag not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", number)
 
 
 def make_mesh(parallel: ParallelConfig, devices: list[jax.Device] | None = None) -> Mesh:

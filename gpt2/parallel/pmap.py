@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel.mesh import describe_mesh, local_rows
 from gpt2.parallel.state import State
-from gpt2.utils.platform import platform_of, tracing
+from gpt2.utils.platform import is_older, platform_of, tracing
 
 AXIS = "data"
 
@@ -71,8 +71,9 @@ class PmapBackend:
         """Returns the pmapped `(params, batch) -> metrics`, which all devices have alike."""
 
         def on_device(state, batch):
-            platform = platform_of(self._devices[0])
-            with tracing(platform=platform, splits_axes=False, several=len(self._devices) > 1):
+            device, several = self._devices[0], len(self._devices) > 1
+            about = dict(platform=platform_of(device), is_older=is_older(device), several=several)
+            with tracing(**about, splits_axes=False):
                 return step(state, batch, _map_sum)
 
         return jax.pmap(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2.config import ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.parallel.fsdp import Shards, torus_sides
-from gpt2.utils.platform import platform_of, target, tracing
+from gpt2.utils.platform import is_older, platform_of, target, tracing
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -115,9 +115,9 @@ def is_spec(node: Any) -> bool:
 @contextlib.contextmanager
 def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Makes `constrain` spread activations over `mesh` for what is traced inside."""
-    platform, splits = platform_of(mesh.devices.flat[0]), mesh.shape["tensor"] > 1
-    several = mesh.size > 1
-    with tracing(platform=platform, splits_axes=splits, several=several, mesh=mesh, rules=rules):
+    device, sizes = mesh.devices.flat[0], mesh.shape
+    about = dict(platform=platform_of(device), is_older=is_older(device), several=mesh.size > 1)
+    with tracing(**about, splits_axes=sizes["tensor"] > 1, mesh=mesh, rules=rules):
         yield
 
 

@@ -71,15 +71,13 @@ class Batches:
             batches = self._train.validation(self._eval_rows.stop - self._eval_rows.start)
             first = itertools.islice(batches, number or self._most)
             return {"": (1.0, map(self._put, first))}, None
+        rows = self._eval_rows
         held_out: HeldOut = {
-            name: (share, self._read_all(loader, number or len(loader)))
+            name: (share, prefetch(partial(self._read, loader, rows), range(number or len(loader))))
             for name, (share, loader) in self._held_out.items()
         }
         is_whole = all(loader.is_whole for _, loader in self._held_out.values())
         return held_out, self.dataset.targets_per_byte if is_whole else None
-
-    def _read_all(self, loader: ValidationLoader, number: int) -> Generator[Any, None, None]:
-        return prefetch(partial(self._read, loader, self._eval_rows), range(number))
 
     def examples(self) -> tuple[list[Any], Any]:
         """Returns a batch of training for each length of rows, and one of validation."""

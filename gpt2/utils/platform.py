@@ -23,6 +23,7 @@ class Target:
     mesh: Any = None  # what spreads the program, beside `rules`, of `gpt2.parallel.rules`
     rules: Any = None
     has_shards: bool = False  # each device may hold shards of parameters, gathered by layer
+    is_older: bool = False  # see `is_older`
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
@@ -35,7 +36,7 @@ def jit_is_off() -> bool:
 
 def target() -> Target:
     """Returns what the current trace is for."""
-    found = _target.get() or Target(jax.default_backend())
+    found = _target.get() or Target(jax.default_backend(), is_older=is_older(jax.devices()[0]))
     return dataclasses.replace(found, plain=found.plain or jit_is_off())
 
 
@@ -57,6 +58,12 @@ def plain_ops() -> contextlib.AbstractContextManager[None]:
 def platform_of(device: jax.Device) -> str:
     """Returns `cpu`, `gpu` or `tpu`: devices that are compiled for from afar say `cuda`."""
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+
+
+def is_older(device: jax.Device) -> bool:
+    """Returns whether a TPU came before Mosaic's 16-bit products, or a GPU before Ampere."""
+    capability = getattr(device, "compute_capability", "9.0")
+    return device.device_kind in ("TPU v2", "TPU v3") or float(capability) < 8.0
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
