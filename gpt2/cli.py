@@ -156,11 +156,6 @@ def define_run() -> None:
     flags.DEFINE_integer("num_processes", None, "How many processes there are.", lower_bound=1)
     flags.DEFINE_integer("process_index", None, "Number of this process, from 0.", lower_bound=0)
     flags.register_validator("workdir", lambda given: given != "", "it names no folder")
-    flags.register_multi_flags_validator(
-        ["coordinator", "num_processes", "process_index"],
-        lambda given: len({value is None for value in given.values()}) == 1,
-        "--coordinator, --num_processes and --process_index go together",
-    )
 
 
 def define_source() -> None:

@@ -98,9 +98,8 @@ def tell(message: str, stream: TextIO | None = None) -> None:
 def by_word(text: str, width: int) -> str:
     """Breaks lines between words, but none that is indented: commands and tables stay whole."""
     fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    second = " " * 9  # the second column of a run's first screen
-    return "\n".join(
-        line if line[:1] == " " else fill(line, subsequent_indent=second * ("  " in line[:9]))
+    return "\n".join(  # a run's first screen has a second column
+        line if line[:1] == " " else fill(line, subsequent_indent=" " * 9 * ("  " in line[:9]))
         for line in text.split("\n")
     )
 

@@ -352,7 +352,7 @@ steps that a run no longer has count as its own
     + for each in starts] + [start]
 a run of other code is taken over
     gpt2/ablate/takeover.py: tests/test_ablate.py -k taken_over
-    - or _facts(starts) != here():
+    - or _facts(starts) != here(run.config.parallel.cpu_devices):
     + :
 a run on another text is taken over
     gpt2/ablate/takeover.py: tests/test_ablate.py -k taken_over

@@ -412,7 +412,7 @@ def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_wit
 def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(tmp_path, monkeypatch, capsys):
     text, facts = {"tokens": 7}, dict.fromkeys(takeover._ALIKE, "1")
     monkeypatch.setattr(takeover, "prepare", lambda _: SimpleNamespace(describe=lambda: text))
-    monkeypatch.setattr(takeover, "_describe", lambda _: takeover._facts([facts]))
+    monkeypatch.setattr(takeover, "_describe", lambda *_: takeover._facts([facts]))
     beside = sweep_in(tmp_path / "beside", "optim.name=lion", num_seeds=4)
     for run in beside.runs():
         write_run(run, 3.7 + 0.01 * run.config.seed)

@@ -18,6 +18,7 @@ from gpt2.config import GPTConfig, flatten
 from gpt2.errors import UserError, refuse
 from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.telemetry.reference import read_reference
+from gpt2.training.code import read_starts
 from gpt2.utils import launch
 from gpt2.utils.text import format_count, format_duration
 
@@ -42,8 +43,8 @@ def main(*directories: str) -> None:
         unit = "bits per byte"
         curves = _read_curves({name: workdirs[name] for name in curves}, "eval/bits_per_byte", unit)
     options = {name: flatten(_read_config(workdirs[name][0])) for name in curves}
-    if len({each["data.corpus"] for each in options.values()}) > 1:
-        print("the runs' corpora differ: their losses are of different texts")
+    for name, own in options.items():
+        own["code"] = (read_starts(workdirs[name][0]) or [{}])[-1].get("code")
     for name, points in read_reference(reference).items():
         unknown = np.full(len(points), np.nan)
         curves[name] = [Curve(points[:, 0], unknown, unknown, points[:, 1])]
@@ -99,7 +100,8 @@ def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict
 def _describe(ends: list[Curve]) -> list[str]:
     """Returns the tokens, the time and the scores at the end of an arm's curves, as cells."""
     scores, last = [curve.scores[-1] for curve in ends], ends[0]
-    seconds = format_duration(last.seconds[-1]) if np.isfinite(last.seconds[-1]) else ""
+    mean = np.mean([curve.seconds[-1] for curve in ends])
+    seconds = format_duration(mean) if np.isfinite(mean) else ""
     tokens = format_count(last.tokens[-1]) if np.isfinite(last.tokens[-1]) else ""
     deviation = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
     return [tokens, seconds, f"{np.mean(scores):.4f}{deviation}"]

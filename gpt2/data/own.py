@@ -78,8 +78,7 @@ class OwnBatches:
     def _check(self, batch: Any) -> dict[str, np.ndarray]:
         """Returns int32 arrays, with -1 for targets that the mask leaves out."""
         fine = isinstance(batch, Mapping) and {"tokens", "targets"} <= {*batch} <= NAMES
-        how = "tokens, targets and, if there are any, mask and segments"
-        refuse(not fine, f"{self._corpus} has to give dicts of arrays", f"Name them {how}")
+        refuse(not fine, f"{self._corpus} has to give dicts of {', '.join(sorted(NAMES))}")
         arrays = {name: np.asarray(batch[name]).astype(np.int32) for name in batch}
         for name, array in arrays.items():
             what = f"{self._corpus} gives {name} of shape {array.shape}, not {self._shape}"

@@ -89,9 +89,9 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         figures.append(Figure("core", task.label, value, stderr, len(solved), how))
         centred.append((value - chance) / (1 - chance))
         variances.append((stderr / (1 - chance)) ** 2)
-    number = sum(figure.num_examples for figure in figures)
     how = f"mean centred accuracy of {len(figures)} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
     value, stderr = float(np.mean(centred)), math.sqrt(sum(variances)) / len(figures)
+    number = sum(figure.num_examples for figure in figures)
     return [*figures, Figure("core", "CORE", value, stderr, number, how)]
 
 

@@ -65,7 +65,9 @@ def save(
 
     Where the family has biases and `cfg` none, zeros are written. Parameters may be scanned.
     """
-    from gpt2.utils.scan import find_leaf  # brings JAX: `python -m gpt2.hf` prepares for it first
+    import jax  # for which `python -m gpt2.hf` prepares first
+
+    from gpt2.utils.scan import find_leaf
 
     directory = Path(directory)
     if tokenizer is not None:
@@ -75,6 +77,10 @@ def save(
     config = to_hf_config(cfg)
     config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer and tokenizer.eot)
     require_new(directory)
+    tensors, whole = [*family_for(cfg).tensors(cfg)], jax.tree.leaves(params)
+    paths = {tensor.path for tensor in tensors if tensor.path[-1] != "bias" or cfg.bias}
+    more = sum(x.size for x in whole) - sum(find_leaf(params, path).size for path in paths)
+    refuse(more, f"Hugging Face's model has no place for {more:,} of the parameters")
 
     def stored(tensor: Tensor) -> np.ndarray:
         if tensor.path[-1] == "bias" and not cfg.bias:
@@ -86,7 +92,7 @@ def save(
         files.write_json(partial / "config.json", config)
         if tokenizer is not None:
             save_tokenizer(partial, tokenizer, cfg.context_length)
-        arrays = {tensor.name: stored(tensor) for tensor in family_for(cfg).tensors(cfg)}
+        arrays = {tensor.name: stored(tensor) for tensor in tensors}
         save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -160,8 +160,7 @@ def spread_attention(
     **options: Any,
 ) -> jax.Array:
     """Calls `gpt2.ops.attention` on the devices of the current trace, each with its part."""
-    platform = "older" if target().is_older else target().platform
-    sizes = platform, q.dtype, q.shape[1], q.shape[3]
+    sizes = "older" if target().is_older else target().platform, q.dtype, q.shape[1], q.shape[3]
     given: dict[str, Any] = dict(alibi=slopes is not None, sinks=sinks is not None)
     name = resolve(implementation, *sizes, scoring=scoring, **given)
     heads = "batch", "length", "heads", "head_size"

@@ -61,8 +61,8 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     axes.grid(alpha=0.3)
     left = 0.0
     for name, share in shares.items():
-        text = f"{name} {share:.0%}" if share > 0.01 * len(name) + 0.04 else ""
-        time.bar_label(time.barh(0, share, left=left), [text], label_type="center", fontsize=8)
+        text = f"{name} {share:.0%}" if share > 0.005 * len(name) + 0.02 else ""
+        time.bar_label(time.barh(0, share, left=left), [text], label_type="center", fontsize=7)
         left += share
     time.set(xlim=(0, 1), title="time since the first start")
     time.set_axis_off()

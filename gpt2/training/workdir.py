@@ -122,7 +122,7 @@ def describe_results(
     workdir: Path, scores: dict[str, float], clock: StepClock, dataset: Dataset
 ) -> str:
     """Returns a run's last lines: where the time went, how good the model is, what to look at."""
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in clock.shares().items())
+    shares = ", ".join(f"{name} {x:.0%}" for name, x in clock.shares().items() if x >= 0.005)
     spent = f"{format_duration(clock.total_seconds)}; {shares}"
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:

@@ -23,7 +23,7 @@ class Target:
     mesh: Any = None  # what spreads the program, beside `rules`, of `gpt2.parallel.rules`
     rules: Any = None
     has_shards: bool = False  # each device may hold shards of parameters, gathered by layer
-    is_older: bool = False  # see `is_older`
+    is_older: bool = False
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
@@ -62,8 +62,8 @@ def platform_of(device: jax.Device) -> str:
 
 def is_older(device: jax.Device) -> bool:
     """Returns whether a TPU came before Mosaic's 16-bit products, or a GPU before Ampere."""
-    capability = getattr(device, "compute_capability", "9.0")
-    return device.device_kind in ("TPU v2", "TPU v3") or float(capability) < 8.0
+    is_first = device.device_kind in ("TPU v2", "TPU v3")
+    return is_first or float(getattr(device, "compute_capability", 9)) < 8
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
