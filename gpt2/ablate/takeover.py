@@ -21,13 +21,11 @@ from gpt2.utils.text import counted
 
 # What is the same, beside options, seed and text, where two runs give the same figures.
 _ALIKE = ("code", "jax", "jaxlib", "flax", "optax", "numpy", "device_kind", "devices", "processes")
-_DESCRIBE = """
-import json, sys
+_DESCRIBE = """import json, sys
 from gpt2.parallel import split_cpu
 from gpt2.training.workdir import describe_start
 split_cpu(int(sys.argv.pop()))
-print(json.dumps(describe_start(0)))
-"""
+print(json.dumps(describe_start(0)))"""
 _LEFT = shutil.ignore_patterns("checkpoints", "tensorboard", "profile", ".lock")
 
 

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2.errors import describe_end, tell, unheard
+from gpt2.errors import describe_end, refuse, tell, unheard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +43,8 @@ def initialize(
 
     Without `coordinator`, HOST:PORT of process 0, Slurm, Open MPI or Cloud TPU tells of them.
     """
+    lacks = {each is None for each in (coordinator, num_processes, process_index)}
+    refuse(len(lacks) > 1, "--coordinator, --num_processes, --process_index go together")
     if coordinator is None and not _started_by_cluster():
         return
     if coordinator and process_index == 0:  # the runtime crashes where the port is taken
