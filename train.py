@@ -133,8 +133,7 @@ def train(
     # Loop: metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
     reporter = Reporter.for_run(config, clock, workdir, start)
-    traced = config.logging.profile_start, config.logging.profile_steps
-    profiler = Profiler(workdir / "profile", *traced, train_step.text)
+    profiler = Profiler(workdir / "profile", config.logging, train_step.text)
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, train_step, start_over)
     deadline = Deadline(flags.FLAGS.max_seconds, lambda: checkpointer.longest_seconds)
@@ -165,8 +164,6 @@ def train(
                 if saves:
                     reporter.write(step, clock.books())
                     reporter.flush(step)
-                    if stops:
-                        reporter.say("saving; another signal leaves without that")
                     with clock.phase("checkpoint"):
                         measured = scores if validates else None
                         checkpointer.save(state, step, measured, batches.position(step))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
+from gpt2.config.run import LoggingConfig
 from gpt2.errors import UserError
 from gpt2.profile import page
 from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SYNC, break_down
@@ -183,7 +184,8 @@ def traced(directory, first=3, steps=2):
     """Traces steps of a product; the loop reads each result at once."""
     x = jnp.ones((128, 128))
     step = jax.jit(lambda x: x @ x / 128).lower(x).compile()
-    profile = Profiler(directory, start=first, steps=steps, text=step.as_text)
+    traced = LoggingConfig(profile_start=first, profile_steps=steps)
+    profile = Profiler(directory, traced, text=step.as_text)
     for number in range(1, 8):
         profile.step(number, x)
         x = step(x)

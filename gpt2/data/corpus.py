@@ -303,14 +303,14 @@ def _tfds_records(builder: Any) -> Iterator[Any]:
     if builder.info.file_format.value != "tfrecord":
         yield from builder.as_data_source(split="train")
         return
+    from grain.experimental import TFRecordIterDataset
+
     for path in builder.info.splits["train"].filepaths:
-        with reading(path), open(path, "rb") as file:
-            while head := file.read(12):  # a record's length, uint64, and a checksum; one follows
-                length = int.from_bytes(head[:8], "little")
-                if file.tell() + length + 4 > os.path.getsize(path):
-                    raise EOFError("it ends within a record")
-                yield builder.info.features.deserialize_example_np(file.read(length))
-                file.read(4)
+        try:
+            records = TFRecordIterDataset(str(path))
+            yield from map(builder.info.features.deserialize_example_np, records)
+        except ValueError:  # which holds all of the bytes
+            raise UserError(f"{path} ends within a record", "Download it again") from None
 
 
 # Prefix -> how to write it, and what opens it. tokens.py opens ready tokens: no documents.

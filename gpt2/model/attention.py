@@ -15,7 +15,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.layers import Embedding, Linear, Mix, Norm, named_param
 from gpt2.ops import Scoring, alibi_slopes, attention, attention_cached, resolve, rotate
 from gpt2.parallel.rules import constrain, map_devices
-from gpt2.utils.platform import is_older, platform_of, target
+from gpt2.utils.platform import kernels_for, target
 from gpt2.utils.scan import by_layer
 
 TINY = 1e-24  # in place of the squared length of a value that is 0
@@ -160,7 +160,7 @@ def spread_attention(
     **options: Any,
 ) -> jax.Array:
     """Calls `gpt2.ops.attention` on the devices of the current trace, each with its part."""
-    sizes = "older" if target().is_older else target().platform, q.dtype, q.shape[1], q.shape[3]
+    sizes = target().kernels, q.dtype, q.shape[1], q.shape[3]
     given: dict[str, Any] = dict(alibi=slopes is not None, sinks=sinks is not None)
     name = resolve(implementation, *sizes, scoring=scoring, **given)
     heads = "batch", "length", "heads", "head_size"
@@ -195,7 +195,6 @@ def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 def resolve_attention(cfg: GPTConfig, device: jax.Device) -> str:
     """Returns the implementation of attention that a model takes on a device."""
     scoring = Scoring(window=cfg.window, softcap=cfg.attention_softcap)
-    platform = "older" if is_older(device) else platform_of(device)
-    shape = platform, cfg.compute_dtype, cfg.context_length, cfg.head_size
+    shape = kernels_for(device), cfg.compute_dtype, cfg.context_length, cfg.head_size
     given: dict[str, Any] = dict(alibi=cfg.position == "alibi", sinks=cfg.attention_sink)
     return resolve(cfg.attention, *shape, scoring=scoring, **given)

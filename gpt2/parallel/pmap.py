@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel.mesh import describe_mesh, local_rows
 from gpt2.parallel.state import State
-from gpt2.utils.platform import is_older, platform_of, tracing
+from gpt2.utils.platform import kernels_for, platform_of, tracing
 
 AXIS = "data"
 
@@ -72,7 +72,7 @@ class PmapBackend:
 
         def on_device(state, batch):
             device, several = self._devices[0], len(self._devices) > 1
-            about = dict(platform=platform_of(device), is_older=is_older(device), several=several)
+            about = dict(platform=platform_of(device), kernels=kernels_for(device), several=several)
             with tracing(**about, splits_axes=False):
                 return step(state, batch, _map_sum)
 

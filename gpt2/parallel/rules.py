@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2.config import ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.parallel.fsdp import Shards, torus_sides
-from gpt2.utils.platform import is_older, platform_of, target, tracing
+from gpt2.utils.platform import kernels_for, platform_of, target, tracing
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -116,7 +116,7 @@ def is_spec(node: Any) -> bool:
 def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Makes `constrain` spread activations over `mesh` for what is traced inside."""
     device, sizes = mesh.devices.flat[0], mesh.shape
-    about = dict(platform=platform_of(device), is_older=is_older(device), several=mesh.size > 1)
+    about = dict(platform=platform_of(device), kernels=kernels_for(device), several=mesh.size > 1)
     with tracing(**about, splits_axes=sizes["tensor"] > 1, mesh=mesh, rules=rules):
         yield
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from gpt2.config.run import LoggingConfig
 from gpt2.errors import tell, warn
 from gpt2.profile.page import PAGE, PROGRAM, explain
 from gpt2.profile.sampler import sampled
@@ -15,14 +16,14 @@ from gpt2.profile.trace import STEP
 
 
 class Profiler:
-    """Traces the steps `start` to `start + steps - 1`, until it is closed.
+    """Traces `profile_steps` steps from `profile_start` on, until it is closed.
 
     `logdir` takes the trace and its page, for which `text` returns the compiled step as HLO.
     """
 
-    def __init__(self, logdir: Path | str, start: int, steps: int, text: Callable[[], str]):
-        self._logdir, self._text = Path(logdir), text
-        self._steps = range(start, start + steps)
+    def __init__(self, logdir: Path | str, options: LoggingConfig, text: Callable[[], str]):
+        self._logdir, self._text, start = Path(logdir), text, options.profile_start
+        self._steps = range(start, start + options.profile_steps)
         self._tracing = self._has_trace = False
         self._trace, self._annotation = contextlib.ExitStack(), contextlib.ExitStack()  # of a step
 

@@ -72,7 +72,7 @@ class Reporter(AbstractContextManager):
         self._check(step, values)
         self._clock.count_step()
         if note:
-            self.say(note)
+            self._each("say", note)
         self._each("step", step)
         if step % self._options.log_every == 0 or step == self._options.num_steps:
             # NaN if all steps since the last line are skipped.
@@ -90,13 +90,10 @@ class Reporter(AbstractContextManager):
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
         if is_skipped:
-            self.say(f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}")
+            text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+            self._each("say", text)
         else:
             self._losses.append(loss)
-
-    def say(self, text: str) -> None:
-        """Tells a person something, in a line."""
-        self._each("say", text)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Hands metrics to every writer."""

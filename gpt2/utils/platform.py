@@ -23,7 +23,7 @@ class Target:
     mesh: Any = None  # what spreads the program, beside `rules`, of `gpt2.parallel.rules`
     rules: Any = None
     has_shards: bool = False  # each device may hold shards of parameters, gathered by layer
-    is_older: bool = False
+    kernels: str = ""  # `kernels_for` its devices
 
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
@@ -36,7 +36,7 @@ def jit_is_off() -> bool:
 
 def target() -> Target:
     """Returns what the current trace is for."""
-    found = _target.get() or Target(jax.default_backend(), is_older=is_older(jax.devices()[0]))
+    found = _target.get() or Target(jax.default_backend(), kernels=kernels_for(jax.devices()[0]))
     return dataclasses.replace(found, plain=found.plain or jit_is_off())
 
 
@@ -60,10 +60,11 @@ def platform_of(device: jax.Device) -> str:
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
-def is_older(device: jax.Device) -> bool:
-    """Returns whether a TPU came before Mosaic's 16-bit products, or a GPU before Ampere."""
-    is_first = device.device_kind in ("TPU v2", "TPU v3")
-    return is_first or float(getattr(device, "compute_capability", 9)) < 8
+def kernels_for(device: jax.Device) -> str:
+    """Returns the platform whose fused attention a device runs: `older` before v4 and Ampere."""
+    is_old_tpu = device.device_kind in ("TPU v2", "TPU v3")  # Mosaic lacks their 16-bit products
+    is_older = is_old_tpu or float(getattr(device, "compute_capability", 9)) < 8
+    return "older" if is_older else platform_of(device)
 
 
 def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
