@@ -75,8 +75,6 @@ def main() -> int:
     )
     batches = Batches(config, dataset, program.backend)
     tasks = RunTasks(config, dataset.tokenizer, program.backend.mesh)
-    if args.visualize:
-        distributed.only_first(plan.visualize)(program, args.visualize)
 
     # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
     start = distributed.from_first(distributed.only_first(folder.find_start)(workdir) or 0)

@@ -130,3 +130,17 @@ def by_name(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
     return {name(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def make_repository(project, file, text):
+    """Makes a git repository of a directory, with a branch `my/idea` that changes a file."""
+    author = "-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"
+
+    def git(*commands):
+        for command in commands:
+            arguments = ["git", *author, *command.split()]
+            subprocess.run(arguments, cwd=project, check=True, capture_output=True)
+
+    git("init", "add .", "commit -m first", "checkout -b my/idea")
+    (project / file).write_text(text)
+    git("commit -am idea", "checkout -")

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from scipy import stats
 
 from configs import quickstart
 from gpt2.ablate import takeover
-from gpt2.ablate.arms import Arm, make_arms, read_tuned
+from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import make_slots, train_all
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
@@ -34,7 +35,7 @@ from gpt2.errors import UserError
 from gpt2.optim import make_schedule
 from gpt2.telemetry.flops import count_compute_parameters
 from gpt2.utils.files import seal
-from tests.helpers import ROOT, TINY
+from tests.helpers import ROOT, TINY, make_repository
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
 BASE = with_options(BASE, {"train.num_steps": 1000, "optim.warmup_steps": 100})
@@ -85,6 +86,7 @@ def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
         ("optim.name=muonn", r"the arm optim\.name=muonn cannot work"),
         ("seed=1,2", "--seeds"),
         ("recipe=missing.py", r"missing\.py"),
+        ("code=nothing", "nothing is no branch"),
     ],
 )
 def test_what_cannot_be_an_arm_is_told(vary, message):
@@ -97,6 +99,23 @@ def test_two_axes_of_a_grid_do_not_set_the_same_option():
     with pytest.raises(UserError, match=r"several --vary set optim\.learning_rate"):
         arms(*vary)
     assert len(arms(*vary, one_at_a_time=True)) == 3
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
+def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpt2.ablate.arms.SOURCE", tmp_path)
+    (tmp_path / "train.py").write_text("1")
+    make_repository(tmp_path, "train.py", "2")
+    found = arms("code=.,my/idea", "optim.name=lion")
+    assert names(found) == ["baseline", "optim.name=lion", "code=my_idea,optim.name=lion"]
+    assert found[1].source(tmp_path) == tmp_path
+    source = found[2].source(tmp_path / "sweep")
+    check_out(source)
+    check_out(source)  # which is there
+    assert (source / "train.py").read_text() == "2" and (tmp_path / "train.py").read_text() == "1"
+    (source / "train.py").write_text("3")
+    with pytest.raises(UserError, match="is no clean worktree"):
+        check_out(source)
 
 
 @pytest.mark.parametrize("tune", ["data.batch_size=8", "optim.name=lion", "optim.beta1=0.8+seed=1"])
@@ -595,8 +614,16 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     ablate(*options)
     assert {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")} == times
     assert rows_of(root, ["seconds"]) == rows
-    said = ablate(*shared, "--vary=optim.name=lion", f"--workdir={tmp_path / 'beside'}")
-    assert f"baseline: 1 run taken from {root}" in said
+    project, block = tmp_path / "project", "gpt2/model/block.py"
+    for name in ("gpt2", "configs"):
+        shutil.copytree(ROOT / name, project / name)
+    shutil.copy(ROOT / "train.py", project)
+    text = (ROOT / block).read_text()
+    make_repository(project, block, text.replace("else x + y", "else x + 0 * y"))
+    said = ablate(*shared, "--vary=code=my/idea", "--workdir=../beside", cwd=project)
+    assert "baseline: 1 run taken from ../sweep" in said
+    first, other = rows_of(tmp_path / "beside")
+    assert first["code"] != other["code"] and first["eval/loss"] != other["eval/loss"]
     compare = [sys.executable, "-m", "gpt2.compare", root, f"--output={tmp_path / 'c.png'}"]
     drawn = subprocess.run(compare, capture_output=True, text=True, cwd=ROOT)
     assert drawn.returncode == 0, drawn.stderr

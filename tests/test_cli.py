@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
-from gpt2.errors import UserError, by_word
+from gpt2.errors import UserError
 from gpt2.utils import launch
 
 ROOT = Path(__file__).parents[1]
@@ -79,11 +79,6 @@ def test_mistakes_in_flags_are_told_with_the_nearest_name(parse, given, told):
     with pytest.raises(UserError) as error:
         parse("--config", DEFAULT, given)
     assert told in str(error.value) and "\n" not in str(error.value)
-
-
-def test_lines_break_between_words_and_commands_stay_whole():
-    text = "one two,\n\n    python train.py\nthree/long-path four"
-    assert by_word(text, 8) == "one two,\n\n    python train.py\nthree/long-path\nfour"
 
 
 def test_commands_prepare_their_process_before_they_import_jax():

@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 import configs.default
-from gpt2.config import (
-    CHOICES,
-    DEFAULTS,
-    Config,
-    GPTConfig,
-    OptimConfig,
-    ParallelConfig,
-    flatten,
-)
+from gpt2.config import CHOICES, DEFAULTS, Config, GPTConfig, OptimConfig, ParallelConfig, flatten
 from gpt2.config.run import read_options
 from gpt2.errors import UserError
 from gpt2.ops.activation import ACTIVATIONS, GATES

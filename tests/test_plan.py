@@ -1,4 +1,4 @@
-"""Plans: memory and collectives of a step, what compilers write, searches and drawings."""
+"""Plans: memory and collectives of a step, what compilers write, and searches."""
 
 import importlib.util
 import re

@@ -54,12 +54,8 @@ def foreign(tmp_path_factory):
     )
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=alphabet,
-        show_progress=False,
-        special_tokens=["<|endoftext|>"],
-    )
+    options = dict(vocab_size=300, show_progress=False, special_tokens=["<|endoftext|>"])
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
     backend.train_from_iterator([TEXT], trainer)
     path = tmp_path_factory.mktemp("foreign") / "tokenizer.json"
     backend.save(str(path))

@@ -134,10 +134,7 @@ def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, ki
     assert [m["train/loss"] for m in lines] == [m["train/loss"] for m in undisturbed]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, 143), thorough(signal.SIGINT, 130)],
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), thorough(signal.SIGINT, 130)])
 def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     workdir = tmp_path / "stopped"
     options = [*TINY, *corpus, "--config.train.num_steps=100000", "--config.train.eval_every=0"]

@@ -26,7 +26,7 @@ from gpt2.telemetry.metrics import MetricsFile
 from gpt2.training import workdir as run_files
 from gpt2.training.code import hash_code, read_starts
 from gpt2.utils import files
-from tests.helpers import TINY, run, start, wait_for_step
+from tests.helpers import TINY, make_repository, run, start, wait_for_step
 
 TINY_MODEL = dict(vocab_size=50, context_length=8, num_layers=1, num_heads=2, embed_dim=16)
 
@@ -34,15 +34,11 @@ TINY_MODEL = dict(vocab_size=50, context_length=8, num_layers=1, num_heads=2, em
 def make_config(**groups):
     """The quickstart's options with a tiny model, and `group=dict(option=value)` changed."""
     config = Config.from_dict(quickstart.get_config())
-    return dataclasses.replace(
-        config,
-        **{
-            name: dataclasses.replace(getattr(config, name), **options)
-            if isinstance(options, dict)
-            else options
-            for name, options in ({"model": TINY_MODEL} | groups).items()
-        },
-    )
+    for name, change in ({"model": TINY_MODEL} | groups).items():
+        if isinstance(change, dict):
+            change = dataclasses.replace(getattr(config, name), **change)
+        config = dataclasses.replace(config, **{name: change})
+    return config
 
 
 def write_run(workdir, config, checkpoints=()):
@@ -315,9 +311,7 @@ def test_a_checkout_is_clean_until_its_code_changes(tmp_path, monkeypatch, chang
     for each in (tmp_path, tmp_path / "ignored"):
         (each / "gpt2" / "__init__.py").write_text("")
     (tmp_path / ".gitignore").write_text("ignored/\n")
-    author = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "All"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    make_repository(tmp_path, ".gitignore", "ignored/\n# of another branch")
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True).strip()
     monkeypatch.setattr(run_files, "SOURCE", tmp_path)
     assert commit_and_clean() == (commit, True)

@@ -17,13 +17,14 @@ import functools
 import math
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from gpt2 import cli
-from gpt2.ablate.arms import Arm, make_arms, read_tuned
+from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
@@ -32,6 +33,7 @@ from gpt2.ablate.takeover import take_over
 from gpt2.ablate.terms import TERMS, at_sizes, choose_score, equalize
 from gpt2.data.dataset import prepare
 from gpt2.errors import refuse
+from gpt2.training.code import hash_code
 from gpt2.utils import files
 
 FLAGS = flags.FLAGS
@@ -42,7 +44,8 @@ def define_flags() -> None:
     cli.define_config()
     number, yes = flags.DEFINE_integer, flags.DEFINE_bool
     flags.DEFINE_string("workdir", None, "Where the sweep lives.")
-    flags.DEFINE_multi_string("vary", [], "OPTION=VALUE,... or recipe=FILE,...; several: a grid.")
+    what = "OPTION=VALUE,..., recipe=FILE,... or code=BRANCH,...; several: a grid."
+    flags.DEFINE_multi_string("vary", [], what)
     yes("one_at_a_time", False, "Each value by itself, not a grid.")
     number("seeds", 3, "Runs of each arm.", 1, CHOOSING_SEEDS)
     number("jobs", 1, "Runs at once: a GPU each, or a share of the cores.", 1)
@@ -87,7 +90,9 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     refuse(alone, "there is only the baseline", "For example, add --vary=optim.name=lion")
     score, tune = choose_score(arms), read_tuned(FLAGS.tune, FLAGS.vary)
     size = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
-    arms = [Arm(arm.change, arm.config.with_vocabulary(size(arm.config.data))) for arm in arms]
+    arms = [replace(arm, config=arm.config.with_vocabulary(size(arm.config.data))) for arm in arms]
+    for source in {arm.source(root) for arm in arms if arm.commit}:
+        check_out(source)
     scaled = at_sizes(arms, FLAGS.scaling) if FLAGS.scaling else arms
     equal: list[Arm] = []
     names: dict[Any, str] = {}
@@ -95,7 +100,7 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
         of_a_size = scaled[start : start + len(arms)]
         equal += equalize(of_a_size, FLAGS.equal, lambda a: measure(root, a, slot)[0])
     for arm in equal:
-        other = names.setdefault(arm.config, arm.name)
+        other = names.setdefault((arm.config, hash_code(arm.source(root))), arm.name)
         refuse(other != arm.name, f"on equal terms {arm.name} is the same as {other}")
     return Sweep(
         root=root,

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import itertools
 import re
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 from gpt2 import cli
 from gpt2.config import Config, flatten, option, read_option, read_options, with_options
 from gpt2.errors import UserError, refuse
+from gpt2.training.code import SOURCE
+from gpt2.utils.files import locked
 
 BASELINE = "baseline"
-_RECIPE = "recipe"
+_RECIPE, _CODE, _HERE = "recipe", "code", "."
 _TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comparison equal
 
-Value = Mapping[str, Any]  # what one value of a `--vary` sets: options, or the file of a recipe
+Value = Mapping[str, Any]  # what one value of a `--vary` sets: options, a recipe's file, or code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +29,16 @@ class Arm:
     change: str  # what makes it differ, such as `optim.name=muon`, or `baseline`
     config: Config  # all of its options; the seed is the sweep's first
     size: str = ""  # of the model, such as `4x128`, where several are compared
+    commit: str = ""  # of the code that trains it; the working tree's where that is ""
 
     @property
     def name(self) -> str:
         """A name that no other arm has; also that of its folder."""
         return f"{self.size},{self.change}" if self.size else self.change
+
+    def source(self, root: Path) -> Path:
+        """Returns where the code of the arm lies, in a sweep of the directory `root`."""
+        return root / "code" / self.commit if self.commit else SOURCE
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -42,22 +50,24 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
     """Returns the arms, the baseline first, which is `config` itself, named or not.
 
-    Each `vary` is `OPTION=VALUE,...` or `recipe=FILE,...`. A value may set more options, as in
-    `optim.name=muon+optim.weight_decay=0.0`. Quotes protect a comma.
+    Each `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`, where `.` is the
+    working tree. A value may set more options, as in `optim.name=muon+optim.weight_decay=0.0`.
+    Quotes protect a comma.
     """
     axes = [_read_axis(text) for text in vary]
     chosen: Iterable[Sequence[Value]] = itertools.product(*axes)
     if one_at_a_time:
         chosen = [(value,) for axis in axes for value in axis]
-    arms = {BASELINE: config}
+    arms = {BASELINE: Arm(BASELINE, config)}
     for values in chosen:
         in_recipe = any(_RECIPE in value for value in values)
-        named = [v for v in values if in_recipe or any(option(config, n) != v[n] for n in v)]
+        here = {_CODE: _HERE} if in_recipe else {_CODE: _HERE, **flatten(config.to_dict())}
+        named = [v for v in values if any(n not in here or here[n] != v[n] for n in v)]
         if not (name := ",".join(map(_label, named))):
             continue  # the baseline, by its own name
-        changed = _apply(config, values, name)
-        refuse(arms.setdefault(name, changed) != changed, f"two arms are called {name}")
-    return [Arm(name, changed) for name, changed in arms.items()]
+        arm = _apply(config, values, name)
+        refuse(arms.setdefault(name, arm) != arm, f"two arms are called {name}")
+    return list(arms.values())
 
 
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list]:
@@ -80,8 +90,8 @@ def _read_axis(text: str) -> list[Value]:
     name, _, rest = text.partition("=")
     values = next(csv.reader([rest]), [])
     refuse(not values or not all(values), f"{text} names no values", "Write OPTION=VALUE,...")
-    if name == _RECIPE:
-        return [{_RECIPE: Path(value)} for value in values]
+    if name in (_RECIPE, _CODE):
+        return [{name: value} for value in values]
     return [_read_value(f"{name}={value}") for value in values]
 
 
@@ -96,21 +106,46 @@ def _read_value(text: str) -> Value:
 
 def _label(value: Value) -> str:
     if _RECIPE in value:
-        return f"{_RECIPE}={value[_RECIPE].stem}"
+        return f"{_RECIPE}={Path(value[_RECIPE]).stem}"
     text = "+".join(f"{name}={each}" for name, each in value.items())
     return re.sub(r"[^\w.,=+-]+", "_", text)  # it becomes a folder's name
 
 
-def _apply(config: Config, values: Sequence[Value], name: str) -> Config:
+def _apply(config: Config, values: Sequence[Value], name: str) -> Arm:
     options: dict[str, Any] = {}  # set together, since some work only beside each other
     for value in values:
         for each in value.keys() & options.keys():
             raise UserError(f"several --vary set {each}", "Use --one_at_a_time")
         options |= value
     try:
+        commit = _find_commit(options.pop(_CODE, _HERE))
         if recipe := options.pop(_RECIPE, None):  # what the command line sets holds for all arms
-            read = Config.from_dict(read_options(str(recipe)))
+            read = Config.from_dict(read_options(recipe))
             config = with_options(read, {each: option(config, each) for each in cli.overrides()})
-        return with_options(config, options)
+        return Arm(name, with_options(config, options), commit=commit)
     except UserError as error:
         raise UserError(f"the arm {name} cannot work", str(error)) from None
+
+
+def _find_commit(name: str) -> str:
+    if name == _HERE:
+        return ""
+    commit = _git(SOURCE, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    refuse(not commit, f"{name} is no branch, tag or commit of {SOURCE}")
+    return commit
+
+
+def check_out(source: Path) -> None:
+    """Makes a git worktree of the commit that `Arm.source` names, if there is none yet."""
+    with locked(source.parent.with_suffix(".lock")):  # several processes may do so at once
+        if not source.exists():
+            place = str(source.absolute()), source.name
+            _git(SOURCE, "worktree", "add", "--force", "--detach", *place)
+        is_whole = source.exists() and not _git(source, "status", "--porcelain")
+        refuse(not is_whole, f"{source} is no clean worktree", "Remove it, and repeat the command")
+
+
+def _git(source: Path, *arguments: str) -> str:
+    """Returns what git prints in a directory; nothing if it fails."""
+    command = ["git", "-C", str(source), *arguments]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()

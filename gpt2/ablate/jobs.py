@@ -16,7 +16,7 @@ from typing import NamedTuple, TextIO
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Outcome, Run
 from gpt2.errors import refuse
-from gpt2.training.code import SOURCE, hash_code
+from gpt2.training.code import hash_code
 from gpt2.utils.files import is_locked, write_json
 
 _POLL_SECONDS = 0.2
@@ -57,7 +57,8 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours:
     one that diverged would diverge again. Each run that ends is told with its score. When this
     process is `max_hours` old, what still trains is saved and stops.
     """
-    left, free, training, code = list(runs), list(slots), list[_Training](), hash_code()
+    left, free, training = list(runs), list(slots), list[_Training]()
+    codes = {run.source: hash_code(run.source) for run in runs}
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while True:
@@ -68,7 +69,8 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours:
             for run in left[:]:
                 if free and (lock := take(run)):
                     what = f"the code has changed while the sweep trained, and {run.label} waits"
-                    refuse(hash_code() != code, what, "Put it back, and repeat the command")
+                    changed = hash_code(run.source) != codes[run.source]
+                    refuse(changed, what, "Put it back, and repeat the command")
                     left.remove(run)
                     training.append(_Training(run, free.pop(), lock))
             for ended in [each for each in training if each.process.poll() is not None]:
@@ -118,7 +120,7 @@ class _Training:
             self._log_start = log.tell()  # of this try
             options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
             self.process = subprocess.Popen(
-                [sys.executable, str(SOURCE / "train.py"), *options],
+                [sys.executable, str(run.source / "train.py"), *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -34,8 +34,10 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
     options |= {"train.num_steps": _STEPS, "train.eval_batches": 1} | dict.fromkeys(off, 0)
     options |= {"train.keep_checkpoints": DEFAULTS.train.keep_checkpoints}
     config = with_options(arm.config, options)
-    mark = zlib.crc32(json.dumps([config.to_dict(), hash_code()]).encode())  # what decides the time
-    return Run(arm.name, config, root / "measure" / f"{arm.name}-{mark:08x}")
+    source = arm.source(root)
+    decides = [config.to_dict(), hash_code(source)]  # the time
+    mark = zlib.crc32(json.dumps(decides).encode())
+    return Run(arm.name, config, root / "measure" / f"{arm.name}-{mark:08x}", source=source)
 
 
 def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gpt2.config import Config
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.training.code import read_starts
+from gpt2.training.code import SOURCE, read_starts
 from gpt2.utils.files import write_json
 
 
@@ -33,6 +33,7 @@ class Run:
     folder: Path
     tuned: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values tried, or chosen
     chooses: bool = False  # whether it only chooses between values
+    source: Path = SOURCE  # where the train.py lies that trains it
 
     @property
     def workdir(self) -> Path:

@@ -17,7 +17,7 @@ from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import LOSS, choose_score
 from gpt2.config import Config, with_options
 from gpt2.errors import refuse
-from gpt2.training.code import hash_code
+from gpt2.training.code import SOURCE, hash_code
 from gpt2.utils.files import locked, write_json
 
 CHOOSING_SEEDS = 1000  # by which seeds of runs that choose values are above those compared
@@ -85,7 +85,8 @@ class Sweep:
         if chooses:
             folder = self.root / "tune" / arm.name / describe(choice)
         config = with_options(arm.config, {**choice, "seed": seed})
-        return Run(arm.name, config, folder / f"seed-{seed}", choice, chooses)
+        source = arm.source(self.root)
+        return Run(arm.name, config, folder / f"seed-{seed}", choice, chooses, source)
 
     def tuning(self) -> dict[str, list[tuple[dict[str, Any], float]]]:
         """Returns each arm's choices and their mean scores; nan where a run has no score."""
@@ -123,23 +124,25 @@ class Sweep:
     def check_runs(self, now: str = "") -> None:
         """Raises a UserError if runs are of other text, under the same name, or of other code.
 
-        Runs to come are of the code `now`, and are left out where that is "".
+        Runs to come are left out where `now` is "", the hash of the working tree.
         """
         texts: dict[Any, tuple[str, Run]] = {}
-        seeds: dict[str, dict[str, list[int]]] = {}  # of the arms of each code
+        seeds: dict[tuple[Path, str], dict[str, list[int]]] = {}  # of the arms of each code
         for run in (*self.choosing_runs(), *self.runs()):
-            for code in run.codes(now):
-                seeds.setdefault(code, {}).setdefault(run.arm, []).append(run.config.seed)
+            for code in run.codes(hash_code(run.source) if now and run.source != SOURCE else now):
+                of_code = seeds.setdefault((run.source, code), {})
+                of_code.setdefault(run.arm, []).append(run.config.seed)
             if (path := run.workdir / "data.json").exists():
                 text, first = texts.setdefault(run.config.data, (path.read_text(), run))
                 what = f"{run.folder} was trained on another text than {first.folder}"
                 refuse(text != path.read_text(), what, "Give another --workdir")
         told = [
             f"{code} has {', '.join(f'{arm} seeds {of_arm}' for arm, of_arm in arms.items())}"
-            for code, arms in seeds.items()
+            for (_, code), arms in seeds.items()
         ]
         what = f"{self.root} would pool runs of different code ({'; '.join(told)})"
-        refuse(len(seeds) > 1, what, "Put the code back, or give another --workdir")
+        pools = len(seeds) > len({source for source, _ in seeds})
+        refuse(pools, what, "Put the code back, or give another --workdir")
 
     def save(self) -> None:
         """Writes sweep.json."""
@@ -180,7 +183,8 @@ def continued(sweep: Sweep) -> Sweep:
     for arm in sweep.arms:
         if arm.name in known:
             clashes |= differences(known[arm.name].config, arm.config)
-        elif all(arm.config != other.config for other in before.arms):
+            clashes[f"commits of {arm.name}"] = known[arm.name].commit, arm.commit
+        elif all((arm.config, arm.commit) != (each.config, each.commit) for each in before.arms):
             arms.append(arm)
     clashes["score"] = before.score, choose_score(arms)
     for name, (old, new) in clashes.items():

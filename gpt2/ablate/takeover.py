@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 from gpt2.ablate.jobs import Slot, take
 from gpt2.ablate.runs import Outcome, Run
 from gpt2.data.dataset import prepare
-from gpt2.training.code import SOURCE, read_starts
+from gpt2.training.code import read_starts
 from gpt2.utils import files
 from gpt2.utils.text import counted
 
@@ -36,15 +37,17 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
     """
     here = functools.cache(functools.partial(_describe, slot))
     text = functools.cache(lambda data: prepare(data).describe())
-    missing = {json.dumps(run.config.to_dict()): run for run in runs if not run.workdir.exists()}
+    missing = [(json.dumps(run.config.to_dict()), run) for run in runs if not run.workdir.exists()]
     folder, taken = root.absolute().parent, Counter[tuple[str, str]]()
     found = [*folder.glob("*/runs/*/*/config.json"), *folder.glob("*/tune/*/*/*/config.json")]
-    for path in sorted(found) if missing else ():
-        if not (run := missing.get(json.dumps(json.loads(path.read_text())))):
+    beside = [(json.dumps(json.loads(p.read_text())), p) for p in sorted(found) if missing]
+    for (config, path), (wanted, run) in itertools.product(beside, missing):
+        if config != wanted:
             continue
         other = dataclasses.replace(run, folder=path.parent)
         outcome, starts = other.outcome(), read_starts(other.workdir)
-        if outcome.state != "finished" or _facts(starts) != here(run.config.parallel.cpu_devices):
+        facts = here(run.source, run.config.parallel.cpu_devices)
+        if outcome.state != "finished" or _facts(starts) != facts:
             continue
         same_text = files.read_sealed(other.workdir / "data.json") == text(run.config.data)
         if same_text and (lock := take(run)):
@@ -66,11 +69,11 @@ def _facts(starts: Sequence[dict[str, Any]]) -> set[str]:
     return {json.dumps([start.get(name) for name in _ALIKE]) for start in starts}
 
 
-def _describe(slot: Slot, cpu_devices: int) -> set[str]:
+def _describe(slot: Slot, source: Path, cpu_devices: int) -> set[str]:
     """Returns the `_facts` of a run that began now, by a process that has its devices."""
     asked = subprocess.run(
         [sys.executable, "-c", _DESCRIBE, str(cpu_devices)],
-        cwd=SOURCE,
+        cwd=source,
         env=os.environ | slot.environment | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
     )

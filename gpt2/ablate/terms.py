@@ -3,9 +3,9 @@
 Configs have their vocabulary: `model.vocab_size` is not 0.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gpt2.ablate.arms import Arm
 from gpt2.config import Config, with_options
@@ -60,7 +60,7 @@ def at_sizes(arms: Sequence[Arm], sizes: Sequence[str]) -> list[Arm]:
     base, scaled = arms[0].config, []
     parameters = count_compute_parameters(base.gpt())
     for size in sizes:
-        resized = [Arm(arm.change, _with_size(arm, size), size) for arm in arms]
+        resized = [replace(arm, config=_with_size(arm, size), size=size) for arm in arms]
         share = count_compute_parameters(resized[0].config.gpt()) / parameters
         steps = max(1, round(base.train.num_steps * share))
         scaled += [with_length(arm, steps) for arm in resized]
@@ -78,7 +78,7 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     for name in ("warmup_steps", "decay_steps"):
         if steps := getattr(optim, name):
             options[f"optim.{name}"] = max(1, round(steps * num_steps / before))
-    return dataclasses.replace(arm, config=with_options(arm.config, options))
+    return replace(arm, config=with_options(arm.config, options))
 
 
 def step_flops(config: Config) -> float:

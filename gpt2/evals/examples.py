@@ -67,11 +67,7 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         ("acc", f"ending of the highest sum, {as_it_is}", _sums(by_plain)),
         ("acc_norm, llm.c", f"ending of the lowest loss per token, {as_it_is}", per_token),
         ("acc, harness", f"ending of the highest sum; {harness}", _sums(by_cleaned)),
-        (
-            "acc_norm, harness",
-            f"ending of the highest sum per character; {harness}",
-            per_character,
-        ),
+        ("acc_norm, harness", f"ending of the highest sum per character; {harness}", per_character),
     )
     answers = [int(label) for label in labels]
     return [_accuracy("hellaswag", name, how, values, answers) for name, how, values in ways]

@@ -12,7 +12,6 @@ from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, leave_at_interrupt, tell
 from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
-from gpt2.plan.drawing import visualize
 from gpt2.plan.plan import ATTAINABLE, OutOfMemory, Plan, compile_plan, make_program, usable_memory
 from gpt2.plan.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS, board_name
@@ -22,10 +21,7 @@ from gpt2.utils.text import format_bytes, format_count
 
 
 def define_flags() -> None:
-    """Defines `--visualize` and the flags that ask for a plan."""
-    flags.DEFINE_string(
-        "visualize", None, "Draw how the arrays are split whose names match this REGEX; . for all."
-    )
+    """Defines the flags that ask for a plan."""
     flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
     flags.DEFINE_integer("plan_devices", None, "As --plan, for simulated devices.", lower_bound=1)
     flags.DEFINE_string("plan_chips", None, "As --plan, for v5e-8, h100-8, target.txtpb-8, ...")
@@ -54,8 +50,6 @@ def run(config: Config, given: Collection[str]) -> int:
     if args.plan_search:
         return _search(config, devices, kind, given)
     program = make_program(config, devices)
-    if args.visualize:
-        visualize(program, args.visualize)
     tell(f"compiling a step for {len(devices)} devices ({kind}); a TPU's compiler takes minutes")
     try:
         plan = compile_plan(program)
