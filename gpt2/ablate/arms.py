@@ -139,8 +139,7 @@ def check_out(source: Path) -> None:
     """Makes a git worktree of the commit that `Arm.source` names, if there is none yet."""
     with locked(source.parent.with_suffix(".lock")):  # several processes may do so at once
         if not source.exists():
-            place = str(source.absolute()), source.name
-            _git(SOURCE, "worktree", "add", "--force", "--detach", *place)
+            _git(SOURCE, "worktree", "add", "-f", "--detach", str(source.absolute()), source.name)
         is_whole = source.exists() and not _git(source, "status", "--porcelain")
         refuse(not is_whole, f"{source} is no clean worktree", "Remove it, and repeat the command")
 

@@ -193,7 +193,7 @@ def _loss_sum_fwd(hidden, embedding, targets, terms, dtype, chunk, shards):
         dembedding += dot(*factors, (0, 1), (0, 1))
         return (loss, dembedding), dot(dlogits, weights, (2,), (0,), result).astype(dtype)
 
-    by_width = variants().head_by_width and dtype == jnp.float32
+    by_width = variants().head_by_width and dtype == jnp.float32  # XLA:CPU lacks it in 16 bits
     shape = weights.shape[::-1] if by_width else weights.shape
     sums = jnp.float32(0.0), jnp.zeros(shape, jnp.float32)
     (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)

@@ -1,4 +1,7 @@
-"""Variants of operations by platform: all compute the same, and XLA's compilers differ in them."""
+"""Variants of operations by platform: all compute the same, and XLA's compilers differ in them.
+
+In brackets: what 124M's step takes more without, in bytes on an H100 or estimated time on a v5e.
+"""
 
 import dataclasses
 from typing import Any
@@ -10,30 +13,29 @@ from gpt2.utils.platform import leaves_products_to_cublas, target
 class Variants:
     """How operations are written for a platform."""
 
-    # Products return 16-bit operands' type. They add up in float32, and nothing has to be cast.
+    # Products of 16-bit operands return their type, and add up in float32 (H100 28 %, v5e 2 %).
     narrow_results: bool = False
-    # Linear maps are products of two matrices. The bias then joins the product.
+    # Linear maps are products of two matrices. The bias then joins the product (H100 3 %).
     flat: bool = False
-    # Queries, keys and values are a product each, so that none is copied out of a result.
+    # Queries, keys and values are a product each: none is copied (H100 2 %, v5e 17 %).
     apart: bool = False
     # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6). XLA:TPU
-    # would join a sum, or a single row, with what else could join the product before.
+    # would join a sum, or one row, with what else could join the product before (v5e 6 %).
     ones_for_bias: int = 0
     # 16-bit floats are kept as integers.
     bits: bool = False
-    # The backward pass keeps an activation's value beside its input.
+    # The backward pass keeps an activation's value beside its input (H100 2 %).
     keep_activations: bool = False
-    # In a training step of 16 bits, GELU of a product is written as XLA looks for it, for cuBLAS.
+    # In a step of 16 bits, GELU of a product is written as XLA looks for it, for cuBLAS (H100 2 %).
     gelu_in_product: bool = False
-    # The gradient of the head's table adds up as [D, V], which is less to transpose than logits.
-    # XLA:CPU lacks that product of 16-bit operands.
+    # The gradient of the head's table adds up as [D, V], less to transpose than logits.
     head_by_width: bool = False
-    # Statistics of a row are taken in one pass, for exponentials in a softmax, divisions in a norm.
+    # Statistics of a row take one pass, for exponentials in softmax, divisions in norms (H100 7 %).
     one_pass: bool = False
-    # Sums over rows are taken in two stages, of which the second joins what reads it. Sums for the
-    # biases of queries, keys and values are one, and squares of all small gradients are.
+    # Sums over rows take two stages, of which the second joins its reader. Sums for the biases of
+    # queries, keys, values are one, so are squares of small gradients (H100 154 of 477 kernels).
     joint_sums: bool = False
-    # A branch's last product adds neither bias nor stream; both join the norm that follows.
+    # A branch's last product leaves bias and stream to the next norm (H100 1 %, 24 kernels).
     sums_apart: bool = False
     # Products of float32 round their operands; what stands beside one has to come from it.
     rounds_float32: bool = False
