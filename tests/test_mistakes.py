@@ -54,6 +54,8 @@ MISTAKES = [  # a command, and a word of the line
     ([*TRAIN, "--config.parallel.data=3"], "parallel"),
     ([*TRAIN, "--config.model.context_length=100000"], "context_length"),
     ([*TRAIN, "--workdir=in.txt"], "in.txt"),
+    ([*TRAIN, "--workdir=gs://bucket/run"], "gs://bucket/run"),
+    ([*TRAIN, f"{CORPUS}text:s3://bucket/*.txt"], "s3://bucket"),
     ([*TRAIN, RUN, "--config.optim.beta1=0.5"], "optim.beta1"),
     ([*TRAIN, RUN, f"{CORPUS}text:bad.jsonl"], "corpus"),
     ([*TRAIN, f"{CORPUS}text:none.txt"], "none.txt"),

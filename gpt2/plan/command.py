@@ -26,11 +26,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("plan_devices", None, "As --plan, for simulated devices.", lower_bound=1)
     flags.DEFINE_string("plan_chips", None, "As --plan, for v5e-8, h100-8, target.txtpb-8, ...")
     flags.DEFINE_string("plan_text", None, "As --plan, with a file for the compiled step.")
-    flags.DEFINE_bool(
-        "plan_search",
-        False,
-        "As --plan, for a handful of layouts, the fastest first. What --config. gives stays.",
-    )
+    about = "As --plan, for a handful of layouts, the fastest first. What --config. gives stays."
+    flags.DEFINE_bool("plan_search", False, about)
 
 
 def is_asked() -> bool:
