@@ -56,6 +56,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         "broken": broken[["run", "state", "steps", "error"]].astype(str),
         "options": {
             arm.name: differences(first.config, arm.config)
+            | ({"code": ("that of the working tree", arm.commit)} if arm.commit else {})
             for first, *others in groups
             for arm in others
         },
