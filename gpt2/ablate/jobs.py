@@ -58,7 +58,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours:
     process is `max_hours` old, what still trains is saved and stops.
     """
     left, free, training = list(runs), list(slots), list[_Training]()
-    codes = {run.source: hash_code(run.source) for run in runs}
+    codes = {source: hash_code(source) for source in {run.source for run in runs}}
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while True:
