@@ -344,15 +344,15 @@ a run continues with another optimizer
     + return name.startswith("model.")
 runs of different code are pooled
     gpt2/ablate/sweep.py: tests/test_ablate.py -k different_code
-    - refuse(len(seeds) > 1, what
-    + refuse(len(seeds) > 2, what
+    - pools = len(seeds) > len(
+    + pools = len(seeds) > 1 + len(
 steps that a run no longer has count as its own
     gpt2/training/code.py: tests/test_ablate.py -k different_code
     - for each in starts if each["step"] < start["step"]] + [start]
     + for each in starts] + [start]
 a run of other code is taken over
     gpt2/ablate/takeover.py: tests/test_ablate.py -k taken_over
-    - or _facts(starts) != here(run.config.parallel.cpu_devices):
+    - or _facts(starts) != facts:
     + :
 a run on another text is taken over
     gpt2/ablate/takeover.py: tests/test_ablate.py -k taken_over

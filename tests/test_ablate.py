@@ -101,7 +101,6 @@ def test_two_axes_of_a_grid_do_not_set_the_same_option():
     assert len(arms(*vary, one_at_a_time=True)) == 3
 
 
-@pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
 def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
     monkeypatch.setattr("gpt2.ablate.arms.SOURCE", tmp_path)
     (tmp_path / "train.py").write_text("1")

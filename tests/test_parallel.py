@@ -184,6 +184,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
 def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr("gpt2.parallel.rules.platform_of", lambda _: "tpu")
+    monkeypatch.setattr("gpt2.parallel.rules.kernels_for", lambda _: "tpu")
     cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="dots")
     backend, state = state_of(parallel, cfg=cfg)
     loss = next_token_loss(GPT(cfg))
