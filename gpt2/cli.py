@@ -102,10 +102,7 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def define_config() -> None:
-    """Defines `--config=FILE` and its overrides `--config.a.b=v`.
-
-    FILE is Python, like those in configs/, or the config.json of a run, to repeat it.
-    """
+    """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
     about = (
         "File of options, see configs/, or a run's config.json; if not given, "
         "configs/quickstart.py. --config.group.option=value sets one of them."
@@ -122,7 +119,6 @@ class _ConfigFileParser(flags.ArgumentParser):
     """Reads a config file, or the record of a run."""
 
     def parse(self, name: str) -> ConfigDict:
-        """Returns the options of the file `name`."""
         return ConfigDict(read_options(name)).lock()
 
 
@@ -147,12 +143,8 @@ def define_run() -> None:
     """Defines the flags of a run: its options, its place, its time and its processes."""
     define_config()
     flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if not given.")
-    flags.DEFINE_float(
-        "max_seconds",
-        None,
-        "Stop, with all saved, before this process is so old; see docs/safety.md.",
-        lower_bound=1.0,
-    )
+    about = "Stop, with all saved, before this process is so old; see docs/safety.md."
+    flags.DEFINE_float("max_seconds", None, about, lower_bound=1.0)
     flags.DEFINE_bool("debug", False, "Compile without optimisation: edit, run and print sooner.")
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
     flags.DEFINE_integer("num_processes", None, "How many processes there are.", lower_bound=1)

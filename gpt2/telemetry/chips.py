@@ -3,8 +3,6 @@
 import re
 from typing import NamedTuple
 
-import jax
-
 
 class Chip(NamedTuple):
     """One JAX device: its name, TFLOP/s of dense products, and where that is from."""
@@ -80,10 +78,3 @@ def board_name(kind: str) -> str | None:
     """Returns the name in `BOARDS` of a `device.device_kind`, or None."""
     chip = find_chip(kind)
     return chip.name if chip and chip.memory else None
-
-
-def peak_memory() -> dict[str, float]:
-    """Returns `perf/peak_memory_bytes`, the most that a local device has held, if they tell."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
-    return {"perf/peak_memory_bytes": float(peak)} if peak else {}

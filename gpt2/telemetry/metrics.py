@@ -65,7 +65,10 @@ class MetricsFile(Writer):
         """Writes the oldest records in one call: only a kill inside it could tear a line."""
         if not number:
             return
-        lines = [_line(record) for record in self._records[:number]]
+        lines = list[bytes]()
+        for record in self._records[:number]:
+            finite = {n: value if math.isfinite(value) else None for n, value in record.items()}
+            lines.append(json.dumps(finite).encode() + b"\n")
         data = b"".join(lines)
         if os.pwrite(self._file, data, self._start) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -102,8 +105,3 @@ def _backwards(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
                     yield start, end, record
             end = start
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
-    return json.dumps(finite).encode() + b"\n"

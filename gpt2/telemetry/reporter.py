@@ -15,7 +15,6 @@ import jax
 
 from gpt2.config import Config, TrainConfig
 from gpt2.errors import DivergedError, tell, warn
-from gpt2.telemetry.chips import peak_memory
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
@@ -25,8 +24,7 @@ from gpt2.telemetry.writers import EventFile, Wandb, Writer
 class Reporter(AbstractContextManager):
     """Fetches the metrics of each step while the next one runs, so that no device waits for them.
 
-    Each scalar is logged under its name, every `log_every` steps and at the last. The context ends
-    with closed writers.
+    Each scalar is logged under its name, every `log_every` steps and at the last.
     """
 
     def __init__(self, writers: Sequence[Writer], clock: StepClock, options: TrainConfig):
@@ -79,7 +77,10 @@ class Reporter(AbstractContextManager):
             values["train/loss"] = statistics.fmean(self._losses or [math.nan])
             self._losses = []
             tokens = {"tokens": step * self._clock.tokens_per_step}
-            self.write(step, tokens | values | self._clock.read() | peak_memory())
+            stats = [device.memory_stats() or {} for device in jax.local_devices()]
+            peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
+            memory = {"perf/peak_memory_bytes": float(peak)} if peak else {}  # CPUs do not tell
+            self.write(step, tokens | values | self._clock.read() | memory)
 
     def _check(self, step: int, values: dict[str, float]) -> None:
         """Raises if a step ends the run, tells of one that is skipped, and keeps its loss."""

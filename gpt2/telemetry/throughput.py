@@ -40,12 +40,8 @@ class StepClock:
         cls, config: Config, tokens_per_step: int, before: Mapping[str, float] | None
     ) -> "StepClock":
         """Returns the clock of a run on all devices."""
-        return cls(
-            tokens_per_step,
-            model_flops_per_token(config.gpt()),
-            total_peak_flops(config.precision.compute),
-            before,
-        )
+        flops = model_flops_per_token(config.gpt())
+        return cls(tokens_per_step, flops, total_peak_flops(config.precision.compute), before)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -20,10 +20,7 @@ HeldOut = dict[str, tuple[float, Iterable[Any]]]
 
 
 class Batches:
-    """Reads a run's batches and puts them on the devices ahead of their use.
-
-    Each process reads the rows that its own devices hold.
-    """
+    """A run's batches: each process reads its own devices' rows, and puts them there ahead."""
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset, self._put, data = dataset, backend.put_batch, config.data

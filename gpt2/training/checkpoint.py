@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from gpt2.config import Config, ParallelConfig, load_config
+from gpt2.config import Config, ParallelConfig, load_config, with_options
 from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
 from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, identity, saved_steps
@@ -233,13 +233,9 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     `which` is `best` by validation loss (the latest if none was validated), `latest`, or a step.
     The options that suited the run's devices are set to their defaults.
     """
-    config = load_config(Path(workdir))
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, attention="auto"),
-        parallel=ParallelConfig(),
-        memory=dataclasses.replace(config.memory, remat="none"),
-    )
+    defaults = {"model.attention": "auto", "memory.remat": "none"}
+    config = with_options(load_config(Path(workdir)), defaults)
+    config = dataclasses.replace(config, parallel=ParallelConfig())
     if not (saved := saved_steps(workdir)):
         raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
     if damage := "; ".join(filter(None, (find_damage(workdir, s, ("metrics",)) for s in saved))):

@@ -93,6 +93,4 @@ def deciding_options(config: Config) -> dict[str, Any]:
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Returns in words which values of `old` are others in `new`, empty if none is."""
-    return "; ".join(
-        f"{name}={old[name]}, not {new[name]}" for name in old if old[name] != new[name]
-    )
+    return "; ".join(f"{n}={old[n]}, not {new[n]}" for n in old if old[n] != new[n])

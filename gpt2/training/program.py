@@ -76,20 +76,14 @@ class Program:
         chain = optimizer(config.optim, rates, **sizes)
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
         resolve_attention(gpt.config, devices[0])
-        backend = make_backend(
-            config.parallel,
-            gpt.logical_axes(),
-            list(devices),
-            gather_by=choose_gather(config, devices, num_params(shapes)),
-        )
+        gather = choose_gather(config, devices, num_params(shapes))
+        backend = make_backend(config.parallel, gpt.logical_axes(), list(devices), gather_by=gather)
         update = loss(gpt, config.loss), chain, rates
         options = dict(seed=config.seed, accumulate_steps=config.train.accumulate_steps)
-        steps = (
-            make_train_step(*update, **options),
-            make_watch_step(make_update(*update, **options)),
-            make_eval_step(evaluation_loss(gpt)),
-        )
-        program = cls(config, gpt, update[0], chain, backend, *steps)
+        train_step = make_train_step(*update, **options)
+        watch_step = make_watch_step(make_update(*update, **options))
+        eval_step = make_eval_step(evaluation_loss(gpt))
+        program = cls(config, gpt, update[0], chain, backend, train_step, watch_step, eval_step)
         sizes = dict(backend.mesh.shape)
         if config.parallel.strategy == "zero1":  # parameters are whole along fsdp
             del sizes["fsdp"]
@@ -181,7 +175,9 @@ class Program:
         return self._compile(self.backend.compile_train(self.train_step), state, batches)
 
     def _compile(self, step: Any, state: TrainState, batches: Sequence[Any]) -> CompiledStep:
-        compile_ = partial(compile_once, step, state, options=self._compiler_options)
+        cfg, platform = self.model.config, platform_of(self.backend.mesh.devices.flat[0])
+        options = compiler_options(cfg.remat, looped=cfg.loops_over_layers, platform=platform)
+        compile_ = partial(compile_once, step, state, options=options)
         steps = {batch["tokens"].shape[-1]: compile_(batch) for batch in batches}
         return StepByLength(steps) if len(steps) > 1 else steps.popitem()[1]
 
@@ -194,11 +190,6 @@ class Program:
             return lambda step, state, batch: None
         compiled = self._compile(self.backend.compile_watch(self.watch_step), state, batches)
         return lambda step, state, batch: None if step % every else compiled(state, batch)
-
-    @property
-    def _compiler_options(self) -> dict[str, str]:
-        cfg, platform = self.model.config, platform_of(self.backend.mesh.devices.flat[0])
-        return compiler_options(cfg.remat, looped=cfg.loops_over_layers, platform=platform)
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
         """Compiles `(params, batch) -> {name: (sum, count)}`."""

@@ -148,10 +148,7 @@ def make_update(
 
 
 def make_train_step(
-    loss: LossFn,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    **options: Any,
+    loss: LossFn, optimizer: optax.GradientTransformation, schedule: optax.Schedule, **options: Any
 ) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
     """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
@@ -160,8 +157,7 @@ def make_train_step(
     update = make_update(loss, optimizer, schedule, **options)
 
     def train_step(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Any:
-        new_state, metrics, _, _ = update(state, batch, map_sum)
-        return new_state, metrics
+        return update(state, batch, map_sum)[:2]
 
     return train_step
 

@@ -86,9 +86,8 @@ def refuse_changes(workdir: Path, config: Config) -> None:
         what = f"{workdir} holds a run with {changed}"
         raise UserError(what, "Give another --workdir, or the run's value")
     latest, num_steps = newest_whole_step(workdir, read=False) or 0, config.train.num_steps
-    if latest > num_steps:
-        what = f"{workdir} holds a run of {latest} steps, more than train.num_steps={num_steps}"
-        raise UserError(what, "Give another --workdir, or as many steps")
+    what = f"{workdir} holds a run of {latest} steps, more than train.num_steps={num_steps}"
+    refuse(latest > num_steps, what, "Give another --workdir, or as many steps")
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:

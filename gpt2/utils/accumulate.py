@@ -19,10 +19,7 @@ def accumulate(
     """
     if num_micro_batches == 1:
         return function(batch, jnp.int32(0))
-    micro_batches = jax.tree.map(
-        lambda x: x.reshape(num_micro_batches, x.shape[0] // num_micro_batches, *x.shape[1:]),
-        batch,
-    )
+    micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
 
     def body(total, indexed_micro_batch):
         index, micro_batch = indexed_micro_batch

@@ -5,7 +5,7 @@ products by name. All between them, such as norms and activations, is computed a
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import flax.linen as nn
 from jax.ad_checkpoint import Offloadable, Recompute, Saveable
@@ -41,9 +41,16 @@ def remat(
     if policy == "none":
         return block
     arguments = list(inspect.signature(block.__call__).parameters)  # self is number 0
+    on_host = Offloadable(src="device", dst="pinned_host")
+    kept = on_host if policy == "offload" else Saveable
+
+    def keep(operation, *_, **parameters):
+        name = parameters["name"] if operation.name == "name" else operation.name
+        return kept if name in KEPT[policy] else Recompute
+
     return nn.remat(
         block,
-        policy=_keep(KEPT[policy], on_host=policy == "offload"),
+        policy=keep,
         # XLA cannot merge a loop's body with its recomputation. A barrier against that costs time.
         prevent_cse=not looped,
         static_argnums=tuple(arguments.index(name) for name in static),
@@ -57,14 +64,3 @@ def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, s
     """
     undone = platform == "cpu" and not looped and policy != "none"
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if undone else {}
-
-
-def _keep(names: Collection[str], *, on_host: bool) -> Callable:
-    """Returns a policy as `jax.checkpoint` takes it."""
-    kept = Offloadable(src="device", dst="pinned_host") if on_host else Saveable
-
-    def policy(operation, *_, **parameters):
-        name = parameters["name"] if operation.name == "name" else operation.name
-        return kept if name in names else Recompute
-
-    return policy

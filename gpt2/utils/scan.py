@@ -63,9 +63,8 @@ def report(module: nn.Module, name: str, total: jax.Array, count: jax.Array | fl
 
 def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Returns `{PATH/name: (total, count)}` of what modules `report`, layer by layer."""
-    pairs = jax.tree_util.tree_leaves_with_path(
-        in_layout(collection, scanned=False), is_leaf=lambda node: isinstance(node, tuple)
-    )
+    tree = in_layout(collection, scanned=False)
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))
     return {"/".join(entry.key for entry in path): pair for path, pair in pairs}
 
 
