@@ -13,7 +13,7 @@ from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.evals import scoring
 from gpt2.evals.core import core
-from gpt2.evals.examples import after, cbt, hellaswag, lambada, read_cbt
+from gpt2.evals.examples import after, hellaswag, lambada
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import mean, ratio
 from gpt2.evals.scoring import Scorer, continuation, windows
@@ -155,83 +155,34 @@ def figures_by_metric(figures):
     return {figure.metric: figure for figure in figures}
 
 
-def test_lambada_scores_last_token_and_last_word(params, scorer, tmp_path):
+def test_lambada_scores_the_last_token(params, scorer, tmp_path):
     path = tmp_path / "lambada.jsonl"
     texts = ["the cat sat on the mat", "a dog ran home"]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     figures = figures_by_metric(lambada(scorer, BYTES, path))
-    token, word = [], []
-    for text in texts:
-        ids = BYTES.encode(text).tolist()
-        token.append(log_prob_by_hand(params, ids[:-1], ids[-1:]))
-        cut = text.rindex(" ")
-        word.append(log_prob_by_hand(params, ids[:cut], ids[cut:]))
-    for name, log_probs in (("last token", token), ("last word", word)):
-        expected = math.exp(-np.mean(log_probs))
-        assert figures[f"perplexity, {name}"].value == pytest.approx(expected, rel=1e-4)
-        assert figures[f"accuracy, {name}"].num_examples == 2
+    rows = [BYTES.encode(text).tolist() for text in texts]
+    expected = math.exp(-np.mean([log_prob_by_hand(params, row[:-1], row[-1:]) for row in rows]))
+    assert figures["perplexity, last token"].value == pytest.approx(expected, rel=1e-4)
+    assert figures["accuracy, last token"].num_examples == 2
 
 
-def test_hellaswag_normalises_in_both_ways(params, scorer, tmp_path):
-    endings = ["runs away", "x", "eats a very long meal [step] and sleeps", "sits down"]
-    examples = [
-        dict(
-            ctx=f"A man {i} walks." + " he" * (i % 2),
-            ctx_a=f"A man {i} walks.",
-            ctx_b="he" * (i % 2),  # empty in WikiHow's rows
-            activity_label="Walking",
-            endings=endings,
-            label=i % 4,
-        )
-        for i in range(6)
-    ]
+def test_hellaswag_sums_and_normalises_by_token(params, scorer, tmp_path):
+    endings = ["runs away", "x", "eats a very long meal and sleeps", "sits down"]
+    contexts = [f"A man {i} walks." for i in range(6)]
     path = tmp_path / "hellaswag.jsonl"
-    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    rows = ({"ctx": c, "endings": endings, "label": i % 4} for i, c in enumerate(contexts))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = figures_by_metric(hellaswag(scorer, BYTES, path))
-
-    def accuracy(context, clean, lengths):
-        right = 0
-        for example in examples:
+    for name, power in (("acc", 0), ("acc_norm, llm.c", 1)):
+        right = []
+        for i, context in enumerate(contexts):
             values = [
-                log_prob_by_hand(params, BYTES.encode(context(example)), BYTES.encode(f" {e}"))
-                / (len(e) + 1 if lengths == "tokens" else len(e) if lengths else 1)
-                for e in map(clean, endings)
+                log_prob_by_hand(params, BYTES.encode(context), BYTES.encode(f" {e}"))
+                / (len(e) + 1) ** power
+                for e in endings
             ]
-            right += int(np.argmax(values)) == example["label"]
-        return right / len(examples)
-
-    def cleaned(text):
-        return text.replace("[step]", "").replace("  ", " ")
-
-    def labelled(example):
-        return f"Walking: {example['ctx_a']} {example['ctx_b'].capitalize()}".rstrip()
-
-    assert figures["acc"].value == accuracy(lambda e: e["ctx"], str, None)
-    assert figures["acc_norm, llm.c"].value == accuracy(lambda e: e["ctx"], str, "tokens")
-    assert figures["acc, harness"].value == accuracy(labelled, cleaned, None)
-    assert figures["acc_norm, harness"].value == accuracy(labelled, cleaned, "characters")
-
-
-def cbt_block(answer):
-    sentences = "".join(f"{i} Sentence {i} .\n" for i in range(1, 21))
-    return f"{sentences}21 The XXXXX left .\t{answer}\t\tking|queen|dog\n"
-
-
-def test_cbt_fills_the_gap(params, scorer, tmp_path):
-    path = tmp_path / "cbt.txt"
-    path.write_text(cbt_block("queen") + "\n" + cbt_block("dog"))
-    blocks = list(read_cbt(path))
-    assert blocks[1][1:] == ("The XXXXX left .", "dog", ["king", "queen", "dog"])
-    (figure,) = cbt(scorer, BYTES, path)
-    context = BYTES.encode(f"{blocks[0][0]} The")[-100:]
-    # All candidates see the same context, cut to what fits beside the longest; scores by hand
-    # differ between candidates by far more than by that cut.
-    values = [
-        log_prob_by_hand(params, context, BYTES.encode(f" {word} left ."))
-        for word in ("king", "queen", "dog")
-    ]
-    best = ("king", "queen", "dog")[int(np.argmax(values))]
-    assert figure.value == np.mean([best == "queen", best == "dog"])
+            right.append(int(np.argmax(values)) == i % 4)
+        assert figures[name].value == np.mean(right)
 
 
 def test_texts_are_scored_by_token_word_and_byte(params, scorer, tmp_path):
@@ -264,7 +215,7 @@ def test_wikitext_is_detokenised():
 
 @pytest.mark.parametrize("label", ["", "4", -1, None])
 def test_hellaswag_without_its_answers_is_refused(scorer, tmp_path, label):
-    example = dict(ctx="a b", ctx_a="a", ctx_b="b", activity_label="c", endings=list("defg"))
+    example = dict(ctx="a b", endings=list("defg"))
     lines = (json.dumps(example | {"label": label}) for label in (3, "0", label))
     (tmp_path / "hellaswag.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=f"label '{label}'"):

@@ -11,7 +11,7 @@ from gpt2.data.dataset import prepare, refuse_other
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import refuse
 from gpt2.evals.core import core
-from gpt2.evals.examples import cbt, hellaswag, lambada
+from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.report import Figure
 from gpt2.evals.scoring import Scorer
@@ -26,7 +26,6 @@ TEXTS: dict[str, tuple[str, Callable[..., list[Figure]]]] = {
 EXAMPLES: dict[str, tuple[str, Callable[..., list[Figure]]]] = {
     "lambada": ("lambada.jsonl", lambada),
     "hellaswag": ("hellaswag.jsonl", hellaswag),
-    "cbt": ("cbt.txt", cbt),
     "core": ("core.yaml", core),
 }
 TASKS = TEXTS | EXAMPLES
