@@ -220,7 +220,7 @@ def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
         measure.measure(cases("train", "torch"), rounds=1, seconds=0.0)
     fake.setattr(Fake, "device", property(lambda self: f"{len(self.name)} x H100"))
     with pytest.raises(UserError, match="torch runs on 5 x H100, and jax on 3 x H100"):
-        list(measure.verify(cases()["jax"], ["torch"]))
+        measure.measure(cases("train", "torch"), rounds=1, seconds=0.0)
 
 
 def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):

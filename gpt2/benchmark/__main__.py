@@ -6,7 +6,7 @@ r"""Measures what a training step takes, alone or beside PyTorch's.
 times the step of a config, in turn with PyTorch's and with an option changed. Warm-up, compilation
 and data are outside the times; clipping and the optimizer are inside. Beside peers, dropout is 0,
 the rate constant and the vocabulary a multiple of 64. First steps from the same weights are
-compared, and what differs is not timed. `verify` compares alone. For a first look, --rounds=1 does.
+compared, and what differs is not timed. For a first look, --rounds=1 does.
 
 `generate` continues prompts of half of the context to its end, greedily. `attention` compares an
 implementation with the reference: values, gradients and times. `loop` takes steps by train.py
@@ -37,13 +37,13 @@ from gpt2.config import Config, with_options
 from gpt2.config.run import tokens_by_name
 from gpt2.errors import UserError, refuse
 
-COMMANDS = ("train", "verify", "generate", "attention", "loop", "suite", "machine")
+COMMANDS = ("train", "generate", "attention", "loop", "suite", "machine")
 
 
 def define_flags() -> None:
     """Defines the flags of all commands."""
     cli.define_config()
-    flags.DEFINE_list("peers", [], "train, verify: torch, torch_compile or both.")
+    flags.DEFINE_list("peers", [], "train: torch, torch_compile or both.")
     about = "train, generate: our side with OPTION=VALUE,... or XLA_FLAGS=...; a flag for each."
     flags.DEFINE_multi_string("vary", [], about)
     flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
@@ -66,9 +66,9 @@ def main(command: str) -> int:
     rows = []
     for row in make_rows(command, output):
         rows.append(row)
-        if args.json or command == "machine":
+        if args.json:
             print(json.dumps(row), flush=True)
-    if not (args.json or command == "machine"):
+    if not args.json:
         print(table(rows))
     return int(not all(row.get("passed", True) for row in rows))
 
@@ -79,7 +79,7 @@ def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
     if command == "machine":
         yield suite.describe_machine(output)
         return
-    config = make_config(peers := args.peers or ["torch"] * (command == "verify"))
+    config = make_config(args.peers)
     if command == "attention":
         from gpt2.benchmark.attention import check_attention
 
@@ -88,13 +88,9 @@ def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
         from gpt2.benchmark.loop import measure_loop
 
         yield measure_loop(config, args.steps, output)
-    elif command == "verify":
-        for name, agreements in measure.verify(measure.Case("train", config), peers):
-            worst = max(agreements, key=lambda each: (not each.holds, each.found))
-            yield {"name": name, "passed": worst.holds, "check": str(worst)}
     else:
         case = measure.Case(command, config)
-        cases = {measure.OURS: case} | dict.fromkeys(peers if command == "train" else (), case)
+        cases = {measure.OURS: case} | dict.fromkeys(args.peers if command == "train" else (), case)
         cases |= {text: case.varied(text) for text in args.vary}
         yield from measure.measure(cases, rounds=args.rounds, seconds=args.seconds)
 

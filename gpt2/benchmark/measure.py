@@ -15,14 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.stats
 
-from gpt2.benchmark.first_step import Agreement, compare
+from gpt2.benchmark.first_step import compare
 from gpt2.config import Config, read_option, with_options
 from gpt2.errors import UserError, refuse
 from gpt2.utils import launch
@@ -116,7 +116,8 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             first, _, usual = player.ask(3)  # the first compiles if that was not done
             if compared and name in (OURS, *compared):
                 player.ask(str(shown / name))
-                wrong = next((each for each in _compare(shown, name) if not each.holds), None)
+                sides = (pickle.loads((shown / side).read_bytes()) for side in (OURS, name))
+                wrong = next((each for each in compare(*sides) if not each.holds), None)
                 what = f"{name} does not compute what {OURS} computes: {wrong}"
                 refuse(wrong, what, "Choose options that plain GPT-2 has, or leave out --peers")
             steps = max(1, math.ceil(seconds / usual))
@@ -162,21 +163,6 @@ def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
         return np.exp(logs).tolist()
     half = scipy.stats.t.ppf(0.975, len(logs) - 1) * scipy.stats.sem(logs)
     return np.exp(logs.mean() + np.array([0, -half, half])).tolist()
-
-
-def verify(case: Case, peers: Sequence[str]) -> Iterator[tuple[str, list[Agreement]]]:
-    """Yields, for each peer, how its first training steps compare with this project's."""
-    players: dict[str, Player] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        for name in (OURS, *peers):
-            with contextlib.closing(_start(name, case, 1, players)) as player:
-                player.ask(str(Path(directory) / name))
-            if name != OURS:
-                yield name, _compare(Path(directory), name)
-
-
-def _compare(shown: Path, name: str) -> list[Agreement]:
-    return list(compare(*(pickle.loads((shown / side).read_bytes()) for side in (OURS, name))))
 
 
 def _start(name: str, case: Case, number: int, players: dict[str, Player]) -> Player:
