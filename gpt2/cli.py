@@ -14,7 +14,6 @@ from gpt2.config.options import no_option, require_option
 from gpt2.config.run import Config, read_options
 from gpt2.errors import (
     UserError,
-    by_word,
     exit_on_user_error,
     leave_at_interrupt,
     raise_at_interrupt,
@@ -42,9 +41,6 @@ def run(
     sys.argv[1:] = map(_with_home, sys.argv[1:])
     if define_flags:
         app.define_help_flags()
-        command = sys.modules["__main__"]  # whose docstring is the head of --help
-        about = flags.doc_to_help(command.__doc__ or "")
-        command.__doc__ = by_word(f"{about}\n", flags.get_help_width())
         known = set(flags.FLAGS)
         define_flags()
         for name in set(flags.FLAGS) - known:

@@ -4,14 +4,11 @@ import contextlib
 import difflib
 import errno
 import os
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import TextIO
 
 
@@ -90,18 +87,7 @@ def tell(message: str, stream: TextIO | None = None) -> None:
     """Prints a message at once, on stderr unless `stream` is given. It may be lost: `unheard`."""
     stream = stream or sys.stderr
     with unheard(stream):
-        if stream.isatty():
-            message = by_word(message, shutil.get_terminal_size().columns)
         print(message, file=stream, flush=True)
-
-
-def by_word(text: str, width: int) -> str:
-    """Breaks lines between words, but none that is indented: commands and tables stay whole."""
-    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(  # a run's first screen has a second column
-        line if line[:1] == " " else fill(line, subsequent_indent=" " * 9 * ("  " in line[:9]))
-        for line in text.split("\n")
-    )
 
 
 @contextlib.contextmanager
@@ -144,14 +130,7 @@ _next_command = ""
 
 
 def begin_process() -> None:
-    """Lets Ctrl-C end imports, and gives the streams that a shell has closed (`>&-`) a place."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the number: else the next file would
-    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+    """Lets Ctrl-C end imports."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
