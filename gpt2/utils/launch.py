@@ -4,7 +4,6 @@ import ctypes
 import glob
 import importlib.util
 import os
-import runpy
 import signal
 import sys
 import time
@@ -26,13 +25,6 @@ _GPU_FLAGS = (
 _CPU_FLAG = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"  # for little memory
 _chosen: set[str] = set()  # variables of JAX's cache that this process set
 _imported = time.monotonic()
-
-
-def run_script() -> None:
-    """Runs what a script of pyproject.toml names: `gpt2-train` train.py, `gpt2-hf` gpt2.hf, ..."""
-    name = Path(sys.argv[0]).stem.removeprefix("gpt2-")
-    module = {"train": "train", "eval": "eval", "prepare": "gpt2.data.prepare"}
-    runpy.run_module(module.get(name, f"gpt2.{name}"), run_name="__main__", alter_sys=True)
 
 
 def prepare_process() -> None:
