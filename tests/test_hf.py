@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import peer
 import pytest
-from safetensors.numpy import load_file
 
 from gpt2 import hf
 from gpt2.config import GPTConfig
@@ -104,26 +103,6 @@ def test_16_bit_weights_load_as_float32(tmp_path):
     _, loaded = hf.load(directory)
     assert loaded["wpe"]["embedding"].dtype == np.float32
     chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: x.astype(np.float32), expected))
-
-
-@peer.needs_peers
-def test_a_file_of_pytorch_loads_the_same(tmp_path):
-    import torch
-
-    directory = peer.write_model(tmp_path, "tied")
-    expected = hf.load(directory)
-    state = {k: torch.from_numpy(v) for k, v in load_file(directory / WEIGHTS).items()}
-    # Transposed in memory, and a mask that is no parameter.
-    name = "transformer.h.0.mlp.c_fc.weight"
-    state[name] = state[name].T.contiguous().T
-    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    (directory / WEIGHTS).unlink()
-    for stream in (True, False):
-        torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=stream)
-        chex.assert_trees_all_equal(hf.load(directory), expected)
-    torch.save({"a": print}, tmp_path / "pytorch_model.bin")  # code is not run
-    with pytest.raises(UserError, match="cannot be read"):
-        hf.load(directory)
 
 
 @pytest.mark.parametrize(

@@ -82,21 +82,6 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(name, o
     assert theirs == prompt[:9] + ours
 
 
-def test_gpt2s_own_files_are_read_and_damaged_ones_noticed(tmp_path):
-    tokenizer = TOKENIZERS["bpe"]()
-    save_tokenizer(tmp_path, tokenizer, 64)
-    model = Backend.from_file(str(tmp_path / "tokenizer.json")).model
-    (tmp_path / "tokenizer.json").unlink()
-    model.save(str(tmp_path))  # vocab.json and merges.txt
-    cfg = GPTConfig(vocab_size=tokenizer.vocab_size)
-    np.testing.assert_array_equal(
-        load_tokenizer(tmp_path, cfg).encode(TEXT), tokenizer.encode(TEXT)
-    )
-    (tmp_path / "vocab.json").write_text('{"a": 0}')
-    with pytest.raises(UserError, match="vocab"):
-        load_tokenizer(tmp_path, cfg)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rows", [192, 500])
 def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path):

@@ -1,7 +1,7 @@
 """A Hugging Face directory, read and written.
 
-It holds config.json, the weights (model.safetensors or pytorch_model.bin, whole or in shards) and
-the tokenizer. Rows of the vocabulary beyond the tokenizer's are padding, neither read nor written.
+It holds config.json, the weights (model.safetensors, whole or in shards) and the tokenizer. Rows of
+the vocabulary beyond the tokenizer's are padding, neither read nor written.
 """
 
 import dataclasses
@@ -104,10 +104,8 @@ def require_new(directory: Path) -> None:
 
 def _read_weights(directory: Path) -> dict[str, np.ndarray]:
     """Reads the weights of a directory, from one file or from the shards that an index lists."""
-    kinds, ending = ("model.safetensors", "pytorch_model.bin"), ".index.json"
-    present = {path.name.removesuffix(ending) for path in directory.iterdir()}
-    path = directory / next((kind for kind in kinds if kind in present), kinds[0])
-    index = path.with_name(path.name + ending)
+    path = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
     weights: dict[str, np.ndarray] = {}
     try:
         paths = [path]
@@ -115,20 +113,9 @@ def _read_weights(directory: Path) -> dict[str, np.ndarray]:
             names = json.loads(index.read_text("utf-8"))["weight_map"].values()
             paths = [directory / name for name in sorted(set(names))]
         for path in paths:
-            weights |= _read_file(path)
+            with safe_open(path, framework="np") as file:
+                weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return weights
-    except ImportError:
-        raise UserError(f"{path} needs PyTorch", "Install it, or give safetensors") from None
     except Exception as error:  # each library raises its own
         what = f"{path} cannot be read: {error}".partition("\n")[0]
-        raise UserError(what, "Download it again") from None
-
-
-def _read_file(path: Path) -> dict[str, np.ndarray]:
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    import torch
-
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    return {name: tensor.float().numpy() for name, tensor in state.items()}
+        raise UserError(what, "Save or download it again as safetensors") from None

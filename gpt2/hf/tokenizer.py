@@ -2,7 +2,6 @@
 
 import importlib.resources
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from gpt2.errors import UserError
 
 
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
-    """Reads tokenizer.json, or vocab.json and merges.txt; with neither, GPT-2's own if it fits."""
-    tokenizer, rows = _read(Path(directory)), cfg.vocab_size
+    """Reads tokenizer.json; without one, GPT-2's own if it fits."""
+    path, rows = Path(directory) / "tokenizer.json", cfg.vocab_size
+    tokenizer = ours.load(path) if path.is_file() else None
     if tokenizer is None and rows == ours.GPT2_END_OF_TEXT + 1:
         tokenizer = ours.gpt2_tokenizer()
     # Programs pad a vocabulary to a multiple of 64 or 128, for faster matrix products, or leave
@@ -36,23 +36,6 @@ def count_tokens(directory: Path, cfg: GPTConfig) -> int:
         return load_tokenizer(directory, cfg).vocab_size
     except UserError:
         return cfg.vocab_size
-
-
-def _read(directory: Path) -> ours.Tokenizer | None:
-    """Reads the tokenizer that lies in a directory, if one does."""
-    if (directory / "tokenizer.json").is_file():
-        return ours.load(directory / "tokenizer.json")
-    files = [directory / name for name in ("vocab.json", "merges.txt")]
-    if not all(file.is_file() for file in files):
-        return None
-    try:
-        tree = _byte_level(models.BPE.from_file(*map(str, files)))
-    except Exception as error:  # the library raises no narrower kind
-        raise UserError(f"vocab.json and merges.txt in {directory} fail: {error}") from None
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "tokenizer.json"
-        path.write_text(json.dumps(tree), encoding="utf-8")
-        return ours.load(path)
 
 
 def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: int) -> None:
