@@ -27,7 +27,7 @@ from gpt2.generate import write_samples
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import Deadline, StopSignal, distributed, find_devices, gather_whole
+from gpt2.parallel import StopSignal, distributed, find_devices, gather_whole
 from gpt2.plan import command as plan
 from gpt2.profile import Profiler
 from gpt2.telemetry import Reporter, StepClock, plot_losses, timed
@@ -134,8 +134,7 @@ def train(
     profiler = Profiler(workdir / "profile", config.logging, train_step.text)
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, train_step, start_over)
-    deadline = Deadline(flags.FLAGS.max_seconds, lambda: checkpointer.longest_seconds)
-    stop = StopSignal(deadline.is_over)
+    stop = StopSignal()
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
     with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
@@ -179,8 +178,8 @@ def train(
     if checkpointer.failure:
         raise UserError(checkpointer.failure, "Mend that, and repeat the command", exit_code=5)
     if stop.requested and stop.is_agreed:
-        by = "--max_seconds" if stop.is_late else stop.requested.name
-        tell(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
+        name = stop.requested.name
+        tell(f"stopped by {name} at step {step}; the same command continues", sys.stdout)
         return 128 + stop.requested
     params = gather_whole(state.eval_params, program.backend.mesh)
     if jax.process_index() == 0:

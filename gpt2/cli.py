@@ -136,11 +136,9 @@ def overrides() -> dict[str, Any]:
 
 
 def define_run() -> None:
-    """Defines the flags of a run: its options, its place, its time and its processes."""
+    """Defines the flags of a run: its options, its place and its processes."""
     define_config()
     flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if not given.")
-    about = "Stop, with all saved, before this process is so old; see docs/safety.md."
-    flags.DEFINE_float("max_seconds", None, about, lower_bound=1.0)
     flags.DEFINE_bool("debug", False, "Compile without optimisation: edit, run and print sooner.")
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
     flags.DEFINE_integer("num_processes", None, "How many processes there are.", lower_bound=1)

@@ -113,16 +113,6 @@ def test_a_killed_process_ends_the_other_and_the_pair_continues_exactly(tmp_path
     assert first == second and (workdir / "checkpoints" / first).is_dir()
 
 
-@pytest.mark.slow
-def test_a_limit_of_time_stops_both_after_the_same_step(tmp_path):
-    workdir, limit = tmp_path / "run", 150
-    with Pair(workdir, f"--max_seconds={limit}", "--config.train.checkpoint_every=0") as pair:
-        assert pair.ends(limit) == [143, 143], pair.output()
-    first, second = re.findall(r"stopped by --max_seconds at step (\d+);", pair.output())
-    assert first == second and (workdir / "checkpoints" / first).is_dir()
-    assert max(pair.losses()) == int(first)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, index):

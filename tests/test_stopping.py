@@ -1,4 +1,4 @@
-"""A run stops on signals and in time for a limit, and continues to the same bits."""
+"""A run stops on signals, and continues to the same bits."""
 
 import re
 import shutil
@@ -10,11 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from gpt2.parallel import stop
-from gpt2.parallel.stop import Deadline, StopSignal
+from gpt2.parallel.stop import StopSignal
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.utils import launch
 from tests.helpers import (
     ROOT,
     TINY,
@@ -56,42 +54,6 @@ def slow_saves(tmp_path):
         return path
 
     return write
-
-
-def test_a_run_stops_while_two_of_its_longest_steps_and_a_save_still_fit(monkeypatch):
-    now, save = 20.0, 0.0
-    monkeypatch.setattr(launch, "seconds_since_start", lambda: now)
-    monkeypatch.setattr(stop.time, "monotonic", lambda: now)
-    limit, unlimited = Deadline(100.0, lambda: save), Deadline(None, lambda: save)
-    for seconds in (1.0, 6.0, 1.0):  # a validation follows the second
-        now += seconds
-        assert not limit.is_over(1)
-    save = 20.0
-    needed = stop.MARGIN * (2 * 6.0 + save) + stop.MARGIN_SECONDS
-    signals = StopSignal(limit.is_over)
-    while not signals.reached(2):
-        now += 0.5
-    assert 100.0 - needed < now <= 100.0 - needed + 0.5
-    assert signals.is_late and signals.requested == signal.SIGTERM
-    now = 1000.0
-    assert not StopSignal(unlimited.is_over).reached(2)
-
-
-@pytest.mark.slow
-def test_a_run_with_a_limit_ends_before_it_with_all_saved_and_continues(tmp_path, slow_saves):
-    workdir, limit, script = tmp_path / "run", 60, slow_saves(5)
-    options = [f"--max_seconds={limit}", "--config.train.checkpoint_every=1000"]
-    steps = [0]
-    for _ in range(2):
-        began = time.monotonic()
-        code, stdout, told = run(workdir, *ENDLESS, *options, script=script)
-        assert code == 143, told
-        assert limit - 40 < time.monotonic() - began < limit
-        found = re.search(r"stopped by --max_seconds at step (\d+)", stdout)
-        steps.append(int(found[1]))
-        assert (workdir / "checkpoints" / found[1]).is_dir()
-    assert 0 < steps[1] < steps[2]
-    assert [line["step"] for line in metrics_of(workdir)] == list(range(1, steps[2] + 1))
 
 
 LOOP = "errors.leave_at_interrupt('it continues'); signal.signal(signal.SIGINT, lambda *_: 0)"

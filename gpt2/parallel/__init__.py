@@ -30,7 +30,7 @@ from gpt2.parallel.state import (
     gather_whole,
     state_bytes,
 )
-from gpt2.parallel.stop import Deadline, StopSignal
+from gpt2.parallel.stop import StopSignal
 
 Backend = PjitBackend | PmapBackend
 

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,6 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._directory = self._workdir / "checkpoints"
         self._saving: int | None = None
         self.failure = ""  # why the newest state that was to be saved is not
-        self.longest_seconds = 0.0  # of a save
         score = lambda metrics: metrics[METRIC]  # noqa: E731
         best = policy.BestN(
             get_metric_fn=score, reverse=True, n=1, keep_checkpoints_without_metrics=False
@@ -66,7 +64,6 @@ class Checkpointer(contextlib.AbstractContextManager):
             cleanup_tmp_directories=not read_only,
             async_options=ocp.options.AsyncOptions(
                 barrier_sync_fn=self._wait_for_others if jax.process_count() > 1 else None,
-                post_finalization_callback=self._note_seconds,
                 create_directories_asynchronously=False,  # or a read-only disk is tried for minutes
             ),
         )
@@ -84,9 +81,6 @@ class Checkpointer(contextlib.AbstractContextManager):
             if isinstance(error := sys.exception(), Exception):
                 raise self._for_all(error)
             ocp.multihost.get_barrier_sync_fn()(**options)
-
-    def _note_seconds(self) -> None:
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - self._began)
 
     def best(self) -> tuple[int, float] | None:
         """Returns the step with the lowest validation loss, and that loss, or None."""
@@ -122,7 +116,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if distributed.from_first(shutil.disk_usage(self._workdir).free < needed):
             self._warn(step, "no room is left on the disk")  # a save would fill it, and fail
             return
-        self._saving, self._began = step, time.monotonic()
+        self._saving = step
         layout = {
             "scan_layers": is_scanned(state.params),
             "guard": state.guard is not None,
