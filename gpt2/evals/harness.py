@@ -53,11 +53,6 @@ class HarnessModel(LM):
         self._scorer = Scorer(self._cfg, self._params)
         self._seed = seed
 
-    @property
-    def tokenizer_name(self) -> str:
-        """Names the tokenizer, for the harness' cache of requests."""
-        return self._tokenizer.name
-
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
@@ -67,10 +62,7 @@ class HarnessModel(LM):
         scores = self._scorer.score(
             [after(self._tokenizer, context, text, T) for context, text in pairs]
         )
-        results = [(score.log_prob, score.greedy) for score in scores]
-        for pair, result in zip(pairs, results, strict=True):
-            self.cache_hook.add_partial("loglikelihood", pair, result)
-        return results
+        return [(score.log_prob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -87,8 +79,6 @@ class HarnessModel(LM):
         results = [0.0] * len(requests)
         for owner, score in zip(owners, self._scorer.score(parts), strict=True):
             results[owner] += score.log_prob
-        for request, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -105,7 +95,6 @@ class HarnessModel(LM):
                 continued = self._generate(contexts, requests[rows[0]].args[1])
                 for row, text in zip(rows, continued, strict=True):
                     texts[row] = text
-                    self.cache_hook.add_partial("generate_until", requests[row].args, text)
         return texts
 
     def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
