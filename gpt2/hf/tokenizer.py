@@ -18,7 +18,8 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     """Reads tokenizer.json; without one, GPT-2's own if it fits."""
     path, rows = Path(directory) / "tokenizer.json", cfg.vocab_size
     tokenizer = ours.load(path) if path.is_file() else None
-    if tokenizer is None and rows == ours.GPT2_END_OF_TEXT + 1:
+    other = (Path(directory) / "vocab.json").exists()  # whose tokens may be others
+    if tokenizer is None and not other and rows == ours.GPT2_END_OF_TEXT + 1:
         tokenizer = ours.gpt2_tokenizer()
     # Programs pad a vocabulary to a multiple of 64 or 128, for faster matrix products, or leave
     # rows for tokens to come: Qwen 3 has 151,936 for 151,669 tokens, Pythia 50,688 for 50,277.
@@ -26,7 +27,9 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     is_padded = rows % 64 == 0 and known < rows <= max(-(-known // 128) * 128, 1.01 * known)
     if tokenizer is None or not (rows == known or is_padded):
         what = f"{directory} holds no tokenizer of its model's {rows} tokens"
-        raise UserError(what, "Add the tokenizer.json that it came with")
+        raise UserError(
+            what, "Add its tokenizer.json, as AutoTokenizer's save_pretrained writes it"
+        )
     return tokenizer
 
 
