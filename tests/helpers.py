@@ -37,9 +37,9 @@ def thorough(*values, **options):
     return pytest.param(*values, marks=pytest.mark.thorough, **options)
 
 
-def train_with(lines):
-    """Returns a train.py that runs some lines of Python, such as patches, before its run."""
-    return f"""
+def patched(folder, lines):
+    """Writes a train.py that runs some lines of Python before its run, and returns its path."""
+    text = f"""
 from gpt2.utils import launch
 launch.prepare_process()
 import train
@@ -47,6 +47,8 @@ from gpt2 import cli
 {lines}
 cli.run(train.main, train.define_flags, default_config="quickstart")
 """
+    (folder / "patched.py").write_text(text)
+    return folder / "patched.py"
 
 
 def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
@@ -105,9 +107,10 @@ def write_words(folder, number, words):
     return folder / "*.txt"
 
 
-def metrics_of(workdir):
-    """Returns the lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+def metrics_of(workdir, speed=True):
+    """Returns the lines of a run's metrics.jsonl, or what of them does not hang on the clock."""
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return [{k: line[k] for k in line if speed or not k.startswith("perf/")} for line in lines]
 
 
 def wait_for_step(process, workdir, step):

@@ -26,10 +26,13 @@ from gpt2.hf.family import Tensor
 from gpt2.model import GPT
 from gpt2.utils.scan import find_leaf
 
-needs_peers = pytest.mark.skipif(
-    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
-    reason="needs PyTorch and transformers: pip install -e '.[peers]'",
-)
+
+def needs_peers(test):
+    """Marks a test that needs PyTorch and transformers, which a machine may lack."""
+    missing = not all(map(importlib.util.find_spec, ("torch", "transformers")))
+    reason = "needs PyTorch and transformers: pip install -e '.[peers]'"
+    return pytest.mark.peers(pytest.mark.skipif(missing, reason=reason)(test))
+
 
 GOLDEN = Path(__file__).parent / "golden"
 NUM_NEW = 64

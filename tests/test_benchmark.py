@@ -57,6 +57,7 @@ def difference(ours, theirs):
 BFLOAT16 = {"precision__compute": "bfloat16"}
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     "options",
     [{}, BFLOAT16, {"train__accumulate_steps": 2, "data__batch_size": 16}, {"model__bias": False}],
@@ -70,6 +71,7 @@ def test_a_peer_computes_what_this_project_computes(options):
     assert np.linalg.norm(lengths) == pytest.approx(1.0, rel=0.01)  # it was clipped
 
 
+@pytest.mark.peers
 def test_a_compiled_peer_computes_what_this_project_computes(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -106,6 +108,7 @@ def adamw(**changes):
 NO_CLIPPING = ("clip", lambda clip: lambda *_: None)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("options", "fault", "told"),
     [  # a fault is a name in the module of peers, and what turns its value into another
@@ -129,6 +132,7 @@ def test_a_planted_difference_is_named(options, fault, told, monkeypatch):
     assert found and found.startswith(told)
 
 
+@pytest.mark.peers
 def test_a_peer_on_a_cpu_clips_by_the_norm_of_large_tensors():
     """PyTorch's own is 0.1 % too small there."""
     peers = peers_module()

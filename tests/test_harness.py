@@ -14,6 +14,7 @@ from gpt2.model import GPT, GPTConfig
 
 if not (importlib.util.find_spec("lm_eval") and importlib.util.find_spec("accelerate")):
     pytest.skip("needs lm_eval: pip install -e '.[peers]'", allow_module_level=True)
+pytestmark = pytest.mark.peers
 
 WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "tu", "sen") for b in ("ra", "no", "ti", "s", "l")]
 

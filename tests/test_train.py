@@ -17,10 +17,10 @@ from tests.helpers import (
     finish,
     metrics_of,
     params_of,
+    patched,
     run,
     start,
     thorough,
-    train_with,
     wait_for_step,
     write_words,
 )
@@ -84,13 +84,7 @@ def test_a_run_is_repeated_from_its_record(finished, tmp_path):
     assert code == 0, stderr
     assert (again / "config.json").read_bytes() == record.read_bytes()
 
-    def figures(workdir):
-        return [
-            {name: line[name] for name in line if not name.startswith("perf/")}
-            for line in metrics_of(workdir)
-        ]
-
-    assert figures(again) == figures(finished[0])
+    assert metrics_of(again, speed=False) == metrics_of(finished[0], speed=False)
 
 
 def test_eval_scores_the_checkpoint_as_training_did(finished):
@@ -150,7 +144,7 @@ def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
 
 def test_a_second_start_compiles_nothing_and_no_start_imports_what_few_runs_need(tmp_path):
     few = "matplotlib pandas pyarrow scipy tensorflow_datasets tensorboardX huggingface_hub torch"
-    command = train_with(f"""
+    lines = f"""
 import jax, os, sys
 print("imported", sorted({{*"{few} jax.experimental.pallas".split()}} & {{*sys.modules}}))
 events = []
@@ -161,14 +155,14 @@ def stop(*_):  # once the first step has been dispatched
     os._exit(0)
 
 train.Reporter.step = stop
-""")
+"""
     # The cache as users have it.
     variables = {k: v for k, v in environment().items() if "CACHE" not in k}
     variables["XDG_CACHE_HOME"] = str(tmp_path)
     told = []
     for name in ("first", "second"):
         flags = [f"--workdir={tmp_path / name}", *TINY]
-        command_line = [sys.executable, "-c", command, *flags]
+        command_line = [sys.executable, patched(tmp_path, lines), *flags]
         output = subprocess.check_output(command_line, text=True, cwd=ROOT, env=variables)
         assert "imported []" in output
         told += re.findall(r"compiled (\d+)\n", output)

@@ -95,6 +95,7 @@ def test_a_run_that_changes_its_layout_half_way_equals_one_device(reference, spr
     np.testing.assert_allclose(column(workdir, name), column(reference[0], name), rtol=1e-5)
 
 
+@pytest.mark.peers
 @pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
 def test_wandb_offline_keeps_its_id_when_a_run_continues_and_asks_no_network(spread):
     workdir, _, _, asked_network = spread

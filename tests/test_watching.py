@@ -13,10 +13,10 @@ from tests.helpers import (
     finish,
     metrics_of,
     params_of,
+    patched,
     run,
     start,
     thorough,
-    train_with,
     wait_for_step,
 )
 
@@ -57,20 +57,14 @@ OPTIONS = """
 OPTIONS = [*TINY, *OPTIONS.split()]
 
 
-def script(directory):
-    path = directory / "planted.py"
-    path.write_text(train_with(PLANTED_RUN))
-    return path
-
-
 @pytest.mark.thorough
 def test_a_bad_batch_is_named_and_the_run_goes_on_without_it(tmp_path):
-    workdir = tmp_path / "run"
-    code, stdout, stderr = run(workdir, *OPTIONS, script=script(tmp_path))
+    workdir, script = tmp_path / "run", patched(tmp_path, PLANTED_RUN)
+    code, stdout, stderr = run(workdir, *OPTIONS, script=script)
     assert code == 3 and stderr.startswith("error: ") and stderr.count("\n") == 1
     assert "step 5" in stderr and "h_0/ln_1" in stderr  # the step and the first such tensor
     skip = "--config.train.skip_bad_steps=1"
-    code, stdout, stderr = run(workdir, *OPTIONS, skip, script=script(tmp_path))
+    code, stdout, stderr = run(workdir, *OPTIONS, skip, script=script)
     assert code == 0, stderr
     assert re.search(r"^step 5 is skipped: its loss nan", stdout, re.M)
     lines = metrics_of(workdir)
@@ -83,7 +77,7 @@ def test_a_hang_ends_the_run_with_its_stacks_and_a_pause_does_not(tmp_path):
     workdir = tmp_path / "run"
     options = [*OPTIONS, "--config.train.num_steps=1000000"]
     options += ["--config.train.hang_seconds=1.5", "--config.train.skip_bad_steps=9"]
-    process = start(workdir, *options, script=script(tmp_path))
+    process = start(workdir, *options, script=patched(tmp_path, PLANTED_RUN))
     wait_for_step(process, workdir, 5)
     process.send_signal(signal.SIGSTOP)
     time.sleep(4.0)
@@ -92,7 +86,7 @@ def test_a_hang_ends_the_run_with_its_stacks_and_a_pause_does_not(tmp_path):
     (tmp_path / "hang").touch()
     code, _, stderr = finish(process, timeout=60)
     assert code == 4
-    assert re.search(r"Thread .*\n  File .*planted.py\", line \d+ in plant", stderr)
+    assert re.search(r"Thread .*\n  File .*patched.py\", line \d+ in plant", stderr)
     assert re.search(r'File ".*train.py", line \d+ in train', stderr)
     assert stderr.splitlines()[-1].startswith("error: the run hangs")
 
@@ -175,9 +169,8 @@ GUARDED = """
 
 @pytest.mark.parametrize("more", ["", thorough(GUARDED)])
 def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_path, more):
-    (tmp_path / "watched.py").write_text(train_with(WATCHED_RUN))
     options = [*TINY, *WATCHED.split(), *more.split()]
-    code, stdout, stderr = run(tmp_path / "run", *options, script=tmp_path / "watched.py")
+    code, stdout, stderr = run(tmp_path / "run", *options, script=patched(tmp_path, WATCHED_RUN))
     assert code == 0, stderr
     seen = re.findall(r"^WATCHED (.*)$", stdout, re.MULTILINE)
     loop = [event for event, _ in itertools.groupby(seen[seen.index("dispatch 1") :])]
