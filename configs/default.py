@@ -204,6 +204,10 @@ def get_config() -> ConfigDict:
         dict(  # of training, and in train/loss; validation is plain cross-entropy
             z_loss=0.0,  # weight of log(normaliser)^2 (PaLM, arXiv 2204.02311, section 5)
             label_smoothing=0.0,  # share given to all tokens alike (Szegedy et al. 2016)
+            ahead="",  # weights of the losses of the tokens 2, 3, ... on, by the same logits, for
+            # example 0.5,0.25 (Gloeckle et al. 2024, arXiv 2404.19737, lightly, as modded-nanogpt);
+            # logged beside train/loss as train/loss_ahead_2 and so on
+            ahead_fade=0,  # steps over which these weights go to 0 on a line; 0: they stay
         )
     )
     config.optim = _group(

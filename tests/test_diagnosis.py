@@ -135,8 +135,8 @@ def test_a_gradient_is_named_with_its_micro_batch(tmp_path, breaking_norms, scan
 @pytest.mark.thorough
 def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
     def loss(model, options):
-        def bad_for_poison(params, batch, key=None):
-            sums = next_token_loss(model, options)(params, batch, key)
+        def bad_for_poison(params, batch, *key_and_step):
+            sums = next_token_loss(model, options)(params, batch, *key_and_step)
             bad = jnp.where((batch["tokens"] == POISON).any(), jnp.inf, 0.0)
             return sums | {"loss": (sums["loss"][0] + bad, sums["loss"][1])}
 

@@ -35,6 +35,18 @@ class DataConfig(Options, group="data"):
 class LossConfig(Options, group="loss"):
     """The `loss.` options."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self.ahead_fade and not self.ahead_weights, "loss.ahead_fade fades no loss.ahead")
+
+    @property
+    def ahead_weights(self) -> tuple[float, ...]:
+        """The weights of `ahead`."""
+        try:
+            return tuple(float(weight) for weight in self.ahead.split(",") if weight)
+        except ValueError:
+            raise UserError(f"loss.ahead={self.ahead} cannot be read", "Write 0.5,0.25") from None
+
 
 class OptimConfig(Options, group="optim"):
     """The `optim.` options."""
