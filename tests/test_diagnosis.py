@@ -71,8 +71,9 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
     """Trains until a step is not finite, and returns what a run would say."""
     batches = StubBatches(program, poison)
     step = compiled(program)
+    steps = {program.config.shapes.at(1): (step, None)}
     first_state = lambda: planted(program.init_state())  # noqa: E731
-    diagnosis = Diagnosis(program, batches, tmp_path, stub_checkpointer(), step, first_state)
+    diagnosis = Diagnosis(program, batches, tmp_path, stub_checkpointer(), steps, first_state)
     state = first_state()
     with pytest.raises(DivergedError) as told:
         for number in itertools.count(1):
