@@ -84,7 +84,7 @@ def main() -> int:
         return 0
     state = None if start else first_state(program, dataset)
     before = folder.begin(workdir, config, dataset, start)
-    clock = StepClock.for_run(config, batches.tokens_per_step, before)
+    clock = StepClock.for_run(config, batches.tokens_of, before)
     checkpointer = Checkpointer(workdir, config.train.keep_checkpoints, config.train.keep_every)
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program.state_shapes)
@@ -112,13 +112,13 @@ def train(
     """Runs the steps after `start`, writes the run's files and returns the exit code."""
     config, options = program.config, program.config.train
 
-    # Compile once for each length of rows, while the devices still draw the weights.
+    # Compile once for each shape of the run's steps, while the devices still draw the weights.
     with clock.phase("compile"), timed("compiling the steps"):
-        rows, eval_batch = batches.examples()
-        train_step, watch = program.compile_train(state, *rows), program.compile_watch(state, *rows)
+        examples, eval_batch = batches.examples(start)
+        steps = program.compile_steps(state, examples)
         eval_step = program.compile_eval(state.params, eval_batch)
-        jax.block_until_ready((state, train_step, eval_step))
-    distributed.only_first(tell)(program.describe(batches, train_step, start), sys.stdout)
+        jax.block_until_ready((state, steps, eval_step))
+    distributed.only_first(tell)(program.describe(batches, steps, start), sys.stdout)
 
     def score(num_batches: int = 0) -> dict[str, float]:
         """Scores the newest state, which is never saved if it has diverged."""
@@ -131,9 +131,10 @@ def train(
     # Loop: metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
     reporter = Reporter.for_run(config, clock, workdir, start)
-    profiler = Profiler(workdir / "profile", config.logging, train_step.text)
+    traced = config.shapes.at(config.logging.profile_start + 1)
+    profiler = Profiler(workdir / "profile", config.logging, lambda: steps[traced][0].text())
     start_over = partial(first_state, program, batches.dataset)
-    diagnosis = Diagnosis(program, batches, workdir, checkpointer, train_step, start_over)
+    diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
     stop = StopSignal()
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
     with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
@@ -141,6 +142,7 @@ def train(
             for step in range(start + 1, options.num_steps + 1):
                 with clock.phase("data wait"):
                     batch = next(upcoming)
+                train_step, watch = steps[config.shapes.at(step)]
                 profiler.step(step - 1, state)
                 statistics = watch(step, state, batch)
                 state, metrics = train_step(state, batch)

@@ -204,6 +204,10 @@ def get_config() -> ConfigDict:
         dict(  # of training, and in train/loss; validation is plain cross-entropy
             z_loss=0.0,  # weight of log(normaliser)^2 (PaLM, arXiv 2204.02311, section 5)
             label_smoothing=0.0,  # share given to all tokens alike (Szegedy et al. 2016)
+            ahead="",  # weights of the losses of the tokens 2, 3, ... on, by the same logits, for
+            # example 0.5,0.25 (Gloeckle et al. 2024, arXiv 2404.19737, lightly, as modded-nanogpt);
+            # logged beside train/loss as train/loss_ahead_2 and so on
+            ahead_fade=0,  # steps over which these weights go to 0 on a line; 0: they stay
         )
     )
     config.optim = _group(
@@ -245,6 +249,11 @@ def get_config() -> ConfigDict:
     config.train = _group(
         dict(
             num_steps=600_000,  # optimizer steps
+            batch_schedule="",  # 2000=64,4000=128: 64 sequences up to step 2000, 128 up to step
+            # 4000, then data.batch_size (Smith et al. 2018, arXiv 1711.00489)
+            context_schedule="",  # likewise, tokens; then model.context_length, which they divide
+            # (Li et al. 2022, arXiv 2108.06084)
+            window_schedule="",  # likewise, tokens; then model.window (modded-nanogpt)
             accumulate_steps=1,  # micro-batches per optimizer step
             log_every=10,  # steps
             eval_every=1000,  # steps; 0: only at the end

@@ -230,6 +230,14 @@ attention's gate reads what the next head should
     gpt2/model/attention.py: tests/test_switch_values.py -k attention_gate
     - constrain(gate, "batch", "length", "heads"))
     + jnp.roll(gate, 1, axis=-1))
+losses ahead cross from one document to the next
+    gpt2/model/gpt.py: tests/test_switch_values.py -k losses_ahead
+    - seen = valid if segments is None else
+    + seen = valid if True else
+losses ahead do not fade
+    gpt2/training/steps.py: tests/test_switch_values.py -k losses_ahead
+    - jnp.maximum(1 - step / fade, 0.0)
+    + jnp.maximum(1 - 0 / fade, 0.0)
 SwiGLU's gate and value are swapped
     gpt2/model/layers.py: tests/test_switch_values.py -k swiglu
     - GATES[cfg.activation](gate) * hidden

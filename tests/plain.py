@@ -208,6 +208,24 @@ def cap(x, limit):
     return limit * np.tanh(x / limit) if limit else x
 
 
+def ahead_weights(options, step):
+    """Returns the weights of the tokens 2, 3, ... on, which fade on a line."""
+    left = max(0.0, 1 - step / options.ahead_fade) if options.ahead_fade else 1.0
+    return [left * float(weight) for weight in options.ahead.split(",") if weight]
+
+
+def losses_ahead(logits, targets, options, segments=None):
+    """Returns the summed losses of one sequence by how far on the token is that is predicted."""
+    sums = np.zeros(1 + len(ahead_weights(options, step=0)))
+    for t in range(len(targets)):
+        for k in range(min(len(sums), len(targets) - t)):
+            same = segments is None or segments[t + k] == segments[t]
+            if targets[t] >= 0 and targets[t + k] >= 0 and same:
+                terms = options.z_loss, options.label_smoothing
+                sums[k] += loss(logits[t], targets[t + k], *terms)
+    return sums
+
+
 def loss(logits, target, z_loss=0.0, label_smoothing=0.0):
     """Returns the loss of one position: cross-entropy with a smoothed target, and z-loss."""
     log_normaliser = math.log(np.exp(logits - logits.max()).sum()) + logits.max()

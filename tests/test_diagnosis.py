@@ -71,8 +71,9 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
     """Trains until a step is not finite, and returns what a run would say."""
     batches = StubBatches(program, poison)
     step = compiled(program)
+    steps = {program.config.shapes.at(1): (step, None)}
     first_state = lambda: planted(program.init_state())  # noqa: E731
-    diagnosis = Diagnosis(program, batches, tmp_path, stub_checkpointer(), step, first_state)
+    diagnosis = Diagnosis(program, batches, tmp_path, stub_checkpointer(), steps, first_state)
     state = first_state()
     with pytest.raises(DivergedError) as told:
         for number in itertools.count(1):
@@ -135,8 +136,8 @@ def test_a_gradient_is_named_with_its_micro_batch(tmp_path, breaking_norms, scan
 @pytest.mark.thorough
 def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
     def loss(model, options):
-        def bad_for_poison(params, batch, key=None):
-            sums = next_token_loss(model, options)(params, batch, key)
+        def bad_for_poison(params, batch, *key_and_step):
+            sums = next_token_loss(model, options)(params, batch, *key_and_step)
             bad = jnp.where((batch["tokens"] == POISON).any(), jnp.inf, 0.0)
             return sums | {"loss": (sums["loss"][0] + bad, sums["loss"][1])}
 

@@ -7,6 +7,7 @@ import chex
 import numpy as np
 import pytest
 
+from gpt2.config.shapes import Shape, Shapes
 from gpt2.data import dataset as prepare
 from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.tokens import TokenWriter
@@ -66,6 +67,26 @@ def test_an_epoch_visits_every_window_once(counting):
         starts = np.sort(np.concatenate([b["tokens"][:, 0] for b in _epoch(loader, epoch)]))
         np.testing.assert_array_equal(np.diff(starts), 16)
         assert len(starts) == 311
+
+
+def test_a_schedule_cuts_the_rows_of_the_same_epochs_into_other_batches(counting):
+    rows = TrainLoader(counting, batch_size=1, context_length=16, seed=0)
+    tokens = np.concatenate([rows.batch(index)["tokens"][0] for index in range(700)])
+    shapes = Shapes({0: Shape(6, 4, 0), 20: Shape(4, 8, 0), 33: Shape(8, 16, 0)})
+    options = dict(batch_size=8, context_length=16, seed=0, shapes=shapes)
+    place, loader = 0, TrainLoader(counting, **options)
+    for step in range(100):  # beyond the first epoch, of 311 rows
+        size, length = (6, 4) if step < 20 else (4, 8) if step < 33 else (8, 16)
+        batch = (
+            TrainLoader(counting, **options).batch(step) if step % 9 == 0 else loader.batch(step)
+        )
+        cut = tokens[place : place + size * length].reshape(size, length)
+        np.testing.assert_array_equal(batch["tokens"], cut)
+        np.testing.assert_array_equal(batch["targets"], cut + 1)
+        np.testing.assert_array_equal(loader.batch(step, slice(1, 3))["tokens"], cut[1:3])
+        place += size * length
+        assert loader.epochs(step + 1)[""] == place // 16 / 311
+    assert place > 311 * 16
 
 
 def test_epochs_differ_in_order_and_in_offset(counting):

@@ -304,16 +304,19 @@ def test_softmax_equals_jax_and_keeps_its_result_alone(monkeypatch):
         (9, 4, 0, "float32", 0.0, dict(z_loss=0.3)),
         (7, 0, 5, "float32", 3.0, dict(z_loss=0.1, label_smoothing=0.2)),
         (1, 3, 2, "bfloat16", 3.0, {}),
+        (9, 4, 2, "float32", 3.0, dict(z_loss=0.1, weights=np.float32([0.5, 0.25]))),
     ],
 )
 def test_cross_entropy_equals_reference(length, chunk, padding, dtype, softcap, extra):
     vocab_size = 11
     hidden, embedding = normal(0, 2, length, 8), normal(1, vocab_size + padding, 8)
-    targets = jax.random.randint(jax.random.key(2), (2, length), -1, vocab_size)
+    shape = 2, length, *[3] * ("weights" in extra)
+    targets = jax.random.randint(jax.random.key(2), shape, -1, vocab_size)
     options = dict(vocab_size=vocab_size, logit_softcap=softcap, dtype=dtype, **extra)
     results = []
     for op in (partial(cross_entropy, chunk=chunk), cross_entropy_reference):
-        loss = lambda *a, op=op: (3 * op(*a, targets, **options)[0], op(*a, targets, **options))  # noqa: E731
+        sums = lambda *a, op=op: op(*a, targets, **options)  # noqa: E731
+        loss = lambda *a, sums=sums: (3 * sums(*a)[0].reshape(-1)[0], sums(*a))  # noqa: E731
         results.append(jax.jit(jax.grad(loss, (0, 1), has_aux=True))(hidden, embedding))
     assert_close(*results, dtype)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gpt2.config import DataConfig
+from gpt2.config.shapes import Shape
 from gpt2.data import dataset as prepare
 from gpt2.data.loader import TrainLoader
 from gpt2.data.own import OwnBatches
@@ -102,7 +103,7 @@ def test_pad_gives_each_token_once_in_batches_of_one_length(corpus):
         np.testing.assert_array_equal(np.sort(targets[targets >= 0]), np.sort(tokens[1:]))
         assert {batch["tokens"].shape[1] for batch in batches} == {128, 256, 512}
         assert not any(np.any(batch["tokens"][:, 1:] == EOT) for batch in batches)
-        assert loader.tokens_per_step == round(len(targets) / steps)
+        assert loader.tokens_of(Shape(B, T, 0)) == round(len(targets) / steps)
         assert loader.sources[""].note == f"{np.mean(targets < 0):.1%} padded"
         assert np.mean(targets < 0) < 0.35
         orders.append([batch["tokens"][0, 1] for batch in batches])

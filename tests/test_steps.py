@@ -232,9 +232,9 @@ def size_of_mlp(model):
             report(context.module, "size", jnp.sum(jnp.square(y.astype(jnp.float32))), y.size)
         return y
 
-    def loss(params, batch, key=None):
+    def loss(params, batch, *key_and_step):
         with nn.intercept_methods(report_size):
-            sums = next_token_loss(model)(params, batch, key)
+            sums = next_token_loss(model)(params, batch, *key_and_step)
         small = jnp.sum(jnp.square(params["wte"]["embedding"])), jnp.float32(1.0)
         total, count = sums["loss"]
         return sums | {"small": small, "loss": (total + 0.1 * count * small[0], count)}

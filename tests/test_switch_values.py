@@ -1,6 +1,7 @@
 """What every switch computes, held to a plain reference in numpy (tests/plain.py)."""
 
 import dataclasses
+import itertools
 
 import chex
 import jax
@@ -10,9 +11,17 @@ import pytest
 
 from gpt2.model import GPT, GPTConfig
 from gpt2.ops import alibi_slopes
-from gpt2.training.steps import evaluation_loss, make_eval_step
+from gpt2.training.steps import evaluation_loss, make_eval_step, next_token_loss
 from tests import plain
-from tests.test_switches import each_switch, in_numpy, mean_loss, model_of, params_of, tokens_of
+from tests.test_switches import (
+    config_of,
+    each_switch,
+    in_numpy,
+    mean_loss,
+    model_of,
+    params_of,
+    tokens_of,
+)
 
 
 @each_switch
@@ -67,10 +76,38 @@ def test_slopes_of_alibi_are_the_papers(num_heads):
 def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
     tokens = tokens_of(6)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
-    for name in ("z_loss", "label_smoothing"):
+    for name in ("z_loss", "label_smoothing", "ahead"):
         sums = make_eval_step(evaluation_loss(model_of(name)))(params_of(name), batch)
         expected = mean_loss("default", model_of(name), params_of(name), tokens)
         np.testing.assert_allclose(sums["loss"][0] / sums["loss"][1], expected, rtol=1e-6)
+
+
+def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
+    model, params, options = model_of("ahead"), params_of("ahead"), config_of("ahead").loss
+    tokens, segments = tokens_of(6), np.repeat([[0, 1, 2], [0, 0, 1]], 6, axis=1)[:, :16]
+    targets = jnp.roll(tokens, -1, axis=1).at[:, 13:].set(-1).at[1, 4:6].set(-1)
+
+    def sums(params, targets=targets, options=options, step=None):
+        batch = {"tokens": tokens, "targets": targets, "segments": segments}
+        return next_token_loss(model, options)(params, batch, step=step)
+
+    logits = np.float64(model.apply({"params": params}, tokens, segments=segments))
+    rows = zip(logits, np.array(targets), [options] * 2, segments, strict=True)
+    wanted = np.sum([plain.losses_ahead(*row) for row in rows], axis=0)
+    found = sums(params, step=jnp.int32(6))
+    assert list(found) == ["loss", "loss_ahead_2", "loss_ahead_3"]
+    np.testing.assert_allclose([total for total, _ in found.values()], wanted, rtol=1e-6)
+    assert [int(count) for _, count in found.values()] == [24, 18, 14]
+    # The gradient is that of three losses of one target each, by weights that have faded to 1 / 4.
+    further = [np.array(targets), *(np.full_like(targets, -1) for _ in range(2))]
+    for b, t, k in itertools.product(range(2), range(16), (1, 2)):
+        if t + k < 16 and targets[b, t] >= 0 and segments[b, t] == segments[b, t + k]:
+            further[k][b, t] = targets[b, t + k]
+    each = [jax.grad(lambda p, f=f: sums(p, f)["loss"][0])(params) for f in further]
+    weighted = jax.tree.map(lambda a, b, c: a + b / 8 + c / 16, *each)
+    gradient = jax.grad(lambda p: sums(p, step=jnp.int32(6))["loss"][0])(params)
+    chex.assert_trees_all_close(gradient, weighted, rtol=1e-5, atol=1e-5)
+    assert sums(params)["loss"] == found["loss"] and len(sums(params)) == 1
 
 
 @pytest.mark.parametrize(

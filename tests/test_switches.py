@@ -20,6 +20,7 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
 from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
 from gpt2.training.program import Program
+from gpt2.training.steps import next_token_loss
 from gpt2.utils.scan import in_layout
 from tests import plain
 from tests.helpers import thorough
@@ -77,6 +78,7 @@ SWITCHES = {
     "mup": {"model.mup_base_width": 16},
     "z_loss": {"loss.z_loss": 0.1},
     "label_smoothing": {"loss.label_smoothing": 0.2},
+    "ahead": {"loss.ahead": "0.5,0.25", "loss.ahead_fade": 8},
 }
 # Together, as people combine them.
 COMBINED = {
@@ -174,12 +176,13 @@ def params_of(name):
 
 
 def mean_loss(name, model, params, tokens):
-    loss = config_of(name).loss
-    options = dict(z_loss=loss.z_loss, label_smoothing=loss.label_smoothing)
-    targets = jnp.roll(tokens, -1, axis=1)
-    sums = model.apply({"params": params}, tokens, targets, method="loss", **options)
-    total, count = sums["loss"]
-    return total / count
+    """The mean loss in step 2 with the weighted ones ahead, which have no gradient of their own."""
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+    sums = next_token_loss(model, config_of(name).loss)(params, batch, step=jnp.int32(2))
+    each = zip(
+        [1.0, *plain.ahead_weights(config_of(name).loss, step=2)], sums.values(), strict=True
+    )
+    return sum(weight * total for weight, (total, _) in each) / sums["loss"][1]
 
 
 def in_numpy(name, params, tokens):
@@ -187,9 +190,10 @@ def in_numpy(name, params, tokens):
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     rows = np.asarray(tokens)
     logits = np.stack([plain.logits(model_of(name).config, exact, row) for row in rows])
-    options = dataclasses.asdict(config_of(name).loss)
-    each = zip(logits.reshape(-1, 64), np.roll(rows, -1, axis=1).flat, strict=True)
-    return logits, np.mean([plain.loss(row, target, **options) for row, target in each])
+    each, options = zip(logits, np.roll(rows, -1, axis=1), strict=True), config_of(name).loss
+    losses = [plain.losses_ahead(*row, options) for row in each]
+    weights = [1.0, *plain.ahead_weights(options, step=2)]
+    return logits, np.dot(np.sum(losses, axis=0), weights) / rows.size
 
 
 def test_every_option_of_the_model_and_the_loss_has_a_switch():

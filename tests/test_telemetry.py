@@ -39,7 +39,7 @@ def metrics_file(workdir, resume_step=0):
 
 def report_to(*given, **options):
     options = {"log_every": 3, "num_steps": 100} | options
-    return Reporter(given, StepClock(10, flops_per_token=1.0), TrainConfig(**options))
+    return Reporter(given, StepClock(lambda step: 10 * step, float), TrainConfig(**options))
 
 
 def lines(workdir):
@@ -348,16 +348,17 @@ def test_what_no_data_sheet_knows_has_no_peak():
 def test_step_clock_charges_each_second_once_and_validation_to_no_step():
     now = [100.0]
     before = {"step": 40.0, "data wait": 1.0, "start and end": 50.0, "lost": 5.0, "down": 4.0}
-    clock = StepClock(1000, 6.0, 24_000.0, before, now=lambda: now[0])
-    assert StepClock(1, 6.0).read() == clock.read() == {}
+    amounts = (lambda step: 1000 * step), (lambda step: 6000 * step)
+    clock = StepClock(*amounts, 24_000.0, before, now=lambda: now[0])
+    assert StepClock(float, float).read() == clock.read() == {}
     with clock.phase("compile"):
         now[0] += 3
     with clock.phase("step"):
-        for _ in range(2):
+        for step in (8, 9):
             with clock.phase("data wait"):
                 now[0] += 0.5
             now[0] += 1.5
-            clock.count_step()
+            clock.count_step(step)
         with clock.phase("validation"):
             now[0] += 10
             with clock.phase("checkpoint"):

@@ -1,5 +1,6 @@
 """train.py as a person runs it: a process of its own, its files, its mistakes, its restarts."""
 
+import dataclasses
 import json
 import re
 import signal
@@ -7,13 +8,23 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
+from gpt2.config import load_config
+from gpt2.data import prepare
+from gpt2.data.loader import TrainLoader
+from gpt2.model import GPT
+from gpt2.optim import make_optimizer, make_schedule
+from gpt2.training import TrainState, next_token_loss
 from gpt2.training.checkpoint_files import latest_step
+from gpt2.training.steps import make_train_step
+from gpt2.utils.prng import init_key
 from tests.forks import ROOT, environment
 from tests.helpers import (
     TINY,
+    by_name,
     finish,
     metrics_of,
     params_of,
@@ -126,6 +137,91 @@ def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, ki
     lines, undisturbed = metrics_of(workdir), metrics_of(finished[0])
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [m["train/loss"] for m in lines] == [m["train/loss"] for m in undisturbed]
+
+
+# Steps, and the batch, the context and the window that each of them has.
+PIECES = ((2, 2, 8, 4), (1, 8, 8, 4), (2, 8, 16, 4), (1, 4, 16, 4), (2, 4, 16, 0))
+COUNTED = """
+import os, signal
+from gpt2.training import program
+compile_once, report = program.compile_once, train.Reporter.step
+program.compile_once = lambda *args, **how: print("compiles") or compile_once(*args, **how)
+
+def step(self, number, *rest):
+    if number == {dies_at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    report(self, number, *rest)
+
+train.Reporter.step = step
+"""
+
+
+def run_scheduled(workdir, *options, dies_at=0, devices=1):
+    script = workdir.parent / f"dies_at_{dies_at}.py"
+    script.write_text(train_with(COUNTED.format(dies_at=dies_at)))
+    given = "batch_schedule=2=2,5=8", "context_schedule=3=8", "window_schedule=6=4"
+    schedules = [f"--config.train.{each}" for each in given]
+    return run(workdir, *TINY, *schedules, *options, script=script, devices=devices)
+
+
+@pytest.fixture(scope="module")
+def scheduled(corpus, tmp_path_factory):
+    """A run whose batch, context and window change."""
+    workdir = tmp_path_factory.mktemp("scheduled") / "run"
+    code, stdout, stderr = run_scheduled(workdir, *corpus)
+    assert code == 0, stderr
+    assert stdout.count("compiles\n") == len(PIECES) + 1  # and the validation
+    return workdir
+
+
+def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(scheduled, corpus, tmp_path):
+    config = load_config(scheduled).with_vocabulary(257)
+    rows = TrainLoader(prepare(config.data), batch_size=1, context_length=16, seed=0)
+    first = [rows.batch(index) for index in range(40)]
+    schedule = make_schedule(config.optim, 8)
+    optimizer = make_optimizer(config.optim, schedule, num_steps=8)
+    params = GPT(config.gpt()).init(init_key(0), np.zeros((1, 1), int))["params"]
+    state, place, losses, tokens = TrainState.create(params, optimizer, "float32"), 0, [], []
+    for steps, size, length, window in PIECES:
+        loss = next_token_loss(GPT(dataclasses.replace(config.gpt(), window=window)))
+        step = jax.jit(make_train_step(loss, optimizer, schedule, seed=0))
+        for _ in range(steps):
+            end = place + size * length
+            batch = {
+                name: np.concatenate([row[name][0] for row in first])[place:end].reshape(size, -1)
+                for name in first[0]
+            }
+            (state, metrics), place = step(state, batch), end
+            losses.append(float(metrics["train/loss"]))
+            tokens.append(place)
+    lines = metrics_of(scheduled)
+    assert [line["tokens"] for line in lines] == tokens
+    np.testing.assert_allclose([line["train/loss"] for line in lines], losses, rtol=1e-5)
+    for name, values in by_name(state.params).items():
+        np.testing.assert_allclose(params_of(scheduled)[name], values, atol=1e-5, err_msg=name)
+    code, _, stderr = run_scheduled(
+        tmp_path / "pmap", *corpus, "--config.parallel.backend=pmap", devices=2
+    )
+    assert code == 0, stderr
+    by_pmap = [line["train/loss"] for line in metrics_of(tmp_path / "pmap")]
+    np.testing.assert_allclose(by_pmap, losses, rtol=1e-5)
+
+
+def test_a_run_of_several_shapes_killed_three_times_equals_never_killed(
+    scheduled, corpus, tmp_path
+):
+    for dies_at in (3, 5, 7):
+        assert run_scheduled(tmp_path / "run", *corpus, dies_at=dies_at)[0] == -signal.SIGKILL
+    code, stdout, stderr = run_scheduled(tmp_path / "run", *corpus)
+    assert code == 0, stderr
+    assert stdout.count("compiles\n") < len(PIECES)
+    for name, values in params_of(scheduled).items():
+        np.testing.assert_array_equal(params_of(tmp_path / "run")[name], values, err_msg=name)
+    told = [
+        [(m["tokens"], m["train/loss"]) for m in metrics_of(w)]
+        for w in (scheduled, tmp_path / "run")
+    ]
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), thorough(signal.SIGINT, 130)])

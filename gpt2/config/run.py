@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from configs.default import OPTIMIZERS
 from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
 from gpt2.config.options import DEFAULTS, Options, complete
+from gpt2.config.shapes import Shape, Shapes, read_steps
 from gpt2.errors import UserError, refuse
 
 
@@ -34,6 +35,18 @@ class DataConfig(Options, group="data"):
 
 class LossConfig(Options, group="loss"):
     """The `loss.` options."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self.ahead_fade and not self.ahead_weights, "loss.ahead_fade fades no loss.ahead")
+
+    @property
+    def ahead_weights(self) -> tuple[float, ...]:
+        """The weights of `ahead`."""
+        try:
+            return tuple(float(weight) for weight in self.ahead.split(",") if weight)
+        except ValueError:
+            raise UserError(f"loss.ahead={self.ahead} cannot be read", "Write 0.5,0.25") from None
 
 
 class OptimConfig(Options, group="optim"):
@@ -66,17 +79,10 @@ class OptimConfig(Options, group="optim"):
     @property
     def pieces(self) -> tuple[tuple[int, float], ...]:
         """The steps of a `piecewise` schedule, ascending, each with its share of the peak."""
-        name, _, text = self.schedule.partition(":")
-        try:
-            pairs = [item.split("=") for item in text.split(",") if item]
-            pieces = tuple((int(step), float(share)) for step, share in pairs)
-        except ValueError:
-            pieces = ((0, 0.0),)  # which do not ascend
-        ascend = all(a < b for (a, _), (b, _) in itertools.pairwise(((0, 1.0), *pieces)))
-        wrong = not ascend or bool(pieces) != (name == "piecewise")
-        how = "For example, use piecewise:1000=0.5,2000=0.1"
-        refuse(wrong, f"optim.schedule={self.schedule} cannot be read", how)
-        return pieces
+        (name, _, text), what = self.schedule.partition(":"), f"optim.schedule={self.schedule}"
+        pieces = read_steps(what, text, float, "piecewise:1000=0.5,2000=0.1")
+        refuse(bool(pieces) != (name == "piecewise"), f"{what} cannot be read")
+        return tuple(pieces.items())
 
     @property
     def rates(self) -> tuple[tuple[str, float], ...]:
@@ -203,11 +209,45 @@ class Config(Options, group=""):
         # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
         holds = memory.remat == "offload" and (once or unroll > 1)
         refuse(holds, "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1")
+        moved = train.context_schedule or train.batch_schedule * (data.packing == "pad")
+        refuse(moved and data.packing != "concat", f"data.packing={data.packing} keeps its shapes")
+        for start, shape in self.shapes.pieces.items():
+            self.at(shape)  # which refuses what no run may have
+            length, done = shape.context_length, self.shapes.tokens(start)
+            odd = length < 1 or model.context_length % length or done % length
+            what = f"train.context_schedule has {length}, which does not divide"
+            refuse(odd, f"{what} model.context_length and the {done:,} tokens of steps before")
+
+    @functools.cached_property
+    def shapes(self) -> Shapes:
+        """The shapes of the run's steps."""
+        schedules = []
+        for name in ("batch_schedule", "context_schedule", "window_schedule"):
+            text = getattr(self.train, name)
+            schedules.append(read_steps(f"train.{name}={text}", text, int, "2000=64,4000=128"))
+        last = self.data.batch_size, self.model.context_length, self.model.window
+        pieces = dict[int, Shape]()
+        for start in sorted({0, *itertools.chain(*schedules)}):
+            ends = ((n for end, n in each.items() if start < end) for each in schedules)
+            pieces[start] = Shape(*map(next, ends, last))
+        return Shapes(pieces)
+
+    def at(self, shape: Shape) -> "Config":
+        """Returns the options of a run whose steps all have a shape, but for their context."""
+        if len(self.shapes.pieces) == 1:
+            return self
+        off = dict.fromkeys(("batch_schedule", "context_schedule", "window_schedule"), "")
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, window=shape.window),
+            data=dataclasses.replace(self.data, batch_size=shape.batch_size),
+            train=dataclasses.replace(self.train, **off),
+        )
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a global batch."""
-        return self.data.batch_size * self.model.context_length
+        """Tokens in the largest global batch."""
+        return self.shapes.largest.tokens
 
     @property
     def micro_batch_size(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2.config.shapes import Shape, Shapes
 from gpt2.data.dataset import Dataset
 from gpt2.data.packing import PACKINGS, Rows, document_start
 from gpt2.errors import UserError
@@ -41,20 +42,21 @@ class _Loader(abc.ABC):
         self._eot = document_start(dataset, "data.document_mask=True") if document_mask else None
 
     @abc.abstractmethod
-    def _read(self, row: int) -> np.ndarray:
-        """Returns the tokens of a row of the run, int32; each but the first is a target."""
+    def _read(self, place: int, length: int) -> np.ndarray:
+        """Returns up to `length` + 1 tokens of a row, int32; each but the first is a target."""
 
-    def _length(self, step: int) -> int:
-        """Returns the length of a batch's rows."""
-        return self._context_length
+    def _places(self, step: int) -> tuple[range, int]:
+        """Returns where a batch's rows begin among all targets of a run, and their length."""
+        length, size = self._context_length, self._batch_size * self._context_length
+        return range(step * size, (step + 1) * size, length), length
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `rows` of a batch, counted from 0."""
-        numbers = range(step * self._batch_size, (step + 1) * self._batch_size)[rows]
-        tokens = np.zeros((len(numbers), self._length(step)), np.int32)
+        places, length = self._places(step)
+        tokens = np.zeros((len(places[rows]), length), np.int32)
         targets = np.full_like(tokens, IGNORED)
-        for row, number in enumerate(numbers):
-            window = self._read(number)
+        for row, place in enumerate(places[rows]):
+            window = self._read(place, length)
             num_targets = max(len(window) - 1, 0)
             tokens[row, :num_targets] = window[:num_targets]
             targets[row, :num_targets] = window[1:]
@@ -69,12 +71,22 @@ class TrainLoader(_Loader):
 
     `sources` are the rows of each part of a mixture, or of the corpus under an empty name. Which of
     them a row is from, and its number there, follow from the row's number: any stretch keeps to the
-    shares, to within a few rows. Under `pad`, neighbours of one batch are from one source.
+    shares, to within a few rows. Under `pad`, neighbours of one batch are from one source. Where
+    `shapes` have shorter contexts, neighbours of one batch are parts of a row, one after another.
     """
 
-    def __init__(self, dataset: Dataset, *, seed: int, packing: str = "concat", **shape: Any):
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        packing: str = "concat",
+        shapes: Shapes | None = None,
+        **shape: Any,
+    ):
         super().__init__(dataset, **shape)
         length, size = self._context_length, self._batch_size
+        self._shapes = shapes or Shapes({0: Shape(size, length, 0)})
         self._unit = size if packing == "pad" else 1
         self.sources, self._ratios = dict[str, Rows](), list[tuple[int, int]]()
         left, mean_length = Fraction(1), Fraction(0)
@@ -82,7 +94,7 @@ class TrainLoader(_Loader):
             if number:  # else parts of equal size would have one order
                 seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
             rows = PACKINGS[packing](part, length, size, seed)
-            if rows.num_rows < (needed := math.ceil(size * share)):
+            if rows.num_rows < (needed := math.ceil(self._shapes.largest.tokens // length * share)):
                 tokens = part.splits["train"].num_tokens
                 raise UserError(
                     f"the training split of {tokens} tokens has {rows.num_rows} rows of "
@@ -93,19 +105,24 @@ class TrainLoader(_Loader):
             self._ratios.append((share / left).as_integer_ratio())  # of what the others leave
             left, mean_length = left - share, mean_length + share * Fraction(rows.mean_length)
         self.lengths = sorted({n for rows in self.sources.values() for n in rows.lengths})
-        self.tokens_per_step = round(size * mean_length)
+        self._filled = mean_length / length
+
+    def tokens_of(self, shape: Shape) -> int:
+        """Returns the tokens of a step, the mean of all where rows have several lengths."""
+        return round(shape.tokens * self._filled)
 
     def epochs(self, step: int) -> dict[str, float]:
         """Returns how often each part has been seen after so many steps."""
-        left, epochs = step * self._batch_size // self._unit, dict[str, float]()
+        left = self._shapes.tokens(step) // self._context_length // self._unit
+        epochs = dict[str, float]()
         for (name, rows), (share, whole) in zip(self.sources.items(), self._ratios, strict=True):
             taken = left * share // whole
             epochs[name], left = taken * self._unit / rows.num_rows, left - taken
         return epochs
 
-    def _find(self, row: int) -> tuple[Rows, int]:
-        """Returns the source of a row, and the row's number there."""
-        left, within = divmod(row, self._unit)
+    def _find(self, place: int) -> tuple[Rows, int]:
+        """Returns the source of the row at a place, and the row's number there."""
+        left, within = divmod(place // self._context_length, self._unit)
         for rows, (share, whole) in zip(self.sources.values(), self._ratios, strict=True):
             before = left * share // whole
             if (left + 1) * share // whole > before:
@@ -113,13 +130,16 @@ class TrainLoader(_Loader):
             left -= before
         raise AssertionError("the last source takes what the others leave")
 
-    def _length(self, step: int) -> int:
-        rows, number = self._find(step * self._batch_size)
-        return rows.length(number)
+    def _places(self, step: int) -> tuple[range, int]:
+        shape, start = self._shapes.at(step + 1), self._shapes.tokens(step)
+        rows, number = self._find(start)
+        places = range(start, start + shape.tokens, shape.context_length)
+        return places, min(rows.length(number), shape.context_length)
 
-    def _read(self, row: int) -> np.ndarray:
-        rows, number = self._find(row)
-        return rows.read(number)
+    def _read(self, place: int, length: int) -> np.ndarray:
+        rows, number = self._find(place)
+        start = place % self._context_length
+        return rows.read(number)[start : start + length + 1]
 
 
 class ValidationLoader(_Loader):
@@ -140,8 +160,8 @@ class ValidationLoader(_Loader):
     def __len__(self) -> int:
         return self._num_batches
 
-    def _read(self, row: int) -> np.ndarray:
-        return self._stream.read(row * self._context_length, self._context_length + 1)
+    def _read(self, place: int, length: int) -> np.ndarray:
+        return self._stream.read(place, length + 1)
 
 
 def prefetch(

@@ -9,6 +9,7 @@ code: biases everywhere, tanh GELU, LayerNorm before each branch and after the l
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -134,6 +135,7 @@ class GPT(nn.Module):
         *,
         segments: jax.Array | None = None,
         deterministic: bool = True,
+        ahead: Sequence[jax.Array | float] = (),
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
@@ -146,6 +148,8 @@ class GPT(nn.Module):
         Args:
             tokens: [B, T] int32.
             targets: [B, T] int32; -1 leaves a position out.
+            ahead: weights of the losses of the targets 2, 3, ... tokens on, `loss_ahead_2` and so
+                on, in the gradient of `loss`, not in its sum.
         """
         chex.assert_equal_shape([tokens, targets])
         cfg = self.config
@@ -155,13 +159,15 @@ class GPT(nn.Module):
         tied = table if cfg.tie_embeddings else None
         hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic, table=tied)
         B, T = tokens.shape
+        names = "loss", *(f"loss_ahead_{k}" for k in range(2, 2 + len(ahead)))
         with jax.named_scope("head"):
             head = constrain(table, "vocab", "embed")
             chunk = positions_per_chunk(B, T, head.shape, is_scarce=shards is not None)
-            loss = cross_entropy(
+            sums = cross_entropy(
                 hidden,
                 head,
-                targets,
+                targets_ahead(targets, segments, len(names)),
+                weights=ahead,
                 vocab_size=cfg.vocab_size,
                 logit_softcap=cfg.logit_softcap,
                 z_loss=z_loss,
@@ -171,7 +177,7 @@ class GPT(nn.Module):
                 chunk=chunk,
                 shards=shards,
             )
-        return {"loss": loss}
+        return {name: (total, count) for name, total, count in zip(names, *sums, strict=True)}
 
     def extend(
         self, tokens: jax.Array, num_new: jax.Array, cache: KVCache
@@ -329,6 +335,19 @@ def positions_within(segments: jax.Array) -> jax.Array:
     numbers = jnp.arange(segments.shape[1])[None]
     is_first = segments != jnp.roll(segments, 1, axis=1)
     return numbers - jax.lax.cummax(jnp.where(is_first, numbers, 0), axis=1)
+
+
+def targets_ahead(targets: jax.Array, segments: jax.Array | None, number: int) -> jax.Array:
+    """Returns each position's target and those of the next ones in its segment, [B, T, number].
+
+    A position without a target of its own, -1, has no others.
+    """
+    valid, each = targets >= 0, [targets]
+    for k in range(1, number):
+        later = lambda x, k=k: jnp.pad(x[:, k:], ((0, 0), (0, k)), constant_values=-1)  # noqa: E731
+        seen = valid if segments is None else valid & (later(segments) == segments)
+        each.append(jnp.where(seen, later(targets), -1))
+    return jnp.stack(each, axis=2)
 
 
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:

@@ -32,9 +32,10 @@ IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that
 def cross_entropy(
     hidden: jax.Array,  # [B, T, D], the output of the last norm
     embedding: jax.Array,  # [V, D]; rows from `vocab_size` on are padding without probability
-    targets: jax.Array,  # [B, T] int32; -1 counts neither in the loss nor in the count
+    targets: jax.Array,  # [B, T] int32, or [B, T, K]; -1 counts neither in the loss nor the count
     *,
     vocab_size: int,
+    weights: Any = (),  # [K - 1], of all targets but the first, for the derivative
     logit_softcap: float = 0.0,  # c > 0: logits x become c tanh(x / c) (Gemma 2, 2024, section 2)
     z_loss: float = 0.0,  # weight of log(normaliser)^2 (PaLM, Chowdhery et al. 2022, section 5)
     label_smoothing: float = 0.0,  # a target's share for all tokens (Szegedy et al. 2016, sec. 7)
@@ -45,10 +46,12 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the negative log-likelihood of the targets under `softmax(hidden @ embedding^T)`.
 
-    Returns the sum, in nats, and the number of targets, both float32. Softmax and sums are float32.
+    Returns the sum, in nats, and the number of targets, both float32, each `[K]` if there are K for
+    each position. Softmax and sums are float32. The derivative of the first sum is that of all of
+    them, weighted; that of the others is 0.
     """
     chex.assert_rank(hidden, 3)
-    chex.assert_shape(targets, hidden.shape[:2])  # fewer would broadcast, and be counted too few
+    chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
     chex.assert_type(targets, int)
     shape = shards.whole_shape(embedding.shape) if shards else embedding.shape
     chex.assert_equal(shape[1:], hidden.shape[2:])
@@ -56,12 +59,12 @@ def cross_entropy(
     dtype = jnp.dtype(dtype or hidden.dtype)
     if target().plain and shards is None:
         losses = dict(logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing)
-        return cross_entropy_reference(
-            hidden, embedding, targets, vocab_size=vocab_size, dtype=dtype, **losses
-        )
-    count = (targets >= 0).sum(dtype=jnp.float32)
+        how: dict[str, Any] = dict(vocab_size=vocab_size, dtype=dtype, weights=weights)
+        return cross_entropy_reference(hidden, embedding, targets, **how, **losses)
+    count = (targets >= 0).sum((0, 1), dtype=jnp.float32)
     terms = _Terms(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
-    return _loss_sum(hidden.astype(dtype), embedding, targets, terms, dtype, chunk, shards), count
+    each = hidden.astype(dtype), embedding, targets.reshape(*targets.shape[:2], -1), weights
+    return _loss_sums(*each, terms, dtype, chunk, shards).reshape(count.shape), count
 
 
 def positions_per_chunk(B: int, T: int, table: tuple[int, ...], is_scarce: bool) -> int:
@@ -77,17 +80,31 @@ def positions_per_chunk(B: int, T: int, table: tuple[int, ...], is_scarce: bool)
 
 
 def cross_entropy_reference(
-    hidden, embedding, targets, *, vocab_size, dtype, logit_softcap=0, z_loss=0, label_smoothing=0
+    hidden,
+    embedding,
+    targets,
+    *,
+    vocab_size,
+    dtype,
+    weights=(),
+    logit_softcap=0,
+    z_loss=0,
+    label_smoothing=0,
 ):
     """Computes `cross_entropy` with all logits at once and the derivative left to JAX."""
     embedding = embedding[:vocab_size].astype(dtype)
     logits = soft_cap(dot(hidden.astype(dtype), embedding, (2,), (1,)), logit_softcap)
     log_probs = jax.nn.log_softmax(logits)
-    valid = targets >= 0
-    picked = jnp.take_along_axis(log_probs, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    wanted = (1.0 - label_smoothing) * picked + label_smoothing * log_probs.mean(axis=-1)
-    losses = z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2 - wanted
-    return jnp.where(valid, losses, 0.0).sum(), valid.sum(dtype=jnp.float32)
+    each = targets.reshape(*targets.shape[:2], -1)
+    picked = jnp.take_along_axis(log_probs, jnp.maximum(each, 0), axis=-1)
+    mean = log_probs.mean(axis=-1, keepdims=True)
+    wanted = (1.0 - label_smoothing) * picked + label_smoothing * mean
+    losses = z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True) ** 2 - wanted
+    sums = jnp.where(each >= 0, losses, 0.0).sum((0, 1))
+    total, sums = _weigh(weights, sums[None, None])[0, 0], jax.lax.stop_gradient(sums)
+    sums = sums.at[0].add(total - jax.lax.stop_gradient(total))
+    count = (targets >= 0).sum((0, 1), dtype=jnp.float32)
+    return sums.reshape(count.shape), count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +128,8 @@ class _Terms:
         """Returns which tokens exist, `[1, 1, V]`."""
         return jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[2]), 2) < self.vocab_size
 
-    def loss(self, logits, normaliser, highest, hidden, embedding, targets):
-        """Returns the loss, summed over positions that have a target."""
+    def losses(self, logits, normaliser, highest, hidden, embedding, targets):
+        """Returns the losses `[K]`, summed over positions that have a target."""
         target_logits = self._target_logits(logits, hidden, embedding, targets)
         log_normaliser = highest + jnp.log(normaliser)
         losses = log_normaliser - target_logits
@@ -121,34 +138,31 @@ class _Terms:
             losses += self.label_smoothing * (target_logits - mean / self.vocab_size)
         if self.z_loss:
             losses += self.z_loss * log_normaliser**2
-        return jnp.where(targets[..., None] >= 0, losses, 0.0).sum()
+        return jnp.where(targets >= 0, losses, 0.0).sum((0, 1))
 
     def _target_logits(self, logits, hidden, embedding, targets):
-        """Returns the targets' logits `[B, T, 1]`, float32, from rows of the table: no pass over V.
+        """Returns the targets' logits `[B, T, K]`, float32, from rows of the table: no pass over V.
 
         Where the product or its result was rounded they are read from the logits: an exact one
         beside sums of rounded ones would give another loss, even a negative one.
         """
         is_rounded = hidden.dtype == jnp.float32 and variants().rounds_float32
         if is_rounded or self.logits_dtype != jnp.float32:
-            return jnp.where(_is_target(logits, targets), logits, 0.0).sum(axis=-1, keepdims=True)
+            return jnp.where(_is_target(logits, targets), logits[:, :, None], 0.0).sum(axis=-1)
         rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
-        logits = jnp.sum(hidden.astype(jnp.float32) * rows, axis=-1, keepdims=True)
+        logits = jnp.sum(hidden.astype(jnp.float32)[:, :, None] * rows, axis=-1)
         return soft_cap(logits, self.logit_softcap)
 
-    def derivative(self, logits, exponentials, normaliser, highest, targets):
-        """Returns the derivative of `loss` by the logits before their soft cap, `[B, T, V]`."""
-        valid, is_target = targets[..., None] >= 0, _is_target(logits, targets)
+    def derivative(self, logits, exponentials, normaliser, highest, targets, weights):
+        """Returns the derivative of `losses` by the logits before their soft cap, `[B, T, V]`."""
+        weigh = partial(_weigh, weights)
+        share, wanted = weigh(targets[..., None] >= 0), weigh(_is_target(logits, targets))
         factor = 1.0 / normaliser
         if self.z_loss:
             factor *= 1.0 + 2.0 * self.z_loss * (highest + jnp.log(normaliser))
-        factor = jnp.where(valid, factor, 0.0)
+        dlogits = exponentials * (factor * share) - (1.0 - self.label_smoothing) * wanted
         if self.label_smoothing:
-            wanted = (1.0 - self.label_smoothing) * is_target
-            share = jnp.where(valid, self.label_smoothing / self.vocab_size, 0.0)
-            dlogits = exponentials * factor - wanted - share * self._exists(logits)
-        else:
-            dlogits = exponentials * factor - is_target
+            dlogits -= self.label_smoothing / self.vocab_size * share * self._exists(logits)
         if self.logit_softcap:
             dlogits *= 1.0 - (logits / self.logit_softcap) ** 2
         return dlogits
@@ -156,58 +170,64 @@ class _Terms:
 
 def _is_target(logits, targets):
     """A comparison in place of a scatter: it joins a pass over the logits, and splits over V."""
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+    return jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, logits.shape[2]), 3) == targets[..., None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _loss_sum(hidden, embedding, targets, terms, dtype, chunk, shards):
-    weights, rows_of = _whole(embedding, dtype, shards)
+def _weigh(weights, each):
+    """Returns the weighted sum of `each`, `[B, T, K, ...]`, over K; the first one weighs 1."""
+    others = range(1, each.shape[2])
+    return sum((weights[k - 1] * each[:, :, k] for k in others), each[:, :, 0].astype(jnp.float32))
 
-    def add_chunk(loss, rows):
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _loss_sums(hidden, embedding, targets, weights, terms, dtype, chunk, shards):
+    table, rows_of = _whole(embedding, dtype, shards)
+
+    def add_chunk(losses, rows):
         hidden, targets = rows
-        logits = terms.logits(hidden, weights)
+        logits = terms.logits(hidden, table)
         _, normaliser, highest = _softmax(logits)
-        return loss + terms.loss(logits, normaliser, highest, hidden, rows_of, targets), None
+        return losses + terms.losses(logits, normaliser, highest, hidden, rows_of, targets), None
 
-    return _scan(add_chunk, jnp.float32(0.0), hidden, targets, chunk)[0]
+    return _scan(add_chunk, jnp.zeros(targets.shape[2]), hidden, targets, chunk)[0]
 
 
 def _whole(embedding, dtype, shards):
     """Returns all rows in `dtype`, and an array to take single rows from: cheapest as stored."""
-    weights = shards.gather(embedding.astype(dtype)) if shards else embedding.astype(dtype)
-    return weights, weights if shards else embedding
+    table = shards.gather(embedding.astype(dtype)) if shards else embedding.astype(dtype)
+    return table, table if shards else embedding
 
 
-def _loss_sum_fwd(hidden, embedding, targets, terms, dtype, chunk, shards):
-    weights, rows_of = _whole(embedding, dtype, shards)
+def _loss_sums_fwd(hidden, embedding, targets, weights, terms, dtype, chunk, shards):
+    table, rows_of = _whole(embedding, dtype, shards)
     result = result_type(dtype)
 
     def add_chunk(sums, rows):
-        loss, dembedding = sums
+        losses, dembedding = sums
         hidden, targets = rows
-        logits = terms.logits(hidden, weights)
-        exponentials, normaliser, highest = _softmax(logits)
-        loss += terms.loss(logits, normaliser, highest, hidden, rows_of, targets)
-        dlogits = terms.derivative(logits, exponentials, normaliser, highest, targets).astype(dtype)
+        logits = terms.logits(hidden, table)
+        exponentials, *scale = _softmax(logits)
+        losses += terms.losses(logits, *scale, hidden, rows_of, targets)
+        dlogits = terms.derivative(logits, exponentials, *scale, targets, weights).astype(dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dembedding += dot(*factors, (0, 1), (0, 1))
-        return (loss, dembedding), dot(dlogits, weights, (2,), (0,), result).astype(dtype)
+        return (losses, dembedding), dot(dlogits, table, (2,), (0,), result).astype(dtype)
 
     by_width = variants().head_by_width and dtype == jnp.float32  # XLA:CPU lacks it in 16 bits
-    shape = weights.shape[::-1] if by_width else weights.shape
-    sums = jnp.float32(0.0), jnp.zeros(shape, jnp.float32)
-    (loss, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
+    shape = table.shape[::-1] if by_width else table.shape
+    sums = jnp.zeros(targets.shape[2]), jnp.zeros(shape, jnp.float32)
+    (losses, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
     if by_width:  # without the barrier, XLA would transpose both factors of a single chunk
         dembedding = jax.lax.optimization_barrier(dembedding).T
     dembedding = shards.scatter(dembedding) if shards else dembedding
-    return loss, (dhidden, dembedding.astype(embedding.dtype))
+    return losses, (dhidden, dembedding.astype(embedding.dtype))
 
 
-def _loss_sum_bwd(terms, dtype, chunk, shards, gradients, dloss):
-    return *((gradient * dloss).astype(gradient.dtype) for gradient in gradients), None
+def _loss_sums_bwd(terms, dtype, chunk, shards, gradients, dlosses):
+    return *((gradient * dlosses[0]).astype(gradient.dtype) for gradient in gradients), None, None
 
 
-_loss_sum.defvjp(_loss_sum_fwd, _loss_sum_bwd)
+_loss_sums.defvjp(_loss_sums_fwd, _loss_sums_bwd)
 
 
 def _scan(add_chunk, sums, hidden, targets, chunk):
@@ -217,8 +237,8 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
         return add_chunk(sums, (hidden, targets))
     padding = -T % chunk
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
-    rows = hidden.reshape(B, -1, chunk, D), targets.reshape(B, -1, chunk)
+    targets = jnp.pad(targets, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    rows = hidden.reshape(B, -1, chunk, D), targets.reshape(B, -1, chunk, targets.shape[2])
     rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
     sums, outputs = jax.lax.scan(add_chunk, sums, rows)
     if outputs is not None:

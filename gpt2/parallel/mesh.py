@@ -56,9 +56,10 @@ def check_layout(config: Config, num_devices: int) -> None:
     """Checks that the batch and the model divide over the mesh, before any data is prepared."""
     sizes = mesh_sizes(config.parallel, num_devices)
     shards = sizes["data"] * sizes["fsdp"] * config.train.accumulate_steps
-    if config.data.batch_size % shards:
+    shapes = config.shapes.pieces.values()
+    for size in (shape.batch_size for shape in shapes if shape.batch_size % shards):
         raise UserError(
-            f"data.batch_size={config.data.batch_size} does not split over parallel.data="
+            f"data.batch_size={size} does not split over parallel.data="
             f"{sizes['data']} x parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
             f"{config.train.accumulate_steps}",
             f"Use a multiple of {shards}",
@@ -71,7 +72,7 @@ def check_layout(config: Config, num_devices: int) -> None:
         ("mlp", "the MLP's width", model.hidden_dim),
         ("table", "model.embed_dim", model.embed_dim),
         ("embed", "model.embed_dim", model.embed_dim),
-        ("sequence", "model.context_length", model.context_length),
+        *(("sequence", "model.context_length", shape.context_length) for shape in shapes),
     ):
         if size % math.prod(sizes[over] for over in table[axis]):
             over = " x ".join(f"parallel.{over}={sizes[over]}" for over in table[axis])

@@ -74,14 +74,14 @@ def _find_devices() -> list[jax.Device]:
 
 def _print(plan: Plan, kind: str) -> None:
     program, config, board = plan.program, plan.program.config, board_name(kind)
-    flops = config.tokens_per_step * model_flops_per_token(config.gpt())
+    per_token = model_flops_per_token(config.gpt(), config.shapes.largest)
     sections = {
         "plan": {
             "devices": f"{program.backend.mesh.size} ({kind})",
             "layout": program.backend.layout,
             "parameters": f"{program.num_params:,}",
             "tokens per step": f"{config.tokens_per_step:,}",
-            "FLOPs per step": format_count(flops),
+            "FLOPs per step": format_count(config.tokens_per_step * per_token),
             "compiled in": f"{plan.compile_seconds:.1f} s",
         },
         "memory of a device": {

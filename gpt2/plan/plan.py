@@ -74,7 +74,8 @@ def compile_plan(program: Program) -> Plan:
     """Compiles a program's train step, or raises OutOfMemory. Nothing runs."""
     state = program.state_shapes
     try:
-        compiled = program.compile_train(state, program.batch_shapes).block_until_ready()
+        largest = program.at(program.config.shapes.largest)
+        compiled = largest.compile_train(state, program.batch_shapes).block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -90,7 +91,7 @@ def compile_plan(program: Program) -> Plan:
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
     """Returns the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
     cfg = config.gpt()
-    per_token = model_flops_per_token(cfg) + recomputed_flops_per_token(cfg)
+    per_token = model_flops_per_token(cfg, config.shapes.largest) + recomputed_flops_per_token(cfg)
     flops = config.tokens_per_step * per_token / num_devices
     return flops / (ATTAINABLE * BOARDS[board].peak_flops(config.precision.compute))
 

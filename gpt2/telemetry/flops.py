@@ -1,8 +1,12 @@
 """The FLOPs that a model must spend, from its architecture alone, and those a chip can spend."""
 
+import dataclasses
+from typing import Any
+
 import jax
 
 from gpt2.config import GPTConfig
+from gpt2.config.shapes import Shape
 from gpt2.telemetry.chips import find_chip
 
 
@@ -28,13 +32,17 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     return cfg.num_layers * layer + once + cfg.vocab_size * width
 
 
-def model_flops_per_token(cfg: GPTConfig) -> float:
+def model_flops_per_token(cfg: GPTConfig, shape: Shape | None = None) -> float:
     """Returns the FLOPs that training must spend on one token: `6 N + 12 L D T`.
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT's `estimate_mfu`, scores above the
     diagonal count and recomputation does not. T: a layer's window if it has one; D: all its heads.
+    A `shape` has its own context and window.
     """
-    seen = sum(window or cfg.context_length for window in cfg.windows)
+    own: dict[str, Any] = dict(window=shape.window) if shape else {}
+    T = shape.context_length if shape else cfg.context_length
+    cfg = dataclasses.replace(cfg, **own)
+    seen = sum(min(window or T, T) for window in cfg.windows)
     return float(6 * count_compute_parameters(cfg) + 12 * cfg.num_heads * cfg.head_size * seen)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import jax
@@ -51,16 +51,18 @@ def _on_terminal() -> bool:
 class Progress(Writer):
     """Shows how far a run is: a bar with the newest figures, and a line for each validation above.
 
-    Where there is no terminal, all metrics print lines. What a screen cannot show is lost.
+    Where there is no terminal, all metrics print lines. What a screen cannot show is lost. `work`
+    of so many steps takes the time.
     """
 
-    def __init__(self, total: int, start: int = 0):
+    def __init__(self, total: int, start: int = 0, work: Callable[[int], float] = float):
         self._total, self._start, self._began = total, start, time.perf_counter()
+        self._work = work
         self._draws = _on_terminal()
         count, figures, left = (Column(no_wrap=True) for _ in range(3))  # the bar gives way
         self._bar = bars.Progress(
             bars.SpinnerColumn("line", speed=0.25),  # moves within a long step, too
-            bars.MofNCompleteColumn(table_column=count),
+            bars.TextColumn("{task.fields[count]}", table_column=count),
             bars.BarColumn(None),
             bars.TextColumn("{task.fields[figures]}", table_column=figures),
             bars.TimeRemainingColumn(table_column=left),
@@ -69,7 +71,8 @@ class Progress(Writer):
             speed_estimate_period=3600,
             disable=not self._draws,
         )
-        self._task = self._bar.add_task("", total=total, completed=start, figures="")
+        self._task = self._bar.add_task("", total=work(total), figures="")
+        self.step(start)
         with unheard(sys.stdout):
             self._bar.start()
 
@@ -80,7 +83,8 @@ class Progress(Writer):
 
     def step(self, step: int) -> None:
         """Moves the bar, which another thread draws twice a second."""
-        self._bar.update(self._task, completed=step)
+        count = f"{step:>{len(str(self._total))}}/{self._total}"
+        self._bar.update(self._task, completed=self._work(step), count=count)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
@@ -92,8 +96,9 @@ class Progress(Writer):
         if line and (is_validation or not self._draws):
             parts = [f"step {step:>{len(str(self._total))}}/{self._total}", line]
             if step > self._start and not is_validation:
-                each = (time.perf_counter() - self._began) / (step - self._start)
-                parts.append(f"{format_duration(each * (self._total - step))} left")
+                before, now, end = map(self._work, (self._start, step, self._total))
+                left = (time.perf_counter() - self._began) / (now - before) * (end - now)
+                parts.append(f"{format_duration(left)} left")
             self.say(" | ".join(parts))
 
     def say(self, text: str) -> None:

@@ -44,7 +44,7 @@ class Reporter(AbstractContextManager):
                 writers.append(EventFile(workdir / "tensorboard", start))
             if logging.wandb:
                 writers.append(Wandb(workdir, config.to_dict()))
-            writers.append(Progress(train.num_steps, start))
+            writers.append(Progress(train.num_steps, start, clock.flops))
         return cls(writers, clock, train)
 
     def step(
@@ -68,7 +68,7 @@ class Reporter(AbstractContextManager):
             self.write(step, {name: float(value) for name, value in found["norms"].items()})
             self._each("write_histograms", step, found["histograms"])
         self._check(step, values)
-        self._clock.count_step()
+        self._clock.count_step(step)
         if note:
             self._each("say", note)
         self._each("step", step)
@@ -76,7 +76,7 @@ class Reporter(AbstractContextManager):
             # NaN if all steps since the last line are skipped.
             values["train/loss"] = statistics.fmean(self._losses or [math.nan])
             self._losses = []
-            tokens = {"tokens": step * self._clock.tokens_per_step}
+            tokens = {"tokens": self._clock.tokens(step)}
             stats = [device.memory_stats() or {} for device in jax.local_devices()]
             peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
             memory = {"perf/peak_memory_bytes": float(peak)} if peak else {}  # CPUs do not tell

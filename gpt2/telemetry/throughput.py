@@ -1,13 +1,16 @@
 """How fast a run is: tokens per second, MFU, and where time goes."""
 
 import contextlib
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import jax
 
 from gpt2.config import Config
+from gpt2.config.shapes import Shape
 from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
 from gpt2.telemetry.metrics import SECONDS
 
@@ -18,30 +21,37 @@ class StepClock:
     Time is charged to the innermost open phase, or to `start and end`. Devices run behind the host:
     wait for the last step before opening a validation or checkpoint. `before` has the seconds since
     the run's first start, by phase, and those that were `lost` and `down`: see docs/safety.md.
-    Without `peak_flops`, of all devices, there is no MFU.
+    `tokens` and `flops` give those of so many steps. Without `peak_flops`, of all devices, there is
+    no MFU.
     """
 
     def __init__(
         self,
-        tokens_per_step: int,
-        flops_per_token: float,
+        tokens: Callable[[int], float],
+        flops: Callable[[int], float],
         peak_flops: float | None = None,
         before: Mapping[str, float] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ):
-        self.tokens_per_step, self._flops, self._peak = tokens_per_step, flops_per_token, peak_flops
+        self.tokens, self.flops, self._peak = tokens, flops, peak_flops
         self._now, self.current, self._since = now, "start and end", now()
         self._seconds = defaultdict(float, before or {})
         wait = self._seconds["data wait"]
-        self._num_steps, self._read = 0, (0, self._seconds["step"] + wait, wait)  # and at `read`
+        self._done = 0, 0.0, 0.0  # steps, tokens, FLOPs
+        self._read = *self._done, self._seconds["step"] + wait, wait  # and at `read`
 
     @classmethod
     def for_run(
-        cls, config: Config, tokens_per_step: int, before: Mapping[str, float] | None
+        cls, config: Config, tokens_of: Callable[[Shape], int], before: Mapping[str, float] | None
     ) -> "StepClock":
         """Returns the clock of a run on all devices."""
-        flops = model_flops_per_token(config.gpt())
-        return cls(tokens_per_step, flops, total_peak_flops(config.precision.compute), before)
+        shapes = set(config.shapes.pieces.values())
+        costs = {s: tokens_of(s) * model_flops_per_token(config.gpt(), s) for s in shapes}
+        amounts = (
+            partial(config.shapes.sum, tokens_of),
+            partial(config.shapes.sum, costs.__getitem__),
+        )
+        return cls(*amounts, total_peak_flops(config.precision.compute), before)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -54,28 +64,30 @@ class StepClock:
         finally:
             self._switch(outer)
 
-    def count_step(self) -> None:
-        """Counts one optimizer step."""
-        self._num_steps += 1
+    def count_step(self, step: int) -> None:
+        """Counts an optimizer step, by its number."""
+        steps, *amounts = self._done
+        each = (amount(step) - amount(step - 1) for amount in (self.tokens, self.flops))
+        self._done = steps + 1, *map(operator.add, amounts, each)
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
         total, wait = self.total_seconds, self._seconds["data wait"]
-        now = self._num_steps, self._seconds["step"] + wait, wait
-        steps, seconds, wait = (new - old for new, old in zip(now, self._read, strict=True))
+        now = *self._done, self._seconds["step"] + wait, wait
+        each = (new - old for new, old in zip(now, self._read, strict=True))
+        steps, tokens, flops, seconds, wait = each
         self._read = now
         if not (steps and seconds):
             return {}
-        tokens_per_second = self.tokens_per_step * steps / seconds
         metrics = {
             "perf/step_seconds": seconds / steps,
-            "perf/tokens_per_second": tokens_per_second,
+            "perf/tokens_per_second": tokens / seconds,
             "perf/data_wait_seconds": wait / steps,
             "perf/total_seconds": sum(self.books().values()),
             "perf/goodput": self._seconds["step"] / total,
         }
         if self._peak:
-            metrics["perf/mfu"] = tokens_per_second * self._flops / self._peak
+            metrics["perf/mfu"] = flops / seconds / self._peak
         return metrics
 
     def books(self) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Batches of a run, on its devices."""
 
+import functools
 import itertools
 from collections.abc import Generator, Iterable, Sequence
 from functools import partial
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from gpt2.config import Config
+from gpt2.config.shapes import Shape
 from gpt2.data.dataset import Dataset
 from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.own import OwnBatches
@@ -24,27 +26,37 @@ class Batches:
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset, self._put, data = dataset, backend.put_batch, config.data
-        size, micro = data.batch_size, config.micro_batch_size
-        self._rows, self._eval_rows = backend.local_rows(size), backend.local_rows(micro)
-        self._most, length = config.train.eval_batches or None, config.model.context_length
-        self.tokens_per_step = config.tokens_per_step
+        self._local_rows, self._shapes = functools.cache(backend.local_rows), config.shapes
+        self._num_steps, micro = config.train.num_steps, config.micro_batch_size
+        self._eval_rows, length = self._local_rows(micro), config.model.context_length
+        self._most = config.train.eval_batches or None
         if dataset.own:
-            shape = self._rows.stop - self._rows.start, length
-            vocab_size = config.model.vocab_size
+            fixed = config.train.batch_schedule or config.train.context_schedule
+            refuse(fixed, f"{data.corpus} gives batches of one shape")
+            rows, vocab_size = self._local_rows(data.batch_size), config.model.vocab_size
+            shape = rows.stop - rows.start, length
             self._train: Any = OwnBatches(data.corpus, dataset.own, shape, vocab_size)
             return
         options: dict[str, Any] = dict(context_length=length, document_mask=data.document_mask)
-        order = dict(batch_size=size, seed=config.seed, packing=data.packing)
+        order: dict[str, Any] = dict(batch_size=data.batch_size, shapes=config.shapes)
+        order |= dict(seed=config.seed, packing=data.packing)
         self._train = TrainLoader(dataset, **order, **options)
-        self.tokens_per_step = self._train.tokens_per_step
         options |= dict(batch_size=micro, num_batches=config.train.eval_batches)
         self._held_out = {
             name: (float(share), ValidationLoader(part, **options))
             for name, (share, part) in dataset.parts.items()
         }
 
-    def _read(self, loader: TrainLoader | ValidationLoader, rows: slice, step: int) -> Any:
-        return self._put(loader.batch(step, rows))
+    def tokens_of(self, shape: Shape) -> int:
+        """Returns the tokens of a step of a shape."""
+        return shape.tokens if self.dataset.own else self._train.tokens_of(shape)
+
+    def _read(self, step: int) -> Any:
+        rows = self._local_rows(self._shapes.at(step + 1).batch_size)
+        return self._put(self._train.batch(step, rows))
+
+    def _read_held_out(self, loader: ValidationLoader, step: int) -> Any:
+        return self._put(loader.batch(step, self._eval_rows))
 
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()
@@ -57,7 +69,7 @@ class Batches:
             what = f"the checkpoint holds the places of {len(position)} processes in their batches"
             refuse(len(position) != jax.process_count(), what, "Start as many")
             self._train.restored = position[jax.process_index()]
-        return prefetch(partial(self._read, self._train, self._rows), range(start, stop))
+        return prefetch(self._read, range(start, stop))
 
     def validation(self, number: int = 0) -> tuple[HeldOut, float | None]:
         """Returns each part's share and its first batches; 0: all that a validation has.
@@ -68,20 +80,24 @@ class Batches:
             batches = self._train.validation(self._eval_rows.stop - self._eval_rows.start)
             first = itertools.islice(batches, number or self._most)
             return {"": (1.0, map(self._put, first))}, None
-        rows = self._eval_rows
         held_out: HeldOut = {
-            name: (share, prefetch(partial(self._read, loader, rows), range(number or len(loader))))
-            for name, (share, loader) in self._held_out.items()
+            name: (share, prefetch(partial(self._read_held_out, part), range(number or len(part))))
+            for name, (share, part) in self._held_out.items()
         }
         is_whole = all(loader.is_whole for _, loader in self._held_out.values())
         return held_out, self.dataset.targets_per_byte if is_whole else None
 
-    def examples(self) -> tuple[list[Any], Any]:
-        """Returns a batch of training for each length of rows, and one of validation."""
+    def examples(self, start: int = 0) -> tuple[dict[Shape, list[Any]], Any]:
+        """Returns batches of each shape after `start`, one a length of rows; one of validation."""
         ((_, held_out), *_) = self.validation(1)[0].values()
-        held_out, num_rows = next(iter(held_out)), self._rows.stop - self._rows.start
-        rows = (np.zeros((num_rows, length), np.int32) for length in self._train.lengths)
-        return [self._put(dict.fromkeys(held_out, each)) for each in rows], held_out
+        held_out, examples = next(iter(held_out)), dict[Shape, list[Any]]()
+        begins = (begin for begin in self._shapes.pieces if start < begin < self._num_steps)
+        for shape in (self._shapes.at(begin + 1) for begin in (start, *begins)):
+            rows = self._local_rows(shape.batch_size)
+            lengths = {min(length, shape.context_length) for length in self._train.lengths}
+            each = (np.zeros((rows.stop - rows.start, length), np.int32) for length in lengths)
+            examples[shape] = [self._put(dict.fromkeys(held_out, zeros)) for zeros in each]
+        return examples, held_out
 
     def position(self, step: int) -> list[str]:
         """Returns what `train` needs to go on after a step, nothing where the step tells all."""

@@ -21,7 +21,7 @@ from gpt2.parallel.rules import gathered_for
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.training.program import Program
+from gpt2.training.program import Program, Steps
 from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, evaluation_loss, on_one_device
 from gpt2.utils.accumulate import accumulate
@@ -33,13 +33,13 @@ _LAYER = re.compile(r"^h_(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Explains NaN and Inf. `train_step` is compiled, `first_state` gives that before step 1."""
+    """Explains NaN and Inf. `steps` are compiled, `first_state` gives that before step 1."""
 
     program: Program
     batches: Batches
     workdir: Path
     checkpointer: Checkpointer
-    train_step: Callable
+    steps: Steps
     first_state: Callable[[], TrainState]
 
     def explain(self, error: DivergedError, state: TrainState) -> UserError:
@@ -56,23 +56,26 @@ class Diagnosis:
         return UserError(f"{error}: {origin}", how, exit_code=3)
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
+        program = self.program
         if error.before:
-            step, number = error.step - 1, self.program.config.train.accumulate_steps
+            step, number = error.step - 1, program.config.train.accumulate_steps
+            shapes = program.config.shapes
             if state.guard is None:  # else it is as it was before the step
                 jax.tree.map(lambda leaf: leaf.delete(), state)  # no device may hold two
-                start, shapes = latest_step(self.workdir) or 0, self.program.state_shapes
-                state = self.checkpointer.restore(start, shapes) if start else self.first_state()
-                for batch in self.batches.train(start, step):
-                    state, _ = self.train_step(state, batch)
+                start, like = latest_step(self.workdir) or 0, program.state_shapes
+                state = self.checkpointer.restore(start, like) if start else self.first_state()
+                for count, batch in enumerate(self.batches.train(start, step), start + 1):
+                    state, _ = self.steps[shapes.at(count)][0](state, batch)
             params, source = state.params, self.batches.train(step, step + 1)
+            program = program.at(shapes.at(error.step))
         else:
             step, number, params = None, 1, state.eval_params
             held_out = self.batches.validation()[0].values()
             source = (batch for _, batches in held_out for batch in batches)
         names = list[str]()
-        probe = self.program.backend.compile_eval(_make_probe(self.program, step, number, names))
+        probe = program.backend.compile_eval(_make_probe(program, step, number, names))
         for count, batch in enumerate(source):
-            flags = gather_whole(probe(params, batch), self.program.backend.mesh)
+            flags = gather_whole(probe(params, batch), program.backend.mesh)
             for index, row in enumerate(jax.device_get(flags), 1 + count):
                 if row.any():
                     where = "micro-batch" if error.before else "batch of the validation split"
@@ -108,7 +111,7 @@ def _make_probe(program: Program, step: int | None, number: int, names: list[str
 
             def forward(params: Any) -> tuple[jax.Array, Any]:
                 with nn.intercept_methods(note):
-                    sums = loss(gathered_for(params, micro_batch), micro_batch, key)
+                    sums = loss(gathered_for(params, micro_batch), micro_batch, key, step)
                 return sums["loss"][0], sums
 
             (total, sums), grads = jax.value_and_grad(forward, has_aux=True)(params)

@@ -7,7 +7,7 @@ and places nothing.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from gpt2.config import Config
+from gpt2.config.shapes import Shape
 from gpt2.errors import refuse
 from gpt2.model import GPT, num_params, resolve_attention
 from gpt2.optim import make_optimizer, make_schedule
@@ -56,6 +57,7 @@ class Program:
     train_step: Callable
     watch_step: Callable
     eval_step: Callable
+    with_config: Callable[[Config], "Program"]  # of the same parts
 
     @classmethod
     def from_config(
@@ -83,7 +85,10 @@ class Program:
         train_step = make_train_step(*update, **options)
         watch_step = make_watch_step(make_update(*update, **options))
         eval_step = make_eval_step(evaluation_loss(gpt))
-        program = cls(config, gpt, update[0], chain, backend, train_step, watch_step, eval_step)
+        parts: Any = dict(model=model, loss=loss, schedule=schedule, optimizer=optimizer)
+        again = partial(cls.from_config, devices=devices, **parts)
+        steps = train_step, watch_step, eval_step
+        program = cls(config, gpt, update[0], chain, backend, *steps, again)
         sizes = dict(backend.mesh.shape)
         if config.parallel.strategy == "zero1":  # parameters are whole along fsdp
             del sizes["fsdp"]
@@ -123,11 +128,10 @@ class Program:
 
     @property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a batch, int32."""
-        config = self.config
-        shape = (config.data.batch_size, config.model.context_length)
-        names = ("tokens", "targets") + ("segments",) * config.data.document_mask
-        return self.backend.batch_shapes(shape, names)
+        """Shapes and shardings of the largest batch, int32."""
+        size, length, _ = self.config.shapes.largest
+        names = ("tokens", "targets") + ("segments",) * self.config.data.document_mask
+        return self.backend.batch_shapes((size, length), names)
 
     @property
     def num_params(self) -> int:
@@ -141,7 +145,7 @@ class Program:
         dropout = self.config.model.dropout
         return f"{name} (reference in training, for its dropout)" if dropout else name
 
-    def describe(self, batches: Batches, train_step: CompiledStep, start: int) -> str:
+    def describe(self, batches: Batches, steps: "Steps", start: int) -> str:
         """Returns the run's first screen: what will be trained, on what, and for how long."""
         config = self.config
         model, train, memory = config.model, config.train, config.memory
@@ -150,7 +154,8 @@ class Program:
         micro = f" in {train.accumulate_steps} micro-batches" * (train.accumulate_steps > 1)
         warm_up = config.optim.warmup(train.num_steps)
         short = " (never reached: it warms up to the end)" if warm_up >= train.num_steps else ""
-        device, used = self.backend.mesh.devices.flat[0], train_step.peak_bytes
+        device, compiled = self.backend.mesh.devices.flat[0], [each for each, _ in steps.values()]
+        used, sizes = max(each.peak_bytes for each in compiled), map(batches.tokens_of, steps)
         rows = {
             "model": f"{format_count(self.num_params)} parameters, {layers}, "
             f"{model.num_heads} heads, {model.embed_dim} wide, context {model.context_length}",
@@ -158,13 +163,27 @@ class Program:
             "data": f"{config.data.corpus}, {config.data.tokenizer} ({model.vocab_size:,} tokens)",
             "": batches.describe(train.num_steps),
             "devices": f"{jax.device_count()} x {device.device_kind}, {self.backend.layout}",
-            "step": f"{batches.tokens_per_step:,} tokens{micro}, "
+            "step": " to ".join(f"{size:,}" for size in dict.fromkeys(sizes))
+            + f" tokens{micro}, "
             + (f"{format_bytes(used)} a device, " if used else "")
-            + f"compiled in {train_step.compile_seconds:.0f} s",
+            + f"compiled in {max(each.compile_seconds for each in compiled):.0f} s",
             "run": f"steps {start + 1} to {train.num_steps}, {config.optim.name}, "
             f"rate {config.optim.learning_rate:g}{short}, {config.optim.schedule}",
         }
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
+
+    def at(self, shape: Shape) -> "Program":
+        """Returns the program whose model sees as far back as a shape says."""
+        same = shape.window == self.config.model.window
+        return self if same else self.with_config(self.config.at(shape))
+
+    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Sequence[Any]]) -> "Steps":
+        """Compiles the train step and the watch of each shape, for batches of its lengths."""
+        steps = Steps()
+        for shape, rows in examples.items():
+            program = self.at(shape)
+            steps[shape] = program.compile_train(state, *rows), program.compile_watch(state, *rows)
+        return steps
 
     def compile_train(self, state: TrainState, *batches: Any) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
@@ -194,6 +213,9 @@ class Program:
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
         """Compiles `(params, batch) -> {name: (sum, count)}`."""
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
+
+
+Steps = dict[Shape, tuple[CompiledStep, Callable]]
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # so that all who ask share one trace

@@ -37,23 +37,25 @@ LossFn = Callable[..., Sums]
 
 
 def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
-    """Returns `loss(params, batch, key=None) -> {name: (sum, count)}`, float32 scalars.
+    """Returns `loss(params, batch, key=None, step=None) -> {name: (sum, count)}`, float32 scalars.
 
-    `loss` is `GPT.loss`'s; other names are its own and those that modules `report`. train.py may
-    swap this function for another of its signature.
+    `loss` is `GPT.loss`'s; other names are its own and those that modules `report`. Without a step
+    there is no `loss.ahead`. train.py may swap this function for another of its signature.
     """
 
-    def loss(params: Any, batch: Batch, key: jax.Array | None = None) -> Sums:
+    def loss(params: Any, batch: Batch, key: Any = None, step: jax.Array | None = None) -> Sums:
         chex.assert_rank(batch["tokens"], 2)
         chex.assert_equal_shape(list(batch.values()))
         chex.assert_type(list(batch.values()), int)
-        drops = key is not None and model.config.dropout > 0
+        drops, fade = key is not None and model.config.dropout > 0, options.ahead_fade
+        left = jnp.maximum(1 - step / fade, 0.0) if step is not None and fade else 1.0
         sums, variables = model.apply(
             {"params": params},
             batch["tokens"],
             batch["targets"],
             segments=batch.get("segments"),
             deterministic=not drops,
+            ahead=[left * each for each in options.ahead_weights if step is not None],
             z_loss=options.z_loss,
             label_smoothing=options.label_smoothing,
             rngs={"dropout": key} if key is not None and drops else {},
@@ -108,7 +110,8 @@ def make_update(
         def sum_gradients(params, rows, device):
             def scaled_loss(params, micro_batch, index):
                 params = gathered_for(params, micro_batch)
-                sums = loss(params, micro_batch, dropout_key(seed, state.step, index, device))
+                key = dropout_key(seed, state.step, index, device)
+                sums = loss(params, micro_batch, key, state.step)
                 return sums["loss"][0] * scale, sums
 
             def sums_and_gradients(micro_batch, index):

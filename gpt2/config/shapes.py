@@ -1,0 +1,59 @@
+"""The shapes of a run's steps, which `train.batch_schedule` and its kin change as it goes on."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gpt2.errors import refuse
+
+
+def read_steps(option: str, text: str, kind: Callable[[str], Any], example: str) -> dict[int, Any]:
+    """Returns what `STEP=VALUE,STEP=VALUE` in an option says; steps must ascend from 1 on."""
+    try:
+        pairs = [item.split("=") for item in text.split(",") if item]
+        values = [(int(step), kind(value)) for step, value in pairs]
+    except ValueError:
+        values = [(0, None)]  # which do not ascend
+    ascend = all(a < b for (a, _), (b, _) in itertools.pairwise([(0, None), *values]))
+    refuse(not ascend, f"{option} cannot be read", f"For example, use {example}")
+    return dict(values)
+
+
+class Shape(NamedTuple):
+    """What is static in a compiled step, as the options of these names."""
+
+    batch_size: int
+    context_length: int
+    window: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a global batch."""
+        return self.batch_size * self.context_length
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shape of every step. Each of `pieces` begins after so many steps, the first after 0."""
+
+    pieces: dict[int, Shape]
+
+    def at(self, step: int) -> Shape:
+        """Returns the shape of a step, counted from 1."""
+        return self.pieces[max(start for start in self.pieces if start < step)]
+
+    def tokens(self, steps: int) -> int:
+        """Returns the tokens of so many steps."""
+        return int(self.sum(lambda shape: shape.tokens, steps))
+
+    def sum(self, amount: Callable[[Shape], float], steps: int) -> float:
+        """Returns the sum of what each of so many steps takes, by its shape."""
+        ends = [*self.pieces, steps][1:]
+        each = zip(self.pieces.items(), ends, strict=True)
+        return sum(amount(s) * max(min(end, steps) - start, 0) for (start, s), end in each)
+
+    @property
+    def largest(self) -> Shape:
+        """The shape with the most tokens, the last of them if several have as many."""
+        return max(reversed(self.pieces.values()), key=lambda shape: shape.tokens)
