@@ -159,7 +159,7 @@ train.Reporter.step = step
 def run_scheduled(workdir, *options, dies_at=0, devices=1):
     script = workdir.parent / f"dies_at_{dies_at}.py"
     script.write_text(train_with(COUNTED.format(dies_at=dies_at)))
-    given = "batch_schedule=2=2,5=8", "context_schedule=3=8", "window_schedule=6=4"
+    given = ("batch_schedule=2=2,5=8", "context_schedule=3=8", "window_schedule=6=4")
     schedules = [f"--config.train.{each}" for each in given]
     return run(workdir, *TINY, *schedules, *options, script=script, devices=devices)
 
