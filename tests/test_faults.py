@@ -13,7 +13,7 @@ from tests.faults.laboratory import Broken, Watched, check_start, compare
 from tests.helpers import TINY, metrics_of
 from tests.mutations import faults, misplaced
 
-STEPS, WARM = 20_000, 2_000
+STEPS, WARM, END = 20_000, 2_000, 19_990
 WINDOW = 1_000  # steps whose samples count
 
 
@@ -61,11 +61,9 @@ def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
     data_dir = Path(os.environ.get("GPT2_DATA_DIR", tmp_path / "data"))
     samples = []
     with Watched(tmp_path / "run", data_dir, *options, screen=tmp_path / "screen") as run:
-        run.until_step(WARM)
-        while (
-            run.process.poll() is None
-            and (step := metrics_of(tmp_path / "run")[-1]["step"]) < STEPS - 10
-        ):
+        path = tmp_path / "run" / "metrics.jsonl"
+        run.until(lambda: path.exists() and f'"step": {WARM},' in path.read_text())
+        while run.process.poll() is None and (step := metrics_of(path.parent)[-1]["step"]) < END:
             run.look()
             samples.append((step, *read_usage(run.process.pid)))
             time.sleep(0.2)
