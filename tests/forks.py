@@ -154,8 +154,6 @@ def _become(command: Sequence[str], cwd: str) -> int:
     except BaseException:  # as the interpreter ends
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
     return code
 
 
