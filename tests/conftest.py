@@ -38,14 +38,6 @@ def compiles_fast():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-@pytest.fixture(scope="session")
-def commands():
-    """A server of commands, see `tests.forks`."""
-    from tests import helpers
-
-    return helpers.commands()
-
-
 @pytest.fixture(scope="module")
 def compiles_fully(compiles_fast):
     """For modules about the compiled program itself: runs that they start compile as users' do.

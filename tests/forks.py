@@ -6,20 +6,20 @@ command's file as `python` would, from its first line to its exit.
 """
 
 import atexit
-import contextlib
 import dataclasses
+import functools
 import gc
 import importlib
 import json
 import os
 import pkgutil
+import resource
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,6 @@ ROOT = Path(__file__).parents[1]
 COMPILES_FAST = "--xla_cpu_parallel_codegen_split_count=1"
 COMPILES_FAST += " --xla_cpu_use_fusion_emitters=false" if has_old_xla() else ""
 
-STARTED = 77  # the exit code of a run that was let go up to its first computation
 LATE = -1  # that of a command which took longer than it may
 
 
@@ -41,47 +40,27 @@ LATE = -1  # that of a command which took longer than it may
 class Done:
     """How a command ended."""
 
-    code: int  # its exit code; `STARTED`, `LATE`, or minus the number of a signal
+    code: int  # its exit code; `LATE`, or minus the number of a signal
     stdout: str
     stderr: str
     memory: int  # the most that it held beyond what the server holds, in bytes
 
 
-class Commands:
-    """A server of commands on one CPU device."""
+@functools.cache
+def _server() -> subprocess.Popen:
+    """Starts the server, which ends when this process closes its input."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, __file__], env=environment(), **pipes)
 
-    def __enter__(self) -> "Commands":
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        return self
 
-    def __exit__(self, *_) -> None:
-        self._server.stdin.close()
-        self._server.wait(timeout=60)
-        self._server.stdout.close()
+def run_command(*command: str, cwd: Path, seconds: int = 15, devices: int = 1) -> Done:
+    """Runs a file such as `train.py`, or a module such as `gpt2.generate`, with arguments.
 
-    def run(
-        self,
-        *command: str,
-        cwd: Path,
-        seconds: float = 15.0,
-        to_the_end: bool = False,
-        devices: int = 1,
-    ) -> Done:
-        """Runs a file such as `train.py`, or a module such as `gpt2.generate`, with arguments.
-
-        It is killed after `seconds` of processor time, or five times as many by the clock. Unless
-        it runs `to_the_end`, it ends with `STARTED` where it would begin to compute.
-        """
-        asked = dict(command=command, cwd=str(cwd), seconds=seconds, to_the_end=to_the_end)
-        asked["variables"] = environment(devices)
-        print(json.dumps(asked), file=self._server.stdin, flush=True)
-        return Done(**json.loads(self._server.stdout.readline()))
+    It is killed after `seconds` of processor time, or five times as many by the clock.
+    """
+    asked = dict(command=command, cwd=str(cwd), seconds=seconds, variables=environment(devices))
+    print(json.dumps(asked), file=_server().stdin, flush=True)
+    return Done(**json.loads(_server().stdout.readline()))
 
 
 def environment(devices: int = 1) -> dict[str, str]:
@@ -124,13 +103,14 @@ def _import_all() -> None:
                 raise
 
 
-def _run(
-    command: Sequence[str], cwd: str, seconds: float, to_the_end: bool, variables: dict[str, str]
-) -> dict:
-    start, held = time.monotonic(), _resident("self")
+def _run(command: Sequence[str], cwd: str, seconds: int, variables: dict[str, str]) -> dict:
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         child = os.fork()
         if not child:
+            # A busy machine gives fewer seconds of the processor than of the clock.
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 9))  # SIGXCPU first
+            signal.alarm(5 * seconds)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
@@ -140,47 +120,24 @@ def _run(
 
             unoptimized = variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0"
             jax.config.update("jax_disable_most_optimizations", unoptimized)
-            code = _become(command, cwd, to_the_end)
+            code = _become(command, cwd)
             _end_as_the_interpreter()
             os._exit(code)
-        most = 0
-        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-            most = max(most, _resident(child))
-            if _processor_seconds(child) > seconds or time.monotonic() - start > 5 * seconds:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                break
-            time.sleep(0.005)
-        code = os.waitstatus_to_exitcode(ended[1]) if ended[0] else LATE
+        _, status, usage = os.wait4(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code in (-signal.SIGXCPU, -signal.SIGALRM):
+            code = LATE
         texts = {}
         for name, file in dict(stdout=stdout, stderr=stderr).items():
             file.seek(0)
             texts[name] = file.read().decode(errors="replace")
-    return dict(code=code, **texts, memory=max(most - held, 0))
+    return dict(code=code, **texts, memory=1024 * max(usage.ru_maxrss - held, 0))
 
 
-def _processor_seconds(process: int) -> float:
-    """Returns what a process has computed: a busy machine gives it fewer seconds of the clock."""
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
-
-
-def _resident(process: int | str) -> int:
-    with contextlib.suppress(OSError, IndexError):
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
-    return 0
-
-
-def _become(command: Sequence[str], cwd: str, to_the_end: bool) -> int:
+def _become(command: Sequence[str], cwd: str) -> int:
     """Runs a command in this process, and returns its exit code."""
     os.chdir(cwd)
     name, *arguments = command
-    if not to_the_end:
-        _stop_before_computing()
     try:
         if name.endswith(".py"):
             sys.argv = sys.orig_argv = [str(ROOT / name), *arguments]
@@ -197,8 +154,6 @@ def _become(command: Sequence[str], cwd: str, to_the_end: bool) -> int:
     except BaseException:  # as the interpreter ends
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
     return code
 
 
@@ -208,18 +163,6 @@ def _end_as_the_interpreter() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _stop_before_computing() -> None:
-    from gpt2.training.program import Program
-
-    def stop(*_, **__):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(STARTED)
-
-    Program.init_state = stop
-    Program.compile_train = stop
 
 
 if __name__ == "__main__":

@@ -29,30 +29,28 @@ RUN = """
     --config.train.num_steps=40 --config.train.log_every=1 --config.train.eval_every=0
     --config.train.checkpoint_every=0 --config.optim.warmup_steps=10
     --config.logging.tensorboard=False"""
+SCAN = "memory.scan_layers=True"
 CASES = {  # name: (devices, options)
-    "quickstart": (1, []),
-    "scan_remat_accumulate": (
-        1,
-        ["memory.scan_layers=True", "memory.remat=full", "train.accumulate_steps=4"],
-    ),
-    "bfloat16": (1, ["precision.compute=bfloat16"]),
-    "muon": (1, ["optim.name=muon"]),
-    "dropout": (1, ["model.dropout=0.1"]),
-    "pmap": (8, ["parallel.backend=pmap"]),
-    "fsdp_by_layer": (8, ["parallel.strategy=zero3", "parallel.fsdp_gather=layer"]),
-    "data2_fsdp2_tensor2": (8, ["parallel.data=2", "parallel.fsdp=2", "parallel.tensor=2"]),
-    "zero1": (8, ["parallel.strategy=zero1"]),
+    "quickstart": (1, ""),
+    "scan_remat_accumulate": (1, f"{SCAN} memory.remat=full train.accumulate_steps=4"),
+    "bfloat16": (1, "precision.compute=bfloat16"),
+    "muon": (1, "optim.name=muon"),
+    "dropout": (1, "model.dropout=0.1"),
+    "pmap": (8, "parallel.backend=pmap"),
+    "fsdp_by_layer": (8, "parallel.strategy=zero3 parallel.fsdp_gather=layer"),
+    "data2_fsdp2_tensor2": (8, "parallel.data=2 parallel.fsdp=2 parallel.tensor=2"),
+    "zero1": (8, "parallel.strategy=zero1"),
 }
-HALF = ["train.checkpoint_every=20", "train.keep_every=20"]
+HALF = "train.checkpoint_every=20 train.keep_every=20"
 
 
-def train(workdir: Path, devices: int, options: list[str]) -> list[dict]:
+def train(workdir: Path, devices: int, options: str) -> list[dict]:
     """Trains to the end, and returns the lines of the run without what depends on the clock."""
     xla_flags = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     )
     command = [sys.executable, "train.py", f"--workdir={workdir}", *RUN.split()]
-    command += [f"--config.{option}" for option in options]
+    command += [f"--config.{option}" for option in options.split()]
     env = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=xla_flags.strip())
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:

@@ -1,6 +1,5 @@
 """What several test files share: a tiny run of train.py in a process of its own, and a mark."""
 
-import atexit
 import functools
 import json
 import random
@@ -13,23 +12,16 @@ import numpy as np
 import pytest
 
 from gpt2.training.checkpoint import load_params
-from tests.forks import LATE, ROOT, Commands, environment
+from tests.forks import LATE, ROOT, environment, run_command
 
 WORDS = ["the", "of", "and", "to", "in", "that", "was", "his", "he", "it", "with", "is"]
 SECONDS = 240  # after which a run counts as hanging
-TINY = [
-    "--config.model.num_layers=1",
-    "--config.model.num_heads=2",
-    "--config.model.embed_dim=32",
-    "--config.model.context_length=16",
-    "--config.data.tokenizer=byte",
-    "--config.data.batch_size=4",
-    "--config.optim.warmup_steps=2",
-    "--config.train.num_steps=8",
-    "--config.train.log_every=1",
-    "--config.train.eval_every=4",
-    "--config.train.checkpoint_every=2",
-]
+TINY = """
+    --config.model.num_layers=1 --config.model.num_heads=2 --config.model.embed_dim=32
+    --config.model.context_length=16 --config.data.tokenizer=byte --config.data.batch_size=4
+    --config.optim.warmup_steps=2 --config.train.num_steps=8 --config.train.log_every=1
+    --config.train.eval_every=4 --config.train.checkpoint_every=2"""
+TINY = TINY.split()
 
 
 def thorough(*values, **options):
@@ -72,18 +64,10 @@ def run(workdir, *options, script="train.py", cwd=ROOT, devices=1, imports=False
     if imports:
         return finish(start(workdir, *options, script=script, cwd=cwd, devices=devices), SECONDS)
     command = [str(script), *([f"--workdir={workdir}"] if workdir else []), *map(str, options)]
-    done = commands().run(*command, cwd=cwd, seconds=SECONDS, to_the_end=True, devices=devices)
+    done = run_command(*command, cwd=cwd, seconds=SECONDS, devices=devices)
     if done.code == LATE:
         raise subprocess.TimeoutExpired(command, SECONDS, done.stdout, done.stderr)
     return done.code, done.stdout, done.stderr
-
-
-@functools.cache
-def commands():
-    """Returns the server of commands that a worker's tests share."""
-    server = Commands().__enter__()
-    atexit.register(server.__exit__)
-    return server
 
 
 def finish(process, timeout):

@@ -32,17 +32,11 @@ def parse(monkeypatch):
     return parse
 
 
-@pytest.fixture
-def record(tmp_path):
-    """The config.json of a run with a few options of its own."""
-    options = {"seed": 7, "model": {"vocab_size": 257, "num_layers": 3, "dropout": 0}}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(options))
-    return path
-
-
 @pytest.mark.parametrize("form", ["--config={}", "--config {}", "--flagfile={}.flags"])
-def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(parse, record, form):
+def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(parse, tmp_path, form):
+    record = tmp_path / "config.json"
+    options = {"seed": 7, "model": {"vocab_size": 257, "num_layers": 3, "dropout": 0}}
+    record.write_text(json.dumps(options))
     Path(f"{record}.flags").write_text(f"--config={record}\n")
     parse(*form.format(record).split(), "--config.model.dropout=0.5", "--config.seed", "8")
     config = cli.parse_config()
@@ -137,11 +131,8 @@ def test_a_screen_that_takes_no_line_ends_no_program():
 def run_early(program):
     """Runs a program whose Ctrl-C is not ignored, as that of jobs in the background is."""
     start = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    command = [
-        sys.executable,
-        "-c",
-        start + "from gpt2 import errors\nfrom gpt2.utils import launch\n" + program,
-    ]
+    start += "from gpt2 import errors\nfrom gpt2.utils import launch\n"
+    command = [sys.executable, "-c", start + program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
 

@@ -17,34 +17,26 @@ from tests.test_guard import (
     MICRO_BATCHES,
     POISON,
     ROWS,
-    T,
     breaking_norms,  # noqa: F401
     compiled,
+    make_batch,
     make_program,
 )
 
 
-def make_batch(step, poisoned=None, shards=1):
-    """A batch; `poisoned` is the micro-batch in which one row of one device has the token."""
-    tokens = np.random.default_rng(step).integers(0, POISON, (ROWS, T + 1)).astype(np.int32)
-    if poisoned is not None:
-        rows = ROWS // shards  # of a device; the last one's
-        tokens[ROWS - rows + poisoned * (rows // MICRO_BATCHES), 3] = POISON
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-
 class StubBatches:
-    """Batches as a run's batches gives them, of which one is poisoned."""
+    """Batches as a run's batches gives them; `poison` is of one, and its micro-batch."""
 
     def __init__(self, program, poison=(None, None)):
         self.program, self.poison = program, poison
 
     def batch(self, index):
         at, micro_batch = self.poison
-        shards = self.program.backend.num_shards
-        return self.program.backend.put_batch(
-            make_batch(index, micro_batch if index == at else None, shards)
-        )
+        if index != at:
+            return make_batch(self.program, index)
+        rows = ROWS // self.program.backend.num_shards  # of a device; the last one's
+        row = ROWS - rows + micro_batch * (rows // MICRO_BATCHES)
+        return make_batch(self.program, index, row)
 
     def train(self, start, stop):
         return map(self.batch, range(start, stop))
@@ -55,16 +47,15 @@ class StubBatches:
 
 def plant(state, path, value=np.nan, index=-1, layer=None):
     """Returns a state with one number of a parameter replaced."""
-    *names, last = path.split("/")
-    params = jax.tree.map(lambda leaf: leaf, state.params)
-    node = params
-    for name in names:
-        node = node[name]
-    leaf = node[last]
-    row = leaf if layer is None else leaf[layer]
-    flat = row.reshape(-1).at[index].set(value).reshape(row.shape)
-    node[last] = jax.device_put(flat if layer is None else leaf.at[layer].set(flat), leaf.sharding)
-    return state.replace(params=params)
+
+    def planted(at, leaf):
+        if jax.tree_util.keystr(at, simple=True, separator="/") != path:
+            return leaf
+        row = leaf if layer is None else leaf[layer]
+        flat = row.reshape(-1).at[index].set(value).reshape(row.shape)
+        return jax.device_put(flat if layer is None else leaf.at[layer].set(flat), leaf.sharding)
+
+    return state.replace(params=jax.tree_util.tree_map_with_path(planted, state.params))
 
 
 def diagnose(tmp_path, program, planted, poison=(None, None)):

@@ -1,6 +1,7 @@
 """Runs that are harmed (a part of `python -m tests.faults`), a long one, and planted faults."""
 
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests.faults.laboratory import Broken, Watched, check_start, compare
 from tests.helpers import TINY, metrics_of
 from tests.mutations import faults, misplaced
 
-STEPS, WARM = 20_000, 2_000
+STEPS, WARM, END = 20_000, 2_000, 19_990
+NAMES = "VmRSS", "Threads"
 WINDOW = 1_000  # steps whose samples count
 
 
@@ -42,14 +44,6 @@ def test_runs_that_are_harmed_continue_to_the_same_bits(tmp_path, capsys):
         compare(harmed, unharmed)
 
 
-def read_usage(pid):
-    """Returns resident bytes, open files and threads of a process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    fields = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
-    resident = 1024 * int(fields["VmRSS"].split()[0])
-    return resident, len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"])
-
-
 @pytest.mark.slow
 def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
     """A long run takes no more of its machine at its end than near its beginning."""
@@ -61,13 +55,14 @@ def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
     data_dir = Path(os.environ.get("GPT2_DATA_DIR", tmp_path / "data"))
     samples = []
     with Watched(tmp_path / "run", data_dir, *options, screen=tmp_path / "screen") as run:
-        run.until_step(WARM)
-        while (
-            run.process.poll() is None
-            and (step := metrics_of(tmp_path / "run")[-1]["step"]) < STEPS - 10
-        ):
+        path = tmp_path / "run" / "metrics.jsonl"
+        run.until(lambda: path.exists() and f'"step": {WARM},' in path.read_text())
+        while run.process.poll() is None and (step := metrics_of(path.parent)[-1]["step"]) < END:
             run.look()
-            samples.append((step, *read_usage(run.process.pid)))
+            process = Path(f"/proc/{run.process.pid}")
+            text = (process / "status").read_text()
+            memory, threads = (int(re.search(rf"^{n}:\s+(\d+)", text, re.M)[1]) for n in NAMES)
+            samples.append((step, 1024 * memory, len(os.listdir(process / "fd")), threads))
             time.sleep(0.2)
         run.wait(0)
     steps, *figures = np.transpose(samples)

@@ -54,10 +54,12 @@ def compiled(program):
     return program.backend.compile_train(program.train_step)
 
 
-def make_batch(index, poisoned):
+def make_batch(program, index, row=None):
+    """A batch on the devices, with the token in a row."""
     tokens = np.random.default_rng(index).integers(0, POISON, (ROWS, T + 1)).astype(np.int32)
-    tokens[ROWS - 1, 3] = POISON if poisoned else 0
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    if row is not None:
+        tokens[row, 3] = POISON
+    return program.backend.put_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
 
 
 def first_state(program):
@@ -73,9 +75,8 @@ def train(program, batches, poisoned=(), state=None):
     step, seen = compiled(program), []
     state = first_state(program) if state is None else state
     for index in batches:
-        state, metrics = step(
-            state, program.backend.put_batch(make_batch(index, index in poisoned))
-        )
+        batch = make_batch(program, index, ROWS - 1 if index in poisoned else None)
+        state, metrics = step(state, batch)
         seen.append({name: float(value) for name, value in metrics.items()})
     return state, seen
 

@@ -18,6 +18,7 @@ import pytest
 
 from gpt2.hf.tokenizer import save_tokenizer
 from gpt2.hf.weights import import_run
+from tests.forks import run_command
 from tests.helpers import TINY
 
 SECONDS = 15
@@ -123,13 +124,13 @@ FILES = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("command", "file", "data"), FILES.values(), ids=FILES)
-def test_a_hostile_file_is_a_line_and_nothing_of_it_runs(commands, folder, command, file, data):
+def test_a_hostile_file_is_a_line_and_nothing_of_it_runs(folder, command, file, data):
     path = folder / file
     if path.name.startswith("model.safetensors"):
         (folder / "hf" / "model.safetensors").unlink()
     path.write_bytes(data)
     before = set(folder.rglob("*"))
-    done = commands.run(*command, cwd=folder, seconds=SECONDS)
+    done = run_command(*command, cwd=folder, seconds=SECONDS)
     assert (done.code, done.stderr.count("\n")) == (2, 1), done
     assert done.stderr.startswith("error: ")
     assert set(folder.rglob("*")) == before
@@ -137,11 +138,11 @@ def test_a_hostile_file_is_a_line_and_nothing_of_it_runs(commands, folder, comma
 
 
 @pytest.mark.thorough
-def test_the_marker_shows_execution_and_the_measure_shows_memory(commands, folder, monkeypatch):
+def test_the_marker_shows_execution_and_the_measure_shows_memory(folder, monkeypatch):
     monkeypatch.chdir(folder)
     pickle.loads(CODE["pickle"])
     assert (folder / "witness").exists()
     text = "def get_config():\n    x = bytearray(b'1') * 2**29\n    raise ValueError(len(x))\n"
     Path("greedy.py").write_text(text)
-    done = commands.run("train.py", "--config=greedy.py", cwd=folder)
+    done = run_command("train.py", "--config=greedy.py", cwd=folder)
     assert done.code == 2 and done.memory > 2**28

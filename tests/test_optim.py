@@ -160,10 +160,6 @@ DIRECTIONS = dict(adamw=adam, adam=adam, sgd=sgd, lion=lion, adafactor=adafactor
 DIRECTIONS |= dict(ademamix=ademamix, schedule_free=schedule_free)
 
 
-def is_decayed(name):
-    return name.endswith(("kernel", "embedding"))
-
-
 def by_formula(optim):
     """Returns what `train` should return."""
     direction = partial(DIRECTIONS[optim.name], optim, {})
@@ -176,7 +172,7 @@ def by_formula(optim):
         weights += rate**2
         for name, param in params.items():
             grad = grads[name] * min(1.0, optim.clip_norm / norm)
-            decay = optim.weight_decay * param * is_decayed(name)
+            decay = optim.weight_decay * param * name.endswith(("kernel", "embedding"))
             decay *= rate / optim.learning_rate if optim.scheduled_weight_decay else 1.0
             if optim.name in ("adam", "sgd"):
                 grad, decay = grad + decay, 0.0

@@ -180,22 +180,17 @@ def test_a_trace_of_a_gpu_is_read_by_its_streams(tmp_path):
         read_trace(file)
 
 
-def traced(directory, first=3, steps=2):
-    """Traces steps of a product; the loop reads each result at once."""
+@pytest.mark.parametrize("first, steps, held", [(3, 2, ["3", "4"]), (6, 100, ["6", "7"])])
+def test_trace_holds_the_named_steps_and_no_others_beside_its_page(tmp_path, first, steps, held):
     x = jnp.ones((128, 128))
     step = jax.jit(lambda x: x @ x / 128).lower(x).compile()
-    traced = LoggingConfig(profile_start=first, profile_steps=steps)
-    profile = Profiler(directory, traced, text=step.as_text)
+    options = LoggingConfig(profile_start=first, profile_steps=steps)
+    profile = Profiler(tmp_path, options, text=step.as_text)
     for number in range(1, 8):
         profile.step(number, x)
         x = step(x)
         float(x[0, 0])
-    profile.close(x)
-
-
-@pytest.mark.parametrize("first, steps, held", [(3, 2, ["3", "4"]), (6, 100, ["6", "7"])])
-def test_trace_holds_the_named_steps_and_no_others_beside_its_page(tmp_path, first, steps, held):
-    traced(tmp_path, first, steps)  # the second ends with the run
+    profile.close(x)  # the second case ends with the run
     (file,) = tmp_path.rglob("*.xplane.pb")
     assert [step.name for step in read_trace(file).steps] == held
     written = (tmp_path / "profile.md").read_text()

@@ -10,13 +10,11 @@ import jax
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from gpt2.model import GPT, GPTConfig
 from gpt2.utils.remat import KEPT, compiler_options
+from tests import test_model
 from tests.helpers import thorough
+from tests.test_model import tokens_of
 
-SMALL = GPTConfig(
-    vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32, attention="blocked"
-)
 ATTENTION = {"attn/c_attn": 3, "attn/core": 2, "attn/c_proj": 1}  # and how many arrays of a layer
 MLP = {"mlp/c_fc": 1}
 KEEPS = {
@@ -28,37 +26,21 @@ KEEPS = {
 }
 
 
-def replaced(**changes):
-    return dataclasses.replace(SMALL, **changes)
-
-
-def tokens_for(cfg, batch_size=2):
-    shape = (batch_size, cfg.context_length)
-    return jax.random.randint(jax.random.key(1), shape, 0, cfg.vocab_size)
-
-
-@functools.cache
-def init(cfg):
-    """Parameters do not hang on how layers are rematerialised."""
-    cfg = dataclasses.replace(cfg, remat="none")
-    return jax.jit(GPT(cfg).init)(jax.random.key(0), tokens_for(cfg))["params"]
-
-
-def loss(cfg, params, tokens, key=None):
-    options = {} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
-    sums = GPT(cfg).apply({"params": params}, tokens, tokens, method="loss", **options)
-    total, count = sums["loss"]
-    return total / count
-
-
+replaced = functools.partial(test_model.replaced, attention="blocked")
+loss = test_model.loss.__wrapped__
 loss_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
 
 
+def init(cfg):
+    """Parameters do not hang on how layers are rematerialised."""
+    return test_model.init(dataclasses.replace(cfg, remat="none"))
+
+
 @functools.cache
-def compiled(cfg, batch_size=2):
+def compiled(cfg):
     """Compiles as a run does, but for what `compiles_fast` leaves out."""
     key = jax.random.key(5) if cfg.dropout else None
-    lowered = loss_and_gradient.lower(cfg, init(cfg), tokens_for(cfg, batch_size), key)
+    lowered = loss_and_gradient.lower(cfg, init(cfg), tokens_of(1), key)
     return lowered.compile(
         compiler_options(cfg.remat, looped=cfg.loops_over_layers, platform="cpu")
     )
@@ -67,7 +49,7 @@ def compiled(cfg, batch_size=2):
 @pytest.mark.parametrize("policy", KEPT)
 def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
     cfg = replaced(remat=policy)
-    print_saved_residuals(functools.partial(loss, cfg), init(cfg), tokens_for(cfg))
+    print_saved_residuals(functools.partial(loss, cfg), init(cfg), tokens_of(1))
     printed = capsys.readouterr().out
     on_host = printed.count("<host>")
     names = collections.Counter(re.findall(r"named '(\w+/\w+)'", printed))
@@ -80,7 +62,7 @@ def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("compiles_fully")
-@pytest.mark.parametrize("scan_unroll", [0, 1, SMALL.num_layers])
+@pytest.mark.parametrize("scan_unroll", [0, 1, test_model.SMALL.num_layers])
 @pytest.mark.parametrize("policy", KEPT)
 def test_the_compiled_program_computes_the_other_products_again(policy, scan_unroll):
     again = collections.Counter()
@@ -91,7 +73,7 @@ def test_the_compiled_program_computes_the_other_products_again(policy, scan_unr
             parts = (part for part in found[2].split("/") if part.startswith("c_"))
             name = next(parts, "core")
             again[f"{found[1]}/{name}"] += 1
-    layers = 1 if cfg.loops_over_layers else SMALL.num_layers
+    layers = 1 if cfg.loops_over_layers else cfg.num_layers
     every = {"attn/c_attn": 1, "attn/core": 4, "attn/c_proj": 1, "mlp/c_fc": 1}  # two blocks
     wanted = {name: layers * number for name, number in every.items() if name not in KEEPS[policy]}
     assert again == wanted
@@ -111,6 +93,6 @@ def test_the_compiled_program_computes_the_other_products_again(policy, scan_unr
 def test_remat_changes_no_loss_and_no_gradient(policy, scan_layers, dropout):
     attention = "auto" if dropout else "blocked"
     plain = replaced(scan_layers=scan_layers, dropout=dropout, attention=attention)
-    arguments = init(plain), tokens_for(plain), jax.random.key(5) if dropout else None
+    arguments = init(plain), tokens_of(1), jax.random.key(5) if dropout else None
     result = compiled(dataclasses.replace(plain, remat=policy))(*arguments)
     chex.assert_trees_all_close(result, compiled(plain)(*arguments), atol=1e-6)

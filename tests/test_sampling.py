@@ -30,6 +30,10 @@ def make_params(cfg=CFG):
     return jax.tree.map(lambda x: x * 8, params)
 
 
+def sample(prompts=PROMPTS, count=20, **options):
+    return generate(make_params(), CFG, prompts, max_new_tokens=count, **options)
+
+
 def likeliest_without_cache(params, cfg, prompt, num_new):
     apply = jax.jit(GPT(cfg).apply)
     row = np.zeros((1, cfg.context_length), np.int32)
@@ -58,55 +62,44 @@ def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
 
 @pytest.mark.parametrize("seed", [3, 2**31, 2**32 - 1])
 def test_a_sequence_is_drawn_with_its_own_key_of_the_samples(seed):
-    params = make_params()
-    logits = GPT(CFG).apply({"params": params}, jnp.array([PROMPTS[0]]))[0, -1]
+    logits = GPT(CFG).apply({"params": make_params()}, jnp.array([PROMPTS[0]]))[0, -1]
     keys = [jax.random.fold_in(sample_key(seed), sequence) for sequence in range(8)]
     expected = [int(jax.random.categorical(jax.random.fold_in(key, 0), logits)) for key in keys]
-    drawn = generate(params, CFG, PROMPTS[:1] * 8, max_new_tokens=1, seed=seed)
-    assert drawn == [[token] for token in expected]
+    assert sample(PROMPTS[:1] * 8, 1, seed=seed) == [[token] for token in expected]
     assert len(set(expected)) > 1
 
 
 def test_a_sequence_is_the_same_whatever_comes_with_it():
-    params = make_params()
-    together = generate(params, CFG, PROMPTS, max_new_tokens=20, seed=1)
-    alone = generate(params, CFG, PROMPTS[:1], max_new_tokens=20, seed=1)
-    assert together[0] == alone[0]
+    assert sample(seed=1)[:1] == sample(PROMPTS[:1], seed=1)
 
 
 def test_a_stream_grows_to_the_whole():
-    params = make_params()
     kwargs = dict(max_new_tokens=20, seed=3, eot=4)
-    whole = generate(params, CFG, PROMPTS, **kwargs)
-    chunks = list(stream(params, CFG, PROMPTS, chunk=6, **kwargs))
-    assert chunks[-1] == whole
-    assert chunks[:-1] == [
-        [row[:limit] for row in whole] for limit in (6, 12, 18)[: len(chunks) - 1]
-    ]
-    assert len(chunks) > 1
+    *chunks, last = stream(make_params(), CFG, PROMPTS, chunk=6, **kwargs)
+    assert last == sample(seed=3, eot=4) and chunks
+    for limit, chunk in zip((6, 12, 18), chunks, strict=False):
+        assert chunk == [row[:limit] for row in last]
 
 
 def test_generation_stops_at_end_of_text():
-    params = make_params()
-    (free,) = generate(params, CFG, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY)
-    end = free[5]
-    (ended,) = generate(params, CFG, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY, eot=end)
-    assert ended == free[: free.index(end)]
-    chunks = list(
-        stream(params, CFG, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY, eot=end, chunk=8)
-    )
+    (free,) = sample(PROMPTS[:1], sampling=GREEDY)
+    kwargs = dict(max_new_tokens=20, sampling=GREEDY, eot=free[5])
+    (ended,) = generate(make_params(), CFG, PROMPTS[:1], **kwargs)
+    assert ended == free[: free.index(free[5])]
+    chunks = list(stream(make_params(), CFG, PROMPTS[:1], **kwargs, chunk=8))
     assert len(chunks) == 1  # the two others are never computed
 
 
 def test_other_prompts_and_lengths_in_the_same_buckets_compile_nothing():
-    params = make_params()
-    generate(params, CFG, [[1] * 5], max_new_tokens=10)
-    before = sampling_module._prefill._cache_size(), sampling_module._decode._cache_size()
-    generate(params, CFG, [[2] * 20], max_new_tokens=12, seed=9)
-    after = sampling_module._prefill._cache_size(), sampling_module._decode._cache_size()
-    assert before == after
-    generate(params, CFG, [[2] * 40], max_new_tokens=12)
-    assert sampling_module._prefill._cache_size() == after[0] + 1
+    def sizes():
+        return sampling_module._prefill._cache_size(), sampling_module._decode._cache_size()
+
+    sample([[1] * 5], 10)
+    before = sizes()
+    sample([[2] * 20], 12, seed=9)
+    assert sizes() == before
+    sample([[2] * 40], 12)
+    assert sizes()[0] == before[0] + 1
 
 
 def draw(sampling, logits, num=2000):

@@ -3,12 +3,9 @@
 import contextlib
 import errno
 import io
-import json
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 import types
@@ -31,6 +28,7 @@ from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import NUM_BUCKETS, Histogram, Writer
 from gpt2.training.workdir import check_options
+from tests.helpers import metrics_of
 
 
 def metrics_file(workdir, resume_step=0):
@@ -40,10 +38,6 @@ def metrics_file(workdir, resume_step=0):
 def report_to(*given, **options):
     options = {"log_every": 3, "num_steps": 100} | options
     return Reporter(given, StepClock(lambda step: 10 * step, float), TrainConfig(**options))
-
-
-def lines(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 def events(workdir):
@@ -65,15 +59,17 @@ def test_values_of_one_step_share_a_line_also_after_it_was_flushed(tmp_path):
     writer = MetricsFile(tmp_path / "metrics.jsonl")
     writer.write(1, {"train/loss": 3.5, "tokens": 64})
     writer.write(2, {"train/loss": 2.0, "train/grad_norm": math.inf})
-    assert lines(tmp_path) == [{"step": 1, "train/loss": 3.5, "tokens": 64}]
+    assert metrics_of(tmp_path) == [{"step": 1, "train/loss": 3.5, "tokens": 64}]
     writer.flush(2)
-    assert len(lines(tmp_path)) == 2
+    assert len(metrics_of(tmp_path)) == 2
     writer.write(2, {"eval/loss": 2.5})
     with pytest.raises(ValueError, match="step 1 after"):
         writer.write(1, {"train/loss": 3.0})
     writer.close()
     last = {"step": 2, "train/loss": 2.0, "train/grad_norm": None, "eval/loss": 2.5}
-    assert lines(tmp_path)[1:] == [last] == metrics.read_metrics(tmp_path / "metrics.jsonl")[1:]
+    assert (
+        metrics_of(tmp_path)[1:] == [last] == metrics.read_metrics(tmp_path / "metrics.jsonl")[1:]
+    )
 
 
 def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
@@ -85,13 +81,15 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
     assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 5
     assert metrics.seconds_taken(tmp_path / "none", 4) == ({}, 0.0)
     with metrics_file(tmp_path, resume_step=3) as writer:
-        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+        assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
         writer.write(3, {"eval/loss": 7.5})
         writer.write(4, {"train/loss": 6.0})
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
-    assert lines(tmp_path)[2]["train/loss"] == 7.0 and lines(tmp_path)[2]["eval/loss"] == 7.5
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
+    assert (
+        metrics_of(tmp_path)[2]["train/loss"] == 7.0 and metrics_of(tmp_path)[2]["eval/loss"] == 7.5
+    )
     with metrics_file(tmp_path):
-        assert lines(tmp_path) == []
+        assert metrics_of(tmp_path) == []
 
 
 def test_a_full_disk_keeps_lines_until_there_is_space(tmp_path, monkeypatch, capsys):
@@ -107,41 +105,9 @@ def test_a_full_disk_keeps_lines_until_there_is_space(tmp_path, monkeypatch, cap
             for step in range(2, 5):
                 writer.write(step, {"train/loss": float(step)})
         writer.write(5, {"train/loss": 5.0})
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
-    assert lines(tmp_path)[0] == {"step": 1, "train/loss": 1.0, "eval/loss": 1.5}
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5]
+    assert metrics_of(tmp_path)[0] == {"step": 1, "train/loss": 1.0, "eval/loss": 1.5}
     assert capsys.readouterr().err.count("No space left") == 1
-
-
-KILLED_RUN = """
-import itertools, sys
-from pathlib import Path
-from gpt2.telemetry.metrics import MetricsFile
-workdir, start = Path(sys.argv[1]), int(sys.argv[2])
-writer = MetricsFile(workdir / "metrics.jsonl", resume_step=start)
-for step in itertools.count(start + 1):
-    writer.write(step, {"train/loss": 1 / step})
-    if step % 7 == 0:
-        writer.write(step, {"eval/loss": 2 / step})
-        writer.flush(step)
-        (workdir / "checkpoint").write_text(str(step))
-        print(step, flush=True)
-"""
-
-
-def test_sigkill_at_any_moment_leaves_each_step_once(tmp_path):
-    checkpoint = 0
-    for delay in (0.0, 0.003, 0.011, 0.02):
-        command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(checkpoint)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-            run.stdout.readline()  # it has saved a checkpoint, and writes on
-            time.sleep(delay)
-            run.send_signal(signal.SIGKILL)
-        checkpoint = int((tmp_path / "checkpoint").read_text() or checkpoint)
-        MetricsFile(tmp_path / "metrics.jsonl", resume_step=checkpoint).close()
-        assert lines(tmp_path) == [
-            {"step": s, "train/loss": 1 / s} | ({"eval/loss": 2 / s} if s % 7 == 0 else {})
-            for s in range(1, checkpoint + 1)
-        ]
 
 
 # TensorBoard and W&B
@@ -385,6 +351,9 @@ def test_step_clock_charges_each_second_once_and_validation_to_no_step():
 # Compilation
 
 
+SPLIT = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), PartitionSpec("data"))
+
+
 def train_step(state, batch):
     kernel = state["params"]["kernel"]
     return {"params": {"kernel": kernel + 1}}, (batch["tokens"].astype(jnp.float32) @ kernel).sum()
@@ -405,17 +374,12 @@ def test_compiled_step_gives_what_jit_gives_and_tells_its_memory():
     assert kept.peak_bytes - donated.peak_bytes == 4096
 
 
-def split_over_two_devices(batch):
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (lambda state, batch: (state, {"tokens": batch["tokens"][:4]}), r"tokens.*int32\[4,4\]"),
         (lambda state, batch: (state, batch | {"segments": batch["tokens"]}), "segments"),
-        (lambda state, batch: (state, split_over_two_devices(batch)), r"(?s)tokens.*sharding"),
+        (lambda state, batch: (state, jax.device_put(batch, SPLIT)), r"(?s)tokens.*sharding"),
     ],
 )
 def test_recompilation_names_the_leaf_that_changed(change, named):

@@ -48,14 +48,6 @@ def column(workdir, name):
     return np.array([line[name] for line in metrics_of(workdir) if name in line])
 
 
-def final_state(workdir):
-    """Returns the newest state of a run, on one device."""
-    config = load_config(workdir)
-    shapes = Program.from_config(config, jax.devices()[:1]).state_shapes
-    with Checkpointer(workdir, read_only=True) as checkpointer:
-        return checkpointer.restore(config.train.num_steps, shapes)
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A run on one device, in float32, every layer by itself and all rows at once."""
@@ -121,7 +113,9 @@ def test_16_bits_train_float32_weights_nearly_as_well(reference, tmp_path, dtype
     assert losses[-1] == pytest.approx(exact[-1 - skipped], rel=2e-2 if skipped else 1e-3)
     assert norms[-1] != pytest.approx(column(reference[0], "train/grad_norm")[-1], rel=1e-5)
     # Weights and moments read back as float32 whatever was saved, so their digits are asked.
-    state = final_state(workdir)
+    shapes = Program.from_config(load_config(workdir), jax.devices()[:1]).state_shapes
+    with Checkpointer(workdir, read_only=True) as checkpointer:
+        state = checkpointer.restore(NUM_STEPS, shapes)
     if scale := state.loss_scale:
         assert (scale.scale, scale.good_steps) == (2.0 ** (12 - skipped), NUM_STEPS - skipped)
     assert (scale is None) == (dtype == "bfloat16")

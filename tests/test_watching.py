@@ -5,7 +5,7 @@ import re
 import signal
 import time
 
-import numpy as np
+import chex
 import pytest
 
 from tests.helpers import (
@@ -98,8 +98,7 @@ def test_watching_changes_nothing_and_tells_of_every_tensor(tmp_path):
         code, _, stderr = run(tmp_path / name, *TINY, "--config.data.corpus=synthetic", *options)
         assert code == 0, stderr
     wanted = params_of(tmp_path / "plain")
-    for name, value in params_of(tmp_path / "watched").items():
-        np.testing.assert_array_equal(value, wanted[name])
+    chex.assert_trees_all_equal(params_of(tmp_path / "watched"), wanted)
     lines = metrics_of(tmp_path / "watched")
     for line in lines:
         told = {name for name in line if name.startswith("param_norm/")}

@@ -45,19 +45,14 @@ def signals(lab: Laboratory, number: signal.Signals, times: int) -> Iterator[Fau
             where = cold if phase == "compile" else {}
             with lab.run(workdir, STEPS, data_dir=data_dir, **where) as run:
                 run.until_phase(phase)
-                pause(run, lab.random.uniform(0, DELAYS[phase]))
+                end = time.monotonic() + lab.random.uniform(0, DELAYS[phase])
+                run.until(lambda end=end: time.monotonic() > end)
                 hits[strike(run, number, saved)] += 1
             longest, saved = max(longest, run.quiet), newest_saved(workdir)
         print(f"{number.name}: {dict(hits)}", flush=True)
         return max(longest, lab.finish(workdir, STEPS, saved, data_dir=data_dir))
 
     yield f"{number.name} at random moments", times, make
-
-
-def pause(run: Watched, seconds: float) -> None:
-    """Lets a run go on for a while."""
-    end = time.monotonic() + seconds
-    run.until(lambda: time.monotonic() > end)
 
 
 def strike(run: Watched, number: signal.Signals, saved: int) -> str:
@@ -68,16 +63,18 @@ def strike(run: Watched, number: signal.Signals, saved: int) -> str:
     run.stop()  # or the phase could change while it is looked at
     hit, shown = run.phase(), newest_saved(run.workdir)
     run.process.send_signal(number)
-    run.go_on()
+    run.process.send_signal(signal.SIGCONT)
     code = 128 + number
     codes = {signal.SIGKILL: [-number], signal.SIGINT: [code]}.get(number, [code, -number])
     # Where no step is left, the run ends as it would have.
     run.wait(*codes, *([0] if hit == "report" and number != signal.SIGKILL else []))
     if hit not in ("start", "preparation"):
         check_start(run.workdir, saved)
-    told = re.search(r"stopped by \w+ at step (\d+)", run.stdout())
+    told = re.search(r"stopped by \w+ at step (\d+)", run.out.read_text())
     if number != signal.SIGKILL and hit in ("step", "save") and not told:
-        raise Broken(f"{number.name} in {hit} did not stop it after its step: {run.stderr()!r}")
+        raise Broken(
+            f"{number.name} in {hit} did not stop it after its step: {run.err.read_text()!r}"
+        )
     if newest_saved(run.workdir) < max(shown, int(told[1]) if told else 0):
         raise Broken(f"what was saved in {hit} is gone")
     return hit
@@ -109,9 +106,9 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
     """Fills the disk of a run or of its prepared text. It takes root."""
 
     def check_told(run: Watched) -> None:
-        told = re.findall(r"^warning: the state of step \d+ is not", run.stderr(), re.M)
-        if not told or f"error: the state of step {SHORT} is not saved" not in run.stderr():
-            raise Broken(f"it does not tell of its saves: {run.stderr()!r}")
+        told = re.findall(r"^warning: the state of step \d+ is not", run.err.read_text(), re.M)
+        if not told or f"error: the state of step {SHORT} is not saved" not in run.err.read_text():
+            raise Broken(f"it does not tell of its saves: {run.err.read_text()!r}")
 
     def full_during_a_save(index: int) -> float:
         with mounted(disk := lab.directory / f"disk-{index}"):
@@ -120,7 +117,7 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
                 run.stop()
                 saved = newest_saved(run.workdir)
                 with filled(disk):
-                    run.go_on()
+                    run.process.send_signal(signal.SIGCONT)
                     run.wait(5)
             check_told(run)
             return max(run.quiet, lab.finish(run.workdir, SHORT, saved))
@@ -132,7 +129,7 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
                 run.until_phase("preparation")
                 run.stop()
                 with filled(disk):
-                    run.go_on()
+                    run.process.send_signal(signal.SIGCONT)
                     run.wait(2)
             return max(run.quiet, lab.finish(workdir, SHORT, data_dir=disk))
 

@@ -32,16 +32,17 @@ class Watched:
 
     Attributes:
         workdir, process: of the run.
+        out, err: files of what it has printed.
         quiet: the longest time in which it neither wrote a line nor ended, in seconds.
     """
 
     def __init__(self, workdir: Path, data_dir: Path, *options: str, screen: Path, **variables):
         self.workdir, self._data_dir = workdir, data_dir
-        self._out, self._err = (screen.with_name(f"{screen.name}.{end}") for end in ("out", "err"))
+        self.out, self.err = (screen.with_name(f"{screen.name}.{end}") for end in ("out", "err"))
         self._starts_before = len(starts_of(workdir))
         variables |= {"GPT2_DATA_DIR": str(data_dir), "PYTHONPATH": str(ROOT)}
         variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-        with self._out.open("w") as out, self._err.open("w") as err:
+        with self.out.open("w") as out, self.err.open("w") as err:
             command = [sys.executable, "train.py", f"--workdir={workdir}", *options]
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | variables, stdout=out, stderr=err
@@ -55,14 +56,6 @@ class Watched:
         self.process.kill()
         self.process.wait()
 
-    def stdout(self) -> str:
-        """Returns what it has printed."""
-        return self._out.read_text()
-
-    def stderr(self) -> str:
-        """Returns what it has printed as errors and warnings."""
-        return self._err.read_text()
-
     def phase(self) -> str:
         """Returns one of PHASES, as its files and its first screen tell."""
         if any((self.workdir / "checkpoints").glob("*tmp*")):
@@ -71,7 +64,7 @@ class Watched:
             return "preparation" if any(self._data_dir.glob(".*.partial")) else "start"
         # Until its first step is shown, a run may still open its files, and ends by any signal.
         begun = re.compile(r"^run +steps \d+ to (\d+).*^step ", re.M | re.S)
-        if not (shown := begun.search(self.stdout())):
+        if not (shown := begun.search(self.out.read_text())):
             return "compile"
         return "report" if latest_step(self.workdir) == int(shown[1]) else "step"
 
@@ -88,7 +81,7 @@ class Watched:
 
     def look(self) -> None:
         """Notes whether anything was printed since the last look."""
-        now, size = time.monotonic(), self._out.stat().st_size + self._err.stat().st_size
+        now, size = time.monotonic(), self.out.stat().st_size + self.err.stat().st_size
         self.quiet = max(self.quiet, now - self._since)
         if size != self._size:
             self._size, self._since = size, now
@@ -99,24 +92,15 @@ class Watched:
         """Waits for a phase, once a step is saved."""
         self.until(lambda: newest_saved(self.workdir) >= saved and self.phase() == phase)
 
-    def until_step(self, step: int) -> None:
-        """Waits until metrics.jsonl holds a step."""
-        path = self.workdir / "metrics.jsonl"
-        self.until(lambda: path.exists() and f'"step": {step},' in path.read_text())
-
     def stop(self) -> None:
-        """Stops the process until `go_on`."""
+        """Stops the process until a SIGCONT."""
         self.process.send_signal(signal.SIGSTOP)
         time.sleep(0.01)
-
-    def go_on(self) -> None:
-        """Lets a stopped process go on."""
-        self.process.send_signal(signal.SIGCONT)
 
     def wait(self, *codes: int) -> int:
         """Waits for the end and returns the exit code; Broken for others and for tracebacks."""
         self.until(lambda: False)
-        code, told = self.process.returncode, self.stderr().strip()
+        code, told = self.process.returncode, self.err.read_text().strip()
         if code not in codes or "Traceback" in told.replace("Exception ignored", ""):
             raise Broken(f"exit code {code} of {codes}: {told[-2000:]!r}")
         return code
