@@ -66,25 +66,6 @@ class CompiledStep:
         return self._compiled.as_text()
 
 
-class StepByLength(CompiledStep):
-    """A step that is compiled for several lengths of rows. What it tells is the longest's."""
-
-    def __init__(self, steps: dict[int, CompiledStep]):
-        longest = steps[max(steps)]
-        super().__init__(longest.name, longest._compiling)
-        self._steps = steps
-
-    def block_until_ready(self) -> "StepByLength":
-        """Waits until all are compiled."""
-        for step in self._steps.values():
-            step.block_until_ready()
-        return self
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Runs the one for the batch's length."""
-        return self._steps[batch["tokens"].shape[-1]](state, batch)
-
-
 def compile_once(
     function: Any, *arguments: Any, options: Mapping[str, str] | None = None
 ) -> CompiledStep:

@@ -65,7 +65,7 @@ class Diagnosis:
                 start, like = latest_step(self.workdir) or 0, program.state_shapes
                 state = self.checkpointer.restore(start, like) if start else self.first_state()
                 for count, batch in enumerate(self.batches.train(start, step), start + 1):
-                    state, _ = self.steps[shapes.at(count)][0](state, batch)
+                    state, _ = self.steps[shapes.find(count, batch)][0](state, batch)
             params, source = state.params, self.batches.train(step, step + 1)
             program = program.at(shapes.at(error.step))
         else:
