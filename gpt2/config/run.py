@@ -19,7 +19,7 @@ from gpt2.config.options import DEFAULTS, Options, complete
 from gpt2.config.shapes import Shape, Shapes, read_steps
 from gpt2.errors import UserError, refuse
 
-SCHEDULED = ("batch", "context", "window")  # what `train.NAME_schedule` changes
+SCHEDULES = ("batch_schedule", "context_schedule", "window_schedule")
 
 
 class PrecisionConfig(Options, group="precision"):
@@ -222,11 +222,8 @@ class Config(Options, group=""):
     @functools.cached_property
     def shapes(self) -> Shapes:
         """The shapes of the run's steps."""
-        schedules = []
-        for name in SCHEDULED:
-            text = getattr(self.train, f"{name}_schedule")
-            what = f"train.{name}_schedule={text}"
-            schedules.append(read_steps(what, text, int, "2000=64,4000=128"))
+        texts, example = {n: getattr(self.train, n) for n in SCHEDULES}, "2000=64,4000=128"
+        schedules = [read_steps(f"train.{n}={texts[n]}", texts[n], int, example) for n in texts]
         last = self.data.batch_size, self.model.context_length, self.model.window
         pieces = dict[int, Shape]()
         for start in sorted({0, *itertools.chain(*schedules)}):
@@ -236,9 +233,9 @@ class Config(Options, group=""):
 
     def at(self, shape: Shape) -> "Config":
         """Returns the options of a run whose steps all have a shape, but for their context."""
-        options = dict.fromkeys((f"train.{name}_schedule" for name in SCHEDULED), "")
+        off = {f"train.{name}": "" for name in SCHEDULES}
         given = {"data.batch_size": shape.batch_size, "model.window": shape.window}
-        return with_options(self, options | given)
+        return with_options(self, off | given)
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,7 +1,7 @@
 """Compile once, ahead of the loop; a second compilation is an error that names what changed."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -64,6 +64,9 @@ class CompiledStep:
     def text(self) -> str:
         """Returns the optimised program as HLO text."""
         return self._compiled.as_text()
+
+
+Steps = dict[Any, tuple[CompiledStep, Callable]]  # by shape: the train step, and the watch
 
 
 def compile_once(

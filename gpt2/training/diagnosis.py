@@ -17,11 +17,12 @@ from flax.traverse_util import flatten_dict
 
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import gather_whole
+from gpt2.parallel.compiled import Steps
 from gpt2.parallel.rules import gathered_for
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.training.program import Program, Steps
+from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, evaluation_loss, on_one_device
 from gpt2.utils.accumulate import accumulate

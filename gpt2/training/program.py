@@ -21,7 +21,7 @@ from gpt2.errors import refuse
 from gpt2.model import GPT, num_params, resolve_attention
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend, state_bytes
-from gpt2.parallel.compiled import CompiledStep, compile_once
+from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.training.batches import Batches
@@ -145,7 +145,7 @@ class Program:
         dropout = self.config.model.dropout
         return f"{name} (reference in training, for its dropout)" if dropout else name
 
-    def describe(self, batches: Batches, steps: "Steps", start: int) -> str:
+    def describe(self, batches: Batches, steps: Steps, start: int) -> str:
         """Returns the run's first screen: what will be trained, on what, and for how long."""
         config = self.config
         model, train, memory = config.model, config.train, config.memory
@@ -177,7 +177,7 @@ class Program:
         same = shape.window == self.config.model.window
         return self if same else self.with_config(self.config.at(shape))
 
-    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Any]) -> "Steps":
+    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Any]) -> Steps:
         """Compiles the train step and the watch for a batch of each shape."""
         steps = Steps()
         for shape, batch in examples.items():
@@ -210,9 +210,6 @@ class Program:
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
         """Compiles `(params, batch) -> {name: (sum, count)}`."""
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
-
-
-Steps = dict[Shape, tuple[CompiledStep, Callable]]
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # so that all who ask share one trace
