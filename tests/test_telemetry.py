@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from gpt2.config import Config, GPTConfig, TrainConfig
-from gpt2.config.shapes import Shape
 from gpt2.config.run import LoggingConfig
+from gpt2.config.shapes import Shape
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import compiled
 from gpt2.telemetry import chips, flops, metrics, plots, progress, writers
