@@ -132,7 +132,8 @@ def train(
     step, scores = start, {}
     reporter = Reporter.for_run(config, clock, workdir, start)
     traced = config.shapes.at(config.logging.profile_start + 1)
-    profiler = Profiler(workdir / "profile", config.logging, lambda: steps[traced][0].text())
+    text = lambda: steps[max(each for each in steps if each <= traced)][0].text()  # noqa: E731
+    profiler = Profiler(workdir / "profile", config.logging, text)
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
     stop = StopSignal()
@@ -142,7 +143,7 @@ def train(
             for step in range(start + 1, options.num_steps + 1):
                 with clock.phase("data wait"):
                     batch = next(upcoming)
-                train_step, watch = steps[config.shapes.at(step)]
+                train_step, watch = steps[config.shapes.find(step, batch)]
                 profiler.step(step - 1, state)
                 statistics = watch(step, state, batch)
                 state, metrics = train_step(state, batch)

@@ -187,6 +187,15 @@ losses ahead cross from one document to the next: model/gpt.py, switch_values -k
 losses ahead do not fade: training/steps.py, switch_values -k losses_ahead
     - jnp.maximum(1 - step / fade, 0.0)
     + jnp.maximum(1 - 0 / fade, 0.0)
+a shape holds a step too long: config/shapes.py, loader -k schedule
+    - if start < step)]
+    + if start < step - 1 or not start)]
+a shorter row starts where the row before it did: data/loader.py, loader -k schedule
+    - start = place % self._context_length
+    + start = place % self._context_length // 2
+a window stays as it was at first: training/program.py, train -k by_hand
+    - return self if same else
+    + return self if True else
 SwiGLU's gate and value are swapped: model/layers.py, switch_values -k swiglu
     - GATES[cfg.activation](gate) * hidden
     + GATES[cfg.activation](hidden) * gate

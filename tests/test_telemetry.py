@@ -20,6 +20,7 @@ from rich.console import Console
 
 from gpt2.config import Config, GPTConfig, TrainConfig
 from gpt2.config.run import LoggingConfig
+from gpt2.config.shapes import Shape
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import compiled
 from gpt2.telemetry import chips, flops, metrics, plots, progress, writers
@@ -282,6 +283,9 @@ def test_flops_per_token_follow_the_published_formula():
     cfg = GPTConfig.from_name("gpt2-124m")
     expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
     assert flops.model_flops_per_token(cfg) == expected
+    short = flops.model_flops_per_token(cfg, Shape(8, 512, 600))
+    assert short == flops.model_flops_per_token(cfg, Shape(9, 1024, 512)) < expected
+    assert short == expected - 12 * 12 * 768 * 512
     # 45 % of an H100 is 521,000 tokens/s.
     peak = chips.find_chip("NVIDIA H100 80GB HBM3").peak_flops("bfloat16")
     assert 0.45 * peak / expected == pytest.approx(521_000, rel=2e-3)

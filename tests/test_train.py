@@ -160,50 +160,41 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(scheduled, corpus
     config = load_config(scheduled).with_vocabulary(257)
     rows = TrainLoader(prepare(config.data), batch_size=1, context_length=16, seed=0)
     first = [rows.batch(index) for index in range(40)]
+    rows_of = {name: np.concatenate([row[name][0] for row in first]) for name in first[0]}
     schedule = make_schedule(config.optim, 8)
     optimizer = make_optimizer(config.optim, schedule, num_steps=8)
     params = GPT(config.gpt()).init(init_key(0), np.zeros((1, 1), int))["params"]
-    state, place, losses, tokens = TrainState.create(params, optimizer, "float32"), 0, [], []
+    state, place, losses = TrainState.create(params, optimizer, "float32"), 0, {}
     for steps, size, length, window in PIECES:
         loss = next_token_loss(GPT(dataclasses.replace(config.gpt(), window=window)))
         step = jax.jit(make_train_step(loss, optimizer, schedule, seed=0))
         for _ in range(steps):
-            end = place + size * length
-            batch = {
-                name: np.concatenate([row[name][0] for row in first])[place:end].reshape(size, -1)
-                for name in first[0]
-            }
-            (state, metrics), place = step(state, batch), end
-            losses.append(float(metrics["train/loss"]))
-            tokens.append(place)
-    lines = metrics_of(scheduled)
-    assert [line["tokens"] for line in lines] == tokens
-    np.testing.assert_allclose([line["train/loss"] for line in lines], losses, rtol=1e-5)
+            part, place = slice(place, place + size * length), place + size * length
+            batch = {name: rows[part].reshape(size, length) for name, rows in rows_of.items()}
+            state, metrics = step(state, batch)
+            losses[place] = float(metrics["train/loss"])
+    told = {line["tokens"]: line["train/loss"] for line in metrics_of(scheduled)}
+    assert told == pytest.approx(losses, rel=1e-5)
     for name, values in by_name(state.params).items():
         np.testing.assert_allclose(params_of(scheduled)[name], values, atol=1e-5, err_msg=name)
-    code, _, stderr = run_scheduled(
-        tmp_path / "pmap", *corpus, "--config.parallel.backend=pmap", devices=2
-    )
-    assert code == 0, stderr
-    by_pmap = [line["train/loss"] for line in metrics_of(tmp_path / "pmap")]
-    np.testing.assert_allclose(by_pmap, losses, rtol=1e-5)
+    pmap, by_pmap = "--config.parallel.backend=pmap", tmp_path / "pmap"
+    assert run_scheduled(by_pmap, *corpus, pmap, devices=2)[0] == 0
+    told = {line["tokens"]: line["train/loss"] for line in metrics_of(by_pmap)}
+    assert told == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_run_of_several_shapes_killed_three_times_equals_never_killed(
-    scheduled, corpus, tmp_path
-):
+def test_a_run_of_several_shapes_killed_three_times_is_the_same(scheduled, corpus, tmp_path):
+    again = tmp_path / "run"
     for dies_at in (3, 5, 7):
-        assert run_scheduled(tmp_path / "run", *corpus, dies_at=dies_at)[0] == -signal.SIGKILL
-    code, stdout, stderr = run_scheduled(tmp_path / "run", *corpus)
-    assert code == 0, stderr
-    assert stdout.count("compiles\n") < len(PIECES)
+        assert run_scheduled(again, *corpus, dies_at=dies_at)[0] == -signal.SIGKILL
+    code, stdout, _ = run_scheduled(again, *corpus)
+    assert code == 0 and stdout.count("compiles\n") < len(PIECES)
     for name, values in params_of(scheduled).items():
-        np.testing.assert_array_equal(params_of(tmp_path / "run")[name], values, err_msg=name)
-    told = [
-        [(m["tokens"], m["train/loss"]) for m in metrics_of(w)]
-        for w in (scheduled, tmp_path / "run")
-    ]
-    assert told[0] == told[1]
+        np.testing.assert_array_equal(params_of(again)[name], values, err_msg=name)
+    once, told = (
+        [(m["tokens"], m["train/loss"]) for m in metrics_of(w)] for w in (scheduled, again)
+    )
+    assert told == once
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), thorough(signal.SIGINT, 130)])

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gpt2.ablate.runs import Outcome, Run, describe
-from gpt2.ablate.terms import LOSS, step_flops
+from gpt2.ablate.terms import LOSS, step_flops, step_tokens
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.files import write_text
 
@@ -32,7 +32,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """
     rows = []
     for run in runs:
-        outcome, amounts = run.outcome(), (run.config.tokens_per_step, step_flops(run.config))
+        outcome, amounts = run.outcome(), (step_tokens(run.config), step_flops(run.config))
         curve = read_curve(run.workdir, score, *amounts)
         last = (read_metrics(run.workdir / "metrics.jsonl") or [{}])[-1]
         if outcome.state == "finished" and last.get(score) is None:
@@ -46,7 +46,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
             "code": " ".join(sorted(run.codes())),
             "taken_from": outcome.taken_from,
             "steps": last.get("step", 0),
-            "tokens": last.get("step", 0) * run.config.tokens_per_step,
+            "tokens": run.config.shapes.tokens(last.get("step", 0)),
             "flops": curve.flops[-1] if len(curve.flops) else math.nan,
         }
         row |= {name: last.get(name) for name in ("eval/loss", "eval/bits_per_byte", "train/loss")}
@@ -64,7 +64,7 @@ def write_csv(path: Path, results: pd.DataFrame) -> None:
     write_text(path, table.round({"flops": 0, "seconds": 2}).to_csv(index=False))
 
 
-def read_curve(workdir: Path, score: str, step_tokens: int, step_flops: float) -> Curve:
+def read_curve(workdir: Path, score: str, step_tokens: float, step_flops: float) -> Curve:
     """Reads the validations of a workdir, by the tokens and the FLOPs of its steps."""
     points, seconds, before = [], 0.0, 0
     for record in read_metrics(workdir / "metrics.jsonl"):

@@ -44,7 +44,7 @@ def equalize(arms: Sequence[Arm], terms: str, step_seconds: Callable[[Arm], floa
     def cost(arm: Arm) -> float:
         if terms == "seconds":
             return step_seconds(arm)
-        return step_flops(arm.config) if terms == "flops" else arm.config.tokens_per_step
+        return step_flops(arm.config) if terms == "flops" else step_tokens(arm.config)
 
     budget = first.config.train.num_steps * cost(first)
     return [first, *(with_length(arm, round(budget / cost(arm))) for arm in others)]
@@ -70,10 +70,9 @@ def at_sizes(arms: Sequence[Arm], sizes: Sequence[str]) -> list[Arm]:
 def with_length(arm: Arm, num_steps: int) -> Arm:
     """Returns an arm whose runs are longer or shorter, warm-up and decay in proportion."""
     optim, before = arm.config.optim, arm.config.train.num_steps
-    refuse(
-        optim.schedule.startswith("piecewise") and num_steps != before,
-        f"optim.schedule={optim.schedule} names steps of a run of {before}, not of {num_steps}",
-    )
+    named = optim.schedule.startswith("piecewise") or len(arm.config.shapes.pieces) > 1
+    what = f"a schedule of {arm.change} names steps of a run of {before}, not of {num_steps}"
+    refuse(named and num_steps != before, what)
     options = {"train.num_steps": max(1, num_steps)}
     for name in ("warmup_steps", "decay_steps"):
         if steps := getattr(optim, name):
@@ -81,9 +80,15 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     return replace(arm, config=with_options(arm.config, options))
 
 
+def step_tokens(config: Config) -> float:
+    """Returns the tokens of a step, the mean over the run."""
+    return config.shapes.tokens(config.train.num_steps) / config.train.num_steps
+
+
 def step_flops(config: Config) -> float:
-    """Returns the model's FLOPs of a step."""
-    return config.tokens_per_step * model_flops_per_token(config.gpt())
+    """Returns the model's FLOPs of a step, the mean over the run."""
+    cfg, shapes, steps = config.gpt(), config.shapes, config.train.num_steps
+    return shapes.sum(lambda s: s.tokens * model_flops_per_token(cfg, s), steps) / steps
 
 
 def _with_size(arm: Arm, size: str) -> Config:

@@ -19,6 +19,8 @@ from gpt2.config.options import DEFAULTS, Options, complete
 from gpt2.config.shapes import Shape, Shapes, read_steps
 from gpt2.errors import UserError, refuse
 
+SCHEDULES = ("batch_schedule", "context_schedule", "window_schedule")
+
 
 class PrecisionConfig(Options, group="precision"):
     """The `precision.` options."""
@@ -38,15 +40,13 @@ class LossConfig(Options, group="loss"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self.ahead_fade and not self.ahead_weights, "loss.ahead_fade fades no loss.ahead")
+        read = re.fullmatch(r"([\d.]+(,[\d.]+)*)?", self.ahead)
+        refuse(not read, f"loss.ahead={self.ahead} cannot be read", "For example, use 0.5,0.25")
 
     @property
-    def ahead_weights(self) -> tuple[float, ...]:
+    def ahead_weights(self) -> list[float]:
         """The weights of `ahead`."""
-        try:
-            return tuple(float(weight) for weight in self.ahead.split(",") if weight)
-        except ValueError:
-            raise UserError(f"loss.ahead={self.ahead} cannot be read", "Write 0.5,0.25") from None
+        return [float(weight) for weight in self.ahead.split(",") if weight]
 
 
 class OptimConfig(Options, group="optim"):
@@ -211,7 +211,8 @@ class Config(Options, group=""):
         refuse(holds, "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1")
         moved = train.context_schedule or train.batch_schedule * (data.packing == "pad")
         refuse(moved and data.packing != "concat", f"data.packing={data.packing} keeps its shapes")
-        for start, shape in self.shapes.pieces.items():
+        pieces = self.shapes.pieces
+        for start, shape in pieces.items() if len(pieces) > 1 else ():
             self.at(shape)  # which refuses what no run may have
             length, done = shape.context_length, self.shapes.tokens(start)
             odd = length < 1 or model.context_length % length or done % length
@@ -221,10 +222,8 @@ class Config(Options, group=""):
     @functools.cached_property
     def shapes(self) -> Shapes:
         """The shapes of the run's steps."""
-        schedules = []
-        for name in ("batch_schedule", "context_schedule", "window_schedule"):
-            text = getattr(self.train, name)
-            schedules.append(read_steps(f"train.{name}={text}", text, int, "2000=64,4000=128"))
+        texts, example = {n: getattr(self.train, n) for n in SCHEDULES}, "2000=64,4000=128"
+        schedules = [read_steps(f"train.{n}={texts[n]}", texts[n], int, example) for n in texts]
         last = self.data.batch_size, self.model.context_length, self.model.window
         pieces = dict[int, Shape]()
         for start in sorted({0, *itertools.chain(*schedules)}):
@@ -234,15 +233,9 @@ class Config(Options, group=""):
 
     def at(self, shape: Shape) -> "Config":
         """Returns the options of a run whose steps all have a shape, but for their context."""
-        if len(self.shapes.pieces) == 1:
-            return self
-        off = dict.fromkeys(("batch_schedule", "context_schedule", "window_schedule"), "")
-        return dataclasses.replace(
-            self,
-            model=dataclasses.replace(self.model, window=shape.window),
-            data=dataclasses.replace(self.data, batch_size=shape.batch_size),
-            train=dataclasses.replace(self.train, **off),
-        )
+        off = {f"train.{name}": "" for name in SCHEDULES}
+        given = {"data.batch_size": shape.batch_size, "model.window": shape.window}
+        return with_options(self, off | given)
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,7 +1,7 @@
 """The shapes of a run's steps, which `train.batch_schedule` and its kin change as it goes on."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +42,10 @@ class Shapes:
     def at(self, step: int) -> Shape:
         """Returns the shape of a step, counted from 1."""
         return self.pieces[max(start for start in self.pieces if start < step)]
+
+    def find(self, step: int, batch: Mapping[str, Any]) -> Shape:
+        """Returns the shape of a step whose rows may be shorter, as those of its batch."""
+        return self.at(step)._replace(context_length=batch["tokens"].shape[-1])
 
     def tokens(self, steps: int) -> int:
         """Returns the tokens of so many steps."""

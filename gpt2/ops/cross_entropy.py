@@ -58,9 +58,9 @@ def cross_entropy(
     chex.assert_axis_dimension_gteq(embedding, 0, vocab_size)
     dtype = jnp.dtype(dtype or hidden.dtype)
     if target().plain and shards is None:
-        losses = dict(logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing)
         how: dict[str, Any] = dict(vocab_size=vocab_size, dtype=dtype, weights=weights)
-        return cross_entropy_reference(hidden, embedding, targets, **how, **losses)
+        how |= dict(logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing)
+        return cross_entropy_reference(hidden, embedding, targets, **how)
     count = (targets >= 0).sum((0, 1), dtype=jnp.float32)
     terms = _Terms(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
     each = hidden.astype(dtype), embedding, targets.reshape(*targets.shape[:2], -1), weights
@@ -79,28 +79,18 @@ def positions_per_chunk(B: int, T: int, table: tuple[int, ...], is_scarce: bool)
     return 0 if fitting >= T else 1 << fitting.bit_length() - 1
 
 
-def cross_entropy_reference(
-    hidden,
-    embedding,
-    targets,
-    *,
-    vocab_size,
-    dtype,
-    weights=(),
-    logit_softcap=0,
-    z_loss=0,
-    label_smoothing=0,
-):
+def cross_entropy_reference(hidden, embedding, targets, *, dtype, weights=(), **losses):
     """Computes `cross_entropy` with all logits at once and the derivative left to JAX."""
-    embedding = embedding[:vocab_size].astype(dtype)
-    logits = soft_cap(dot(hidden.astype(dtype), embedding, (2,), (1,)), logit_softcap)
+    terms = _Terms(**losses)
+    embedding = embedding[: terms.vocab_size].astype(dtype)
+    logits = soft_cap(dot(hidden.astype(dtype), embedding, (2,), (1,)), terms.logit_softcap)
     log_probs = jax.nn.log_softmax(logits)
     each = targets.reshape(*targets.shape[:2], -1)
     picked = jnp.take_along_axis(log_probs, jnp.maximum(each, 0), axis=-1)
     mean = log_probs.mean(axis=-1, keepdims=True)
-    wanted = (1.0 - label_smoothing) * picked + label_smoothing * mean
-    losses = z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True) ** 2 - wanted
-    sums = jnp.where(each >= 0, losses, 0.0).sum((0, 1))
+    wanted = (1.0 - terms.label_smoothing) * picked + terms.label_smoothing * mean
+    each_loss = terms.z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True) ** 2 - wanted
+    sums = jnp.where(each >= 0, each_loss, 0.0).sum((0, 1))
     total, sums = _weigh(weights, sums[None, None])[0, 0], jax.lax.stop_gradient(sums)
     sums = sums.at[0].add(total - jax.lax.stop_gradient(total))
     count = (targets >= 0).sum((0, 1), dtype=jnp.float32)
@@ -112,10 +102,10 @@ class _Terms:
     """What is lost, as `cross_entropy` names it."""
 
     vocab_size: int
-    logit_softcap: float
-    z_loss: float
-    label_smoothing: float
-    logits_dtype: jnp.dtype
+    logit_softcap: float = 0.0
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    logits_dtype: Any = jnp.float32
 
     def logits(self, hidden, embedding):
         """Returns the logits `[B, T, V]`, float32, padding masked out."""

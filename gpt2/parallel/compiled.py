@@ -1,7 +1,7 @@
 """Compile once, ahead of the loop; a second compilation is an error that names what changed."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -66,23 +66,7 @@ class CompiledStep:
         return self._compiled.as_text()
 
 
-class StepByLength(CompiledStep):
-    """A step that is compiled for several lengths of rows. What it tells is the longest's."""
-
-    def __init__(self, steps: dict[int, CompiledStep]):
-        longest = steps[max(steps)]
-        super().__init__(longest.name, longest._compiling)
-        self._steps = steps
-
-    def block_until_ready(self) -> "StepByLength":
-        """Waits until all are compiled."""
-        for step in self._steps.values():
-            step.block_until_ready()
-        return self
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Runs the one for the batch's length."""
-        return self._steps[batch["tokens"].shape[-1]](state, batch)
+Steps = dict[Any, tuple[CompiledStep, Callable]]  # by shape: the train step, and the watch
 
 
 def compile_once(

@@ -51,14 +51,12 @@ def _on_terminal() -> bool:
 class Progress(Writer):
     """Shows how far a run is: a bar with the newest figures, and a line for each validation above.
 
-    Where there is no terminal, all metrics print lines. What a screen cannot show is lost. `work`
-    of so many steps takes the time.
+    Where there is no terminal, all metrics print lines. Time goes with the `work` of so many steps.
     """
 
     def __init__(self, total: int, start: int = 0, work: Callable[[int], float] = float):
         self._total, self._start, self._began = total, start, time.perf_counter()
-        self._work = work
-        self._draws = _on_terminal()
+        self._work, self._draws = work, _on_terminal()
         count, figures, left = (Column(no_wrap=True) for _ in range(3))  # the bar gives way
         self._bar = bars.Progress(
             bars.SpinnerColumn("line", speed=0.25),  # moves within a long step, too

@@ -1,7 +1,6 @@
 """How fast a run is: tokens per second, MFU, and where time goes."""
 
 import contextlib
-import operator
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +20,7 @@ class StepClock:
     Time is charged to the innermost open phase, or to `start and end`. Devices run behind the host:
     wait for the last step before opening a validation or checkpoint. `before` has the seconds since
     the run's first start, by phase, and those that were `lost` and `down`: see docs/safety.md.
-    `tokens` and `flops` give those of so many steps. Without `peak_flops`, of all devices, there is
-    no MFU.
+    `tokens` and `flops` are of so many steps. Without `peak_flops`, of all devices: no MFU.
     """
 
     def __init__(
@@ -37,8 +35,8 @@ class StepClock:
         self._now, self.current, self._since = now, "start and end", now()
         self._seconds = defaultdict(float, before or {})
         wait = self._seconds["data wait"]
-        self._done = 0, 0.0, 0.0  # steps, tokens, FLOPs
-        self._read = *self._done, self._seconds["step"] + wait, wait  # and at `read`
+        self._num_steps = self._last = 0
+        self._read = 0, self._seconds["step"] + wait, wait  # and at `read`
 
     @classmethod
     def for_run(
@@ -47,11 +45,8 @@ class StepClock:
         """Returns the clock of a run on all devices."""
         shapes = set(config.shapes.pieces.values())
         costs = {s: tokens_of(s) * model_flops_per_token(config.gpt(), s) for s in shapes}
-        amounts = (
-            partial(config.shapes.sum, tokens_of),
-            partial(config.shapes.sum, costs.__getitem__),
-        )
-        return cls(*amounts, total_peak_flops(config.precision.compute), before)
+        tokens, flops = (partial(config.shapes.sum, of) for of in (tokens_of, costs.__getitem__))
+        return cls(tokens, flops, total_peak_flops(config.precision.compute), before)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -65,20 +60,20 @@ class StepClock:
             self._switch(outer)
 
     def count_step(self, step: int) -> None:
-        """Counts an optimizer step, by its number."""
-        steps, *amounts = self._done
-        each = (amount(step) - amount(step - 1) for amount in (self.tokens, self.flops))
-        self._done = steps + 1, *map(operator.add, amounts, each)
+        """Counts an optimizer step, the one after the step before."""
+        self._num_steps, self._last = self._num_steps + 1, step
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
         total, wait = self.total_seconds, self._seconds["data wait"]
-        now = *self._done, self._seconds["step"] + wait, wait
-        each = (new - old for new, old in zip(now, self._read, strict=True))
-        steps, tokens, flops, seconds, wait = each
+        now = self._num_steps, self._seconds["step"] + wait, wait
+        steps, seconds, wait = (new - old for new, old in zip(now, self._read, strict=True))
         self._read = now
         if not (steps and seconds):
             return {}
+        tokens, flops = (
+            f(self._last) - f(self._last - int(steps)) for f in (self.tokens, self.flops)
+        )
         metrics = {
             "perf/step_seconds": seconds / steps,
             "perf/tokens_per_second": tokens / seconds,

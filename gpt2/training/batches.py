@@ -55,9 +55,6 @@ class Batches:
         rows = self._local_rows(self._shapes.at(step + 1).batch_size)
         return self._put(self._train.batch(step, rows))
 
-    def _read_held_out(self, loader: ValidationLoader, step: int) -> Any:
-        return self._put(loader.batch(step, self._eval_rows))
-
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()
     ) -> Generator[Any, None, None]:
@@ -80,23 +77,25 @@ class Batches:
             batches = self._train.validation(self._eval_rows.stop - self._eval_rows.start)
             first = itertools.islice(batches, number or self._most)
             return {"": (1.0, map(self._put, first))}, None
+        read = lambda part, step: self._put(part.batch(step, self._eval_rows))  # noqa: E731
         held_out: HeldOut = {
-            name: (share, prefetch(partial(self._read_held_out, part), range(number or len(part))))
+            name: (share, prefetch(partial(read, part), range(number or len(part))))
             for name, (share, part) in self._held_out.items()
         }
         is_whole = all(loader.is_whole for _, loader in self._held_out.values())
         return held_out, self.dataset.targets_per_byte if is_whole else None
 
-    def examples(self, start: int = 0) -> tuple[dict[Shape, list[Any]], Any]:
-        """Returns batches of each shape after `start`, one a length of rows; one of validation."""
+    def examples(self, start: int = 0) -> tuple[dict[Shape, Any], Any]:
+        """Returns a batch of each shape after `start`, and one of validation."""
         ((_, held_out), *_) = self.validation(1)[0].values()
-        held_out, examples = next(iter(held_out)), dict[Shape, list[Any]]()
+        held_out, examples = next(iter(held_out)), dict[Shape, Any]()
         begins = (begin for begin in self._shapes.pieces if start < begin < self._num_steps)
         for shape in (self._shapes.at(begin + 1) for begin in (start, *begins)):
             rows = self._local_rows(shape.batch_size)
-            lengths = {min(length, shape.context_length) for length in self._train.lengths}
-            each = (np.zeros((rows.stop - rows.start, length), np.int32) for length in lengths)
-            examples[shape] = [self._put(dict.fromkeys(held_out, zeros)) for zeros in each]
+            for length in {min(length, shape.context_length) for length in self._train.lengths}:
+                zeros = np.zeros((rows.stop - rows.start, length), np.int32)
+                each = self._put(dict.fromkeys(held_out, zeros))
+                examples[shape._replace(context_length=length)] = each
         return examples, held_out
 
     def position(self, step: int) -> list[str]:

@@ -17,11 +17,12 @@ from flax.traverse_util import flatten_dict
 
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import gather_whole
+from gpt2.parallel.compiled import Steps
 from gpt2.parallel.rules import gathered_for
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.training.program import Program, Steps
+from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, evaluation_loss, on_one_device
 from gpt2.utils.accumulate import accumulate
@@ -65,7 +66,7 @@ class Diagnosis:
                 start, like = latest_step(self.workdir) or 0, program.state_shapes
                 state = self.checkpointer.restore(start, like) if start else self.first_state()
                 for count, batch in enumerate(self.batches.train(start, step), start + 1):
-                    state, _ = self.steps[shapes.at(count)][0](state, batch)
+                    state, _ = self.steps[shapes.find(count, batch)][0](state, batch)
             params, source = state.params, self.batches.train(step, step + 1)
             program = program.at(shapes.at(error.step))
         else:

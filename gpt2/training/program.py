@@ -21,7 +21,7 @@ from gpt2.errors import refuse
 from gpt2.model import GPT, num_params, resolve_attention
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend, state_bytes
-from gpt2.parallel.compiled import CompiledStep, StepByLength, compile_once
+from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.training.batches import Batches
@@ -145,7 +145,7 @@ class Program:
         dropout = self.config.model.dropout
         return f"{name} (reference in training, for its dropout)" if dropout else name
 
-    def describe(self, batches: Batches, steps: "Steps", start: int) -> str:
+    def describe(self, batches: Batches, steps: Steps, start: int) -> str:
         """Returns the run's first screen: what will be trained, on what, and for how long."""
         config = self.config
         model, train, memory = config.model, config.train, config.memory
@@ -155,7 +155,8 @@ class Program:
         warm_up = config.optim.warmup(train.num_steps)
         short = " (never reached: it warms up to the end)" if warm_up >= train.num_steps else ""
         device, compiled = self.backend.mesh.devices.flat[0], [each for each, _ in steps.values()]
-        used, sizes = max(each.peak_bytes for each in compiled), map(batches.tokens_of, steps)
+        used, ends = max(each.peak_bytes for each in compiled), (start + 1, train.num_steps)
+        sizes = dict.fromkeys(f"{batches.tokens_of(config.shapes.at(end)):,}" for end in ends)
         rows = {
             "model": f"{format_count(self.num_params)} parameters, {layers}, "
             f"{model.num_heads} heads, {model.embed_dim} wide, context {model.context_length}",
@@ -163,8 +164,7 @@ class Program:
             "data": f"{config.data.corpus}, {config.data.tokenizer} ({model.vocab_size:,} tokens)",
             "": batches.describe(train.num_steps),
             "devices": f"{jax.device_count()} x {device.device_kind}, {self.backend.layout}",
-            "step": " to ".join(f"{size:,}" for size in dict.fromkeys(sizes))
-            + f" tokens{micro}, "
+            "step": f"{' to '.join(sizes)} tokens{micro}, "
             + (f"{format_bytes(used)} a device, " if used else "")
             + f"compiled in {max(each.compile_seconds for each in compiled):.0f} s",
             "run": f"steps {start + 1} to {train.num_steps}, {config.optim.name}, "
@@ -177,45 +177,39 @@ class Program:
         same = shape.window == self.config.model.window
         return self if same else self.with_config(self.config.at(shape))
 
-    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Sequence[Any]]) -> "Steps":
-        """Compiles the train step and the watch of each shape, for batches of its lengths."""
+    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Any]) -> Steps:
+        """Compiles the train step and the watch for a batch of each shape."""
         steps = Steps()
-        for shape, rows in examples.items():
+        for shape, batch in examples.items():
             program = self.at(shape)
-            steps[shape] = program.compile_train(state, *rows), program.compile_watch(state, *rows)
+            steps[shape] = program.compile_train(state, batch), program.compile_watch(state, batch)
         return steps
 
-    def compile_train(self, state: TrainState, *batches: Any) -> CompiledStep:
+    def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
-        `batches` has one of each length. All may be shapes, such as `state_shapes`; several
-        processes under pmap need arrays.
+        Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
         """
-        return self._compile(self.backend.compile_train(self.train_step), state, batches)
+        return self._compile(self.backend.compile_train(self.train_step), state, batch)
 
-    def _compile(self, step: Any, state: TrainState, batches: Sequence[Any]) -> CompiledStep:
+    def _compile(self, step: Any, state: TrainState, batch: Any) -> CompiledStep:
         cfg, platform = self.model.config, platform_of(self.backend.mesh.devices.flat[0])
         options = compiler_options(cfg.remat, looped=cfg.loops_over_layers, platform=platform)
-        compile_ = partial(compile_once, step, state, options=options)
-        steps = {batch["tokens"].shape[-1]: compile_(batch) for batch in batches}
-        return StepByLength(steps) if len(steps) > 1 else steps.popitem()[1]
+        return compile_once(step, state, batch, options=options)
 
     def compile_watch(
-        self, state: TrainState, *batches: Any
+        self, state: TrainState, batch: Any
     ) -> Callable[[int, TrainState, Any], Statistics | None]:
         """Compiles `(step, state, batch) -> statistics`, None at a step that is not watched."""
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
-        compiled = self._compile(self.backend.compile_watch(self.watch_step), state, batches)
+        compiled = self._compile(self.backend.compile_watch(self.watch_step), state, batch)
         return lambda step, state, batch: None if step % every else compiled(state, batch)
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
         """Compiles `(params, batch) -> {name: (sum, count)}`."""
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
-
-
-Steps = dict[Shape, tuple[CompiledStep, Callable]]
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # so that all who ask share one trace
