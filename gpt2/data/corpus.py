@@ -6,6 +6,7 @@ import glob
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import random
@@ -36,6 +37,11 @@ class Corpus:
     fingerprint: str  # differs whenever the documents may differ; computing it needs no network
     documents: Callable[[], Iterator[Document]]  # starts an iteration over them
     num_bytes: int = 0  # about how many bytes of text there are; 0: not known in advance
+    seek: Callable[[int], Iterator[Document]] | None = None  # begins at one without those before
+
+    def documents_from(self, start: int) -> Iterator[Document]:
+        """Yields all documents but the first `start`."""
+        return self.seek(start) if self.seek else itertools.islice(self.documents(), start, None)
 
 
 def open_corpus(spec: str) -> Corpus:

@@ -27,13 +27,19 @@ Shard = tuple[str, int, int]  # file, tokens to skip in it, tokens
 
 
 class TokenWriter:
-    """Appends token ids to the splits of a prepared corpus."""
+    """Appends token ids to the splits of a prepared corpus; `shards` and `crc32` are its own."""
 
-    def __init__(self, directory: Path, vocab_size: int):
+    def __init__(
+        self,
+        directory: Path,
+        vocab_size: int,
+        shards: dict[str, list[Shard]] | None = None,
+        crc32: dict[str, int] | None = None,
+    ):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)  # as stored
         self._directory = directory
-        self.crc32 = {"train": 0, "validation": 0}  # of the tokens so far, as stored
-        self.shards: dict[str, list[Shard]] = {"train": [], "validation": []}
+        self.crc32 = crc32 or {"train": 0, "validation": 0}  # of the tokens so far, as stored
+        self.shards: dict[str, list[Shard]] = shards or {"train": [], "validation": []}
 
     def append(self, split: str, tokens: np.ndarray) -> None:
         """Appends token ids [num_tokens] to a split."""
