@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -28,6 +29,19 @@ from gpt2.errors import UserError, refuse, tell, warn
 from gpt2.utils import files
 
 FORMAT = 6  # of a prepared directory; another number prepares everything anew
+README = """# {corpus}, as tokens of {tokenizer}
+
+Made, and made again if it is deleted, by
+
+    python -m gpt2.data.prepare {command}
+
+With `--inspect` that shows what training would see. The files `.bin` hold {dtype} without a header;
+token {eot} begins each of several documents. {dropped} had come before and were dropped.
+
+| | train | validation |
+|---|---|---|
+{table}
+"""
 PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
 
 # Files of up to this size in all are read at every start, to notice damage; of more, sizes count.
@@ -252,15 +266,8 @@ def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig) -> N
             (partial / PROGRESS).unlink(missing_ok=True)
             what = f"the text that data.corpus={data.corpus} names has changed while it was read"
             raise UserError(what, "Repeat the command")
-        digests = files.digest_folder(partial)
-        digests.pop(PROGRESS, None)
-        about = {
-            "corpus": data.corpus,
-            "tokenizer": data.tokenizer,
-            "val_fraction": data.val_fraction,
-            "files": digests,
-        }
-        files.write_json(partial / "prepared.json", files.seal(about | facts))
+        facts |= _describe(partial, data, facts)
+        files.write_json(partial / "prepared.json", files.seal(facts))
         files.sync_tree(partial)
         if directory.exists():  # damaged; others may read from it until now
             directory.rename(old)
@@ -270,3 +277,34 @@ def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig) -> N
     finally:
         if not (partial / PROGRESS).exists():
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _describe(directory: Path, data: DataConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns statistics of what is prepared, and how it came about; README.md shows both."""
+    named = "corpus", "tokenizer", "end_of_text", "val_fraction", "unique"
+    options = {name: getattr(data, name) for name in named}
+    command = [f"--config.data.{name}={shlex.quote(str(options[name]))}" for name in options]
+    eot, statistics = tokenizers.load(directory / "tokenizer.json").eot, {}
+    for name, split in facts["splits"].items():
+        tokens, size, lost = split["num_tokens"], split["num_bytes"], split.get("num_lost", 0)
+        statistics[name] = dict(documents=split["num_documents"], tokens=tokens, bytes=size)
+        statistics[name]["bytes per token"] = round(size / max(tokens, 1), 4)
+        statistics[name]["share of bytes lost"] = round(lost / max(size, 1), 4)
+        stream = TokenStream(facts["shards"][name], facts["dtype"], directory)
+        statistics[name] |= stream.count_documents(eot)
+    train, held_out = statistics["train"], statistics["validation"]
+    table = "\n".join(f"| {name} | {train[name]:,} | {held_out[name]:,} |" for name in train)
+    text = README.format(
+        **facts,
+        **options,
+        command=" ".join(command),
+        eot=eot,
+        table=table,
+        dropped=facts.get("num_dropped", 0),
+    )
+    files.write_text(directory / "README.md", text)
+    digests = files.digest_folder(directory)
+    kept = {
+        name: digests[name] for name in digests if name == "tokenizer.json" or name.endswith(".bin")
+    }
+    return options | {"statistics": statistics, "files": kept}

@@ -27,7 +27,7 @@ from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import TokenWriter
 from gpt2.errors import UserError, refuse, tell
 from gpt2.utils import files
-from gpt2.utils.text import counted, format_bytes, format_count, format_duration
+from gpt2.utils.text import format_bytes, format_count, format_duration
 
 SPLITS = ("train", "validation")
 PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
@@ -64,27 +64,30 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
     """
     documents = Documents(corpus, data)
     done, parts = _resume(directory, documents)
-    totals, saved = done["splits"], directory / "tokenizer.json"
+    totals = done["splits"]
     screen = Console(stderr=True)
     columns = *Progress.get_default_columns(), TimeElapsedColumn()
     hidden = not (screen.is_interactive and screen.file.isatty())  # FORCE_COLOR fakes the former
     with Progress(*columns, console=screen, transient=True, disable=hidden) as bar:
         task = bar.add_task("reading", total=None)
-        if not saved.exists():
+        if not done["parts"]:
             texts = training_texts(data.tokenizer, documents.parts())
             options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
-            build(data.tokenizer, texts, **options).save(saved)
-        tokenizer = load(saved)
+            build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
+        tokenizer = load(directory / "tokenizer.json")
         if documents.many and tokenizer.eot is None:
             what = f"{data.tokenizer} names no token to put between documents"
             raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
-        writer = TokenWriter(directory, tokenizer.vocab_size, done["shards"], done["token_crc32"])
+        writer = TokenWriter(directory, tokenizer.vocab_size)
+        writer.shards, writer.crc32 = done["shards"], done["token_crc32"]
+        for name, _, count in itertools.chain(*(shards[-1:] for shards in writer.shards.values())):
+            os.truncate(directory / name, count * writer.dtype.itemsize)
         window, unsaved = done["zlib_window"].encode("latin-1"), 0
         compressor = zlib.compressobj(9, zdict=window)
-        size, before = corpus.num_bytes or None, sum(t["num_bytes"] for t in totals.values())
-        bar.reset(task, total=size, completed=before, description="encoding")
-        began, pause = time.monotonic(), SECONDS_PER_LINE if hidden else 0.2
-        next_line = began + pause
+        num_bytes = sum(total["num_bytes"] for total in totals.values())
+        bar.reset(task, total=corpus.num_bytes or None, completed=num_bytes, description="encoding")
+        pause = SECONDS_PER_LINE if hidden else 0.2
+        next_line = time.monotonic() + pause
         for part, tokens, lost in encode_in_parallel(tokenizer, parts):
             text = part.text.encode("utf-8")
             if part.starts_document and documents.many:
@@ -105,16 +108,19 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
                 done["zlib_bytes"] += len(compressor.flush())
                 compressor, unsaved = zlib.compressobj(9, zdict=window), 0
                 done |= dict(zlib_window=window.decode("latin-1"), text_crc32=zlib.crc32(text))
-                _save(directory, done)
+                files.sync_tree(directory)  # before what says that it is there
+                files.write_json(directory / PROGRESS, files.seal(done))
+            bar.advance(task, len(text))
             if (now := time.monotonic()) > next_line:
-                next_line = now + pause
-                count = {name: sum(t[name] for t in totals.values()) for name in total}
-                speed = (count["num_bytes"] - before) / (now - began)
-                line = f"{counted(count['num_documents'], 'document')}, "
-                line += f"{format_count(count['num_tokens'])} tokens, {format_bytes(speed)}/s"
-                bar.update(task, description=line, completed=count["num_bytes"])
-                if (left := (size or 0) - count["num_bytes"]) > 0:
-                    line += f", {format_duration(left / speed)} left"
+                next_line, shown = now + pause, bar.tasks[0]
+                numbers = (
+                    sum(t[f"num_{n}"] for t in totals.values()) for n in ("documents", "tokens")
+                )
+                line = "{} documents, {} tokens".format(*map(format_count, numbers))
+                line += f", {format_bytes(shown.speed or 0)}/s"
+                bar.update(task, description=line)
+                if left := shown.time_remaining:
+                    line += f", {format_duration(left)} left"
                 if hidden:
                     tell(line, sys.stdout)
         done["zlib_bytes"] += len(compressor.flush())
@@ -135,43 +141,24 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
 
 
 def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], Iterator[Part]]:
-    """Returns what a directory holds of a corpus, and the parts that follow; removes the rest.
-
-    All is removed if the last part that is written is another one now.
-    """
-    done = files.read_sealed(directory / PROGRESS)
-    if done:
+    """Returns what a directory holds of a corpus, nothing if that was another, and what follows."""
+    if done := files.read_sealed(directory / PROGRESS):
         parts = documents.parts(done["document"])
         last = deque(itertools.islice(parts, done["parts"]), 1)
-        if not last or zlib.crc32(last[0].text.encode()) != done["text_crc32"]:
-            done = None
-    sizes = done["sizes"] if done else {}
-    for path in directory.iterdir():
-        if path.name in sizes:
-            os.truncate(path, sizes[path.name])
-        elif not done or path.name not in (PROGRESS, "tokenizer.json"):
-            path.unlink()
-    if done:
-        tell(f"going on after {counted(done['document'], 'document')}", sys.stdout)
-        return done, parts
+        if last and zlib.crc32(last[0].text.encode()) == done["text_crc32"]:
+            tell(f"going on after document {done['document']:,}", sys.stdout)
+            return done, parts
     totals = "num_tokens", "num_bytes", "num_documents", "num_lost"
-    nothing = {
-        "splits": {split: dict.fromkeys(totals, 0) for split in SPLITS},
-        "shards": {split: [] for split in SPLITS},
-        "token_crc32": dict.fromkeys(SPLITS, 0),
-        "zlib_bytes": 0,  # of compressed validation text
-        "zlib_window": "",  # the last bytes of that text
+    done = {
         "document": 0,  # number of the last one
-        "parts": 0,  # of it that are written
+        "parts": 0,  # of it
+        "zlib_bytes": 0,  # of compressed validation text
+        "zlib_window": "",  # the last of that text
+        "token_crc32": dict.fromkeys(SPLITS, 0),
+        "shards": {split: [] for split in SPLITS},
+        "splits": {split: dict.fromkeys(totals, 0) for split in SPLITS},
     }
-    return nothing, documents.parts()
-
-
-def _save(directory: Path, done: dict[str, Any]) -> None:
-    """Notes what is written, once the disk has it."""
-    files.sync_tree(directory)
-    sizes = {path.name: path.stat().st_size for path in directory.glob("*.bin")}
-    files.write_json(directory / PROGRESS, files.seal(done | {"sizes": sizes}))
+    return done, documents.parts()
 
 
 def training_texts(tokenizer: str, parts: Iterable[Part]) -> Iterator[str]:
@@ -219,7 +206,7 @@ class Documents:
         unique, seen = self._data.unique, defaultdict[bytes, bytearray](bytearray)
         first = 0 if unique else start
         self.num_dropped = 0
-        for number, document in enumerate(self._corpus.documents_from(first), first):
+        for number, document in enumerate(self._corpus.documents_after(first), first):
             digest, size = _measure(document)
             if unique and size:
                 alike = seen[digest[:2]]  # 16 bytes of each hash: no set, which takes 100

@@ -22,24 +22,19 @@ HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # magic, version: GPT-2's, Llama 3's
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
 CHUNK = 2**20  # tokens read at a time
+LENGTHS = (64, 256, 1024, 4096, 16384)  # tokens, up to which documents are counted
 
 Shard = tuple[str, int, int]  # file, tokens to skip in it, tokens
 
 
 class TokenWriter:
-    """Appends token ids to the splits of a prepared corpus; `shards` and `crc32` are its own."""
+    """Appends token ids to the splits of a prepared corpus."""
 
-    def __init__(
-        self,
-        directory: Path,
-        vocab_size: int,
-        shards: dict[str, list[Shard]] | None = None,
-        crc32: dict[str, int] | None = None,
-    ):
+    def __init__(self, directory: Path, vocab_size: int):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)  # as stored
         self._directory = directory
-        self.crc32 = crc32 or {"train": 0, "validation": 0}  # of the tokens so far, as stored
-        self.shards: dict[str, list[Shard]] = shards or {"train": [], "validation": []}
+        self.crc32 = {"train": 0, "validation": 0}  # of the tokens so far, as stored
+        self.shards: dict[str, list[Shard]] = {"train": [], "validation": []}
 
     def append(self, split: str, tokens: np.ndarray) -> None:
         """Appends token ids [num_tokens] to a split."""
@@ -50,7 +45,7 @@ class TokenWriter:
         if not shards or shards[-1][2] >= SHARD_TOKENS:
             shards.append((f"{split}-{len(shards):05}.bin", 0, 0))
         name, _, count = shards[-1]
-        with open(self._directory / name, "ab") as file:
+        with open(self._directory / name, "ab" if count else "wb") as file:
             file.write(stored.tobytes())
         shards[-1] = name, 0, count + len(stored)
 
@@ -84,6 +79,18 @@ class TokenStream:
             start = end
         return np.concatenate(parts, dtype=np.int32)
 
+    def count_documents(self, eot: int | None) -> dict[str, int]:
+        """Returns how many documents have so many tokens, their end-of-text token included."""
+        names = [*(f"documents of up to {n:,} tokens" for n in LENGTHS), "longer documents"]
+        counts, last = np.zeros(len(names), np.int64), 0
+        for start in range(0, len(self) + 1, CHUNK):
+            tokens = self.read(start, CHUNK)
+            is_end = np.append(tokens == eot, start + len(tokens) == len(self))
+            ends = start + np.flatnonzero(is_end)
+            sizes, last = np.diff(ends, prepend=last), max(last, *ends[-1:])
+            counts += np.bincount(np.searchsorted(LENGTHS, sizes[sizes > 0]), None, len(names))
+        return dict(zip(names, counts.tolist(), strict=True))
+
 
 @dataclass(frozen=True)
 class ReadyTokens:
@@ -100,6 +107,7 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
     Files with the word `val` or `validation` in their name are the validation split. If there are
     no such files, or no others, it is the last `val_fraction` of all tokens.
     """
+    refuse(data.unique, "data.unique drops documents of text, and data.corpus holds tokens")
     files = [p.absolute() for p in find_files(data.corpus.removeprefix("tokens:"))]
     for meta in {p.with_name("meta.pkl") for p in files}:  # nanoGPT's, beside ids of characters
         how = f"Use text:{meta.with_name('input.txt')} and --config.data.tokenizer=char"
