@@ -87,7 +87,7 @@ class TokenStream:
             tokens = self.read(start, CHUNK)
             is_end = np.append(tokens == eot, start + len(tokens) == len(self))
             ends = start + np.flatnonzero(is_end)
-            sizes, last = np.diff(ends, prepend=last), max(last, *ends[-1:])
+            sizes, last = np.diff(ends, prepend=last), ends.max(initial=last)
             counts += np.bincount(np.searchsorted(LENGTHS, sizes[sizes > 0]), None, len(names))
         return dict(zip(names, counts.tolist(), strict=True))
 
