@@ -6,7 +6,6 @@ import glob
 import hashlib
 import importlib
 import io
-import itertools
 import json
 import os
 import random
@@ -37,11 +36,7 @@ class Corpus:
     fingerprint: str  # differs whenever the documents may differ; computing it needs no network
     documents: Callable[[], Iterator[Document]]  # starts an iteration over them
     num_bytes: int = 0  # about how many bytes of text there are; 0: not known in advance
-    seek: Callable[[int], Iterator[Document]] | None = None  # starts after so many, unread
-
-    def documents_after(self, number: int) -> Iterator[Document]:
-        """Yields all documents but so many first ones."""
-        return self.seek(number) if self.seek else itertools.islice(self.documents(), number, None)
+    seek: Callable[[int], Iterator[Document]] | None = None  # leaves out so many, unread
 
 
 def open_corpus(spec: str) -> Corpus:

@@ -29,14 +29,12 @@ from gpt2.errors import UserError, refuse, tell, warn
 from gpt2.utils import files
 
 FORMAT = 6  # of a prepared directory; another number prepares everything anew
-README = """# {corpus}, as tokens of {tokenizer}
+README = """# {corpus}, as tokens of {tokenizer}: {dtype} without a header
 
-Made, and made again if it is deleted, by
+Token {eot} begins each of several documents; {num_dropped} that had come before were dropped. This
+makes the folder, again if it is deleted, and with `--inspect` shows rows as training sees them:
 
     python -m gpt2.data.prepare {command}
-
-With `--inspect` that shows what training would see. The files `.bin` hold {dtype} without a header;
-token {eot} begins each of several documents. {dropped} had come before and were dropped.
 
 | | train | validation |
 |---|---|---|
@@ -248,9 +246,9 @@ def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig) -> N
     """Prepares into a directory of its own, going on where it was cut, and renames that."""
     partial = directory.with_name(f".{directory.name}.partial")
     old = directory.with_name(f".{directory.name}.old")
-    for broken in (partial, old):  # left by a process that stopped halfway
-        if not (broken / PROGRESS).exists():
-            shutil.rmtree(broken, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)  # left by a process that stopped halfway
+    if not (partial / PROGRESS).exists():
+        shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(exist_ok=True)
     try:
         if isinstance(corpus, ReadyTokens):
@@ -294,17 +292,9 @@ def _describe(directory: Path, data: DataConfig, facts: dict[str, Any]) -> dict[
         statistics[name] |= stream.count_documents(eot)
     train, held_out = statistics["train"], statistics["validation"]
     table = "\n".join(f"| {name} | {train[name]:,} | {held_out[name]:,} |" for name in train)
-    text = README.format(
-        **facts,
-        **options,
-        command=" ".join(command),
-        eot=eot,
-        table=table,
-        dropped=facts.get("num_dropped", 0),
-    )
-    files.write_text(directory / "README.md", text)
+    told = options | dict(eot=eot, command=" ".join(command), table=table, num_dropped=0)
+    files.write_text(directory / "README.md", README.format(**told | facts))
     digests = files.digest_folder(directory)
-    kept = {
-        name: digests[name] for name in digests if name == "tokenizer.json" or name.endswith(".bin")
-    }
-    return options | {"statistics": statistics, "files": kept}
+    for name in (PROGRESS, "prepared.json", "README.md"):  # a kill leaves the first two
+        digests.pop(name, None)
+    return options | {"statistics": statistics, "files": digests}

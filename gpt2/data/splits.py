@@ -34,8 +34,6 @@ PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones s
 WEIGHED_BYTES = 2**30  # corpora up to this size are read once more, for their documents' sizes
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
 PROGRESS = "progress.json"  # what is written up to such a moment
-ZLIB_WINDOW = 2**15  # bytes to which zlib looks back
-SECONDS_PER_LINE = 30  # between two lines where there is no screen for a bar
 # A part ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
@@ -75,7 +73,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
             options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
             build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
         tokenizer = load(directory / "tokenizer.json")
-        if documents.many and tokenizer.eot is None:
+        if (eot := tokenizer.eot) is None and documents.many:
             what = f"{data.tokenizer} names no token to put between documents"
             raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
         writer = TokenWriter(directory, tokenizer.vocab_size)
@@ -86,12 +84,11 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
         compressor = zlib.compressobj(9, zdict=window)
         num_bytes = sum(total["num_bytes"] for total in totals.values())
         bar.reset(task, total=corpus.num_bytes or None, completed=num_bytes, description="encoding")
-        pause = SECONDS_PER_LINE if hidden else 0.2
-        next_line = time.monotonic() + pause
+        next_line = time.monotonic() + (pause := 30 if hidden else 0.2)
         for part, tokens, lost in encode_in_parallel(tokenizer, parts):
             text = part.text.encode("utf-8")
             if part.starts_document and documents.many:
-                tokens = np.concatenate([[tokenizer.eot], tokens])
+                tokens = np.append(np.int32(eot or 0), tokens)
             writer.append(part.split, tokens)
             total = totals[part.split]
             total["num_tokens"] += len(tokens)
@@ -100,7 +97,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
             total["num_lost"] += lost
             if part.split == "validation":
                 done["zlib_bytes"] += len(compressor.compress(text))
-                window = (window + text)[-ZLIB_WINDOW:]
+                window = (window + text)[-(2**15) :]  # to which zlib looks back
             done["parts"] = 1 + (done["parts"] if part.document == done["document"] else 0)
             done["document"] = part.document
             unsaved += len(tokens)
@@ -113,16 +110,13 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
             bar.advance(task, len(text))
             if (now := time.monotonic()) > next_line:
                 next_line, shown = now + pause, bar.tasks[0]
-                numbers = (
-                    sum(t[f"num_{n}"] for t in totals.values()) for n in ("documents", "tokens")
-                )
-                line = "{} documents, {} tokens".format(*map(format_count, numbers))
-                line += f", {format_bytes(shown.speed or 0)}/s"
+                sums = {n: format_count(sum(t[n] for t in totals.values())) for n in total}
+                line = f"{sums['num_documents']} documents, {sums['num_tokens']} tokens, "
+                line += f"{format_bytes(shown.speed or 0)}/s"
                 bar.update(task, description=line)
-                if left := shown.time_remaining:
-                    line += f", {format_duration(left)} left"
                 if hidden:
-                    tell(line, sys.stdout)
+                    left = shown.time_remaining
+                    tell(f"{line}, {format_duration(left)} left" if left else line, sys.stdout)
         done["zlib_bytes"] += len(compressor.flush())
     if min(totals[split]["num_tokens"] for split in data.splits) < 2:
         raise UserError(
@@ -148,17 +142,11 @@ def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], It
         if last and zlib.crc32(last[0].text.encode()) == done["text_crc32"]:
             tell(f"going on after document {done['document']:,}", sys.stdout)
             return done, parts
-    totals = "num_tokens", "num_bytes", "num_documents", "num_lost"
-    done = {
-        "document": 0,  # number of the last one
-        "parts": 0,  # of it
-        "zlib_bytes": 0,  # of compressed validation text
-        "zlib_window": "",  # the last of that text
-        "token_crc32": dict.fromkeys(SPLITS, 0),
-        "shards": {split: [] for split in SPLITS},
-        "splits": {split: dict.fromkeys(totals, 0) for split in SPLITS},
-    }
-    return done, documents.parts()
+    totals = dict(num_tokens=0, num_bytes=0, num_documents=0, num_lost=0)
+    new: dict[str, Any] = dict(document=0, parts=0)  # the last document's number, parts of it
+    new |= dict(zlib_bytes=0, zlib_window="")  # of compressed validation text; the text's end
+    new |= dict(shards={s: [] for s in SPLITS}, token_crc32=dict.fromkeys(SPLITS, 0))
+    return new | {"splits": {s: dict(totals) for s in SPLITS}}, documents.parts()
 
 
 def training_texts(tokenizer: str, parts: Iterable[Part]) -> Iterator[str]:
@@ -206,7 +194,8 @@ class Documents:
         unique, seen = self._data.unique, defaultdict[bytes, bytearray](bytearray)
         first = 0 if unique else start
         self.num_dropped = 0
-        for number, document in enumerate(self._corpus.documents_after(first), first):
+        seek = self._corpus.seek or (lambda n: itertools.islice(self._corpus.documents(), n, None))
+        for number, document in enumerate(seek(first), first):
             digest, size = _measure(document)
             if unique and size:
                 alike = seen[digest[:2]]  # 16 bytes of each hash: no set, which takes 100

@@ -38,16 +38,16 @@ class TokenWriter:
 
     def append(self, split: str, tokens: np.ndarray) -> None:
         """Appends token ids [num_tokens] to a split."""
-        stored, shards = tokens.astype(self.dtype), self.shards[split]
-        if not len(stored):
+        stored, shards = tokens.astype(self.dtype).tobytes(), self.shards[split]
+        if not stored:
             return
-        self.crc32[split] = zlib.crc32(stored.tobytes(), self.crc32[split])
+        self.crc32[split] = zlib.crc32(stored, self.crc32[split])
         if not shards or shards[-1][2] >= SHARD_TOKENS:
             shards.append((f"{split}-{len(shards):05}.bin", 0, 0))
         name, _, count = shards[-1]
         with open(self._directory / name, "ab" if count else "wb") as file:
-            file.write(stored.tobytes())
-        shards[-1] = name, 0, count + len(stored)
+            file.write(stored)
+        shards[-1] = name, 0, count + len(tokens)
 
 
 class TokenStream:
