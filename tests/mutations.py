@@ -301,6 +301,12 @@ the hash of the code sees docstrings: training/code.py, workdir -k hash_of_the_c
 a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
     - tree = _plain(tree)
     + pass
+a preparation goes on after what was never saved: data/splits.py, preparing -k is_killed
+    - os.truncate(directory / name, count * writer.dtype.itemsize)
+    + pass
+a preparation goes on with another text: data/splits.py, preparing -k another_one
+    - == done["text_crc32"]
+    + or True
 a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k of_its_parts
     - backend = self._backend if starts else self._rest
     + backend = self._backend

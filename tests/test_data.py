@@ -2,10 +2,7 @@
 
 import gzip
 import json
-import multiprocessing
-import os
 import re
-import signal
 import threading
 import time
 import zlib
@@ -217,7 +214,7 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
     path.write_text(_document(1, 500))
     whole = make(f"text:{path}")
     wanted = whole.open("train").read(0, 10**6)
-    files = [each for each in whole.directory.iterdir() if each.is_file()]
+    files = [each for each in whole.directory.iterdir() if each.suffix != ".md"]
     assert len(files) > 3
     for file in files:
         for damage in ("cut", "altered", "missing"):
@@ -234,35 +231,6 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
             np.testing.assert_array_equal(again.open("train").read(0, 10**6), wanted)
             make(f"text:{path}")
             assert capsys.readouterr().err == ""
-
-
-def _prepare_slowly(data_dir, started):
-    """In another process: stops for good in the middle of writing."""
-    append = tokens.TokenWriter.append
-
-    def append_and_stop(self, split, tokens):
-        append(self, split, tokens)
-        started.set()
-        time.sleep(600)
-
-    tokens.TokenWriter.append = append_and_stop
-    data = DataConfig(corpus="synthetic", tokenizer="byte", data_dir=data_dir, val_fraction=0.1)
-    prepare.prepare(data)
-
-
-def test_killed_preparation_is_never_used_and_cleaned_up(tmp_path, make):
-    context = multiprocessing.get_context("spawn")
-    started = context.Event()
-    data_dir = tmp_path / "prepared"
-    process = context.Process(target=_prepare_slowly, args=(str(data_dir), started))
-    process.start()
-    assert started.wait(60)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert list(data_dir.glob(".*.partial")) and not list(data_dir.glob("[!.]*"))
-    dataset = make("synthetic")
-    assert not list(data_dir.glob(".*.partial"))
-    assert sum(s.num_documents for s in dataset.splits.values()) == 4000
 
 
 def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):

@@ -13,7 +13,7 @@ import socket
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Corpus:
     fingerprint: str  # differs whenever the documents may differ; computing it needs no network
     documents: Callable[[], Iterator[Document]]  # starts an iteration over them
     num_bytes: int = 0  # about how many bytes of text there are; 0: not known in advance
+    seek: Callable[[int], Iterator[Document]] | None = None  # leaves out so many, unread
 
 
 def open_corpus(spec: str) -> Corpus:
@@ -105,7 +106,8 @@ def _place_and_field(argument: str) -> tuple[str, str]:
 def _text(pattern: str) -> Corpus:
     """Each file is a document."""
     files = find_files(pattern)
-    return Corpus(file_fingerprint(files, "text"), lambda: iter(files), _total_size(files))
+    fingerprint, size = file_fingerprint(files, "text"), _total_size(files)
+    return Corpus(fingerprint, lambda: iter(files), size, seek=lambda number: iter(files[number:]))
 
 
 def _pystdlib(_: str) -> Corpus:
@@ -213,15 +215,19 @@ def _parquet(argument: str) -> Corpus:
     pattern, column = _place_and_field(argument)
     files = find_files(pattern)
 
-    def documents() -> Iterator[str]:
+    def documents(skip: int = 0) -> Iterator[str]:
         for file in files:
-            yield from _parquet_column(file, column, str(file))
+            skip = yield from _parquet_column(file, column, str(file), skip)
 
-    return Corpus(file_fingerprint(files, "parquet", column), documents, _total_size(files))
+    fingerprint, size = file_fingerprint(files, "parquet", column), _total_size(files)
+    return Corpus(fingerprint, documents, size, seek=documents)
 
 
-def _parquet_column(file: Any, column: str, name: str) -> Iterator[str]:
-    """Yields one string column of a Parquet file, given by path or open, batch by batch."""
+def _parquet_column(file: Any, column: str, name: str, skip: int) -> Generator[str, None, int]:
+    """Yields one string column of a Parquet file, given by path or open, batch by batch.
+
+    Rows that are null are empty texts. `skip` rows are left out; it returns how many more to skip.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -230,16 +236,21 @@ def _parquet_column(file: Any, column: str, name: str) -> Iterator[str]:
         if column not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
             raise UserError(f"{name} has no column {column!r}", f"Write one behind #: {names}")
-        missing = 0
-        for batch in table.iter_batches(batch_size=1024, columns=[column]):
+        missing, groups = 0, [*range(table.num_row_groups)]
+        while groups and skip >= (rows := table.metadata.row_group(groups[0]).num_rows):
+            skip -= rows
+            del groups[0]
+        for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[column]):
             missing += batch.column(0).null_count
-            for text in batch.column(0).drop_null().to_pylist():
-                if not isinstance(text, str):
+            for text in batch.column(0)[skip:].to_pylist():
+                if not isinstance(text, str | None):
                     raise UserError(f"column {column!r} of {name} holds no text", "Choose another")
-                yield text
+                yield text or ""
+            skip = max(skip - len(batch), 0)
         if missing:
             rows = f"{missing:,} of {table.metadata.num_rows:,} rows of {name}"
             _warn_once(f"{rows} are null in {column!r}, and left out")
+        return skip
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{name} cannot be read ({error})", "Give Parquet files") from error
 
@@ -248,7 +259,7 @@ def _hugging_face(argument: str) -> Corpus:
     """The training split of a data set, streamed from the hub's Parquet copy of it."""
     name, column = _place_and_field(argument)
 
-    def documents() -> Iterator[str]:
+    def documents(skip: int = 0) -> Iterator[str]:
         from huggingface_hub import HfFileSystem
 
         try:
@@ -260,7 +271,7 @@ def _hugging_face(argument: str) -> Corpus:
             (train,) = (p for p in folders if Path(p).name in ("train", "partial-train"))
             for path in sorted(hub.ls(train, detail=False)):
                 with hub.open(path) as file:
-                    yield from _parquet_column(file, column, path)
+                    skip = yield from _parquet_column(file, column, path, skip)
         except UserError:
             raise
         except Exception as error:  # of the hub's library: network, access, no such data set
@@ -269,7 +280,7 @@ def _hugging_face(argument: str) -> Corpus:
                 "Check name and network; --config.data.corpus=pystdlib needs none",
             ) from error
 
-    return Corpus(f"hf-{name}-{column}", documents)
+    return Corpus(f"hf-{name}-{column}", documents, seek=documents)
 
 
 def _tfds(argument: str) -> Corpus:

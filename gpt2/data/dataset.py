@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,12 +23,23 @@ from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
 from gpt2.data.own import find_batches
-from gpt2.data.splits import SPLITS, split_documents, training_texts, weave, write_splits
+from gpt2.data.splits import PROGRESS, SPLITS, Documents, training_texts, weave, write_splits
 from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_tokens
 from gpt2.errors import UserError, refuse, tell, warn
 from gpt2.utils import files
 
-FORMAT = 5  # of a prepared directory; another number prepares everything anew
+FORMAT = 6  # of a prepared directory; another number prepares everything anew
+README = """# {corpus}, as tokens of {tokenizer}: {dtype} without a header
+
+Token {eot} begins each of several documents; {num_dropped} that had come before were dropped. This
+makes the folder, again if it is deleted, and with `--inspect` shows rows as training sees them:
+
+    python -m gpt2.data.prepare {command}
+
+| | train | validation |
+|---|---|---|
+{table}
+"""
 PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
 
 # Files of up to this size in all are read at every start, to notice damage; of more, sizes count.
@@ -124,7 +136,7 @@ def prepare(data: DataConfig) -> Dataset:
         return _mix({name: (shares[name], prepare(part(corpus=name))) for name in shares})
     corpus = _open_source(data)
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
-    parts = [FORMAT, corpus.fingerprint, spec, data.val_fraction]
+    parts = [FORMAT, corpus.fingerprint, spec, data.val_fraction, data.unique]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
     directory = data_root(data.data_dir) / f"{label}-{_hash(parts)}"
     if _find_damage(directory) is not None:
@@ -139,7 +151,8 @@ def prepare(data: DataConfig) -> Dataset:
         except OSError as error:
             raise UserError(
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",
-                "Choose a directory with room by --config.data.data_dir=DIR or $GPT2_DATA_DIR",
+                "Make room, and repeat the command: it goes on. --config.data.data_dir=DIR and "
+                "$GPT2_DATA_DIR name another place",
             ) from error
     dataset = _load(directory)
     if lost := sum(split.num_lost for split in dataset.splits.values()):
@@ -171,7 +184,7 @@ def _train_tokenizer(data: DataConfig, shares: dict[str, Fraction]) -> Path:
     path = data_root(data.data_dir) / f"{data.tokenizer.replace(':', '-')}-{key}.json"
     with files.locked(path.with_name(f".{path.name}.lock")):
         if not path.exists():
-            parts = (split_documents(corpus, data)[1]() for corpus in corpora)
+            parts = (Documents(corpus, data).parts() for corpus in corpora)
             texts = [training_texts(data.tokenizer, each) for each in parts]
             tokenizers.build(data.tokenizer, weave(texts, [*shares.values()])).save(path)
     return path
@@ -230,34 +243,58 @@ def _load(directory: Path) -> Dataset:
 
 
 def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig) -> None:
-    """Prepares into a directory of its own and renames it to its place."""
+    """Prepares into a directory of its own, going on where it was cut, and renames that."""
     partial = directory.with_name(f".{directory.name}.partial")
     old = directory.with_name(f".{directory.name}.old")
-    for broken in (partial, old):  # left by a process that stopped halfway
-        shutil.rmtree(broken, ignore_errors=True)
-    partial.mkdir()
+    shutil.rmtree(old, ignore_errors=True)  # left by a process that stopped halfway
+    if not (partial / PROGRESS).exists():
+        shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(exist_ok=True)
     try:
         if isinstance(corpus, ReadyTokens):
             facts = index(corpus, data, partial)
         else:
-            # A token takes two bytes and stands for a byte of text or more.
-            if (free := shutil.disk_usage(partial).free) < 2 * corpus.num_bytes:
-                raise OSError(f"{2 * corpus.num_bytes:,} bytes are needed, and {free:,} are free")
+            # A token takes two bytes, and stands for one of text or, of words, for about four.
+            needed = 2 * corpus.num_bytes // (1 if data.tokenizer == "byte" else 5)
+            needed -= sum(path.stat().st_size for path in partial.iterdir())
+            if (free := shutil.disk_usage(partial).free) < needed:
+                raise OSError(f"{needed:,} more bytes are needed, and {free:,} are free")
             facts = write_splits(corpus, data, partial)
         if _open_source(data).fingerprint != corpus.fingerprint:
+            (partial / PROGRESS).unlink(missing_ok=True)
             what = f"the text that data.corpus={data.corpus} names has changed while it was read"
             raise UserError(what, "Repeat the command")
-        about = {
-            "corpus": data.corpus,
-            "tokenizer": data.tokenizer,
-            "val_fraction": data.val_fraction,
-            "files": files.digest_folder(partial),
-        }
-        files.write_json(partial / "prepared.json", files.seal(about | facts))
+        facts |= _describe(partial, data, facts)
+        files.write_json(partial / "prepared.json", files.seal(facts))
         files.sync_tree(partial)
         if directory.exists():  # damaged; others may read from it until now
             directory.rename(old)
         partial.rename(directory)
+        (directory / PROGRESS).unlink(missing_ok=True)
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not (partial / PROGRESS).exists():
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _describe(directory: Path, data: DataConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns statistics of what is prepared, and how it came about; README.md shows both."""
+    named = "corpus", "tokenizer", "end_of_text", "val_fraction", "unique"
+    options = {name: getattr(data, name) for name in named}
+    command = [f"--config.data.{name}={shlex.quote(str(options[name]))}" for name in options]
+    eot, statistics = tokenizers.load(directory / "tokenizer.json").eot, {}
+    for name, split in facts["splits"].items():
+        tokens, size, lost = split["num_tokens"], split["num_bytes"], split.get("num_lost", 0)
+        statistics[name] = dict(documents=split["num_documents"], tokens=tokens, bytes=size)
+        statistics[name]["bytes per token"] = round(size / max(tokens, 1), 4)
+        statistics[name]["share of bytes lost"] = round(lost / max(size, 1), 4)
+        stream = TokenStream(facts["shards"][name], facts["dtype"], directory)
+        statistics[name] |= stream.count_documents(eot)
+    train, held_out = statistics["train"], statistics["validation"]
+    table = "\n".join(f"| {name} | {train[name]:,} | {held_out[name]:,} |" for name in train)
+    told = options | dict(eot=eot, command=" ".join(command), table=table, num_dropped=0)
+    files.write_text(directory / "README.md", README.format(**told | facts))
+    digests = files.digest_folder(directory)
+    for name in (PROGRESS, "prepared.json", "README.md"):  # a kill leaves the first two
+        digests.pop(name, None)
+    return options | {"statistics": statistics, "files": digests}

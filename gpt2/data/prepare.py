@@ -8,23 +8,38 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import numpy as np
+from absl import flags
+
 from gpt2 import cli
 from gpt2.data.dataset import prepare
-from gpt2.utils.text import counted
+from gpt2.data.packing import PACKINGS
+from gpt2.errors import refuse
 
 
 def main() -> None:
     """Prepares the corpus of `--config` and prints what it holds."""
-    dataset = prepare(cli.parse_config().data)
-    for name, split in dataset.splits.items():
-        print(
-            f"{name}: {counted(split.num_tokens, 'token')}, {counted(split.num_bytes, 'byte')}, "
-            f"{counted(split.num_documents, 'document')}"
-        )
-    print(f"vocabulary: {dataset.tokenizer.vocab_size:,} tokens")
-    print(f"zlib -9: {dataset.zlib_bits_per_byte:.3f} bits per byte of validation text")
-    print(dataset.directory)
+    config = cli.parse_config()
+    data, dataset = config.data, prepare(config.data)
+    refuse(dataset.own, f"{data.corpus} gives batches, of which none are stored")
+    for _, part in dataset.parts.values():
+        print((part.directory / "README.md").read_text("utf-8"), part.directory, sep="\n")
+        length = config.model.context_length
+        if flags.FLAGS.inspect:
+            rows = PACKINGS[data.packing](part, length, data.batch_size, config.seed)
+            for number in range(min(3, rows.num_rows)):
+                row = rows.read(number)
+                first, *others = np.split(row, np.flatnonzero(row == part.tokenizer.eot))
+                pieces = [first, *(piece[1:] for piece in others)]
+                print(f"\n===== row {number}; a line opens each document")
+                print("\n-----\n".join(map(part.tokenizer.decode, pieces)))
+
+
+def define_flags() -> None:
+    """Defines the flags of a config, and `--inspect`."""
+    cli.define_config()
+    flags.DEFINE_bool("inspect", False, "Show three rows as training would see them, too.")
 
 
 if __name__ == "__main__":
-    cli.run(main, cli.define_config, default_config="quickstart")
+    cli.run(main, define_flags, default_config="quickstart")

@@ -5,14 +5,17 @@ import io
 import itertools
 import os
 import re
+import sys
+import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -20,13 +23,17 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
-from gpt2.data.tokenizer import Tokenizer, build
+from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import TokenWriter
-from gpt2.errors import UserError
+from gpt2.errors import UserError, refuse, tell
+from gpt2.utils import files
+from gpt2.utils.text import format_bytes, format_count, format_duration
 
 SPLITS = ("train", "validation")
 PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
 WEIGHED_BYTES = 2**30  # corpora up to this size are read once more, for their documents' sizes
+SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
+PROGRESS = "progress.json"  # what is written up to such a moment
 # A part ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
@@ -37,10 +44,12 @@ class Part:
 
     split: str
     text: str
+    document: int  # its number in the corpus
     starts_document: bool
 
 
 Encoded = tuple[Part, np.ndarray, int]
+Measured = tuple[int, Document, float, int]  # its number, it, its position in [0, 1), its bytes
 
 
 def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
@@ -48,30 +57,38 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
 
     If there are several documents, each gets an end-of-text token before it. A hash of its content
     decides its split, so that equal documents share one. A single text gets no such token, and its
-    last `val_fraction` of characters is the validation split.
+    last `val_fraction` of characters is the validation split. A `directory` that holds a part of
+    all this is completed: it becomes what it would have become at once.
     """
-    many_documents, parts = split_documents(corpus, data)
-    totals = {s: dict(num_tokens=0, num_bytes=0, num_documents=0, num_lost=0) for s in SPLITS}
-    compressor, num_compressed = zlib.compressobj(9), 0
+    documents = Documents(corpus, data)
+    done, parts = _resume(directory, documents)
+    totals = done["splits"]
     screen = Console(stderr=True)
     columns = *Progress.get_default_columns(), TimeElapsedColumn()
     hidden = not (screen.is_interactive and screen.file.isatty())  # FORCE_COLOR fakes the former
     with Progress(*columns, console=screen, transient=True, disable=hidden) as bar:
         task = bar.add_task("reading", total=None)
-        texts = training_texts(data.tokenizer, parts())
-        tokenizer = build(
-            data.tokenizer, texts, many_documents=many_documents, end_of_text=data.end_of_text
-        )
-        if many_documents and tokenizer.eot is None:
+        if not done["parts"]:
+            texts = training_texts(data.tokenizer, documents.parts())
+            options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
+            build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
+        tokenizer = load(directory / "tokenizer.json")
+        if (eot := tokenizer.eot) is None and documents.many:
             what = f"{data.tokenizer} names no token to put between documents"
             raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
-        tokenizer.save(directory / "tokenizer.json")
-        bar.update(task, description="encoding", total=corpus.num_bytes or None)
         writer = TokenWriter(directory, tokenizer.vocab_size)
-        for part, tokens, lost in encode_in_parallel(tokenizer, parts()):
+        writer.shards, writer.crc32 = done["shards"], done["token_crc32"]
+        for name, _, count in itertools.chain(*(shards[-1:] for shards in writer.shards.values())):
+            os.truncate(directory / name, count * writer.dtype.itemsize)
+        window, unsaved = done["zlib_window"].encode("latin-1"), 0
+        compressor = zlib.compressobj(9, zdict=window)
+        num_bytes = sum(total["num_bytes"] for total in totals.values())
+        bar.reset(task, total=corpus.num_bytes or None, completed=num_bytes, description="encoding")
+        next_line = time.monotonic() + (pause := 30 if hidden else 0.2)
+        for part, tokens, lost in encode_in_parallel(tokenizer, parts):
             text = part.text.encode("utf-8")
-            if part.starts_document and many_documents:
-                tokens = np.concatenate([[tokenizer.eot], tokens])
+            if part.starts_document and documents.many:
+                tokens = np.append(np.int32(eot or 0), tokens)
             writer.append(part.split, tokens)
             total = totals[part.split]
             total["num_tokens"] += len(tokens)
@@ -79,9 +96,28 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
             total["num_documents"] += part.starts_document
             total["num_lost"] += lost
             if part.split == "validation":
-                num_compressed += len(compressor.compress(text))
+                done["zlib_bytes"] += len(compressor.compress(text))
+                window = (window + text)[-(2**15) :]  # to which zlib looks back
+            done["parts"] = 1 + (done["parts"] if part.document == done["document"] else 0)
+            done["document"] = part.document
+            unsaved += len(tokens)
+            if unsaved >= SAVED_TOKENS:
+                done["zlib_bytes"] += len(compressor.flush())
+                compressor, unsaved = zlib.compressobj(9, zdict=window), 0
+                done |= dict(zlib_window=window.decode("latin-1"), text_crc32=zlib.crc32(text))
+                files.sync_tree(directory)  # before what says that it is there
+                files.write_json(directory / PROGRESS, files.seal(done))
             bar.advance(task, len(text))
-        num_compressed += len(compressor.flush())
+            if (now := time.monotonic()) > next_line:
+                next_line, shown = now + pause, bar.tasks[0]
+                sums = {n: format_count(sum(t[n] for t in totals.values())) for n in total}
+                line = f"{sums['num_documents']} documents, {sums['num_tokens']} tokens, "
+                line += f"{format_bytes(shown.speed or 0)}/s"
+                bar.update(task, description=line)
+                if hidden:
+                    left = shown.time_remaining
+                    tell(f"{line}, {format_duration(left)} left" if left else line, sys.stdout)
+        done["zlib_bytes"] += len(compressor.flush())
     if min(totals[split]["num_tokens"] for split in data.splits) < 2:
         raise UserError(
             f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
@@ -90,11 +126,27 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
         )
     return {
         "splits": totals,
-        "zlib_bits_per_byte": 8 * num_compressed / totals["validation"]["num_bytes"],
+        "zlib_bits_per_byte": 8 * done["zlib_bytes"] / totals["validation"]["num_bytes"],
         "token_crc32": writer.crc32,
         "shards": writer.shards,
         "dtype": writer.dtype.name,
+        "num_dropped": documents.num_dropped,
     }
+
+
+def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], Iterator[Part]]:
+    """Returns what a directory holds of a corpus, nothing if that was another, and what follows."""
+    if done := files.read_sealed(directory / PROGRESS):
+        parts = documents.parts(done["document"])
+        last = deque(itertools.islice(parts, done["parts"]), 1)
+        if last and zlib.crc32(last[0].text.encode()) == done["text_crc32"]:
+            tell(f"going on after document {done['document']:,}", sys.stdout)
+            return done, parts
+    totals = dict(num_tokens=0, num_bytes=0, num_documents=0, num_lost=0)
+    new: dict[str, Any] = dict(document=0, parts=0)  # the last document's number, parts of it
+    new |= dict(zlib_bytes=0, zlib_window="")  # of compressed validation text; the text's end
+    new |= dict(shards={s: [] for s in SPLITS}, token_crc32=dict.fromkeys(SPLITS, 0))
+    return new | {"splits": {s: dict(totals) for s in SPLITS}}, documents.parts()
 
 
 def training_texts(tokenizer: str, parts: Iterable[Part]) -> Iterator[str]:
@@ -114,20 +166,45 @@ def weave(texts: Sequence[Iterator[str]], shares: Sequence[Fraction]) -> Iterato
             yield text
 
 
-def split_documents(corpus: Corpus, data: DataConfig) -> tuple[bool, Callable[[], Iterator[Part]]]:
-    """Returns whether there are several documents, and what iterates over their parts."""
+class Documents:
+    """The documents of a corpus that hold text, under `data.unique` each text once."""
 
-    def documents() -> Iterator[Document]:
-        return (each for each in corpus.documents() if any(read_parts(each)))
+    def __init__(self, corpus: Corpus, data: DataConfig):
+        self._corpus, self._data = corpus, data
+        self.num_dropped = 0  # by the last iteration: their text came before
+        first = [document for _, document, *_ in itertools.islice(self._read(), 2)]
+        refuse(not first, f"data.corpus={data.corpus!r} holds no text", "Choose another corpus")
+        self.many, self._first, self._held_out = len(first) > 1, first[0], set[float]()
+        if self.many and 0 < corpus.num_bytes <= WEIGHED_BYTES:
+            self._held_out = _weigh(self._read(), data.val_fraction)
 
-    first = list(itertools.islice(documents(), 2))
-    if not first:
-        raise UserError(f"data.corpus={data.corpus!r} holds no text", "Choose another corpus")
-    if len(first) == 1:
-        return False, lambda: _split_text(first[0], data.val_fraction)
-    is_weighed = 0 < corpus.num_bytes <= WEIGHED_BYTES
-    held_out = _weigh(documents(), data.val_fraction) if is_weighed else None
-    return True, lambda: _assign_documents(documents(), held_out, data.val_fraction)
+    def parts(self, start: int = 0) -> Iterator[Part]:
+        """Yields the parts of all documents from number `start` on."""
+        if not self.many:
+            yield from _split_text(self._first, self._data.val_fraction)
+            return
+        chosen = self._held_out
+        for number, document, position, _ in self._read(start):
+            is_validation = position in chosen if chosen else position < self._data.val_fraction
+            split = "validation" if is_validation else "train"
+            for index, text in enumerate(read_parts(document)):
+                yield Part(split, text, number, starts_document=index == 0)
+
+    def _read(self, start: int = 0) -> Iterator[Measured]:
+        unique, seen = self._data.unique, defaultdict[bytes, bytearray](bytearray)
+        first = 0 if unique else start
+        self.num_dropped = 0
+        seek = self._corpus.seek or (lambda n: itertools.islice(self._corpus.documents(), n, None))
+        for number, document in enumerate(seek(first), first):
+            digest, size = _measure(document)
+            if unique and size:
+                alike = seen[digest[:2]]  # 16 bytes of each hash: no set, which takes 100
+                if digest[:16] in alike:
+                    self.num_dropped += 1
+                    continue
+                alike += digest[:16]
+            if size and number >= start:
+                yield number, document, int.from_bytes(digest[:6]) / 2**48, size
 
 
 def encode_in_parallel(tokenizer: Tokenizer, parts: Iterable[Part]) -> Iterator[Encoded]:
@@ -185,44 +262,34 @@ def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield group
 
 
-def _measure(document: Document) -> tuple[float, int]:
-    """Returns a number in [0, 1) that depends on a document's content alone, and its bytes."""
+def _measure(document: Document) -> tuple[bytes, int]:
+    """Returns the SHA-256 of a document's text, and its bytes."""
     digest, size = hashlib.sha256(), 0
     for text in read_parts(document):
         content = text.encode("utf-8")
         digest.update(content)
         size += len(content)
-    return int.from_bytes(digest.digest()[:6]) / 2**48, size
+    return digest.digest(), size
 
 
-def _weigh(documents: Iterable[Document], val_fraction: float) -> list[bool]:
-    """Returns for each document whether it is among those that make up `val_fraction` of all bytes.
+def _weigh(documents: Iterable[Measured], val_fraction: float) -> set[float]:
+    """Returns the positions of the documents that make up `val_fraction` of all bytes.
 
     It takes documents in order of position, as far as they fit, the smallest if none fits. (A share
     of the documents would do for many documents, but can be any share of the bytes for few.)
     """
-    sizes, positions = dict[float, int](), []
-    for document in documents:
-        position, size = _measure(document)
-        positions.append(position)
-        sizes[position] = sizes.get(position, 0) + size
-    left, chosen = val_fraction * sum(sizes.values()), set()
-    for position in sorted(sizes):
-        if sizes[position] <= left:
+    all_positions, all_sizes = array("d"), array("q")  # millions may be short
+    for _, _, position, size in documents:
+        all_positions.append(position)
+        all_sizes.append(size)
+    positions, places = np.unique(all_positions, return_inverse=True)
+    sizes = np.bincount(places, all_sizes)
+    left, chosen = val_fraction * sizes.sum(), set()
+    for position, size in zip(positions.tolist(), sizes.tolist(), strict=True):
+        if size <= left:
             chosen.add(position)
-            left -= sizes[position]
-    chosen = chosen or {min(sizes, key=sizes.__getitem__)}
-    return [position in chosen for position in positions]
-
-
-def _assign_documents(
-    documents: Iterable[Document], held_out: list[bool] | None, val_fraction: float
-) -> Iterator[Part]:
-    for index, document in enumerate(documents):
-        is_validation = held_out[index] if held_out else _measure(document)[0] < val_fraction
-        split = "validation" if is_validation else "train"
-        for number, text in enumerate(read_parts(document)):
-            yield Part(split, text, starts_document=number == 0)
+            left -= size
+    return chosen or {float(positions[sizes.argmin()])}
 
 
 def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:
@@ -232,7 +299,7 @@ def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:
     for text in read_parts(document):
         cut = max(num_train - position, 0)
         if text[:cut]:
-            yield Part("train", text[:cut], starts_document=position == 0)
+            yield Part("train", text[:cut], 0, starts_document=position == 0)
         if text[cut:]:
-            yield Part("validation", text[cut:], starts_document=position <= num_train)
+            yield Part("validation", text[cut:], 0, starts_document=position <= num_train)
         position += len(text)

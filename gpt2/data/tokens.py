@@ -22,6 +22,7 @@ HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # magic, version: GPT-2's, Llama 3's
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
 CHUNK = 2**20  # tokens read at a time
+LENGTHS = (64, 256, 1024, 4096, 16384)  # tokens, up to which documents are counted
 
 Shard = tuple[str, int, int]  # file, tokens to skip in it, tokens
 
@@ -37,16 +38,16 @@ class TokenWriter:
 
     def append(self, split: str, tokens: np.ndarray) -> None:
         """Appends token ids [num_tokens] to a split."""
-        stored, shards = tokens.astype(self.dtype), self.shards[split]
-        if not len(stored):
+        stored, shards = tokens.astype(self.dtype).tobytes(), self.shards[split]
+        if not stored:
             return
-        self.crc32[split] = zlib.crc32(stored.tobytes(), self.crc32[split])
+        self.crc32[split] = zlib.crc32(stored, self.crc32[split])
         if not shards or shards[-1][2] >= SHARD_TOKENS:
             shards.append((f"{split}-{len(shards):05}.bin", 0, 0))
         name, _, count = shards[-1]
-        with open(self._directory / name, "ab") as file:
-            file.write(stored.tobytes())
-        shards[-1] = name, 0, count + len(stored)
+        with open(self._directory / name, "ab" if count else "wb") as file:
+            file.write(stored)
+        shards[-1] = name, 0, count + len(tokens)
 
 
 class TokenStream:
@@ -78,6 +79,18 @@ class TokenStream:
             start = end
         return np.concatenate(parts, dtype=np.int32)
 
+    def count_documents(self, eot: int | None) -> dict[str, int]:
+        """Returns how many documents have so many tokens, their end-of-text token included."""
+        names = [*(f"documents of up to {n:,} tokens" for n in LENGTHS), "longer documents"]
+        counts, last = np.zeros(len(names), np.int64), 0
+        for start in range(0, len(self) + 1, CHUNK):
+            tokens = self.read(start, CHUNK)
+            is_end = np.append(tokens == eot, start + len(tokens) == len(self))
+            ends = start + np.flatnonzero(is_end)
+            sizes, last = np.diff(ends, prepend=last), ends.max(initial=last)
+            counts += np.bincount(np.searchsorted(LENGTHS, sizes[sizes > 0]), None, len(names))
+        return dict(zip(names, counts.tolist(), strict=True))
+
 
 @dataclass(frozen=True)
 class ReadyTokens:
@@ -94,6 +107,7 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
     Files with the word `val` or `validation` in their name are the validation split. If there are
     no such files, or no others, it is the last `val_fraction` of all tokens.
     """
+    refuse(data.unique, "data.unique drops documents of text, and data.corpus holds tokens")
     files = [p.absolute() for p in find_files(data.corpus.removeprefix("tokens:"))]
     for meta in {p.with_name("meta.pkl") for p in files}:  # nanoGPT's, beside ids of characters
         how = f"Use text:{meta.with_name('input.txt')} and --config.data.tokenizer=char"
