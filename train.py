@@ -33,6 +33,7 @@ from gpt2.profile import Profiler
 from gpt2.telemetry import Reporter, StepClock, plot_losses, timed
 from gpt2.training import Batches, Checkpointer, Diagnosis, Program, TrainState, next_token_loss
 from gpt2.training import workdir as folder
+from gpt2.utils.stores import Mirror
 
 
 def define_flags() -> None:
@@ -51,9 +52,10 @@ def main() -> int:
     if plan.is_asked():
         return plan.run(config, cli.overrides())
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
-    workdir = Path(args.workdir or Path("runs") / cli.config_name())
-    folder.check_options(workdir, config)
     devices = find_devices(config)
+    mirror = Mirror(args.workdir or f"runs/{cli.config_name()}")
+    workdir = mirror.folder
+    folder.check_options(workdir, config)
     if config.train.init_from and not folder.saved_steps(workdir):
         check_source(config.train.init_from)
 
@@ -81,14 +83,16 @@ def main() -> int:
     if distributed.from_first(folder.is_finished(workdir, config, start)):
         line = f"{workdir} is finished at step {start}; raise --config.train.num_steps to continue"
         distributed.only_first(tell)(line, sys.stdout)
-        return 0
+        with mirror:
+            return 0
     state = None if start else first_state(program, dataset)
     before = folder.begin(workdir, config, dataset, start)
     clock = StepClock.for_run(config, batches.tokens_per_step, before)
     checkpointer = Checkpointer(workdir, config.train.keep_checkpoints, config.train.keep_every)
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program.state_shapes)
-    return train(program, batches, tasks, workdir, checkpointer, clock, state, start)
+    with mirror:  # which sends a URL what the run writes in its folder
+        return train(program, batches, tasks, workdir, checkpointer, clock, state, start)
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:

@@ -23,6 +23,7 @@ from gpt2.data.corpus import Corpus, Document, reading
 from gpt2.data.tokenizer import Tokenizer, build
 from gpt2.data.tokens import TokenWriter
 from gpt2.errors import UserError
+from gpt2.utils.stores import at_hand
 
 SPLITS = ("train", "validation")
 PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
@@ -156,7 +157,7 @@ def read_parts(document: Document) -> Iterator[str]:
     if isinstance(document, str):
         yield from _cut(io.StringIO(document, newline=""))
     else:
-        with reading(document), open(document, encoding="utf-8-sig", newline="") as stream:
+        with reading(document), open(at_hand(document), encoding="utf-8-sig", newline="") as stream:
             yield from _cut(stream)
 
 
