@@ -216,7 +216,7 @@ class Mirror(contextlib.AbstractContextManager):
                 is_told = True
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._thread.is_alive():
+        if not is_url(self._place):
             return
         self._ends.set()
         self._thread.join()
@@ -282,11 +282,12 @@ def _versions(store: Any, root: str) -> dict[str, int]:
 def _files(folder: Path) -> Record:
     """Returns size and time of each file of a working copy, by name."""
     found: Record = {}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        with contextlib.suppress(FileNotFoundError):  # a run is at work
-            if not _is_hidden(name) and path.is_file():
-                found[name] = [path.stat().st_size, path.stat().st_mtime_ns]
+    for root, _, names in os.walk(folder):
+        for path in (Path(root, name) for name in names):
+            name = path.relative_to(folder).as_posix()
+            with contextlib.suppress(FileNotFoundError):  # a run is at work
+                if not _is_hidden(name):
+                    found[name] = [path.stat().st_size, path.stat().st_mtime_ns]
     return found
 
 
