@@ -33,12 +33,9 @@ HUGGING_FACE = r"[^/]+\.(json|txt|safetensors|bin)$"  # a model's files, without
 RECORD, _OWNER = ".store.json", ".owner"
 _PATIENCE = 300.0  # seconds that the end of a run waits for its store
 _PAUSE = 2.0  # seconds between looks at the working copy
-_READ_WHOLE = 1 << 26  # bytes of a file, to which a run may be adding
-_STEP = re.compile(r"(.*checkpoints/\d+)/")
-_WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
+_STEP = re.compile(r"(.*checkpoints/\d+)/(params/|rest/|guard/)?")
 _MARK = re.compile(r"(.*/)?(digests/digests|prepared\.json)")
-
-Record = dict[str, list[int]]  # name -> size and time here, 0 if it is not; version in the store
+_HIDDEN = re.compile(r"(.*/)?(\.|.*(\.tmp$|\.orbax-checkpoint-tmp))")  # or not complete yet
 
 
 def is_url(place: object) -> bool:
@@ -58,18 +55,6 @@ class Remote:
         return self.url
 
 
-def at_hand(file: Path | Remote) -> Path:
-    """Returns where on this machine a file lies: that of a store in the cache, by its own name."""
-    if isinstance(file, Path):
-        return file
-    key = hashlib.sha256(f"{file.url} {file.version}".encode()).hexdigest()[:16]
-    path = _cache() / "files" / key / Path(file.url.partition("?")[0]).name
-    if not path.exists():
-        with _reaching(file.url) as (store, root):
-            _get(store, root, path)
-    return path
-
-
 def find(pattern: str) -> list[Remote]:
     """Returns the files that a URL, maybe with wildcards, names: sorted."""
     found: dict[str, Any] = {}
@@ -81,12 +66,20 @@ def find(pattern: str) -> list[Remote]:
     return [Remote(url, found[url].get("size") or 0, _version(found[url])) for url in are_files]
 
 
+def at_hand(file: Path | Remote) -> Path:
+    """Returns where on this machine a file lies: that of a store in the cache, by its own name."""
+    if isinstance(file, Path):
+        return file
+    path = _cache("files", f"{file.url} {file.version}") / Path(file.url.partition("?")[0]).name
+    if not path.exists():
+        with _reaching(file.url) as (store, root):
+            _get(store, root, path)
+    return path
+
+
 def copy_of(place: str | Path) -> Path:
     """Returns the folder on this machine that a path or a URL names: of a URL, the working copy."""
-    if not is_url(place):
-        return Path(place).expanduser()
-    url = str(place).rstrip("/")
-    return _cache() / "stores" / f"{Path(url).name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+    return _cache("stores", str(place)) if is_url(place) else Path(place).expanduser()
 
 
 def fetch(place: str | Path, only: str = "") -> Path:
@@ -98,8 +91,8 @@ def fetch(place: str | Path, only: str = "") -> Path:
     folder = copy_of(place)
     if not is_url(place) or files.is_locked(folder / ".lock"):  # a run is training in the copy
         return folder
-    with _exchanging(str(place), folder) as (store, root):
-        record, theirs = _read_record(folder), _versions(store, root)
+    with _exchange(str(place), folder) as (store, root, record):
+        theirs = _versions(store, root)
         differing = {n for n in theirs if record.get(n, [0, 0, None])[2] != theirs[n]}
         whole = {name for name in theirs if _mark(name) in theirs}
         if differing or record.keys() - theirs.keys():
@@ -109,8 +102,11 @@ def fetch(place: str | Path, only: str = "") -> Path:
             for step in folder.rglob("checkpoints/*"):
                 if not any(path.is_file() for path in step.rglob("*")):
                     shutil.rmtree(step)
-        record = {n: [0, 0, theirs[n]] if n in differing else record[n] for n in theirs}
-        wanted = {n for n in whole if re.match(only, n) and not _WEIGHTS.match(n)}
+        kept = {n: [0, 0, theirs[n]] if n in differing else record[n] for n in theirs}
+        record.clear()
+        record.update(kept)
+        are_weights = {name for name in whole if (found := _STEP.match(name)) and found[2]}
+        wanted = {name for name in whole - are_weights if re.match(only, name)}
         _fetch_missing(store, root, folder, record, wanted)
     return folder
 
@@ -123,34 +119,38 @@ def fetch_file(place: str | Path) -> Path:
 
 def complete(folder: Path, names: Iterable[str]) -> None:
     """Fetches those files of a working copy that it lacks; of another folder there are none."""
-    record = _read_record(folder)
+    url, record = _read_record(folder)
     if missing := {name for name in names if name in record and not (folder / name).exists()}:
-        url = json.loads((folder / RECORD).read_text())["url"]
-        with _exchanging(url, folder) as (store, root):
+        with _exchange(url, folder) as (store, root, record):
             _fetch_missing(store, root, folder, record, missing)
 
 
 def push(place: str | Path, folder: Path) -> None:
     """Sends a URL what its working copy has gained or lost since the last exchange."""
-    record, found = _read_record(folder), _files(folder) if is_url(place) else {}
+    record, found = _read_record(folder)[1], _files(folder) if is_url(place) else {}
     changed = {n for n in found if record.get(n, [0, 0])[:2] != found[n]}
     lost = record.keys() - found.keys()
     gone = {n for n in lost if any(record[n][:2]) or _mark(n) not in found}
     if not changed and not gone:
         return
-    with _exchanging(str(place), folder) as (store, root), _scratch_beside(folder) as scratch:
+    with (
+        _exchange(str(place), folder) as (store, root, record),
+        tempfile.TemporaryDirectory(prefix=".sending-", dir=folder.parent) as scratch,
+    ):
         for name in changed:  # what the run removes meanwhile stays here until it is sent
-            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+            link = Path(scratch, name)
+            link.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                os.link(folder / name, scratch / name)
-        missed = {_mark(name) for name in changed if not (scratch / name).exists()}
+                os.link(folder / name, link)
+        missed = {_mark(name) for name in changed if not Path(scratch, name).exists()}
         changed = {name for name in changed if _mark(name) not in missed}
-        _in_order(lambda name: _put(store, scratch / name, f"{root}/{name}"), changed)
+        _in_order(lambda name: _put(store, Path(scratch, name), f"{root}/{name}"), changed)
         _in_order(lambda name: _remove(store, f"{root}/{name}"), gone, backwards=True)
         theirs = _versions(store, root)
-        known = {name for name in theirs if name in found or _STEP.match(name)}
-        record = {n: [*found.get(n, [0, 0]), theirs[n]] for n in known}
-        _write_record(folder, str(place), record)
+        record.clear()
+        record.update(
+            (n, [*found.get(n, [0, 0]), theirs[n]]) for n in theirs if n in found or _STEP.match(n)
+        )
 
 
 @contextlib.contextmanager
@@ -164,11 +164,11 @@ def writing(place: str | Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch, _reaching(str(place)) as (store, root):
         path = Path(scratch) / Path(place).name
         yield path
-        if path.is_dir():
+        if path.is_file():
+            _put(store, path, root)
+        else:
             refuse(_versions(store, root), f"{place} exists already", "Give another place")
             push(place, path)
-        else:
-            _put(store, path, root)
 
 
 class Mirror(contextlib.AbstractContextManager):
@@ -203,10 +203,9 @@ class Mirror(contextlib.AbstractContextManager):
         sent, is_told = None, False
         while not self._ends.wait(_PAUSE):
             marks = {name for name in _files(self.folder) if _MARK.fullmatch(name)}
-            if marks == sent:
-                continue
             try:
-                self._send()
+                if marks != sent:
+                    self._send()
                 sent, is_told = marks, False
             except UserError as error:
                 if self._is_lost:
@@ -233,8 +232,10 @@ class Mirror(contextlib.AbstractContextManager):
             time.sleep(_PAUSE)
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2-jax"
+def _cache(kind: str, url: str) -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2-jax"
+    key = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
+    return root / kind / f"{Path(url).name.partition(' ')[0]}-{key}"
 
 
 @contextlib.contextmanager
@@ -251,15 +252,20 @@ def _reaching(url: str) -> Iterator[tuple[Any, str]]:
 
 
 @contextlib.contextmanager
-def _exchanging(url: str, folder: Path) -> Iterator[tuple[Any, str]]:
-    with files.locked(folder.with_name(f".{folder.name}.exchange")), _reaching(url) as reached:
-        yield reached
+def _exchange(url: str, folder: Path) -> Iterator[tuple[Any, str, dict[str, list[int]]]]:
+    """Yields what `_reaching` yields, and a working copy's record, which it keeps in the end."""
+    lock = folder.with_name(f".{folder.name}.exchange")
+    with files.locked(lock), _reaching(url) as (store, root):
+        record = _read_record(folder)[1]
+        yield store, root, record
+        files.write_json(folder / RECORD, {"url": url, "files": record})
 
 
-@contextlib.contextmanager
-def _scratch_beside(folder: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix=".sending-", dir=folder.parent) as scratch:
-        yield Path(scratch)
+def _read_record(folder: Path) -> tuple[str, dict[str, list[int]]]:
+    """Returns the URL of a working copy, and of each file size and time here and version there."""
+    path = folder / RECORD
+    tree = json.loads(path.read_text()) if path.exists() else {}
+    return tree.get("url", ""), tree.get("files", {})
 
 
 def _version(info: dict[str, Any]) -> int:
@@ -268,27 +274,21 @@ def _version(info: dict[str, Any]) -> int:
     return zlib.crc32(str(told).encode())
 
 
-def _is_hidden(name: str) -> bool:
-    """Returns whether a file is not exchanged: locks, records, and what is not complete yet."""
-    return name.endswith(".tmp") or bool(re.search(r"(^|/)\.|\.orbax-checkpoint-tmp", name))
-
-
 def _versions(store: Any, root: str) -> dict[str, int]:
     store.invalidate_cache()
     found = {n.removeprefix(root).lstrip("/"): i for n, i in store.find(root, detail=True).items()}
-    return {n: _version(found[n]) for n in found if n and n[-1] != "/" and not _is_hidden(n)}
+    return {n: _version(found[n]) for n in found if n and n[-1] != "/" and not _HIDDEN.match(n)}
 
 
-def _files(folder: Path) -> Record:
+def _files(folder: Path) -> dict[str, list[int]]:
     """Returns size and time of each file of a working copy, by name."""
-    found: Record = {}
+    found = {}
     for root, _, names in os.walk(folder):
         for path in (Path(root, name) for name in names):
-            name = path.relative_to(folder).as_posix()
             with contextlib.suppress(FileNotFoundError):  # a run is at work
-                if not _is_hidden(name):
-                    found[name] = [path.stat().st_size, path.stat().st_mtime_ns]
-    return found
+                about, name = path.stat(), path.relative_to(folder).as_posix()
+                found[name] = [about.st_size, about.st_mtime_ns]
+    return {name: found[name] for name in found if not _HIDDEN.match(name)}
 
 
 def _mark(name: str) -> str:
@@ -297,16 +297,7 @@ def _mark(name: str) -> str:
     return f"{step[1]}/digests/digests" if step else name
 
 
-def _read_record(folder: Path) -> Record:
-    path = folder / RECORD
-    return json.loads(path.read_text())["files"] if path.exists() else {}
-
-
-def _write_record(folder: Path, url: str, record: Record) -> None:
-    files.write_json(folder / RECORD, {"url": url, "files": record})
-
-
-def _fetch_missing(store: Any, root: str, folder: Path, record: Record, names: set[str]) -> None:
+def _fetch_missing(store: Any, root: str, folder: Path, record: dict, names: set[str]) -> None:
     def fetch(name: str) -> None:
         path = folder / name
         _get(store, f"{root}/{name}", path)
@@ -314,7 +305,6 @@ def _fetch_missing(store: Any, root: str, folder: Path, record: Record, names: s
 
     folder.mkdir(parents=True, exist_ok=True)
     _in_order(fetch, {name for name in names if not (folder / name).exists()})
-    _write_record(folder, store.unstrip_protocol(root), record)
 
 
 def _in_order(job: Callable[[str], None], names: set[str], backwards: bool = False) -> None:
@@ -333,9 +323,9 @@ def _get(store: Any, source: str, path: Path) -> None:
 
 
 def _put(store: Any, path: Path, target: str) -> None:
-    if path.stat().st_size > _READ_WHOLE:
+    if path.stat().st_size > 1 << 26:
         store.put_file(str(path), target)
-    else:
+    else:  # read whole, since a run may be adding to it
         store.pipe_file(target, path.read_bytes())
 
 
