@@ -33,7 +33,6 @@ from gpt2.profile import Profiler
 from gpt2.telemetry import Reporter, StepClock, plot_losses, timed
 from gpt2.training import Batches, Checkpointer, Diagnosis, Program, TrainState, next_token_loss
 from gpt2.training import workdir as folder
-from gpt2.utils.stores import Mirror
 
 
 def define_flags() -> None:
@@ -53,7 +52,7 @@ def main() -> int:
         return plan.run(config, cli.overrides())
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     devices = find_devices(config)
-    mirror = Mirror(args.workdir or f"runs/{cli.config_name()}")
+    mirror = folder.mirror(args.workdir or f"runs/{cli.config_name()}")
     workdir = mirror.folder
     folder.check_options(workdir, config)
     if config.train.init_from and not folder.saved_steps(workdir):

@@ -44,6 +44,14 @@ from gpt2.utils.text import format_duration
 _LOCK, _DATA = ".lock", "data.json"
 
 
+def mirror(place: str) -> stores.Mirror:
+    """Returns the mirror of a run's folder or URL."""
+    several = stores.is_url(place) and jax.process_count() > 1
+    how = "Mount the bucket, and give its folder"
+    refuse(several, "the processes of a run need a folder that they share", how)
+    return stores.Mirror(place)
+
+
 def check_options(workdir: Path, config: Config) -> None:
     """Refuses, before data are prepared, a directory in which this run cannot start or continue.
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import jax
 
 from gpt2.errors import UserError, refuse, warn
 from gpt2.utils import files
@@ -33,7 +32,8 @@ HUGGING_FACE = r"[^/]+\.(json|txt|safetensors|bin)$"  # a model's files, without
 RECORD, _OWNER = ".store.json", ".owner"
 _PATIENCE = 300.0  # seconds that the end of a run waits for its store
 _PAUSE = 2.0  # seconds between looks at the working copy
-_STEP = re.compile(r"(.*checkpoints/\d+)/(params/|rest/|guard/)?")
+_STEP = re.compile(r"(.*checkpoints/\d+)/")
+_WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
 _MARK = re.compile(r"(.*/)?(digests/digests|prepared\.json)")
 _HIDDEN = re.compile(r"(.*/)?(\.|.*(\.tmp$|\.orbax-checkpoint-tmp))")  # or not complete yet
 
@@ -85,29 +85,20 @@ def copy_of(place: str | Path) -> Path:
 def fetch(place: str | Path, only: str = "") -> Path:
     """Returns the folder on this machine that a path or a URL names, with what the store has now.
 
-    What was not sent from here stays, unless the store has changed since. `only` is a pattern of
-    the names that are wanted.
+    What was not sent from here stays, unless the store has changed since. Of names, `only` those
+    that match a pattern are fetched.
     """
     folder = copy_of(place)
     if not is_url(place) or files.is_locked(folder / ".lock"):  # a run is training in the copy
         return folder
     with _exchange(str(place), folder) as (store, root, record):
         theirs = _versions(store, root)
-        differing = {n for n in theirs if record.get(n, [0, 0, None])[2] != theirs[n]}
-        whole = {name for name in theirs if _mark(name) in theirs}
-        if differing or record.keys() - theirs.keys():
-            for name in _files(folder):
-                if name in differing or name not in whole:
-                    (folder / name).unlink()
-            for step in folder.rglob("checkpoints/*"):
-                if not any(path.is_file() for path in step.rglob("*")):
-                    shutil.rmtree(step)
-        kept = {n: [0, 0, theirs[n]] if n in differing else record[n] for n in theirs}
-        record.clear()
-        record.update(kept)
-        are_weights = {name for name in whole if (found := _STEP.match(name)) and found[2]}
-        wanted = {name for name in whole - are_weights if re.match(only, name)}
-        _fetch_missing(store, root, folder, record, wanted)
+        if {name: record[name][2] for name in record} != theirs:
+            shutil.rmtree(folder, ignore_errors=True)
+            record.clear()
+            record.update((name, [0, 0, theirs[name]]) for name in theirs)
+        wanted = {n for n in theirs if _mark(n) in theirs and not _WEIGHTS.match(n)}
+        _fetch_missing(store, root, folder, record, {n for n in wanted if re.match(only, n)})
     return folder
 
 
@@ -162,8 +153,7 @@ def writing(place: str | Path) -> Iterator[Path]:
         yield path
         return
     with tempfile.TemporaryDirectory() as scratch, _reaching(str(place)) as (store, root):
-        path = Path(scratch) / Path(place).name
-        yield path
+        yield (path := Path(scratch) / Path(place).name)
         if path.is_file():
             _put(store, path, root)
         else:
@@ -178,9 +168,6 @@ class Mirror(contextlib.AbstractContextManager):
     """
 
     def __init__(self, place: str | Path):
-        several = is_url(place) and jax.distributed.is_initialized() and jax.process_count() > 1
-        how = "Mount the bucket, and give its folder"
-        refuse(several, "several processes need a folder that they share", how)
         self._place, self.folder, self._is_lost = place, fetch(place), False
         self._key, self._ends = secrets.token_bytes(8), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
