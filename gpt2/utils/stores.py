@@ -25,7 +25,7 @@ from typing import Any
 
 import fsspec
 
-from gpt2.errors import UserError, refuse, warn
+from gpt2.errors import URLS, UserError, refuse, warn
 from gpt2.utils import files
 
 HUGGING_FACE = r"[^/]+\.(json|txt|safetensors|bin)$"  # a model's files, without other frameworks'
@@ -89,7 +89,10 @@ def fetch(place: str | Path, only: str = "") -> Path:
     that match a pattern are fetched.
     """
     folder = copy_of(place)
-    if not is_url(place) or files.is_locked(folder / ".lock"):  # a run is training in the copy
+    if not is_url(place):
+        return folder
+    URLS[str(folder)] = str(place)
+    if files.is_locked(folder / ".lock"):  # a run is training there
         return folder
     with _exchange(str(place), folder) as (store, root, record):
         theirs = _versions(store, root)
@@ -212,6 +215,7 @@ class Mirror(contextlib.AbstractContextManager):
                 return self._send()
             except UserError as failure:
                 if self._is_lost or time.monotonic() - start > _PATIENCE:
+                    URLS.clear()
                     told = UserError(failure.what, f"All of it is in {self.folder}", exit_code=5)
                     if error is None:
                         raise told from None
