@@ -374,6 +374,18 @@ a part of a document is encoded as a document
     gpt2/data/tokenizer.py: tests/test_tokenizer.py -k of_its_parts
     - backend = self._backend if starts else self._rest
     + backend = self._backend
+marks are sent among what they mark
+    gpt2/utils/stores.py: tests/test_stores.py -k mark_comes
+    - (marks, names - marks) if backwards else (names - marks, marks)
+    + (names,)
+what a store has lost is kept
+    gpt2/utils/stores.py: tests/test_stores.py -k not_sent_stays
+    - {name: record[name][2] for name in record} != theirs
+    + not record
+half of a checkpoint is fetched
+    gpt2/utils/stores.py: tests/test_stores.py -k sent_whole
+    - if _mark(n) in theirs and not _WEIGHTS
+    + if not _WEIGHTS
 """
 
 

@@ -95,13 +95,13 @@ def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(s
     memory, next_machine = store
     save(stores.copy_of("memory://run"), 1)
     stores.push("memory://run", stores.copy_of("memory://run"))
-    memory.pipe_file("/run/checkpoints/2/params/array", b"half")
+    memory.pipe_file("/run/checkpoints/2/layout/metadata", b"half")
     next_machine()
     folder = stores.fetch("memory://run")
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["1"]
     save(folder, 3)
     stores.push("memory://run", folder)
-    assert not memory.exists("/run/checkpoints/2/params/array")
+    assert not memory.exists("/run/checkpoints/2/layout/metadata")
     assert memory.exists("/run/checkpoints/1/params/array")
 
 
@@ -213,6 +213,7 @@ def test_a_url_that_nothing_opens_is_a_line(store, url, told):
         stores.fetch(url)
 
 
+@pytest.mark.thorough
 def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(tmp_path, monkeypatch):
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0)
     s3fs = pytest.importorskip("s3fs")

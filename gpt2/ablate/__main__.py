@@ -64,9 +64,7 @@ def define_flags() -> None:
 def main() -> int:
     """Trains a sweep, writes its report, and returns the exit code."""
     refuse(not FLAGS.workdir, "there is no --workdir", "Name a directory for the sweep")
-    refuse(
-        is_url(FLAGS.workdir), "a sweep needs a folder that its processes share", "Mount the bucket"
-    )
+    refuse(is_url(FLAGS.workdir), "a sweep needs a folder, not a URL", "Mount the bucket")
     root = Path(FLAGS.workdir)
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())

@@ -85,8 +85,7 @@ def copy_of(place: str | Path) -> Path:
 def fetch(place: str | Path, only: str = "") -> Path:
     """Returns the folder on this machine that a path or a URL names, with what the store has now.
 
-    What was not sent from here stays, unless the store has changed since. Of names, `only` those
-    that match a pattern are fetched.
+    What was not sent from here stays, unless the store has changed since. `only` selects names.
     """
     folder = copy_of(place)
     if not is_url(place):
@@ -123,8 +122,7 @@ def push(place: str | Path, folder: Path) -> None:
     """Sends a URL what its working copy has gained or lost since the last exchange."""
     record, found = _read_record(folder)[1], _files(folder) if is_url(place) else {}
     changed = {n for n in found if record.get(n, [0, 0])[:2] != found[n]}
-    lost = record.keys() - found.keys()
-    gone = {n for n in lost if any(record[n][:2]) or _mark(n) not in found}
+    gone = {n for n in record if n not in found and (record[n][0] or _mark(n) not in found)}
     if not changed and not gone:
         return
     with (
@@ -289,13 +287,11 @@ def _mark(name: str) -> str:
 
 
 def _fetch_missing(store: Any, root: str, folder: Path, record: dict, names: set[str]) -> None:
-    def fetch(name: str) -> None:
-        path = folder / name
-        _get(store, f"{root}/{name}", path)
-        record[name][:2] = path.stat().st_size, path.stat().st_mtime_ns
-
     folder.mkdir(parents=True, exist_ok=True)
-    _in_order(fetch, {name for name in names if not (folder / name).exists()})
+    missing = {name for name in names if not (folder / name).exists()}
+    _in_order(lambda name: _get(store, f"{root}/{name}", folder / name), missing)
+    found = _files(folder)
+    record.update((name, [*found[name], record[name][2]]) for name in missing)
 
 
 def _in_order(job: Callable[[str], None], names: set[str], backwards: bool = False) -> None:
@@ -314,10 +310,8 @@ def _get(store: Any, source: str, path: Path) -> None:
 
 
 def _put(store: Any, path: Path, target: str) -> None:
-    if path.stat().st_size > 1 << 26:
-        store.put_file(str(path), target)
-    else:  # read whole, since a run may be adding to it
-        store.pipe_file(target, path.read_bytes())
+    whole = path.stat().st_size < 1 << 26  # at once, since a run may be adding to it
+    store.pipe_file(target, path.read_bytes()) if whole else store.put_file(str(path), target)
 
 
 def _remove(store: Any, name: str) -> None:
