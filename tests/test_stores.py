@@ -166,22 +166,12 @@ def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "b/all.parquet")
     np.arange(5000, dtype=np.uint16).tofile(tmp_path / "b/all.bin")
     memory.put(str(tmp_path / "b"), "/b", recursive=True)
-    for corpus in (
-        "text:{}/*.txt",
-        "jsonl:{}/all.jsonl",
-        "parquet:{}/*.parquet",
-        "tokens:{}/*.bin",
-    ):
+    kinds = {"text": "*.txt", "jsonl": "all.jsonl", "parquet": "*.parquet", "tokens": "*.bin"}
+    for kind, pattern in kinds.items():
+        options = dict(tokenizer="gpt2" if kind == "tokens" else "byte", val_fraction=0.2)
         found = [
-            prepare(
-                DataConfig(
-                    corpus=corpus.format(place),
-                    tokenizer="gpt2" if "tokens" in corpus else "byte",
-                    val_fraction=0.2,
-                    data_dir=f"{root}/data",
-                )
-            )
-            for place, root in ((tmp_path / "b", tmp_path), ("memory://b", "memory://"))
+            prepare(DataConfig(corpus=f"{kind}:{place}/{pattern}", data_dir=data, **options))
+            for place, data in ((tmp_path / "b", str(tmp_path)), ("memory://b", "memory://data"))
         ]
         assert found[0].describe() == found[1].describe()
         next_machine()
