@@ -138,9 +138,13 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
     assert "samples.txt" in names(memory) and len(told) == 1 and "goes on" in told[0]
     monkeypatch.setattr(stores, "_PATIENCE", 0.0)
     lost = pytest.raises(UserError, match=r"division by zero.*All of it is in .*run")
-    with lost as caught, stores.Mirror("memory://run"):
-        monkeypatch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
+    with monkeypatch.context() as patch, lost as caught, stores.Mirror("memory://run"):
+        patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
+        save(mirror.folder, 2)
+        memory.pipe_file("/run/metrics.jsonl", b"1\n2\n")  # sent before the outage
     assert caught.value.exit_code == 5
+    with stores.Mirror("memory://run"):  # the same command
+        assert DIGESTS.format(2) in names(memory)
 
 
 def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):

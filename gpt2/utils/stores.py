@@ -95,10 +95,14 @@ def fetch(place: str | Path, only: str = "") -> Path:
         return folder
     with _exchange(str(place), folder) as (store, root, record):
         theirs = _versions(store, root)
-        if {name: record[name][2] for name in record} != theirs:
+        owner, is_ours = folder / _OWNER, False
+        with contextlib.suppress(FileNotFoundError):  # whose last exchange may have been cut short
+            is_ours = owner.read_bytes() == store.cat_file(f"{root}/{_OWNER}")
+        if not is_ours and {name: record[name][2] for name in record} != theirs:
             shutil.rmtree(folder, ignore_errors=True)
-            record.clear()
-            record.update((name, [0, 0, theirs[name]]) for name in theirs)
+        here = {name: record[name][:2] for name in record if (folder / name).exists()}
+        record.clear()
+        record.update((name, [*here.get(name, [0, 0]), theirs[name]]) for name in theirs)
         wanted = {n for n in theirs if _mark(n) in theirs and not _WEIGHTS.match(n)}
         _fetch_missing(store, root, folder, record, {n for n in wanted if re.match(only, n)})
     return folder
@@ -177,6 +181,7 @@ class Mirror(contextlib.AbstractContextManager):
         if is_url(self._place):
             with _reaching(str(self._place)) as (store, root):
                 store.pipe_file(f"{root}/{_OWNER}", self._key)
+            (self.folder / _OWNER).write_bytes(self._key)
             push(self._place, self.folder)
             self._thread.start()
         return self
