@@ -13,7 +13,6 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 import time
-from pathlib import Path
 
 from absl import flags
 
@@ -23,6 +22,7 @@ from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS, find_task, run_task, validation_data
 from gpt2.hf.weights import load_model
+from gpt2.utils.stores import writing
 
 
 def define_flags() -> None:
@@ -58,8 +58,8 @@ def main() -> None:
     print_table(figures)
     print(f"{scorer.num_tokens:,} tokens read in {time.perf_counter() - began:.1f} s")
     if args.output:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        write_json(figures, Path(args.output))
+        with writing(args.output) as path:
+            write_json(figures, path)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,10 @@ def main() -> int:
     if plan.is_asked():
         return plan.run(config, cli.overrides())
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
-    workdir = Path(args.workdir or Path("runs") / cli.config_name())
-    folder.check_options(workdir, config)
     devices = find_devices(config)
+    mirror = folder.mirror(args.workdir or f"runs/{cli.config_name()}")
+    workdir = mirror.folder
+    folder.check_options(workdir, config)
     if config.train.init_from and not folder.saved_steps(workdir):
         check_source(config.train.init_from)
 
@@ -81,14 +82,16 @@ def main() -> int:
     if distributed.from_first(folder.is_finished(workdir, config, start)):
         line = f"{workdir} is finished at step {start}; raise --config.train.num_steps to continue"
         distributed.only_first(tell)(line, sys.stdout)
-        return 0
+        with mirror:
+            return 0
     state = None if start else first_state(program, dataset)
     before = folder.begin(workdir, config, dataset, start)
     clock = StepClock.for_run(config, batches.tokens_of, before)
     checkpointer = Checkpointer(workdir, config.train.keep_checkpoints, config.train.keep_every)
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program.state_shapes)
-    return train(program, batches, tasks, workdir, checkpointer, clock, state, start)
+    with mirror:  # which sends a URL what the run writes in its folder
+        return train(program, batches, tasks, workdir, checkpointer, clock, state, start)
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:

@@ -69,8 +69,6 @@ def run(
 
 def _with_home(argument: str) -> str:
     """Returns --FLAG=~/PLACE with the home directory, as shells do only where a word begins."""
-    is_url = re.match(r"--?(?!prompt=)[\w.]+=[\w:.*+]*://", argument)
-    refuse(is_url, f"{argument} names a URL", "Mount the bucket, and give its folder")
     return re.sub(r"^(--?(?!prompt=)[\w.]+=)~(?=/|$)", rf"\g<1>{Path.home()}", argument)
 
 

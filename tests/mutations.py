@@ -310,6 +310,15 @@ a preparation goes on with another text: data/splits.py, preparing -k another_on
 a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k of_its_parts
     - backend = self._backend if starts else self._rest
     + backend = self._backend
+marks are sent among what they mark: utils/stores.py, stores -k mark_comes
+    - (marks, names - marks) if backwards else (names - marks, marks)
+    + (names,)
+what a store has lost is kept: utils/stores.py, stores -k not_sent_stays
+    - if not is_ours and {name: record[name][2] for name in record} != theirs
+    + if not record
+half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
+    - if _mark(n) in theirs and not _WEIGHTS
+    + if not _WEIGHTS
 """
 
 

@@ -35,6 +35,7 @@ from gpt2.data.dataset import prepare
 from gpt2.errors import refuse
 from gpt2.training.code import hash_code
 from gpt2.utils import files
+from gpt2.utils.stores import is_url
 
 FLAGS = flags.FLAGS
 
@@ -63,6 +64,7 @@ def define_flags() -> None:
 def main() -> int:
     """Trains a sweep, writes its report, and returns the exit code."""
     refuse(not FLAGS.workdir, "there is no --workdir", "Name a directory for the sweep")
+    refuse(is_url(FLAGS.workdir), "a sweep needs a folder, not a URL", "Mount the bucket")
     root = Path(FLAGS.workdir)
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())

@@ -20,6 +20,7 @@ from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.telemetry.reference import read_reference
 from gpt2.training.code import read_starts
 from gpt2.utils import launch
+from gpt2.utils.stores import fetch
 from gpt2.utils.text import format_count, format_duration
 
 
@@ -34,7 +35,11 @@ def define_flags() -> None:
 def main(*directories: str) -> None:
     """Draws the curves, and prints where each ends and what it has unlike the first."""
     refuse(not directories, "no run is named", "For example, give runs/first runs/second")
-    workdirs = dict(pair for each in directories for pair in _workdirs(Path(each)).items())
+    workdirs: dict[str, list[Path]] = {}
+    for each in directories:
+        folder = fetch(each)
+        found = _workdirs(folder)
+        workdirs |= {name.replace(str(folder), each.rstrip("/"), 1): found[name] for name in found}
     unit, reference = "nats per token", flags.FLAGS.reference
     curves = _read_curves(workdirs, "eval/loss", unit)
     if len({_read_config(workdirs[name][0])["data"]["tokenizer"] for name in curves}) > 1:

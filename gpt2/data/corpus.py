@@ -13,20 +13,22 @@ import socket
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpt2.errors import UserError, refuse, warn
+from gpt2.utils.stores import Remote, at_hand, find, is_url
 
 # Files of up to this size in all are hashed at every start; of more, size and time count.
 _HASHED_BYTES = 1 << 26
 
 _warn_once = functools.cache(warn)  # a corpus is read several times
 
-# A document is its text, or the path of a UTF-8 file that holds it.
-Document = str | Path
+File = Path | Remote
+# A document is its text, or a UTF-8 file that holds it.
+Document = str | File
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,17 @@ def open_corpus(spec: str) -> Corpus:
 
 
 def lies_in_files(spec: str) -> bool:
-    """Returns whether `data.corpus` names files of this machine, which can move."""
+    """Returns whether `data.corpus` names files, which can move."""
     return spec.partition(":")[0] in ("text", "jsonl", "parquet", "tokens")
 
 
-def find_files(pattern: str) -> list[Path]:
+def find_files(pattern: str) -> Sequence[File]:
     """Returns the files that a glob (`**` included) matches, sorted by name: at least one."""
-    found = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    found = [] if is_url(pattern) else glob.glob(str(Path(pattern).expanduser()), recursive=True)
     found.sort(key=lambda name: (len(name), name), reverse=True)
     names = {os.path.realpath(name): name for name in found}  # links may lead to one in many ways
-    files = [Path(p) for p in sorted(names.values()) if Path(p).is_file()]
-    if not files:
+    files: Sequence[File] = [Path(p) for p in sorted(names.values()) if Path(p).is_file()]
+    if not (files := find(pattern) if is_url(pattern) else files):
         raise UserError(
             f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
             "Give a path, or a glob such as 'books/**/*.txt'",
@@ -69,7 +71,7 @@ def find_files(pattern: str) -> list[Path]:
 
 
 @contextlib.contextmanager
-def reading(file: Path | str) -> Iterator[None]:
+def reading(file: File | str) -> Iterator[None]:
     """Turns an error in reading `file` into a `UserError` that names it."""
     try:
         yield
@@ -79,12 +81,18 @@ def reading(file: Path | str) -> Iterator[None]:
         ) from error
 
 
-def file_fingerprint(files: list[Path], *more: str) -> str:
+def file_fingerprint(files: Sequence[File], *more: str) -> str:
     """Returns a hash of the paths of files, of what they hold, and of `more`."""
-    if _total_size(files) <= _HASHED_BYTES:
-        parts: list[tuple] = [(str(f.absolute()), _hash_content(f)) for f in files]
-    else:
-        parts = [(str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    is_read = _total_size(files) <= _HASHED_BYTES
+
+    def part(file: File) -> tuple:
+        if isinstance(file, Remote):
+            return file.url, file.version
+        about = file.stat()
+        differs = [_hash_content(file)] if is_read else [about.st_size, about.st_mtime_ns]
+        return str(file.absolute()), *differs
+
+    parts = [part(file) for file in files]
     return hashlib.sha256(json.dumps([parts, more]).encode()).hexdigest()
 
 
@@ -93,8 +101,8 @@ def _hash_content(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _total_size(files: list[Path]) -> int:
-    return sum(f.stat().st_size for f in files)
+def _total_size(files: Sequence[File]) -> int:
+    return sum(f.size if isinstance(f, Remote) else f.stat().st_size for f in files)
 
 
 def _place_and_field(argument: str) -> tuple[str, str]:
@@ -189,7 +197,8 @@ def _jsonl(argument: str) -> Corpus:
         import pyarrow
 
         for file in files:
-            with reading(file), pyarrow.input_stream(str(file), buffer_size=1 << 20) as stream:
+            path = str(at_hand(file))
+            with reading(file), pyarrow.input_stream(path, buffer_size=1 << 20) as stream:
                 lines = io.BufferedReader(stream, 1 << 20)  # decompressed, as the name tells
                 for number, line in enumerate(lines, 1):
                     if line.strip():
@@ -217,7 +226,7 @@ def _parquet(argument: str) -> Corpus:
 
     def documents(skip: int = 0) -> Iterator[str]:
         for file in files:
-            skip = yield from _parquet_column(file, column, str(file), skip)
+            skip = yield from _parquet_column(at_hand(file), column, str(file), skip)
 
     fingerprint, size = file_fingerprint(files, "parquet", column), _total_size(files)
     return Corpus(fingerprint, documents, size, seek=documents)

@@ -26,7 +26,7 @@ from gpt2.data.own import find_batches
 from gpt2.data.splits import PROGRESS, SPLITS, Documents, training_texts, weave, write_splits
 from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_tokens
 from gpt2.errors import UserError, refuse, tell, warn
-from gpt2.utils import files
+from gpt2.utils import files, stores
 
 FORMAT = 6  # of a prepared directory; another number prepares everything anew
 README = """# {corpus}, as tokens of {tokenizer}: {dtype} without a header
@@ -117,10 +117,14 @@ def refuse_other(path: Path, dataset: Dataset) -> bool:
     return bool(saved)
 
 
-def data_root(data_dir: str) -> Path:
+def data_place(data_dir: str) -> str:
     """Returns where prepared corpora lie: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
-    chosen = data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
-    return Path(chosen).expanduser().absolute()
+    return data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
+
+
+def data_root(data_dir: str) -> Path:
+    """Returns where that is on this machine."""
+    return stores.copy_of(data_place(data_dir)).absolute()
 
 
 def prepare(data: DataConfig) -> Dataset:
@@ -138,11 +142,14 @@ def prepare(data: DataConfig) -> Dataset:
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     parts = [FORMAT, corpus.fingerprint, spec, data.val_fraction, data.unique]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
-    directory = data_root(data.data_dir) / f"{label}-{_hash(parts)}"
+    place = f"{data_place(data.data_dir)}/{label}-{_hash(parts)}"
+    directory = stores.copy_of(place).absolute()
     if _find_damage(directory) is not None:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
-                # Another process may have prepared it meanwhile.
+                # Another process may have prepared it meanwhile, or another machine.
+                if _find_damage(directory) is not None:
+                    stores.fetch(place)
                 if (damage := _find_damage(directory)) is not None:
                     if damage:
                         warn(f"{directory} is damaged ({damage}), and is prepared anew")
@@ -154,6 +161,7 @@ def prepare(data: DataConfig) -> Dataset:
                 "Make room, and repeat the command: it goes on. --config.data.data_dir=DIR and "
                 "$GPT2_DATA_DIR name another place",
             ) from error
+    stores.push(place, directory)
     dataset = _load(directory)
     if lost := sum(split.num_lost for split in dataset.splits.values()):
         share = lost / sum(split.num_bytes for split in dataset.splits.values())

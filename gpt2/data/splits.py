@@ -27,6 +27,7 @@ from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import TokenWriter
 from gpt2.errors import UserError, refuse, tell
 from gpt2.utils import files
+from gpt2.utils.stores import at_hand
 from gpt2.utils.text import format_bytes, format_count, format_duration
 
 SPLITS = ("train", "validation")
@@ -233,7 +234,7 @@ def read_parts(document: Document) -> Iterator[str]:
     if isinstance(document, str):
         yield from _cut(io.StringIO(document, newline=""))
     else:
-        with reading(document), open(document, encoding="utf-8-sig", newline="") as stream:
+        with reading(document), open(at_hand(document), encoding="utf-8-sig", newline="") as stream:
             yield from _cut(stream)
 
 

@@ -23,6 +23,7 @@ from gpt2.config.run import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
 from gpt2.errors import UserError, refuse
 from gpt2.utils import files
+from gpt2.utils.stores import fetch_file
 
 TRAINING_SAMPLE = 100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
 LONGEST_WORD = 250  # bytes; it is trained on longer ones in parts
@@ -298,7 +299,7 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     """Returns a string that changes whenever the tokenizer that `spec` names does."""
     if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
         return spec
-    path = Path(spec).expanduser()
+    path = fetch_file(spec)
     if not path.is_file():
         raise UserError(
             f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
@@ -336,7 +337,7 @@ def build(
         return CharTokenizer("".join(sorted(characters)), has_eot=many_documents)
     if spec.startswith("bpe:"):
         return train_bpe(tokens_by_name(spec), texts)
-    return load(Path(spec).expanduser(), end_of_text)
+    return load(fetch_file(spec), end_of_text)
 
 
 def load(path: Path, end_of_text: str = "") -> Tokenizer:

@@ -16,6 +16,7 @@ from gpt2.config import DataConfig
 from gpt2.data.corpus import file_fingerprint, find_files, reading
 from gpt2.data.tokenizer import build, is_path
 from gpt2.errors import UserError, refuse
+from gpt2.utils.stores import at_hand, find, is_url
 
 SHARD_TOKENS = 2**26  # in a file
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
@@ -108,10 +109,16 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
     no such files, or no others, it is the last `val_fraction` of all tokens.
     """
     refuse(data.unique, "data.unique drops documents of text, and data.corpus holds tokens")
-    files = [p.absolute() for p in find_files(data.corpus.removeprefix("tokens:"))]
-    for meta in {p.with_name("meta.pkl") for p in files}:  # nanoGPT's, beside ids of characters
-        how = f"Use text:{meta.with_name('input.txt')} and --config.data.tokenizer=char"
-        refuse(meta.exists(), f"{meta} gives the tokens of {data.corpus} another meaning", how)
+    found = find_files(data.corpus.removeprefix("tokens:"))
+    files = [at_hand(file).absolute() for file in found]
+    for place in {str(file).rpartition("/")[0] for file in (*found, *files)}:
+        # nanoGPT's, beside ids of characters
+        meta, how = (
+            f"{place}/meta.pkl",
+            f"Use text:{place}/input.txt and --config.data.tokenizer=char",
+        )
+        exists = find(meta) if is_url(meta) else Path(meta).exists()
+        refuse(exists, f"{meta} gives the tokens of {data.corpus} another meaning", how)
     if data.tokenizer != "gpt2" and not is_path(data.tokenizer):
         raise UserError(
             f"data.corpus={data.corpus!r} holds GPT-2 tokens and data.tokenizer={data.tokenizer!r}",
@@ -127,7 +134,7 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
         num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
         train, validation = _cut(everything, num_train)
     splits = dict(train=train, validation=validation)
-    return ReadyTokens(file_fingerprint(files, "tokens"), splits, dtypes.pop())
+    return ReadyTokens(file_fingerprint(found, "tokens"), splits, dtypes.pop())
 
 
 def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> dict:

@@ -15,6 +15,7 @@ from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.report import Figure
 from gpt2.evals.scoring import Scorer
+from gpt2.utils import stores
 
 # The file of each task and its score, which is called with scorer, tokenizer and path. Those of
 # `TEXTS` slide a window, and take its stride in tokens too.
@@ -59,14 +60,15 @@ def validation_data(
 
     A corpus other than the run's is divided and prepared with the run's options.
     """
-    data = load_config(Path(workdir)).data if workdir else DataConfig()
-    learnt_here = workdir is not None and (Path(workdir) / "data.json").exists()
+    folder = stores.fetch(workdir or hf or "", "" if workdir else stores.HUGGING_FACE)
+    data = load_config(folder).data if workdir else DataConfig()
+    learnt_here = workdir is not None and (folder / "data.json").exists()
     if not corpus:
         how = f"Add --corpus={data.corpus}, or text:FILE"
         refuse(not learnt_here, "these weights came without a corpus", how)
-        refuse_other(Path(workdir or "") / "data.json", prepare(data))
+        refuse_other(folder / "data.json", prepare(data))
         return data
-    tokenizer = Path(workdir or hf or "") / "tokenizer.json"
+    tokenizer = folder / "tokenizer.json"
     share = data.val_fraction if val_fraction is None else val_fraction
     # A smaller share is refused too, since the share decides which documents are chosen.
     refuse(

@@ -9,8 +9,6 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from pathlib import Path
-
 from absl import flags
 
 from gpt2 import cli
@@ -33,7 +31,7 @@ def main(command: str) -> None:
     """Runs `import` or `export`, and says what it wrote."""
     for name in _DIRECTORIES[command]:
         refuse(not flags.FLAGS[name].value, f"--{name} is missing", f"Give --{name}=DIR")
-    source, target = (Path(str(flags.FLAGS[name].value)) for name in _DIRECTORIES[command])
+    source, target = (str(flags.FLAGS[name].value) for name in _DIRECTORIES[command])
     if command == "import":
         cfg = import_run(source, target)
         print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")

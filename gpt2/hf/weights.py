@@ -16,18 +16,18 @@ from gpt2.hf.model import load, require_new, save
 from gpt2.hf.tokenizer import load_tokenizer
 from gpt2.training.checkpoint import Checkpointer, load_params
 from gpt2.training.state import TrainState
-from gpt2.utils import files
+from gpt2.utils import files, stores
 from gpt2.utils.scan import in_layout
 
 
-def import_run(source: Path, workdir: Path) -> GPTConfig:
+def import_run(source: str | Path, place: str | Path) -> GPTConfig:
     """Turns a Hugging Face directory into a run at step 0; returns the model's configuration."""
-    require_new(workdir)
+    require_new(Path(place))
     cfg, params, tokenizer = load_model(None, source)
-    with files.new_directory(workdir) as scratch:
+    with stores.writing(place) as workdir, files.new_directory(workdir) as scratch:
         names = (field.name for field in dataclasses.fields(ModelConfig))
         model = ModelConfig(**{name: getattr(cfg, name) for name in names})
-        data = DataConfig(tokenizer=str(workdir / "tokenizer.json"))
+        data = DataConfig(tokenizer=f"{place}/tokenizer.json")
         files.write_json(scratch / "config.json", Config(model=model, data=data).to_dict())
         tokenizer.save(scratch / "tokenizer.json")
         state = TrainState(step=jnp.int32(0), params=params, opt_state=(), loss_scale=None)
@@ -37,9 +37,10 @@ def import_run(source: Path, workdir: Path) -> GPTConfig:
     return cfg
 
 
-def export_run(workdir: Path, directory: Path, checkpoint: str | int = "best") -> None:
+def export_run(workdir: str | Path, place: str | Path, checkpoint: str | int = "best") -> None:
     """Writes a run's weights (of its `best`, `latest` or numbered checkpoint) and its tokenizer."""
-    save(directory, *load_model(workdir, None, checkpoint))
+    with stores.writing(place) as directory:
+        save(directory, *load_model(workdir, None, checkpoint))
 
 
 def load_model(
@@ -48,10 +49,12 @@ def load_model(
     """Loads configuration, parameters (on the default device) and tokenizer of one directory."""
     refuse(bool(workdir) == bool(hf_directory), "weights are in a workdir or in Hugging Face's")
     if workdir:
-        config, params = load_params(workdir, checkpoint)
-        return config.gpt(), params, tokenizers.load(Path(workdir) / "tokenizer.json")
-    cfg, params = load(str(hf_directory))
-    return cfg, jax.device_put(params), load_tokenizer(Path(str(hf_directory)), cfg)
+        folder = stores.fetch(workdir)
+        config, params = load_params(folder, checkpoint)
+        return config.gpt(), params, tokenizers.load(folder / "tokenizer.json")
+    folder = stores.fetch(hf_directory or "", stores.HUGGING_FACE)
+    cfg, params = load(folder)
+    return cfg, jax.device_put(params), load_tokenizer(folder, cfg)
 
 
 def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:
@@ -97,8 +100,9 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
 def _split_source(source: str) -> tuple[str, Path, str]:
     """Returns the kind of a source, its directory, and the checkpoint that it names."""
     kind, _, place = source.partition(":")
-    place = str(Path(place).expanduser())
+    if kind == "hf":
+        return kind, stores.fetch(place, stores.HUGGING_FACE), "best"
     directory, _, step = place.rpartition("@")
-    if kind == "hf" or Path(place).is_dir() or not directory:  # a directory's name may hold an @
-        return kind, Path(place), "best"
-    return kind, Path(directory), step
+    if not directory or "/" in step or Path(place).expanduser().is_dir():  # a name may hold an @
+        directory, step = place, "best"
+    return kind, stores.fetch(directory), step

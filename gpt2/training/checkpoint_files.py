@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.config import Config, flatten, load_config
-from gpt2.utils import files
+from gpt2.utils import files, stores
 
 # The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
 ITEMS = ("params", "rest", "guard", "layout", "metrics")
@@ -57,6 +57,7 @@ def find_damage(
         return f"checkpoint {folder} is damaged (digests/digests is missing or was altered)"
     parts = {*items, "layout"}
     found = {name: saved["files"][name] for name in saved["files"] if name.split("/")[0] in parts}
+    stores.complete(Path(workdir), (f"checkpoints/{step}/{name}" for name in found))
     if damage := files.find_damage(folder, found, read=read):
         return f"checkpoint {folder} is damaged ({damage})"
     layout = json.loads((folder / "layout" / "metadata").read_text("utf-8"))

@@ -38,10 +38,18 @@ from gpt2.training.checkpoint_files import (
     saved_steps,
 )
 from gpt2.training.code import SOURCE, hash_code, read_starts
-from gpt2.utils import files, launch
+from gpt2.utils import files, launch, stores
 from gpt2.utils.text import format_duration
 
 _LOCK, _DATA = ".lock", "data.json"
+
+
+def mirror(place: str) -> stores.Mirror:
+    """Returns the mirror of a run's folder or URL."""
+    several = stores.is_url(place) and jax.process_count() > 1
+    how = "Mount the bucket, and give its folder"
+    refuse(several, "the processes of a run need a folder that they share", how)
+    return stores.Mirror(place)
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -67,7 +75,7 @@ def check_options(workdir: Path, config: Config) -> None:
         return
     data = data_root(config.data.data_dir).resolve()
     for path in workdir.iterdir() if workdir.exists() else ():
-        left_by_a_run = path.name == _LOCK or path.suffix == ".tmp"
+        left_by_a_run = path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp"
         if not left_by_a_run and not data.is_relative_to(path.resolve()):
             raise UserError(f"{workdir} holds {path.name}, and no run", "Give another --workdir")
 

@@ -1,0 +1,242 @@
+"""Runs, texts and weights at URLs: what a store holds is whole, and every place gives the same."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from gpt2.config import DataConfig
+from gpt2.data.dataset import prepare
+from gpt2.errors import UserError
+from gpt2.utils import stores
+from tests.helpers import SECONDS, TINY, metrics_of, params_of, run, start
+
+DIGESTS = "checkpoints/{}/digests/digests"
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store in memory, the cache of a first machine, and what goes on to the next one."""
+    memory = fsspec.filesystem("memory", use_listings_cache=False)
+    memory.store.clear()
+    monkeypatch.setattr(stores, "_PAUSE", 0.01)
+    machines = iter(range(9))
+
+    def next_machine():
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"machine-{next(machines)}"))
+
+    next_machine()
+    return memory, next_machine
+
+
+def save(folder, step, text="weights"):
+    """Leaves a checkpoint, as a run does; that before the last one goes."""
+    for name in ("params/array", "metrics/metrics", "digests/digests"):
+        (folder / f"checkpoints/{step}/{name}").parent.mkdir(parents=True)
+        (folder / f"checkpoints/{step}/{name}").write_text(f"{text} {step}")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f"{step}\n")
+
+
+def names(memory):
+    return {name.removeprefix("/run/") for name in memory.find("/run")} - {".owner"}
+
+
+def wait_until(holds):
+    end = time.monotonic() + 60
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert holds()
+
+
+def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_needs_them(store):
+    memory, next_machine = store
+    with stores.Mirror("memory://run") as mirror:
+        save(mirror.folder, 1)
+        (mirror.folder / ".lock").touch()
+        (mirror.folder / "checkpoints/2.orbax-checkpoint-tmp").mkdir()
+        (mirror.folder / "checkpoints/2.orbax-checkpoint-tmp/array").touch()
+        wait_until(lambda: DIGESTS.format(1) in names(memory))
+        assert names(memory) == set(stores._files(mirror.folder)) and len(names(memory)) == 4
+    next_machine()
+    folder = stores.fetch("memory://run")
+    assert (folder / "metrics.jsonl").read_text() == "1\n"
+    assert not (folder / "checkpoints/1/params").exists()
+    stores.push("memory://run", folder)
+    assert "checkpoints/1/params/array" in names(memory)  # which is not here, and was not removed
+    stores.complete(folder, ["checkpoints/1/params/array", "checkpoints/1/params/none"])
+    assert (folder / "checkpoints/1/params/array").read_text() == "weights 1"
+
+
+def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch):
+    memory, _ = store
+    folder, done = stores.copy_of("memory://run"), []
+    for name in ("pipe_file", "rm_file"):
+        act = getattr(memory, name)
+        spy = lambda path, *a, act=act: done.append(path.rpartition("/")[2]) or act(path, *a)  # noqa: E731
+        monkeypatch.setattr(memory, name, spy)
+    save(folder, 1)
+    stores.push("memory://run", folder)
+    assert sorted(done[:3]) == ["array", "metrics", "metrics.jsonl"] and done[3] == "digests"
+    stores.shutil.rmtree(folder / "checkpoints/1")
+    del done[:]
+    stores.push("memory://run", folder)
+    assert done[0] == "digests" and sorted(done) == ["array", "digests", "metrics"]
+
+
+def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(store):
+    memory, next_machine = store
+    save(stores.copy_of("memory://run"), 1)
+    stores.push("memory://run", stores.copy_of("memory://run"))
+    memory.pipe_file("/run/checkpoints/2/layout/metadata", b"half")
+    next_machine()
+    folder = stores.fetch("memory://run")
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["1"]
+    save(folder, 3)
+    stores.push("memory://run", folder)
+    assert not memory.exists("/run/checkpoints/2/layout/metadata")
+    assert memory.exists("/run/checkpoints/1/params/array")
+
+
+def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
+    memory, next_machine = store
+    mine = stores.copy_of("memory://run")
+    save(mine, 1)
+    stores.push("memory://run", mine)
+    save(mine, 2)
+    assert (stores.fetch("memory://run") / "metrics.jsonl").read_text() == "1\n2\n"
+    cache = os.environ["XDG_CACHE_HOME"]
+    next_machine()
+    theirs = stores.fetch("memory://run")
+    save(theirs, 3)
+    stores.push("memory://run", theirs)
+    os.environ["XDG_CACHE_HOME"] = cache
+    assert stores.fetch("memory://run") == mine
+    assert (mine / "metrics.jsonl").read_text() == "1\n3\n"
+    assert sorted(path.name for path in (mine / "checkpoints").iterdir()) == ["1", "3"]
+    memory.rm("/run", recursive=True)
+    assert not stores._files(stores.fetch("memory://run"))
+
+
+def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
+    memory, told = store[0], []
+    monkeypatch.setattr(stores, "warn", told.append)
+    with stores.Mirror("memory://run") as mirror:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
+            save(mirror.folder, 1)
+            wait_until(lambda: told)
+        wait_until(lambda: DIGESTS.format(1) in names(memory))
+        (mirror.folder / "samples.txt").touch()
+    assert "samples.txt" in names(memory) and len(told) == 1 and "goes on" in told[0]
+    monkeypatch.setattr(stores, "_PATIENCE", 0.0)
+    lost = pytest.raises(UserError, match=r"division by zero.*All of it is in .*run")
+    with monkeypatch.context() as patch, lost as caught, stores.Mirror("memory://run"):
+        patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
+        save(mirror.folder, 2)
+        memory.pipe_file("/run/metrics.jsonl", b"1\n2\n")  # sent before the outage
+    assert caught.value.exit_code == 5
+    with stores.Mirror("memory://run"):  # the same command
+        assert DIGESTS.format(2) in names(memory)
+
+
+def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
+    _, next_machine = store
+    stopped = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    lost = pytest.raises(UserError, match="another run has taken memory://run over")
+    with lost, stores.Mirror("memory://run") as first:
+        next_machine()
+        with stores.Mirror("memory://run"):
+            save(first.folder, 1)
+            wait_until(stopped.is_set)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
+    memory, next_machine = store
+    texts = [f"{number}: some words, then {number**3} naïve 測試\n" * 20 for number in range(12)]
+    (tmp_path / "b").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / f"b/{number:02}.txt").write_text(text)
+    (tmp_path / "b/all.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "b/all.parquet")
+    np.arange(5000, dtype=np.uint16).tofile(tmp_path / "b/all.bin")
+    memory.put(str(tmp_path / "b"), "/b", recursive=True)
+    kinds = {"text": "*.txt", "jsonl": "all.jsonl", "parquet": "*.parquet", "tokens": "*.bin"}
+    for kind, pattern in kinds.items():
+        options = dict(tokenizer="gpt2" if kind == "tokens" else "byte", val_fraction=0.2)
+        found = [
+            prepare(DataConfig(corpus=f"{kind}:{place}/{pattern}", data_dir=data, **options))
+            for place, data in ((tmp_path / "b", str(tmp_path)), ("memory://b", "memory://data"))
+        ]
+        assert found[0].describe() == found[1].describe()
+        next_machine()
+    with pytest.raises(UserError, match=r"no file matches 'memory://b/\*\.md'"):
+        prepare(DataConfig(corpus="text:memory://b/*.md", tokenizer="byte"))
+    memory.pipe_file("/b/meta.pkl", b"")
+    with pytest.raises(UserError, match="another meaning"):
+        prepare(DataConfig(corpus="tokens:memory://b/*.bin", tokenizer="gpt2"))
+
+
+def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
+    memory, next_machine = store
+    memory.pipe_file("/b/one.txt", b"some words, and some more " * 40)
+    data = DataConfig(corpus="text:memory://b/one.txt", tokenizer="byte", data_dir="memory://data")
+    prepared = prepare(data).describe()
+    assert "preparing" in capsys.readouterr().out
+    next_machine()
+    assert prepare(data).describe() == prepared
+    assert "preparing" not in capsys.readouterr().out
+    memory.pipe_file("/b/one.txt", b"other words, and some more " * 40)
+    assert prepare(data).describe() != prepared
+
+
+@pytest.mark.parametrize(
+    ("url", "told"), [("none://a/b", "Protocol not known: none"), ("dropbox://a/b", "dropbox")]
+)
+def test_a_url_that_nothing_opens_is_a_line(store, url, told):
+    with pytest.raises(UserError, match=told):
+        stores.fetch(url)
+
+
+@pytest.mark.thorough
+def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(tmp_path, monkeypatch):
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0)
+    s3fs = pytest.importorskip("s3fs")
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {"ENDPOINT_URL": f"http://{host}:{port}", "DEFAULT_REGION": "us-east-1"}
+    variables |= {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    bucket = s3fs.S3FileSystem(use_listings_cache=False)
+    bucket.mkdir("bucket")
+    options = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=60"]
+    options += ["--config.train.eval_batches=1", "--config.train.eval_every=20"]
+    assert run(tmp_path / "whole", *options)[0] == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
+    killed = start("s3://bucket/run", *options)
+    wait_until(lambda: any("digests/digests" in name for name in bucket.find("bucket/run")))
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=SECONDS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))
+    code, _, error = run("s3://bucket/run", *options)
+    assert code == 0, error
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "third"))
+    folder = stores.fetch("s3://bucket/run")
+    begun = [json.loads(line)["step"] for line in (folder / "environment.jsonl").open()]
+    assert len(begun) == 2 and begun[1] > 0
+    assert [m["train/loss"] for m in metrics_of(folder)] == [
+        m["train/loss"] for m in metrics_of(tmp_path / "whole")
+    ]
+    one, other = params_of(folder), params_of(tmp_path / "whole")
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    server.stop()
