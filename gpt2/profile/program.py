@@ -11,14 +11,12 @@ from gpt2.profile.sampler import short_path
 
 # The named scopes of the model and of the step.
 SCOPES = ("attention", "mlp", "head", "optimizer")
-_SMALL_CALL = 'xla_cpu_small_call="true"'  # a small loop that XLA:CPU compiles into one kernel
 # Kind of an operation: the first whose pattern one of its instructions has.
 _KINDS = {
-    "loop": re.escape(_SMALL_CALL),
     "product": r" (dot|convolution)\(|__cublas|__cudnn\$fmha|__onednn\$matmul",
     "collective": r" (all-(reduce|gather|to-all)|reduce-scatter|collective-\w+)[\w-]*\(",
     "reduction": r" reduce(-window)?\(",
-    "fusion": r" fusion\(",
+    "fusion": r" (fusion|call)\(",
     "copy": r" (copy|transpose|reshape|concatenate|pad|[\w-]*slice|gather|convert)[\w-]*\(",
 }
 # Levels of an operation's path that JAX or the trainer add, and that name no part of the model.
@@ -36,7 +34,6 @@ class Operation(NamedTuple):
     kind: str = "other"  # of `_KINDS`
     part: str = "unknown"  # a scope or module, with `forward` or `backward` if differentiated
     source: str = ""  # FILE:LINE in Python
-    loop: str = ""  # name of the innermost loop around it
 
 
 class ProgramText:
@@ -51,38 +48,28 @@ class ProgramText:
             raise ValueError("no HLO text")
         self.module = header[1] if header else ""
         self._frames = _read_frames(text)
-        self._lines: dict[str, tuple[str, str]] = {}  # the computation and the text, by name
-        self._callers: dict[str, str] = {}  # the instruction that calls a computation
         self._computations, _ = split_computations(text)
-        for computation, lines in self._computations.items():
-            for line in lines:
-                if found := _INSTRUCTION.match(line):
-                    self._lines[found[1]] = computation, line
-                    self._callers |= dict.fromkeys(called_by(line), found[1])
+        lines = (line for lines in self._computations.values() for line in lines)
+        self._lines = {name[1]: line for line in lines if (name := _INSTRUCTION.match(line))}
 
     def is_container(self, name: str) -> bool:
         """Returns whether this is a loop or a call, whose time is that of operations inside."""
-        _, line = self._lines.get(name, ("", f" {name.partition('.')[0]}("))
-        return bool(_CONTAINER.search(line)) and _SMALL_CALL not in line
+        line = self._lines.get(name, f" {name.partition('.')[0]}(")
+        # XLA:CPU compiles a small loop into one kernel.
+        return bool(_CONTAINER.search(line)) and 'xla_cpu_small_call="true"' not in line
 
     @functools.cache  # noqa: B019
     def find(self, name: str) -> Operation:
-        """Returns the operation, or loop, of a name; one of an unknown part if there is none."""
+        """Returns the operation of a name; one of an unknown part if there is none."""
         if name not in self._lines:
             return Operation()
-        computation, line = self._lines[name]
-        inside = list(self._inside(line))
+        inside = list(self._inside(line := self._lines[name]))
         kind = next((k for k, x in _KINDS.items() if any(re.search(x, i) for i in inside)), "other")
-        loop = self._callers.get(computation, "")
-        while loop and " while(" not in self._lines[loop][1]:
-            loop = self._callers.get(self._lines[loop][0], "")
-        # XLA names some fusions by nothing of the model.
-        parts = Counter(part for i in inside if (part := part_of(i)) != "other").most_common(1)
-        part = part_of(line)
-        if part == "other":
-            part = parts[0][0] if parts else self.find(loop).part if loop else part
+        # XLA names some fusions by nothing of the model: then the commonest inside.
+        named = Counter(part for i in inside if (part := part_of(i)) != "other").most_common(1)
+        part = part_of(line) if part_of(line) != "other" or not named else named[0][0]
         frame = re.search(r"stack_frame_id=(\d+)", line)
-        return Operation(kind, part, self._frames.get(int(frame[1]), "") if frame else "", loop)
+        return Operation(kind, part, self._frames.get(int(frame[1]), "") if frame else "")
 
     def _inside(self, line: str) -> Iterator[str]:
         """Yields the line of an instruction, and those that are fused into it."""
