@@ -108,7 +108,7 @@ validation smooths labels too
     + return next_token_loss(GPT(model.config), LossConfig(label_smoothing=0.1))
 weight decay on norms and biases
     gpt2/optim/parameters.py: tests/test_optim.py -k 'formulas and adamw'
-    - return map_parameters(lambda path, _: is_matrix(path), params)
+    - return map_parameters(lambda path, _: path[-1] in _DECAYED, params)
     + return map_parameters(lambda path, _: True, params)
 the average keeps the parameters before the step
     gpt2/optim/transforms.py: tests/test_optim.py -k formulas
@@ -126,7 +126,7 @@ ademamix's slow average does not warm up
     gpt2/optim/optimizers.py: tests/test_optim.py -k formulas
     - return optim.alpha * progress(count)
     + return optim.alpha + 0.0 * progress(count)
-adafactor takes one statistic for all stacked layers
+a cautious mask takes one share for all stacked layers
     gpt2/optim/parameters.py: tests/test_optim.py -k formulas
     - tuple(range(int(is_stacked(path)), leaf.ndim))
     + tuple(range(leaf.ndim))

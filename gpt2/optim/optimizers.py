@@ -15,7 +15,6 @@ import optax
 
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
-from gpt2.optim.adafactor import scale_by_adafactor
 from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.parameters import Path, decay_mask, is_hidden_kernel, map_parameters, unrolled_names
 from gpt2.optim.soap import scale_by_soap
@@ -219,7 +218,6 @@ OPTIMIZERS = {
     "adam": _adam,
     "sgd": _sgd,
     "lion": _lion,
-    "adafactor": lambda optim, num_steps: scale_by_adafactor(),
     "ademamix": _ademamix,
     "schedule_free": _schedule_free,
     "muon": _muon,
