@@ -86,7 +86,7 @@ def render(found: Breakdown, program: ProgramText) -> str:
         (f"`{name}`", *program.find(name), f"{cost.runs:,.0f}", *share(cost.seconds))
         for name, cost in longest
     ]
-    head = ("operation", "kind", "part", "source", "runs", "per step", "share")
+    head = ("operation", "kind", "part", "path", "runs", "per step", "share")
     return page + table("The longest operations", head, rows)
 
 

@@ -1,13 +1,12 @@
-"""What the operations of a compiled step are: part of the model, kind, line of Python."""
+"""What the operations of a compiled step are: part of the model, kind, path."""
 
 import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2.plan.collectives import called_by, split_computations
-from gpt2.profile.sampler import short_path
 
 # The named scopes of the model and of the step.
 SCOPES = ("attention", "mlp", "head", "optimizer")
@@ -33,7 +32,7 @@ class Operation(NamedTuple):
 
     kind: str = "other"  # of `_KINDS`
     part: str = "unknown"  # a scope or module, with `forward` or `backward` if differentiated
-    source: str = ""  # FILE:LINE in Python
+    path: str = ""  # in JAX, its last levels: modules, and the primitive
 
 
 class ProgramText:
@@ -47,7 +46,6 @@ class ProgramText:
         if text and not header:
             raise ValueError("no HLO text")
         self.module = header[1] if header else ""
-        self._frames = _read_frames(text)
         self._computations, _ = split_computations(text)
         lines = (line for lines in self._computations.values() for line in lines)
         self._lines = {name[1]: line for line in lines if (name := _INSTRUCTION.match(line))}
@@ -68,8 +66,7 @@ class ProgramText:
         # XLA names some fusions by nothing of the model: then the commonest inside.
         named = Counter(part for i in inside if (part := part_of(i)) != "other").most_common(1)
         part = part_of(line) if part_of(line) != "other" or not named else named[0][0]
-        frame = re.search(r"stack_frame_id=(\d+)", line)
-        return Operation(kind, part, self._frames.get(int(frame[1]), "") if frame else "")
+        return Operation(kind, part, "/".join(_path(line).split("/")[-3:]))
 
     def _inside(self, line: str) -> Iterator[str]:
         """Yields the line of an instruction, and those that are fused into it."""
@@ -85,9 +82,7 @@ def part_of(line: str) -> str:
 
     Its line of HLO holds the path in JAX, `op_name`: scopes, modules, `transpose` in reverse mode.
     """
-    # XLA joins several paths as `a/b;a/c`, or behind what they share as `a/(b:c)`: the first one.
-    path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]
-    path = re.sub(r"/\(([^:]*):.*", r"/\1", path)
+    path = _path(line)
     levels = path.split("/")
     # What is computed again belongs to the backward pass, which needs it.
     is_backward = "transpose(" in path or "rematted_computation" in path
@@ -100,21 +95,7 @@ def part_of(line: str) -> str:
     return f"{scope} backward" if is_backward else f"{scope} forward"
 
 
-def _read_frames(text: str) -> dict[int, str]:
-    """Returns FILE:LINE of each stack frame: its innermost line outside of libraries."""
-    head = text.partition("\n%")[0]  # which holds tables of numbers
-
-    def table(name: str, row: str) -> list[Any]:
-        return re.findall(row, head.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.M)
-
-    files: dict[str, str] = dict(table("FileNames", r'^(\d+) "(.*)"$'))
-    locations = table("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)")
-    lines = {place: (files.get(file, ""), line) for place, file, line in locations}
-    found: dict[int, str] = {}
-    frames = table("StackFrames", r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-    for frame, place, parent in frames:  # parents stand first, and are numbered from 1 higher
-        file, line = lines.get(place, ("", ""))
-        is_ours = file and "site-packages" not in file
-        outer = found.get(int(parent or 1) - 1, "")
-        found[int(frame)] = f"{short_path(file)}:{line}" if is_ours else outer
-    return found
+def _path(line: str) -> str:
+    # XLA joins several as `a/b;a/c`, or behind what they share as `a/(b:c)`: the first one.
+    path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]
+    return re.sub(r"/\(([^:]*):.*", r"/\1", path)
