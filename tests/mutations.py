@@ -115,7 +115,7 @@ the average keeps the parameters before the step
     - (1 - kept) * (param + update)
     + (1 - kept) * param
 the mean over the tail begins a step early
-    gpt2/optim/transforms.py: tests/test_optim.py -k 'formulas and tail'
+    gpt2/optim/optimizers.py: tests/test_optim.py -k 'formulas and tail'
     - jnp.maximum(count + 1 - start, 1)
     + jnp.maximum(count + 2 - start, 1)
 scheduled decay is a step ahead of its schedule

@@ -30,20 +30,13 @@ TOLERANCES = {
 
 
 class FirstStep(NamedTuple):
-    """What one side computed in its first steps.
+    """What one side computed in its first steps; arrays are `sample`s, by name."""
 
-    Attributes:
-        products: the type in which it multiplied: one of `TOLERANCES`.
-        loss: of the first step, in nats per token.
-        before, after: `sample`s of the weights around `STEPS` steps, by name.
-        gradients: of the first step, clipped, as weights.
-    """
-
-    products: str
-    loss: float
-    before: dict[str, np.ndarray]
-    after: dict[str, np.ndarray]
-    gradients: dict[str, np.ndarray]
+    products: str  # the type in which it multiplied: one of `TOLERANCES`
+    loss: float  # of the first step, in nats per token
+    before: dict[str, np.ndarray]  # weights
+    after: dict[str, np.ndarray]  # weights after `STEPS` steps
+    gradients: dict[str, np.ndarray]  # of the first step, clipped
 
 
 def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -45,7 +45,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     if not runs:
         raise ValueError("the trace holds no step")
     steps, borders = len(runs), max(1, len(runs) - 1)
-    taken, counts = defaultdict[tuple[str, str], float](float), Counter[str]()
+    taken, counts = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
     gaps = defaultdict[tuple[str, str, str], float](float)
     idle, busy, busy_until = 0.0, 0.0, runs[0][0]
     ended = max(end for _, end in runs)
@@ -53,7 +53,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
         if program.is_container(ran.name) or ran.end <= runs[0][0] or ran.start >= ended:
             continue
         taken[ran.module, ran.name] += ran.end - ran.start
-        counts[ran.name] += 1
+        counts[ran.module, ran.name] += 1
         if (seconds := ran.start - busy_until) > 0:
             number = sum(start < ran.start for start, _ in runs)  # of the next run
             idle_since = max(end for _, end in runs[:number])
@@ -69,7 +69,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     shared, operations = busy / sum(taken.values()), dict[str, Cost]()
     for (owner, name), seconds in taken.items():
         if owner == module:
-            operations[name] = Cost(shared * seconds / steps, counts[name] / steps)
+            operations[name] = Cost(shared * seconds / steps, counts[owner, name] / steps)
         else:
             gaps[f"program {owner}", "", ""] += shared * seconds / borders
     total = sum(cost.seconds for cost in operations.values()) + idle + sum(gaps.values())
