@@ -14,7 +14,6 @@ OPTIMIZERS = {
     "adam": ("beta1", "beta2", "eps"),
     "sgd": ("momentum", "nesterov"),
     "lion": ("beta1", "beta2"),
-    "adafactor": (),
     "ademamix": ("beta1", "beta2", "beta3", "alpha", "eps"),
     "schedule_free": ("beta1", "beta2", "eps"),
     "muon": _MUON,

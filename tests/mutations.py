@@ -89,12 +89,12 @@ validation smooths labels too: training/steps.py, switch_values -k validation
     - return next_token_loss(GPT(dataclasses.replace(model.config, logits_dtype="float32")))
     + return next_token_loss(GPT(model.config), LossConfig(label_smoothing=0.1))
 weight decay on norms and biases: optim/parameters.py, optim -k 'formulas and adamw'
-    - return map_parameters(lambda path, _: is_matrix(path), params)
+    - return map_parameters(lambda path, _: path[-1] in _DECAYED, params)
     + return map_parameters(lambda path, _: True, params)
 the average keeps the parameters before the step: optim/transforms.py, optim -k formulas
     - (1 - kept) * (param + update)
     + (1 - kept) * param
-the mean over the tail begins a step early: optim/transforms.py, optim -k 'formulas and tail'
+the mean over the tail begins a step early: optim/optimizers.py, optim -k 'formulas and tail'
     - jnp.maximum(count + 1 - start, 1)
     + jnp.maximum(count + 2 - start, 1)
 scheduled decay is a step ahead: optim/optimizers.py, optim -k 'formulas and scheduled'
@@ -103,7 +103,7 @@ scheduled decay is a step ahead: optim/optimizers.py, optim -k 'formulas and sch
 ademamix's slow average does not warm up: optim/optimizers.py, optim -k formulas
     - return optim.alpha * progress(count)
     + return optim.alpha + 0.0 * progress(count)
-adafactor takes one statistic for all stacked layers: optim/parameters.py, optim -k formulas
+a cautious mask takes one share for all stacked layers: optim/parameters.py, optim -k formulas
     - tuple(range(int(is_stacked(path)), leaf.ndim))
     + tuple(range(leaf.ndim))
 muP leaves the rates of kernels alone: optim/optimizers.py, coordinates

@@ -50,10 +50,6 @@ def their_steps(peer="torch", **options):
     return peers_module().Training(peer, make_config(**options), "cpu").first_steps()
 
 
-def difference(ours, theirs):
-    return next((str(each) for each in compare(ours, theirs) if not each.holds), None)
-
-
 BFLOAT16 = {"precision__compute": "bfloat16"}
 
 
@@ -65,7 +61,7 @@ BFLOAT16 = {"precision__compute": "bfloat16"}
 )
 def test_a_peer_computes_what_this_project_computes(options):
     theirs, reference = their_steps(**options), our_steps(**options)
-    assert difference(reference, theirs) is None
+    assert compare(reference, theirs) is None
     assert abs(reference.loss - np.log(50)) < 3  # and the loss is one
     lengths = [np.linalg.norm(values) for values in reference.gradients.values()]
     assert np.linalg.norm(lengths) == pytest.approx(1.0, rel=0.01)  # it was clipped
@@ -77,7 +73,7 @@ def test_a_compiled_peer_computes_what_this_project_computes(tmp_path, monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     one = {"model__num_layers": 1}
-    assert difference(our_steps(**one), their_steps("torch_compile", **one)) is None
+    assert compare(our_steps(**one), their_steps("torch_compile", **one)) is None
     assert list(tmp_path.rglob("*.so"))  # inductor compiled it
 
 
@@ -128,7 +124,7 @@ def test_a_planted_difference_is_named(options, fault, told, monkeypatch):
     (name, plant), peers = fault, peers_module()
     right = operator.attrgetter(name)(peers)
     monkeypatch.setattr(f"{peers.__name__}.{name}", plant(right))
-    found = difference(our_steps(**options), their_steps(**options))
+    found = compare(our_steps(**options), their_steps(**options))
     assert found and found.startswith(told)
 
 
@@ -153,7 +149,7 @@ def test_each_kind_of_difference_is_named_in_turn():
         )
         return FirstStep(**dict(products="float32", loss=4.0) | trees | changes)
 
-    assert difference(step(), step(loss=4.00001)) is None
+    assert compare(step(), step(loss=4.00001)) is None
     other = {"a/kernel": np.arange(3.0), "b/bias": np.full(2, 1.1)}
     late = {"a/kernel": np.full(3, 0.85), "b/bias": np.full(2, 0.9)}
     for start, changes in (
@@ -164,7 +160,7 @@ def test_each_kind_of_difference_is_named_in_turn():
         ("gradient of b/bias differs by 1.0e-01", dict(gradients=other)),
         ("weights of a/kernel differs by 5.0e-01", dict(after=late)),
     ):
-        assert difference(step(), step(**changes)).startswith(start)
+        assert compare(step(), step(**changes)).startswith(start)
 
 
 def test_products_of_float32_are_known_by_platform():

@@ -128,7 +128,7 @@ WRONG = [  # options and a word of the message
     ("train.keep_every=5 train.checkpoint_every=0", "keep_every"),
     ("train.init_from='somewhere'", "somewhere"),
     ("optim.name='sgd' optim.beta1=0.8", "beta1"),
-    ("optim.name='adafactor' optim.cautious='updates'", "cautious"),
+    ("optim.name='schedule_free' optim.schedule='constant' optim.cautious='updates'", "cautious"),
     ("optim.name='schedule_free'", "schedule"),
     ("optim.ema=0.9 optim.tail_average=0.2", "tail_average"),
     ("optim.name='sgd' optim.scheduled_weight_decay=True", "scheduled_weight_decay"),

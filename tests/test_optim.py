@@ -33,7 +33,6 @@ OPTIMS = {
     "sgd, plain momentum": OptimConfig(name="sgd", momentum=0.9, nesterov=False, **RATES),
     "sgd, no momentum": OptimConfig(name="sgd", momentum=0.0, nesterov=False, **RATES),
     "lion": OptimConfig(name="lion", **RATES),
-    "adafactor": OptimConfig(name="adafactor", **RATES),
     "ademamix": OptimConfig(name="ademamix", **RATES),
     "schedule_free": OptimConfig(name="schedule_free", **CONSTANT),
     "cautious updates": OptimConfig(cautious="updates", **RATES),
@@ -119,28 +118,6 @@ def lion(optim, state, name, grad, param, step):
     return sign
 
 
-def matrix(name, x):
-    """Views a kernel as [in, out]."""
-    return x.reshape((-1, x.shape[-1]) if "c_proj" in name else (x.shape[0], -1))
-
-
-def rms(x):
-    return np.sqrt((x**2).mean())
-
-
-def adafactor(optim, state, name, grad, param, step):
-    decay = 1 - step**-0.8
-    if name.endswith(("kernel", "embedding")):
-        square = matrix(name, grad) ** 2
-        row = moving(state, (name, "row"), square.mean(1), decay)
-        column = moving(state, (name, "column"), square.mean(0), decay)
-        second = (np.outer(row, column) / row.mean()).reshape(grad.shape)
-    else:
-        second = moving(state, name, grad**2, decay)
-    update = grad / np.sqrt(second)
-    return max(1e-3, rms(param)) * update / max(1.0, rms(update))
-
-
 def ademamix(optim, state, name, grad, param, step):
     share = step / NUM_STEPS
     start, end = np.log(optim.beta1), np.log(optim.beta3)
@@ -156,7 +133,7 @@ def schedule_free(optim, state, name, grad, param, step):
     return grad / (np.sqrt(square) + optim.eps)
 
 
-DIRECTIONS = dict(adamw=adam, adam=adam, sgd=sgd, lion=lion, adafactor=adafactor)
+DIRECTIONS = dict(adamw=adam, adam=adam, sgd=sgd, lion=lion)
 DIRECTIONS |= dict(ademamix=ademamix, schedule_free=schedule_free)
 
 

@@ -48,8 +48,7 @@ def assert_alike(name, result, reference):
     assert difference(result, reference) < TOLERANCE
 
 
-SOME = [("adafactor", LAYOUTS[0], True), ("schedule_free", LAYOUTS[0], False)]
-SOME += [("ema", LAYOUTS[1], True), ("soap", LAYOUTS[0], True)]
+SOME = [("schedule_free", LAYOUTS[0], False), ("ema", LAYOUTS[1], True), ("soap", LAYOUTS[0], True)]
 SOME += [("normuon, tail average", LAYOUTS[0], True)]
 MORE = [("muon", LAYOUTS[0], False), ("soap", LAYOUTS[1], True)]
 REST = [

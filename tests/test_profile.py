@@ -20,61 +20,38 @@ pytestmark = pytest.mark.usefixtures("compiles_fully")
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
-FileNames
-1 "/home/a/gpt2/model/block.py"
-2 "/usr/lib/python3/site-packages/flax/linen.py"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=42 end_line=42 column=1 end_column=9}
-2 {file_name_id=2 function_name_id=1 line=7 end_line=7 column=1 end_column=9}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-
 %fused (p0: f32[28,8], p1: s32[]) -> f32[4,8] {
   %p0 = f32[28,8]{1,0} parameter(0)
   ROOT %rows = f32[4,8]{1,0} slice(%p0)
 }
 
+%fused_dot (p0: f32[4,8]) -> f32[4,16] {
+  ROOT %dot.2 = f32[4,16]{1,0} dot(%p0, %b), metadata={op_name="jit(step)/transpose(jvp(GPT))/while/body/h/mlp/c_fc/dot_general"}
+}
+
 %body (state: (f32[28,8])) -> (f32[28,8]) {
   %a = f32[28,8]{1,0} get-tuple-element(%state), index=1
-  %cut = f32[4,8]{1,0} fusion(%a), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/jvp(GPT)/while/body/h/mlp/c_fc/slice" stack_frame_id=2}
-  %dot.1 = f32[4,16]{1,0} dot(%cut, %b), metadata={op_name="jit(step)/transpose(jvp(GPT))/while/body/h/mlp/c_fc/dot_general" stack_frame_id=1}
-  ROOT %keep = f32[7,4,16]{2,1,0} fusion(%dot.1), kind=kLoop, calls=%fused
+  %cut = f32[4,8]{1,0} fusion(%a), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/jvp(GPT)/while/body/h/mlp/c_fc/slice"}
+  %dot.1 = f32[4,16]{1,0} dot(%cut, %b), metadata={op_name="jit(step)/transpose(jvp(GPT))/while/body/h/mlp/c_fc/dot_general"}
+  %gather = f32[8] all-gather-start(%x)
+  ROOT %keep = f32[7,4,16]{2,1,0} fusion(%dot.1), kind=kLoop, calls=%fused_dot
 }
 
 ENTRY %main (x: (f32[28,8])) -> (f32[28,8]) {
+  %call = f32[8] call(%x), to_apply=%fused, attributes={xla_cpu_small_call="true"}
   ROOT %while.3 = (f32[28,8]) while(%x), condition=%condition, body=%body, metadata={op_name="jit(step)/jvp(GPT)/while"}
 }
 """  # noqa: E501
 
 
-def test_operations_are_known_by_part_kind_line_and_loop():
+def test_operations_are_known_by_part_kind_and_path():
     program = ProgramText(TEXT)
     assert program.module == "jit_step" and program.is_container("while.3")
-    assert not program.is_container("dot.1")
-    place = "model/block.py:42"  # not the library's line
-    assert program.find("cut") == ("fusion", "mlp forward", place, "while.3")
-    assert program.find("dot.1") == ("product", "mlp backward", place, "while.3")
-    # XLA gives its own fusions no name: the commonest one inside, or of the loop around.
-    assert program.find("keep") == ("fusion", "other forward", "", "while.3")
-
-
-def test_collectives_and_loops_of_one_kernel_are_kinds():
-    program = ProgramText("""HloModule jit_step
-
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %s = f32[8] all-gather-start(%x)
-  %a = f32[8] all-reduce(%x)
-  %call = f32[8] call(%x), to_apply=%f, attributes={xla_cpu_small_call="true"}
-}
-""")
-    kinds = [program.find(name).kind for name in ("s", "a", "call")]
-    assert kinds == ["collective", "collective", "loop"] and not program.is_container("call")
-    found = break_down(trace_of(ran("call", 0.0, 2.0)), program)
-    (cause,) = page.find_causes(found, program)
-    assert (cause.name, cause.seconds) == ("loop of tiny operations", 2.0)
+    assert not program.is_container("dot.1") and not program.is_container("call")
+    assert program.find("cut") == ("fusion", "mlp forward", "mlp/c_fc/slice")
+    assert program.find("dot.1") == ("product", "mlp backward", "mlp/c_fc/dot_general")
+    assert program.find("keep") == ("product", "mlp backward", "")  # as what is inside
+    assert program.find("gather") == ("collective", "other", "")
 
 
 @pytest.mark.parametrize(
@@ -201,15 +178,9 @@ def test_trace_holds_the_named_steps_and_no_others_beside_its_page(tmp_path, fir
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "fault, named, least, most",
-    [
-        ("sync", "Host synchronisation", 0.8, 1.2),
-        ("loader", "Slow loader", 0.8, 1.2),
-        # A CPU takes as long to record an operation of a microsecond as to run it.
-        ("tiny", "Loop of tiny operations", 0.7, 3.0),
-    ],
+    "fault, named", [("sync", "Host synchronisation"), ("loader", "Slow loader")]
 )
-def test_the_page_names_a_planted_fault_and_what_it_costs(tmp_path, fault, named, least, most):
+def test_the_page_names_a_planted_fault_and_what_it_costs(tmp_path, fault, named):
     # Other work may hold the host up for 10 ms before it waits for a step, which must last longer.
     # A slow loader hides behind the step.
     width, length = (256, 128) if fault == "sync" else (128, 64)
@@ -232,4 +203,4 @@ def test_the_page_names_a_planted_fault_and_what_it_costs(tmp_path, fault, named
         if step % 10 >= 4 and step >= 20 and not 70 <= step < 85:
             seconds[bool(step // 10 % 2)].append(line["perf/step_seconds"])
     cost = 1e3 * (statistics.median(seconds[True]) - statistics.median(seconds[False]))
-    assert least * cost < told < most * cost
+    assert 0.8 * cost < told < 1.2 * cost

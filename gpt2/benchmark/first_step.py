@@ -7,8 +7,7 @@ PyTorch.
 """
 
 import zlib
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,38 +30,13 @@ TOLERANCES = {
 
 
 class FirstStep(NamedTuple):
-    """What one side computed in its first steps.
+    """What one side computed in its first steps; arrays are `sample`s, by name."""
 
-    Attributes:
-        products: the type in which it multiplied: one of `TOLERANCES`.
-        loss: of the first step, in nats per token.
-        before, after: `sample`s of the weights around `STEPS` steps, by name.
-        gradients: of the first step, clipped, as weights.
-    """
-
-    products: str
-    loss: float
-    before: dict[str, np.ndarray]
-    after: dict[str, np.ndarray]
-    gradients: dict[str, np.ndarray]
-
-
-class Agreement(NamedTuple):
-    """How far a quantity of two sides lies apart, relative, and its tolerance."""
-
-    what: str
-    found: float
-    allowed: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether the difference is within the tolerance; NaN is not."""
-        return self.found <= self.allowed
-
-    def __str__(self) -> str:
-        if not self.allowed:
-            return self.what
-        return f"{self.what} differs by {self.found:.1e}, and {self.allowed:g} is allowed"
+    products: str  # the type in which it multiplied: one of `TOLERANCES`
+    loss: float  # of the first step, in nats per token
+    before: dict[str, np.ndarray]  # weights
+    after: dict[str, np.ndarray]  # weights after `STEPS` steps
+    gradients: dict[str, np.ndarray]  # of the first step, clipped
 
 
 def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -98,30 +72,30 @@ def products_of(compute: str, matmul_precision: str | None, platform: str) -> st
     return "bfloat16" if platform == "tpu" and matmul_precision != "high" else "tf32"
 
 
-def compare(ours: FirstStep, theirs: FirstStep) -> Iterable[Agreement]:
-    """Yields how products, loss, each gradient and the weights compare."""
-    allowed = TOLERANCES[ours.products]
-    what = f"products are in {theirs.products}, in place of {ours.products}"
-    yield Agreement(what, float(theirs.products != ours.products), 0.0)
+def compare(ours: FirstStep, theirs: FirstStep) -> str | None:
+    """Returns the first difference, in products, loss, a gradient or weights, if there is one."""
+    if theirs.products != ours.products:
+        return f"products are in {theirs.products}, in place of {ours.products}"
     names = list(ours.before)
-    same = set(names) == set(theirs.before) and all(
+    if set(names) != set(theirs.before) or not all(
         np.array_equal(ours.before[name], theirs.before[name]) for name in names
-    )
-    yield Agreement("weights before the step differ", float(not same), 0.0)
-    if not same:
-        return
-    yield Agreement("loss", abs(theirs.loss - ours.loss) / abs(ours.loss), allowed["loss"])
+    ):
+        return "weights before the step differ"
+    found: dict[tuple[str, str], Any] = {
+        ("loss", "loss"): abs(theirs.loss - ours.loss) / abs(ours.loss)
+    }
     for name in names:
         a, b = ours.gradients[name], theirs.gradients[name]
-        found = np.linalg.norm(a - b) / np.linalg.norm(a)
-        yield Agreement(f"gradient of {name}", float(found), allowed["gradient"])
+        found["gradient", f"gradient of {name}"] = np.linalg.norm(a - b) / np.linalg.norm(a)
     for name in names:
         a, b, start = (step[name] for step in (ours.after, theirs.after, ours.before))
         if name.endswith("attn/c_attn/bias"):
             # A bias of keys moves all scores of a query alike, which softmax does not see. Its
             # gradient is 0 but for rounding, which AdamW turns into full steps.
-            a, b, start = (
-                np.delete(x, np.s_[x.size // 3 : 2 * x.size // 3]) for x in (a, b, start)
-            )
-        found = np.abs(a - b).mean() / np.abs(a - start).mean()
-        yield Agreement(f"weights of {name}", float(found), allowed["weights"])
+            keys = np.s_[a.size // 3 : 2 * a.size // 3]
+            a, b, start = (np.delete(x, keys) for x in (a, b, start))
+        found["weights", f"weights of {name}"] = np.abs(a - b).mean() / np.abs(a - start).mean()
+    for (kind, what), value in found.items():
+        if not value <= (allowed := TOLERANCES[ours.products][kind]):  # NaN is not
+            return f"{what} differs by {value:.1e}, and {allowed:g} is allowed"
+    return None

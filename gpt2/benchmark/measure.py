@@ -116,8 +116,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             first, _, usual = player.ask(3)  # the first compiles if that was not done
             if compared and name in (OURS, *compared):
                 player.ask(str(shown / name))
-                sides = (pickle.loads((shown / side).read_bytes()) for side in (OURS, name))
-                wrong = next((each for each in compare(*sides) if not each.holds), None)
+                wrong = compare(*(pickle.loads((shown / x).read_bytes()) for x in (OURS, name)))
                 what = f"{name} does not compute what {OURS} computes: {wrong}"
                 refuse(wrong, what, "Choose options that plain GPT-2 has, or leave out --peers")
             steps = max(1, math.ceil(seconds / usual))

@@ -70,8 +70,7 @@ class OptimConfig(Options, group="optim"):
         refuse(free and self.schedule != "constant", "schedule_free wants optim.schedule=constant")
         several = [free, self.ema > 0, self.tail_average > 0].count(True) > 1
         refuse(several, "optim.ema, tail_average and name=schedule_free all average", "Use one")
-        plain = free or self.name == "adafactor"
-        refuse(plain and self.cautious in ("updates", "both"), f"{masks} needs momentum")
+        refuse(free and self.cautious in ("updates", "both"), f"{masks} needs momentum")
         coupled = self.name in ("adam", "sgd") or not self.weight_decay
         refuse(coupled and self.cautious in ("decay", "both"), f"{masks} finds no decay to mask")
         refuse(coupled and self.scheduled_weight_decay, "scheduled_weight_decay finds no decay")

@@ -82,7 +82,6 @@ GPT2 = Family(
         Row("transformer.ln_f.bias", "ln_f/bias", "D", "D"),
         Row("lm_head.weight", "lm_head/embedding", "VD", "V D", "untied"),
     ),
-    buffers=(".attn.bias", ".attn.masked_bias"),  # the causal mask, and its fill value
 )
 
 # PyTorch's Linear stores a weight as [out, in], here and in the families below.
@@ -119,7 +118,6 @@ LLAMA = Family(
         Row("model.norm.weight", "ln_f/scale", "D", "D"),
         Row("lm_head.weight", "lm_head/embedding", "VD", "V D", "untied"),
     ),
-    buffers=(".rotary_emb.inv_freq",),  # frequencies that older versions stored
 )
 
 QWEN3 = dataclasses.replace(
@@ -150,8 +148,7 @@ GPT_NEOX = Family(
     fixed={"use_parallel_residual": True, "attention_bias": True},
     dropout=("hidden_dropout", "attention_dropout"),
     prefix="gpt_neox.",
-    head="embed_out.weight",
-    head_aliases=("lm_head.weight",),  # transformers 5 reads both, 4 the first
+    head="embed_out.weight",  # transformers 5 reads lm_head.weight too
     layer="layers.{}.",
     first=(Row("gpt_neox.embed_in.weight", "wte/embedding", "VD", "V D"),),
     rows=(
@@ -173,7 +170,6 @@ GPT_NEOX = Family(
         Row("gpt_neox.final_layer_norm.bias", "ln_f/bias", "D", "D"),
         Row("embed_out.weight", "lm_head/embedding", "VD", "V D", "untied"),
     ),
-    buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )
 
 FAMILIES = (GPT2, LLAMA, QWEN3, GPT_NEOX)

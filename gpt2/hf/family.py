@@ -17,6 +17,9 @@ SCALED_ROPE = dict(
     rope_scaling="rope_type", rope_factor="factor", rope_context="original_max_position_embeddings"
 )
 
+# Endings of stored names that hold no parameter: a mask, its fill value, and frequencies of rope.
+BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
+
 # The function that an activation of Hugging Face is. Those that differ by rounding count as one.
 _FUNCTIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
@@ -99,8 +102,7 @@ class Family:
         layer: the name of a layer, after the prefix.
         first, rows, last: tensors before the layers, of a layer, and after the layers.
         dropout: options that `model.dropout` becomes.
-        head, head_aliases: the name of the output embedding, and those in other versions.
-        buffers: endings of names that hold no parameter.
+        head: the name of the output embedding.
     """
 
     title: str
@@ -118,8 +120,6 @@ class Family:
     last: tuple[Row, ...]
     dropout: tuple[str, ...] = ()
     head: str = "lm_head.weight"
-    head_aliases: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
 
     def tensors(self, cfg: GPTConfig) -> Iterator[Tensor]:
         """Yields every tensor of a model. Parts of a parameter are in order."""
@@ -140,7 +140,7 @@ class Family:
 
     def full_name(self, name: str) -> str:
         """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""
-        if name in (self.head, *self.head_aliases):
+        if name in (self.head, "lm_head.weight"):
             return self.head
         return name if name.startswith(self.prefix) else self.prefix + name
 

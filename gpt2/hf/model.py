@@ -20,7 +20,7 @@ from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError, refuse
 from gpt2.hf.config import read_config, to_hf_config
 from gpt2.hf.families import family_for
-from gpt2.hf.family import Tensor
+from gpt2.hf.family import BUFFERS, Tensor
 from gpt2.hf.tokenizer import count_tokens, save_tokenizer
 from gpt2.utils import files
 
@@ -50,7 +50,7 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
     head = stored.pop(family.head, params["wte"]["embedding"])  # of tied embeddings
     is_copy = np.array_equal(head.astype(np.float32), params["wte"]["embedding"])
     refuse(not is_copy, f"{directory}: config.json ties {family.head} to an embedding that differs")
-    unknown = ", ".join(name for name in stored if not name.endswith(family.buffers))
+    unknown = ", ".join(name for name in stored if not name.endswith(BUFFERS))
     refuse(unknown, f"{directory}: the model of config.json has no tensor {unknown}")
     num_tokens = count_tokens(directory, cfg)
     for name in {"wte", "lm_head"} & params.keys():

@@ -15,7 +15,6 @@ import optax
 
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
-from gpt2.optim.adafactor import scale_by_adafactor
 from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.parameters import Path, decay_mask, is_hidden_kernel, map_parameters, unrolled_names
 from gpt2.optim.soap import scale_by_soap
@@ -24,7 +23,6 @@ from gpt2.optim.transforms import (
     cautious,
     cautious_decay,
     clip_by_global_norm,
-    mean_after,
 )
 
 
@@ -52,7 +50,8 @@ def make_optimizer(
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema or optim.tail_average:
-        mean = mean_after(optim.tail_start(num_steps))
+        start = optim.tail_start(num_steps)  # until which the average is the newest parameters
+        mean = lambda count: 1 - 1 / jnp.maximum(count + 1 - start, 1)  # noqa: E731
         kept = optax.constant_schedule(optim.ema) if optim.ema else mean
         optimizer = optax.chain(optimizer, average_parameters(kept))
     if not optim.clip_norm:
@@ -219,7 +218,6 @@ OPTIMIZERS = {
     "adam": _adam,
     "sgd": _sgd,
     "lion": _lion,
-    "adafactor": lambda optim, num_steps: scale_by_adafactor(),
     "ademamix": _ademamix,
     "schedule_free": _schedule_free,
     "muon": _muon,

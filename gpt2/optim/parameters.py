@@ -27,12 +27,7 @@ def map_parameters(function: Callable, tree: Any, *others: Any) -> Any:
 
 def decay_mask(params: Any) -> Any:
     """Returns, for every parameter, whether weight decay applies: kernels and embeddings."""
-    return map_parameters(lambda path, _: is_matrix(path), params)
-
-
-def is_matrix(path: Path) -> bool:
-    """Returns whether a parameter maps vectors to vectors: a kernel, or a table."""
-    return path[-1] in _DECAYED
+    return map_parameters(lambda path, _: path[-1] in _DECAYED, params)
 
 
 def is_hidden_kernel(path: Path) -> bool:

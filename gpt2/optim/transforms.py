@@ -102,14 +102,6 @@ def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def mean_after(start: int) -> optax.Schedule:
-    """Returns the decay that makes an average the mean of what follows update `start`.
-
-    Until then it is 0, and the average the newest parameters.
-    """
-    return lambda count: 1 - 1 / jnp.maximum(count + 1 - start, 1)
-
-
 def averaged_params(opt_state: optax.OptState, params: Any) -> Any:
     """Returns the parameters that are validated and exported: the optimizer's average, if any."""
     kinds = (AverageState, ScheduleFreeState)

@@ -1,13 +1,11 @@
 """Charges the time of the traced steps to operations, and to what the devices wait for."""
 
-import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from gpt2.profile.program import ProgramText
 from gpt2.profile.trace import Ran, Span, Trace
 
-SHORT = 10e-6  # seconds; starting a shorter operation costs about as much as the operation
 # What devices wait for between two runs of the step, beside phases of the loop.
 SYNC, PYTHON, LAUNCH = "host synchronisation", "Python in the loop", "start of a program"
 LOADER = "slow loader"
@@ -17,11 +15,10 @@ Gaps = dict[tuple[str, str, str], float]  # by what is waited for, FILE:LINE of 
 
 
 class Cost(NamedTuple):
-    """Seconds per step of an operation, with idle moments below `SHORT` before it; its runs."""
+    """Seconds per step of an operation, and its runs per step."""
 
     seconds: float
-    count: float  # type: ignore[assignment]  # hides tuple.count
-    is_short: bool  # most runs take less than `SHORT`
+    runs: float
 
 
 class Breakdown(NamedTuple):
@@ -31,9 +28,8 @@ class Breakdown(NamedTuple):
     steps: int
     numbers: list[str]  # of the traced steps, if the trace tells
     operations: dict[str, Cost]  # by name; those that run at once share their time
-    idle: float  # longer moments inside a step in which no operation runs
-    gaps: Gaps
-    others: dict[str, float]  # other programs, such as that of validation, by name
+    idle: float  # inside a step, while no operation runs
+    gaps: Gaps  # between steps, other programs included
 
 
 def break_down(trace: Trace, program: ProgramText) -> Breakdown:
@@ -41,7 +37,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
 
     Without the text of the program, the step is what took most of the time.
     """
-    by_module: defaultdict[str, float] = defaultdict(float)
+    by_module = defaultdict[str, float](float)
     for ran in trace.operations:
         by_module[ran.module] += ran.end - ran.start
     module = program.module or max(by_module, key=by_module.__getitem__, default="")
@@ -49,42 +45,36 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     if not runs:
         raise ValueError("the trace holds no step")
     steps, borders = len(runs), max(1, len(runs) - 1)
-    durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    starting: defaultdict[tuple[str, str], float] = defaultdict(float)
-    gaps: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    taken, counts = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
+    gaps = defaultdict[tuple[str, str, str], float](float)
     idle, busy, busy_until = 0.0, 0.0, runs[0][0]
     ended = max(end for _, end in runs)
     for ran in trace.operations:
         if program.is_container(ran.name) or ran.end <= runs[0][0] or ran.start >= ended:
             continue
-        durations[ran.module, ran.name].append(ran.end - ran.start)
+        taken[ran.module, ran.name] += ran.end - ran.start
+        counts[ran.module, ran.name] += 1
         if (seconds := ran.start - busy_until) > 0:
             number = sum(start < ran.start for start, _ in runs)  # of the next run
             idle_since = max(end for _, end in runs[:number])
-            if idle_since <= busy_until:  # between two runs
+            if idle_since > busy_until:
+                idle += seconds / steps
+            else:  # between two runs
                 waits = _waiting_for(trace, busy_until, ran.start, number, idle_since)
                 for key, share in waits.items():
                     gaps[key] += share / borders
-            elif seconds < SHORT:
-                starting[ran.module, ran.name] += seconds
-            else:
-                idle += seconds / steps
         busy += max(0.0, ran.end - max(busy_until, ran.start))
         busy_until = max(busy_until, ran.end)
 
-    shared = busy / sum(map(sum, durations.values()))
-    operations, others = dict[str, Cost](), defaultdict[str, float](float)
-    for (owner, name), each in durations.items():
-        seconds = shared * sum(each) + starting[owner, name]
+    shared, operations = busy / sum(taken.values()), dict[str, Cost]()
+    for (owner, name), seconds in taken.items():
         if owner == module:
-            is_short = statistics.median(each) < SHORT
-            operations[name] = Cost(seconds / steps, len(each) / steps, is_short)
+            operations[name] = Cost(shared * seconds / steps, counts[owner, name] / steps)
         else:
-            others[owner] += seconds / borders
-    total = sum(cost.seconds for cost in operations.values()) + idle
-    total += sum(gaps.values()) + sum(others.values())
+            gaps[f"program {owner}", "", ""] += shared * seconds / borders
+    total = sum(cost.seconds for cost in operations.values()) + idle + sum(gaps.values())
     numbers = [step.name for step in trace.steps]
-    return Breakdown(total, steps, numbers, operations, idle, dict(gaps), dict(others))
+    return Breakdown(total, steps, numbers, operations, idle, dict(gaps))
 
 
 def _runs(own: list[Ran]) -> list[tuple[float, float]]:

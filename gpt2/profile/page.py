@@ -1,12 +1,12 @@
-"""The page profile.md: the cause that costs most, then tables of where a step's time goes."""
+"""The page profile.md: what costs most, then tables of where a step's time goes."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpt2.errors import UserError
-from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SHORT, SYNC, Breakdown, break_down
+from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SYNC, Breakdown, break_down
 from gpt2.profile.program import ProgramText
 from gpt2.profile.trace import find_trace, read_trace
 
@@ -20,15 +20,7 @@ _HELP = {
     PYTHON: "Do it less often, or in another thread.",
     LAUNCH: "Make steps longer, with more sequences in a batch.",
 }
-
-
-class Cause(NamedTuple):
-    """What takes `seconds` of a step, `where` it is (FILE:LINE with source), and what helps."""
-
-    name: str
-    seconds: float
-    where: str
-    help: str
+_OFTEN = "The devices wait for the host: do it less often."
 
 
 def explain(path: Path) -> str:
@@ -41,37 +33,6 @@ def explain(path: Path) -> str:
         return render(break_down(read_trace(file), program), program)
     except ValueError as error:
         raise UserError(f"{file}: {error}", "Trace more steps of a run of train.py") from None
-
-
-def find_causes(found: Breakdown, program: ProgramText) -> list[Cause]:
-    """Returns the causes worth naming, the most expensive one first."""
-    causes = []
-    for (kind, where, text), seconds in found.gaps.items():
-        place = f"`{where}`" + (f": `{text}`" if text else "") if where else ""
-        help = _HELP.get(kind, "The devices wait for the host: do it less often.")
-        causes.append(Cause(kind, seconds, place, help))
-    loops: defaultdict[str, list[str]] = defaultdict(list)
-    outside = 0.0
-    for name, cost in found.operations.items():
-        operation = program.find(name)
-        if operation.loop or operation.kind == "loop":
-            loops[operation.loop or name].append(name)
-        elif cost.is_short:
-            outside += cost.seconds
-    for loop, names in loops.items():
-        # XLA adds operations of its own, such as the counter's, that belong to no part.
-        names.sort(key=lambda name: (program.find(name).part == "other", -_seconds(found, [name])))
-        short = [name for name in names if found.operations[name].is_short]
-        if _seconds(found, short) > 0.5 * _seconds(found, names) or loop in found.operations:
-            first = program.find(names[0])
-            where = f"`{program.find(loop).source or first.source or loop}`, {first.part}"
-            count = sum(found.operations[name].count for name in names)
-            help = f"It runs {count:,.0f} operations a step: do many turns as one larger one."
-            causes.append(Cause("loop of tiny operations", _seconds(found, names), where, help))
-    help = f"Each takes less than {1e6 * SHORT:.0f} µs: use a larger batch."
-    causes.append(Cause("small operations", outside, "", help))
-    ranked = sorted(causes, key=lambda cause: -cause.seconds)
-    return [cause for cause in ranked if cause.seconds >= WORTH_NAMING * found.seconds]
 
 
 def render(found: Breakdown, program: ProgramText) -> str:
@@ -88,13 +49,15 @@ def render(found: Breakdown, program: ProgramText) -> str:
         kinds[operation.kind] += cost.seconds
     parts = sorted(cells, key=lambda part: -sum(cells[part].values()))
     columns = sorted(kinds, key=lambda kind: -kinds[kind])
-    causes = find_causes(found, program)
+    waits = [
+        (kind, seconds, f"`{where}`" + f": `{text}`" * bool(text) if where else "")
+        for (kind, where, text), seconds in sorted(found.gaps.items(), key=lambda gap: -gap[1])
+    ]
     step = f"of each step's {_ms(found.seconds)}"
-    if causes:
-        name, seconds, where, help = causes[0]
-        where = f" ({where})" if where else ""
-        what = f"{name[0].upper()}{name[1:]}: {_ms(seconds)} {step}, {seconds / found.seconds:.0%}"
-        headline = f"**{what}**{where}. {help}"
+    if waits and waits[0][1] >= WORTH_NAMING * found.seconds:
+        kind, seconds, where = waits[0]
+        what = f"{kind[0].upper()}{kind[1:]}: {_ms(seconds)} {step}, {seconds / found.seconds:.0%}"
+        headline = f"**{what}**{where and f' ({where})'}. {_HELP.get(kind, _OFTEN)}"
     else:
         percent = f"{sum(kinds.values()) / found.seconds:.0%}"
         headline = f"**The devices compute {percent} {step}.** The largest part is {parts[0]}."
@@ -107,30 +70,24 @@ def render(found: Breakdown, program: ProgramText) -> str:
         text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"\n## {title}\n\n{text}\n" if rows else ""
 
-    rows: list[Any] = [(c.name, *share(c.seconds), c.where, c.help) for c in causes]
-    page += table("Causes", ("cause", "per step", "share", "where", "what helps"), rows)
+    rows: list[Any] = [
+        (kind, *share(gap), where, _HELP.get(kind, "")) for kind, gap, where in waits
+    ]
+    head: Sequence[str] = ("the devices wait for", "per step", "share", "the host at", "what helps")
+    page += table("Between steps", head, rows)
     rows = [
         (part, *share(sum(cells[part].values())), *(_ms(cells[part][kind]) for kind in columns))
         for part in parts
     ]
     rows.append(("idle inside of a step", *share(found.idle), *("" for _ in columns)))
     page += table("By part and kind", ("part", "per step", "share", *columns), rows)
-    rows = [(kind, *share(gap), *at) for (kind, *at), gap in found.gaps.items()]
-    rows += [(f"program {name}", *share(s), "", "") for name, s in found.others.items()]
-    waits = ("the devices wait for", "per step", "share", "the host at", "source")
-    page += table("Between steps", waits, rows)
     longest = sorted(found.operations.items(), key=lambda x: -x[1].seconds)[:_TOP]
     rows = [
-        (f"`{name}`", kind, part, source, f"{cost.count:,.0f}", *share(cost.seconds))
+        (f"`{name}`", *program.find(name), f"{cost.runs:,.0f}", *share(cost.seconds))
         for name, cost in longest
-        for kind, part, source, _ in [program.find(name)]
     ]
-    head = ("operation", "kind", "part", "source", "runs", "per step", "share")
+    head = ("operation", "kind", "part", "path", "runs", "per step", "share")
     return page + table("The longest operations", head, rows)
-
-
-def _seconds(found: Breakdown, names: Iterable[str]) -> float:
-    return sum(found.operations[name].seconds for name in names)
 
 
 def _ms(seconds: float) -> str:

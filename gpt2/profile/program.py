@@ -1,24 +1,21 @@
-"""What the operations of a compiled step are: part of the model, kind, line of Python."""
+"""What the operations of a compiled step are: part of the model, kind, path."""
 
 import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2.plan.collectives import called_by, split_computations
-from gpt2.profile.sampler import short_path
 
 # The named scopes of the model and of the step.
 SCOPES = ("attention", "mlp", "head", "optimizer")
-_SMALL_CALL = 'xla_cpu_small_call="true"'  # a small loop that XLA:CPU compiles into one kernel
 # Kind of an operation: the first whose pattern one of its instructions has.
 _KINDS = {
-    "loop": re.escape(_SMALL_CALL),
     "product": r" (dot|convolution)\(|__cublas|__cudnn\$fmha|__onednn\$matmul",
     "collective": r" (all-(reduce|gather|to-all)|reduce-scatter|collective-\w+)[\w-]*\(",
     "reduction": r" reduce(-window)?\(",
-    "fusion": r" fusion\(",
+    "fusion": r" (fusion|call)\(",
     "copy": r" (copy|transpose|reshape|concatenate|pad|[\w-]*slice|gather|convert)[\w-]*\(",
 }
 # Levels of an operation's path that JAX or the trainer add, and that name no part of the model.
@@ -35,8 +32,7 @@ class Operation(NamedTuple):
 
     kind: str = "other"  # of `_KINDS`
     part: str = "unknown"  # a scope or module, with `forward` or `backward` if differentiated
-    source: str = ""  # FILE:LINE in Python
-    loop: str = ""  # name of the innermost loop around it
+    path: str = ""  # in JAX, its last levels: modules, and the primitive
 
 
 class ProgramText:
@@ -50,39 +46,27 @@ class ProgramText:
         if text and not header:
             raise ValueError("no HLO text")
         self.module = header[1] if header else ""
-        self._frames = _read_frames(text)
-        self._lines: dict[str, tuple[str, str]] = {}  # the computation and the text, by name
-        self._callers: dict[str, str] = {}  # the instruction that calls a computation
         self._computations, _ = split_computations(text)
-        for computation, lines in self._computations.items():
-            for line in lines:
-                if found := _INSTRUCTION.match(line):
-                    self._lines[found[1]] = computation, line
-                    self._callers |= dict.fromkeys(called_by(line), found[1])
+        lines = (line for lines in self._computations.values() for line in lines)
+        self._lines = {name[1]: line for line in lines if (name := _INSTRUCTION.match(line))}
 
     def is_container(self, name: str) -> bool:
         """Returns whether this is a loop or a call, whose time is that of operations inside."""
-        _, line = self._lines.get(name, ("", f" {name.partition('.')[0]}("))
-        return bool(_CONTAINER.search(line)) and _SMALL_CALL not in line
+        line = self._lines.get(name, f" {name.partition('.')[0]}(")
+        # XLA:CPU compiles a small loop into one kernel.
+        return bool(_CONTAINER.search(line)) and 'xla_cpu_small_call="true"' not in line
 
     @functools.cache  # noqa: B019
     def find(self, name: str) -> Operation:
-        """Returns the operation, or loop, of a name; one of an unknown part if there is none."""
+        """Returns the operation of a name; one of an unknown part if there is none."""
         if name not in self._lines:
             return Operation()
-        computation, line = self._lines[name]
-        inside = list(self._inside(line))
+        inside = list(self._inside(line := self._lines[name]))
         kind = next((k for k, x in _KINDS.items() if any(re.search(x, i) for i in inside)), "other")
-        loop = self._callers.get(computation, "")
-        while loop and " while(" not in self._lines[loop][1]:
-            loop = self._callers.get(self._lines[loop][0], "")
-        # XLA names some fusions by nothing of the model.
-        parts = Counter(part for i in inside if (part := part_of(i)) != "other").most_common(1)
-        part = part_of(line)
-        if part == "other":
-            part = parts[0][0] if parts else self.find(loop).part if loop else part
-        frame = re.search(r"stack_frame_id=(\d+)", line)
-        return Operation(kind, part, self._frames.get(int(frame[1]), "") if frame else "", loop)
+        # XLA names some fusions by nothing of the model: then the commonest inside.
+        named = Counter(part for i in inside if (part := part_of(i)) != "other").most_common(1)
+        part = part_of(line) if part_of(line) != "other" or not named else named[0][0]
+        return Operation(kind, part, "/".join(_path(line).split("/")[-3:]))
 
     def _inside(self, line: str) -> Iterator[str]:
         """Yields the line of an instruction, and those that are fused into it."""
@@ -98,9 +82,7 @@ def part_of(line: str) -> str:
 
     Its line of HLO holds the path in JAX, `op_name`: scopes, modules, `transpose` in reverse mode.
     """
-    # XLA joins several paths as `a/b;a/c`, or behind what they share as `a/(b:c)`: the first one.
-    path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]
-    path = re.sub(r"/\(([^:]*):.*", r"/\1", path)
+    path = _path(line)
     levels = path.split("/")
     # What is computed again belongs to the backward pass, which needs it.
     is_backward = "transpose(" in path or "rematted_computation" in path
@@ -113,21 +95,7 @@ def part_of(line: str) -> str:
     return f"{scope} backward" if is_backward else f"{scope} forward"
 
 
-def _read_frames(text: str) -> dict[int, str]:
-    """Returns FILE:LINE of each stack frame: its innermost line outside of libraries."""
-    head = text.partition("\n%")[0]  # which holds tables of numbers
-
-    def table(name: str, row: str) -> list[Any]:
-        return re.findall(row, head.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.M)
-
-    files: dict[str, str] = dict(table("FileNames", r'^(\d+) "(.*)"$'))
-    locations = table("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)")
-    lines = {place: (files.get(file, ""), line) for place, file, line in locations}
-    found: dict[int, str] = {}
-    frames = table("StackFrames", r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-    for frame, place, parent in frames:  # parents stand first, and are numbered from 1 higher
-        file, line = lines.get(place, ("", ""))
-        is_ours = file and "site-packages" not in file
-        outer = found.get(int(parent or 1) - 1, "")
-        found[int(frame)] = f"{short_path(file)}:{line}" if is_ours else outer
-    return found
+def _path(line: str) -> str:
+    # XLA joins several as `a/b;a/c`, or behind what they share as `a/(b:c)`: the first one.
+    path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]
+    return re.sub(r"/\(([^:]*):.*", r"/\1", path)
