@@ -49,13 +49,10 @@ LAYOUTS = {
     "fsdp 8 by layer": ParallelConfig(data=1, fsdp=8, fsdp_gather="layer"),
     "data 2 x tensor 4": ParallelConfig(data=2, tensor=4),
     "data 2 x fsdp 2 x tensor 2": ParallelConfig(**_MIXED, fsdp_gather="step"),
-    "data 2 x fsdp 2 x tensor 2 by layer": ParallelConfig(**_MIXED, fsdp_gather="layer"),
     "zero1 x 8": ParallelConfig(strategy="zero1"),
     "data 2 x zero1 x 2 x tensor 2": ParallelConfig(strategy="zero1", **_MIXED),
     "data 2 x megatron x 4": ParallelConfig(data=2, strategy="megatron"),
-    "fsdp 2 by layer x megatron x 4": ParallelConfig(
-        data=1, fsdp=2, tensor=4, strategy="megatron", fsdp_gather="layer"
-    ),
+    "fsdp 2 x megatron x 4": ParallelConfig(data=1, fsdp=2, tensor=4, strategy="megatron"),
     "fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2),
     "fsdp 4 x tensor 2 by other rules": ParallelConfig(
         data=1, fsdp=4, tensor=2, rules=_OTHER_RULES

@@ -20,12 +20,12 @@ from tests.test_config import build
 
 T, ROWS, MICRO_BATCHES, POISON = 8, 32, 4, 50
 MODEL = ModelConfig(
-    vocab_size=64, context_length=T, num_layers=2, num_heads=2, embed_dim=16, tie_embeddings=False
+    vocab_size=160, context_length=T, num_layers=2, num_heads=2, embed_dim=16, tie_embeddings=False
 )
 LAYOUTS = {
     "one device": (ParallelConfig(), 1),
     "pmap": (ParallelConfig(backend="pmap"), 8),
-    "by layer": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="layer"), 8),
+    "by layer": (ParallelConfig(data=2, fsdp=4, fsdp_gather="layer"), 8),
     "by step": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="step"), 8),
 }
 

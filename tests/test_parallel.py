@@ -104,9 +104,10 @@ def test_a_state_larger_than_memory_is_refused_before_it_is_drawn():
 
 def test_layers_do_not_gather_what_rules_split_elsewhere():
     elsewhere = RulesConfig(embed="none", norm="none", table="none", mlp="fsdp", heads="fsdp")
-    parallel = ParallelConfig(data=1, fsdp=4, tensor=2, fsdp_gather="layer")
+    parallel = ParallelConfig(data=2, fsdp=4, fsdp_gather="layer")
     assert state_of(parallel)[0].gather_by == "layer"
-    assert state_of(dataclasses.replace(parallel, rules=elsewhere))[0].gather_by == "step"
+    for change in (dict(rules=elsewhere), dict(data=1, tensor=2)):
+        assert state_of(dataclasses.replace(parallel, **change))[0].gather_by == "step"
 
 
 def test_optimizer_state_is_laid_out_like_its_parameters():

@@ -64,7 +64,7 @@ def linear_parts(
     _check_shapes(x, kernel, bias, 1, shards)
     dtype = jnp.dtype(dtype or x.dtype)
     kernels = [kernel[:, part] for part in range(kernel.shape[1])]
-    return _parts(x.astype(dtype), kernels, bias, dtype, shards.without_axis(1) if shards else None)
+    return _parts(x.astype(dtype), kernels, bias, dtype, shards)
 
 
 def linear_reference(x, kernel, bias=None, num_contract=1, activation=None, dtype="float32"):

@@ -6,13 +6,11 @@ FSDP", section 3.2: a unit is gathered before it is used, and its gradients are 
 
 import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 AXIS = "fsdp"
@@ -28,13 +26,11 @@ class Shards:
             group fills, outermost first, or just the number.
         forget: whether XLA would otherwise keep the whole from the forward pass to the backward
             pass, for want of a scan or rematerialisation between them.
-        spread: how XLA's partitioner splits the whole over other axes of the mesh, or None.
     """
 
     axis: int
     stages: tuple[int, ...]
     forget: bool = False
-    spread: NamedSharding | None = None
 
     @property
     def number(self) -> int:
@@ -50,32 +46,16 @@ class Shards:
         """Returns the shape of an array whose shards have this shape."""
         return (*shape[: self.axis], shape[self.axis] * self.number, *shape[self.axis + 1 :])
 
-    def without_axis(self, axis: int) -> "Shards":
-        """Returns how parts of the array along a later axis, which is not split, are split."""
-        assert axis > self.axis, (axis, self.axis)
-        if self.spread is None:
-            return self
-        spec = (*self.spread.spec[:axis], *self.spread.spec[axis + 1 :])
-        spread = NamedSharding(self.spread.mesh, PartitionSpec(*spec))
-        return dataclasses.replace(self, spread=spread)
-
     def gather(self, shard: jax.Array) -> jax.Array:
         """Returns the whole array."""
-
-        def on_shard(shard):
-            found = jnp.moveaxis(jax.lax.all_gather(shard, AXIS), 0, self.axis)
-            return found.reshape(self.whole_shape(shard.shape))
-
-        return self._map_spread(on_shard)(shard)
+        found = jnp.moveaxis(jax.lax.all_gather(shard, AXIS), 0, self.axis)
+        return found.reshape(self.whole_shape(shard.shape))
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Returns this device's shard of the sum of all devices' whole gradients."""
         # Shards lie one after another in memory: TPU compilers turn a reduce-scatter of the last
         # axis into an all-reduce where its shards do not fill the 128 lanes. They do the same over
         # more than one axis of a torus, and not over one after another.
-        return self._map_spread(self._scatter)(gradient)
-
-    def _scatter(self, gradient: jax.Array) -> jax.Array:
         shape = gradient.shape
         apart = gradient.reshape(*shape[: self.axis], self.number, -1, *shape[self.axis + 1 :])
         apart = jnp.moveaxis(apart, self.axis, 0)
@@ -89,16 +69,6 @@ class Shards:
             together = groups if len(self.stages) > 1 else None
             apart = jax.lax.psum_scatter(apart, AXIS, axis_index_groups=together)
         return apart.reshape(shard)
-
-    def _map_spread(self, function: Callable) -> Callable:
-        """Returns `function`, for each device's part: XLA would not split its collectives."""
-        if self.spread is None:
-            return function
-        mesh, spec = self.spread.mesh, self.spread.spec
-        axes = {axis for axis in jax.tree.leaves(tuple(spec)) if axis}
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
-        )
 
     def before_backward(self, shard: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns its arguments, of which the backward pass gathers and multiplies."""

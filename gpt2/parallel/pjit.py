@@ -7,7 +7,7 @@ from the model's constraints. `parallel.fsdp_gather` says when parameters are ga
 step    all of them before the first micro-batch. Whole gradients add up on each device, and are
         scattered after the last one.
 layer   each kernel and table where the model uses it, in the compute type, forward and backward.
-        Its gradient is scattered at once and adds up in shards (see fsdp.py).
+        Its gradient is scattered at once and adds up in shards (see fsdp.py). Not beside `tensor`.
 
 Gradients cross the data axis once, after the last micro-batch.
 """

@@ -134,9 +134,7 @@ def param_shards(names: tuple[str, ...], *, forget: bool = False) -> Shards | No
     axis = gathered_axis(names, mesh, rules) if target().has_shards else None
     if axis is None:
         return None
-    compute = spec(names, rules.compute)
-    is_spread = mesh.shape["tensor"] > 1 and any(compute)
-    return Shards(axis, fsdp_stages(mesh), forget, on_trace(mesh, compute) if is_spread else None)
+    return Shards(axis, fsdp_stages(mesh), forget)
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
@@ -148,16 +146,13 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
     """Returns which axis of a parameter is gathered over `fsdp` where a layer uses it, or None.
 
     It is that of every kernel and table, unless rules cut them along an axis for which no operation
-    takes shards. Vectors are too small to be worth it. A table whose columns are split over
-    `tensor` too is left whole, like them.
+    takes shards, or split them over `tensor` too. Vectors are too small to be worth it.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
-    if mesh.shape["fsdp"] == 1 or not split or len(set(names) - {"layers"}) < 2:
+    is_whole = mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1
+    if is_whole or not split or len(set(names) - {"layers"}) < 2:
         return None
-    name = names[split[0]]
-    others = (mesh.shape[axis] for axis in rules.storage[name] if axis != "fsdp")
-    by_layer = name in GATHERED_BY_LAYER and all(size == 1 for size in others)
-    return split[0] if by_layer else None
+    return split[0] if names[split[0]] in GATHERED_BY_LAYER else None
 
 
 def vocab_multiple() -> int:
