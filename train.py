@@ -30,7 +30,7 @@ from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import StopSignal, distributed, find_devices, gather_whole
 from gpt2.plan import command as plan
 from gpt2.profile import Profiler
-from gpt2.telemetry import Reporter, StepClock, plot_losses, timed
+from gpt2.telemetry import Reporter, StepClock, plot_losses
 from gpt2.training import Batches, Checkpointer, Diagnosis, Program, TrainState, next_token_loss
 from gpt2.training import workdir as folder
 
@@ -116,7 +116,8 @@ def train(
     config, options = program.config, program.config.train
 
     # Compile once for each shape of the run's steps, while the devices still draw the weights.
-    with clock.phase("compile"), timed("compiling the steps"):
+    distributed.only_first(tell)("compiling the steps", sys.stdout)
+    with clock.phase("compile"):
         examples, eval_batch = batches.examples(start)
         steps = program.compile_steps(state, examples)
         eval_step = program.compile_eval(state.params, eval_batch)

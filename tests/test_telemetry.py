@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import io
 import math
 import os
 import re
@@ -16,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rich.console import Console
 
 from gpt2.config import Config, GPTConfig, TrainConfig
 from gpt2.config.run import LoggingConfig
 from gpt2.config.shapes import Shape
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import compiled
-from gpt2.telemetry import chips, flops, metrics, plots, progress, writers
+from gpt2.telemetry import chips, flops, metrics, plots, writers
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
@@ -244,38 +242,6 @@ def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
     assert barks_within(0.8, 0.0, least=0.0) == []
 
 
-# Screen
-
-
-@pytest.mark.parametrize(("width", "more"), [(80, " | MFU 45.1%"), (60, "")])
-def test_a_bar_stays_beside_its_figures_and_moves_within_a_step(monkeypatch, width, more):
-    kinds = dict(force_terminal=True, force_interactive=True, color_system="standard")
-    console = Console(file=io.StringIO(), width=width, **kinds)
-    monkeypatch.setattr(progress.bars, "get_console", lambda: console)
-    monkeypatch.setattr(progress, "_on_terminal", lambda: True)
-    speed = {"perf/tokens_per_second": 123_456.0, "perf/mfu": 0.451}
-    with contextlib.closing(progress.Progress(600_000)) as bar:
-        bar.write(100, {"train/loss": 10.9876} | speed)
-        time.sleep(1.2)
-    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", console.file.getvalue())
-    found = {line for line in re.split(r"[\r\n]+", drawn) if "loss" in line}
-    assert all(f"━━━ loss 10.9876 | 123.5k tokens/s{more} " in line for line in found), found
-    assert len(found) > 1 and max(map(len, found)) <= width
-
-
-def test_curves_are_told_as_text(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "18")
-    with metrics_file(tmp_path) as writer:
-        for step in range(1, 9):
-            writer.write(step, {"train/loss": 9.0 - step})
-        writer.write(8, {"eval/loss": 4.5})
-    assert plots.losses_as_text(tmp_path / "metrics.jsonl", height=2).splitlines() == [
-        "    8.000 █▆▃▁   o",
-        "    1.000 ████▇▅▂▁",
-        "          training loss over 8 steps; o: validation",
-    ]
-
-
 # Speed
 
 
@@ -393,6 +359,19 @@ def test_recompilation_names_the_leaf_that_changed(change, named):
         step(*change(state, batch))
     assert str(caught.value).startswith("train_step would be compiled again")
     step(state, batch)  # the refused call took no donation
+
+
+def test_curves_are_told_as_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "18")
+    with metrics_file(tmp_path) as writer:
+        for step in range(1, 9):
+            writer.write(step, {"train/loss": 9.0 - step})
+        writer.write(8, {"eval/loss": 4.5})
+    assert plots.losses_as_text(tmp_path / "metrics.jsonl", height=2).splitlines() == [
+        "    8.000 █▆▃▁   o",
+        "    1.000 ████▇▅▂▁",
+        "          training loss over 8 steps; o: validation",
+    ]
 
 
 def test_pmap_steps_are_guarded_too():
