@@ -28,7 +28,7 @@ from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.ablate.tables import judge, reach_table, samples
+from gpt2.ablate.tables import _share, judge, reach_table, samples
 from gpt2.ablate.terms import at_sizes, choose_score, equalize, step_flops
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
@@ -167,6 +167,18 @@ def test_amounts_to_reach_a_score_are_read_between_validations():
     assert amount_to_reach(amounts, scores, 3.0) == 15.0
     assert amount_to_reach(amounts, scores, 6.0) == 0.0  # of the first validation
     assert amount_to_reach(amounts, scores, 1.9) == math.inf
+    assert amount_to_reach(amounts, scores, 2.2) == math.inf  # the last validation is above
+
+
+def test_the_share_of_steps_has_an_interval_of_both_arms_noise():
+    """Losses fall in lines from 8, so that a share is the ratio of two normal falls."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(300):
+        targets, ends = 4 + 0.03 * rng.standard_normal(4), 3 + 0.03 * rng.standard_normal(3)
+        targets = np.array([targets.mean(), *targets])
+        _, low, high = re.findall(r"[\d.]+", _share(100 * (8 - targets) / (8 - ends)[:, None]))
+        held += float(low) <= 80 <= float(high)
+    assert stats.binomtest(held, 300, 0.95).pvalue > 0.01
 
 
 def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
@@ -275,8 +287,10 @@ def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     for run in sweep.runs():
         final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 4.5}[run.arm]
         write_run(run, final + 0.001 * run.config.seed)
-    lion, muon = reach_table(sweep, sweep.results()).tokens
+    table = reach_table(sweep, sweep.results())
+    lion, muon = table.tokens
     assert lion == "0.80 (0.80 to 0.80)"  # in a straight line from 8 to 3, 4 is there at 4/5
+    assert list(table.iloc[0])[1:] == [lion] * 4
     assert muon == "reached by 0 of 3"
 
 

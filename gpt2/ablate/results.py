@@ -81,8 +81,10 @@ def read_curve(workdir: Path, score: str, step_tokens: float, step_flops: float)
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
-    """Returns the amount at which a curve first comes down to a score, in lines between points.
+    """Returns the amount after which a curve stays below a score, in lines between points.
 
-    It is inf if the curve never comes down, and the first validation's if that is there already.
+    It is inf if the curve ends above, and the first validation's if all are below.
     """
-    return float(np.interp(-target, -np.minimum.accumulate(scores), amounts, right=math.inf))
+    above = np.flatnonzero(scores > target)  # the last counts: no lucky validation before it
+    start = above[-1] if above.size else 0
+    return float(np.interp(-target, -scores[start:][:2], amounts[start:][:2], right=math.inf))

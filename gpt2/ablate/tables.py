@@ -4,9 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 
+import numpy as np
 import pandas as pd
+import scipy  # loads its parts when they are used
 
 from gpt2.ablate.arms import Arm
+from gpt2.ablate.power import welch
 from gpt2.ablate.results import amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
@@ -71,22 +74,35 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
         first = compared(results, baseline, "finished")
         for arm in others if len(first) else ():
             row, runs = {"arm": arm.name}, compared(results, arm, "finished")
-            for amount, title in {"tokens": "tokens", "flops": "FLOPs", "seconds": "time"}.items():
+            by_step = baseline.config.tokens_per_step / arm.config.tokens_per_step
+            titles = {"steps": "tokens", "tokens": "tokens", "FLOPs": "flops", "time": "seconds"}
+            for title, amount in titles.items():
+                unit = first[amount].mean() / (by_step if title == "steps" else 1.0)
                 shares = [
-                    amount_to_reach(getattr(curve, amount), curve.scores, first.score.mean())
-                    / first[amount].mean()
+                    [amount_to_reach(getattr(curve, amount), curve.scores, score) / unit]
                     for curve in runs.curve
+                    for score in (first.score.mean(), *first.score)
                 ]
-                row[title] = _share(shares)
+                row[title] = _share(np.reshape(shares, (len(runs), 1 + len(first))))
             rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _share(shares: Sequence[float]) -> str:
-    """Writes the mean of what runs took, and the range over seeds."""
-    if math.inf in shares:
-        return f"reached by {len(shares) - shares.count(math.inf)} of {len(shares)}"
-    return f"{mean(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})" if shares else "-"
+def _share(shares: np.ndarray) -> str:
+    """Writes the mean of what runs took, and its 95 % interval by Welch's method.
+
+    Rows are an arm's runs, which reach the mean of the baseline's final scores, then each of them.
+    """
+    reached = np.isfinite(shares).all(1)
+    if not reached.all() or shares.size == 0:
+        return f"reached by {reached.sum()} of {len(shares)}" if shares.size else "-"
+    middle, targets = shares[:, 0].mean(), shares[:, 1:].mean(0)
+    if min(len(shares), len(targets)) < 2:
+        return f"{middle:.2f}"
+    spreads = np.var(targets, ddof=1), np.var(shares[:, 0], ddof=1)
+    error, df = welch(*spreads, len(targets), len(shares))
+    half_width = scipy.stats.t.isf(0.025, df) * error
+    return f"{middle:.2f} {_interval(middle - half_width, middle + half_width, '.2f')}"
 
 
 def tuning_table(sweep: Sweep) -> pd.DataFrame:
