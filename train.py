@@ -135,9 +135,7 @@ def train(
     # Loop: metrics are read a step late, so that the devices never wait for the host.
     step, scores = start, {}
     reporter = Reporter.for_run(config, clock, workdir, start)
-    traced = config.shapes.at(config.logging.profile_start + 1)
-    text = lambda: steps[max(each for each in steps if each <= traced)][0].text()  # noqa: E731
-    profiler = Profiler(workdir / "profile", config.logging, text)
+    profiler = Profiler(workdir / "profile", config.logging, partial(program.traced_text, steps))
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
     stop = StopSignal()
@@ -153,15 +151,15 @@ def train(
                 state, metrics = train_step(state, batch)
                 reporter.step(step, metrics, batches.epoch_end(step), statistics)
 
-                stops, validates = stop.reached(step), options.validates_at(step)
-                saves = stops or options.saves_at(step)
+                stops, validates = stop.reached(step), options.is_due(step, options.eval_every)
+                saves = stops or options.is_due(step, options.checkpoint_every)
                 if validates or saves:
                     reporter.catch_up()
                     scores = score(0 if validates else 1)
                 if validates:
                     reporter.write(step, scores)
                     saves = checkpointer.improves(scores["eval/loss"]) or saves
-                if options.scores_tasks_at(step):
+                if options.eval_tasks and options.is_due(step, options.eval_tasks_every):
                     reporter.catch_up()
                     with clock.phase("tasks"):
                         reporter.write(step, tasks.score(state.eval_params))
@@ -185,8 +183,8 @@ def train(
     if checkpointer.failure:
         raise UserError(checkpointer.failure, "Mend that, and repeat the command", exit_code=5)
     if stop.requested and stop.is_agreed:
-        name = stop.requested.name
-        tell(f"stopped by {name} at step {step}; the same command continues", sys.stdout)
+        by = stop.requested.name
+        tell(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
         return 128 + stop.requested
     params = gather_whole(state.eval_params, program.backend.mesh)
     if jax.process_index() == 0:

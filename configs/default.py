@@ -249,11 +249,11 @@ def get_config() -> ConfigDict:
     config.train = _group(
         dict(
             num_steps=600_000,  # optimizer steps
-            batch_schedule="",  # 2000=64,4000=128: 64 sequences up to step 2000, 128 up to step
-            # 4000, then data.batch_size (Smith et al. 2018, arXiv 1711.00489)
-            context_schedule="",  # likewise, tokens; then model.context_length, which they divide
+            batch_schedule="",  # 2000=128,4000=256: so many sequences after so many steps; before,
+            # data.batch_size (Smith et al. 2018, arXiv 1711.00489)
+            context_schedule="",  # 0=256,2000=1024: likewise, tokens that divide context_length
             # (Li et al. 2022, arXiv 2108.06084)
-            window_schedule="",  # likewise, tokens; then model.window (modded-nanogpt)
+            window_schedule="",  # likewise, tokens of model.window (modded-nanogpt)
             accumulate_steps=1,  # micro-batches per optimizer step
             log_every=10,  # steps
             eval_every=1000,  # steps; 0: only at the end

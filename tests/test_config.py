@@ -139,7 +139,7 @@ WRONG = [  # options and a word of the message
     ("train.batch_schedule='9=64,5=32'", "batch_schedule"),
     ("train.batch_schedule='9=7' train.accumulate_steps=2", "accumulate_steps"),
     ("train.context_schedule='9=300'", "300"),
-    ("train.context_schedule='1=8' train.batch_schedule='1=1'", "8 tokens"),
+    ("train.context_schedule='0=8,1=1024' train.batch_schedule='0=1'", "8 tokens"),
     ("train.window_schedule='9=2048'", "window"),
     ("train.context_schedule='9=512' data.packing='bos'", "bos"),
     ("optim.layer_rates='wte'", "layer_rates"),

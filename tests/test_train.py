@@ -141,7 +141,7 @@ train.Reporter.step = step
 
 def run_scheduled(workdir, *options, dies_at=0, devices=1):
     script = patched(workdir.parent, COUNTED.format(dies_at=dies_at))
-    given = ("batch_schedule=2=2,5=8", "context_schedule=3=8", "window_schedule=6=4")
+    given = ("batch_schedule=0=2,2=8,5=4", "context_schedule=0=8,3=16", "window_schedule=0=4,6=0")
     schedules = [f"--config.train.{each}" for each in given]
     return run(workdir, *TINY, *schedules, *options, script=script, devices=devices)
 

@@ -115,19 +115,8 @@ class OptimConfig(Options, group="optim"):
 class TrainConfig(Options, group="train"):
     """The `train.` options."""
 
-    def validates_at(self, step: int) -> bool:
-        """Returns whether the run is validated after a step, counted from 1."""
-        return self._is_due(step, self.eval_every)
-
-    def scores_tasks_at(self, step: int) -> bool:
-        """Returns whether `eval_tasks` are scored after a step."""
-        return self.eval_tasks != "" and self._is_due(step, self.eval_tasks_every)
-
-    def saves_at(self, step: int) -> bool:
-        """Returns whether a checkpoint is saved after a step, whatever a validation says."""
-        return self._is_due(step, self.checkpoint_every)
-
-    def _is_due(self, step: int, every: int) -> bool:
+    def is_due(self, step: int, every: int) -> bool:
+        """Returns whether what comes `every` so many steps, and last, comes after a step."""
         return step == self.num_steps or (every > 0 and step % every == 0)
 
 
@@ -221,13 +210,13 @@ class Config(Options, group=""):
     @functools.cached_property
     def shapes(self) -> Shapes:
         """The shapes of the run's steps."""
-        texts, example = {n: getattr(self.train, n) for n in SCHEDULES}, "2000=64,4000=128"
+        texts, example = {n: getattr(self.train, n) for n in SCHEDULES}, "0=64,2000=128"
         schedules = [read_steps(f"train.{n}={texts[n]}", texts[n], int, example) for n in texts]
-        last = self.data.batch_size, self.model.context_length, self.model.window
-        pieces = dict[int, Shape]()
+        first = self.data.batch_size, self.model.context_length, self.model.window
+        pieces = {0: Shape(*first)}
         for start in sorted({0, *itertools.chain(*schedules)}):
-            ends = ((n for end, n in each.items() if start < end) for each in schedules)
-            pieces[start] = Shape(*map(next, ends, last))
+            sizes = (each.get(start, now) for each, now in zip(schedules, first, strict=True))
+            first = pieces[start] = Shape(*sizes)
         return Shapes(pieces)
 
     def at(self, shape: Shape) -> "Config":
@@ -267,9 +256,10 @@ class Config(Options, group=""):
         return dataclasses.replace(self, model=model)
 
     def gpt(self) -> GPTConfig:
-        """Returns the model's configuration; `model.vocab_size` must be resolved (not 0)."""
+        """Returns the model as it ends; `model.vocab_size` must be resolved (not 0)."""
         computed = {name: option(self, path) for name, path in COMPUTED.items()}
-        return GPTConfig(**dataclasses.asdict(self.model), **computed)
+        options = dataclasses.asdict(self.model) | {"window": self.shapes.last.window}
+        return GPTConfig(**options, **computed)
 
 
 def option(config: Config, name: str) -> Any:

@@ -9,13 +9,13 @@ from gpt2.errors import refuse
 
 
 def read_steps(option: str, text: str, kind: Callable[[str], Any], example: str) -> dict[int, Any]:
-    """Returns what `STEP=VALUE,STEP=VALUE` in an option says; steps must ascend from 1 on."""
+    """Returns what `STEP=VALUE,STEP=VALUE` in an option says; steps must ascend from 0 on."""
     try:
         pairs = [item.split("=") for item in text.split(",") if item]
         values = [(int(step), kind(value)) for step, value in pairs]
     except ValueError:
-        values = [(0, None)]  # which do not ascend
-    ascend = all(a < b for (a, _), (b, _) in itertools.pairwise([(0, None), *values]))
+        values = [(-1, None)]  # which do not ascend
+    ascend = all(a < b for (a, _), (b, _) in itertools.pairwise([(-1, None), *values]))
     refuse(not ascend, f"{option} cannot be read", f"For example, use {example}")
     return dict(values)
 
@@ -56,6 +56,11 @@ class Shapes:
         ends = [*self.pieces, steps][1:]
         each = zip(self.pieces.items(), ends, strict=True)
         return sum(amount(s) * max(min(end, steps) - start, 0) for (start, s), end in each)
+
+    @property
+    def last(self) -> Shape:
+        """The shape of the last steps."""
+        return [*self.pieces.values()][-1]
 
     @property
     def largest(self) -> Shape:

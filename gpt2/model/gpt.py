@@ -351,14 +351,9 @@ def targets_ahead(targets: jax.Array, segments: jax.Array | None, number: int) -
 
 
 def sinusoids(positions: jax.Array, width: int) -> jax.Array:
-    """Returns the position encoding of Vaswani et al. 2017, section 3.5.
+    """Returns Vaswani et al. 2017, section 3.5, [B or 1, T, D], of positions [B or 1, T] int32.
 
-    Args:
-        positions: `[B or 1, T]` int32.
-        width: D, even.
-
-    Returns:
-        `[B or 1, T, D]` float32: sines in even columns, cosines in odd ones.
+    Sines are in even columns, cosines in odd ones; D is even.
     """
     angles = positions[..., None] * 10000.0 ** (-jnp.arange(0, width, 2) / width)
     waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import math
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,10 +30,9 @@ class MetricsFile(Writer):
         # The newest records, from the byte of the file on where they belong. The last one may grow.
         self._start, self._records = 0, list[dict[str, Any]]()
         end = 0
-        for start, stop, record in _backwards(path):
+        for start, stop, record in _read(path):
             if record["step"] <= resume_step:
                 self._start, end, self._records = start, stop, [record]
-                break
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.truncate(self._file, end)
 
@@ -80,28 +78,26 @@ class MetricsFile(Writer):
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Returns one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
-    return [record for _, _, record in _backwards(Path(path))][::-1]
+    return [record for _, _, record in _read(Path(path))]
 
 
 def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]:
     """Returns the seconds of each phase up to the save of a step, and those of what came after."""
-    totals = (record.get("perf/total_seconds") for _, _, record in _backwards(Path(path)))
-    saves = (r for _, _, r in _backwards(Path(path)) if r["step"] <= step and f"{SECONDS}step" in r)
+    records = read_metrics(path)[::-1]
+    totals = (record.get("perf/total_seconds") for record in records)
+    saves = (r for r in records if r["step"] <= step and f"{SECONDS}step" in r)
     saved = next(saves, {}).items()
     seconds = {name.removeprefix(SECONDS): s for name, s in saved if name.startswith(SECONDS)}
     return seconds, max(0.0, next(filter(None, totals), 0.0) - sum(seconds.values()))
 
 
-def _backwards(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yields start, end and record of each line from the last one on, a torn or bad one skipped."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = data.rfind(b"\n") + 1
-        while end:
-            start = data.rfind(b"\n", 0, end - 1) + 1
-            with contextlib.suppress(ValueError):
-                record = json.loads(data[start:end])
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    yield start, end, record
-            end = start
+def _read(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yields start, end and record of each line, oldest first; a torn or bad one is skipped."""
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        start, end = end, end + len(line)
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            is_whole = line.endswith(b"\n") and isinstance(record, dict)
+            if is_whole and isinstance(record.get("step"), int):
+                yield start, end, record

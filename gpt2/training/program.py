@@ -174,7 +174,7 @@ class Program:
 
     def at(self, shape: Shape) -> "Program":
         """Returns the program whose model sees as far back as a shape says."""
-        same = shape.window == self.config.model.window
+        same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 
     def compile_steps(self, state: TrainState, examples: Mapping[Shape, Any]) -> Steps:
@@ -184,6 +184,11 @@ class Program:
             program = self.at(shape)
             steps[shape] = program.compile_train(state, batch), program.compile_watch(state, batch)
         return steps
+
+    def traced_text(self, steps: Steps) -> str:
+        """Returns the HLO of the step that `logging.profile_start` traces, of the longest rows."""
+        traced = self.config.shapes.at(self.config.logging.profile_start + 1)
+        return steps[max(shape for shape in steps if shape <= traced)][0].text()
 
     def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
