@@ -51,6 +51,7 @@ def cross_entropy(
     them, weighted; that of the others is 0.
     """
     chex.assert_rank(hidden, 3)
+    chex.assert_rank(targets, {2, 3})
     chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
     chex.assert_type(targets, int)
     shape = shards.whole_shape(embedding.shape) if shards else embedding.shape

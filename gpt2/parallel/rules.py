@@ -121,11 +121,11 @@ def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
         yield
 
 
-def gathered_for(params: Any, micro_batch: Any) -> Any:
-    """Returns parameters whose shards are gathered for this micro-batch, and not once for all."""
+def gathered_for(params: Any, micro_batch: Any) -> tuple[Any, Any]:
+    """Returns both, so that shards are gathered for this micro-batch, and not once for all."""
     if not target().has_shards:
-        return params
-    return jax.lax.optimization_barrier((params, micro_batch))[0]
+        return params, micro_batch
+    return jax.lax.optimization_barrier((params, micro_batch))
 
 
 def param_shards(names: tuple[str, ...], *, forget: bool = False) -> Shards | None:

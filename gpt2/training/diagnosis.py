@@ -112,7 +112,7 @@ def _make_probe(program: Program, step: int | None, number: int, names: list[str
 
             def forward(params: Any) -> tuple[jax.Array, Any]:
                 with nn.intercept_methods(note):
-                    sums = loss(gathered_for(params, micro_batch), micro_batch, key, step)
+                    sums = loss(*gathered_for(params, micro_batch), key, step)
                 return sums["loss"][0], sums
 
             (total, sums), grads = jax.value_and_grad(forward, has_aux=True)(params)

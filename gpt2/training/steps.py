@@ -109,7 +109,7 @@ def make_update(
 
         def sum_gradients(params, rows, device):
             def scaled_loss(params, micro_batch, index):
-                params = gathered_for(params, micro_batch)
+                params, micro_batch = gathered_for(params, micro_batch)
                 key = dropout_key(seed, state.step, index, device)
                 sums = loss(params, micro_batch, key, state.step)
                 return sums["loss"][0] * scale, sums
