@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,7 +30,7 @@ from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import _share, judge, reach_table, samples
-from gpt2.ablate.terms import at_sizes, choose_score, equalize, step_flops
+from gpt2.ablate.terms import at_sizes, choose_score, equalize, flops, step_flops
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule
@@ -232,7 +233,8 @@ def report_of(sweep):
 
 def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
     run = filled(tmp_path).runs()[0]
-    curve = read_curve(run.workdir, "eval/loss", 2048, step_flops(run.config))
+    amounts = run.config.shapes.tokens, partial(flops, run.config)
+    curve = read_curve(run.workdir, "eval/loss", *amounts)
     steps = np.arange(100, 1001, 100)
     np.testing.assert_allclose(curve.tokens, 2048 * steps)
     np.testing.assert_allclose(curve.seconds, 0.1 * steps)

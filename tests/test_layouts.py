@@ -13,7 +13,6 @@ import pytest
 
 from gpt2.model import num_params
 from gpt2.parallel import bytes_per_device
-from gpt2.parallel.state import unsharded_share
 from gpt2.plan.collectives import collectives
 from tests.helpers import thorough
 from tests.layouts import MODEL, REFERENCE, TOLERANCE, Case, Setup, continued, difference, setup
@@ -56,6 +55,12 @@ def moved(case):
     """Returns the bytes of a step's collectives by kind."""
     each = (collections.Counter({c.kind: c.bytes * c.times}) for c in sent(case))
     return sum(each, collections.Counter())
+
+
+def unsharded_share(params):
+    leaves = jax.tree.leaves(params)
+    whole = sum(leaf.size for leaf in leaves if leaf.sharding.is_fully_replicated)
+    return whole / sum(leaf.size for leaf in leaves)
 
 
 def param_bytes(case):

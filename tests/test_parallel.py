@@ -16,7 +16,7 @@ from configs import gpt2_1558m, quickstart
 from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig, with_options
 from gpt2.errors import UserError
 from gpt2.model import GPT
-from gpt2.parallel import abstract_state, check_sharded, make_backend, state_bytes
+from gpt2.parallel import abstract_state, make_backend, state_bytes
 from gpt2.parallel.fsdp import Shards, torus_sides
 from gpt2.parallel.mesh import batch_sharding, local_rows, make_mesh, mesh_sizes
 from gpt2.training.program import Program, choose_gather
@@ -125,18 +125,6 @@ def test_optimizer_state_is_laid_out_like_its_parameters():
     assert len(kept) >= len(params) / 2
     for name, held in kept.items():
         assert [held] == [param for tail, param in params.items() if name.endswith(tail)]
-
-
-def test_parameters_left_whole_are_an_error_where_spreading_was_asked_for():
-    _, shapes = state_of(ParallelConfig(data=1, fsdp=8))
-    params, mesh = shapes.params, {"data": 1, "fsdp": 8, "tensor": 1}
-    check_sharded(params, mesh)
-    place = NamedSharding(params["wte"]["embedding"].sharding.mesh, PartitionSpec())
-    whole = jax.ShapeDtypeStruct((300, 64), jnp.float32, sharding=place)
-    broken = params | {"wte": {"embedding": whole}}
-    with pytest.raises(UserError, match=r"fsdp=8 leaves 16.\d% of the parameters whole"):
-        check_sharded(broken, mesh)
-    check_sharded(broken, {"data": 8, "fsdp": 1, "tensor": 1})
 
 
 def test_a_group_that_fills_a_torus_in_order_has_its_sides():

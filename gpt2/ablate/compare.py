@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import operator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,8 @@ def _read_curves(workdirs: dict[str, list[Path]], score: str, unit: str) -> dict
         tokens, flops = data["batch_size"] * model["context_length"], math.nan
         with contextlib.suppress(TypeError, UserError):  # other code's model, of unknown FLOPs
             flops = tokens * model_flops_per_token(GPTConfig(**model))
-        curves[name] = [read_curve(workdir, score, tokens, flops) for workdir in members]
+        amounts = partial(operator.mul, tokens), partial(operator.mul, flops)
+        curves[name] = [read_curve(workdir, score, *amounts) for workdir in members]
         if not any(len(curve.scores) for curve in curves[name]):
             print(f"{name} has no validation in {unit}, and is skipped")
             del curves[name]

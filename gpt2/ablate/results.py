@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from gpt2.ablate.runs import Outcome, Run, describe
-from gpt2.ablate.terms import LOSS, step_flops, step_tokens
+from gpt2.ablate.terms import LOSS, flops
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.files import write_text
+
+Amount = Callable[[int], float]  # of so many steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """
     rows = []
     for run in runs:
-        outcome, amounts = run.outcome(), (step_tokens(run.config), step_flops(run.config))
+        outcome, amounts = run.outcome(), (run.config.shapes.tokens, partial(flops, run.config))
         curve = read_curve(run.workdir, score, *amounts)
         last = (read_metrics(run.workdir / "metrics.jsonl") or [{}])[-1]
         if outcome.state == "finished" and last.get(score) is None:
@@ -64,18 +67,18 @@ def write_csv(path: Path, results: pd.DataFrame) -> None:
     write_text(path, table.round({"flops": 0, "seconds": 2}).to_csv(index=False))
 
 
-def read_curve(workdir: Path, score: str, step_tokens: float, step_flops: float) -> Curve:
-    """Reads the validations of a workdir, by the tokens and the FLOPs of its steps."""
+def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curve:
+    """Reads the validations of a workdir, by the tokens and the FLOPs of so many steps."""
     points, seconds, before = [], 0.0, 0
     for record in read_metrics(workdir / "metrics.jsonl"):
         step = record["step"]
         if "perf/step_seconds" in record:
             seconds, before = seconds + (step - before) * record["perf/step_seconds"], step
         if record.get(score) is not None:
-            points.append((step * step_tokens, step * step_flops, seconds, record[score]))
+            points.append((tokens(step), flops(step), seconds, record[score]))
     curve = Curve(*np.array(points, dtype=np.float64).reshape(-1, 4).T)
     if len(points) == 1 and score == LOSS:
-        training = read_curve(workdir, "train/loss", step_tokens, step_flops)
+        training = read_curve(workdir, "train/loss", tokens, flops)
         return dataclasses.replace(curve, training=training)
     return curve
 

@@ -87,8 +87,13 @@ def step_tokens(config: Config) -> float:
 
 def step_flops(config: Config) -> float:
     """Returns the model's FLOPs of a step, the mean over the run."""
-    cfg, shapes, steps = config.gpt(), config.shapes, config.train.num_steps
-    return shapes.sum(lambda s: s.tokens * model_flops_per_token(cfg, s), steps) / steps
+    return flops(config, config.train.num_steps) / config.train.num_steps
+
+
+def flops(config: Config, steps: int) -> float:
+    """Returns the model's FLOPs of so many steps."""
+    cfg = config.gpt()
+    return config.shapes.sum(lambda s: s.tokens * model_flops_per_token(cfg, s), steps)
 
 
 def _with_size(arm: Arm, size: str) -> Config:

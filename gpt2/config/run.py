@@ -40,7 +40,7 @@ class LossConfig(Options, group="loss"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        read = re.fullmatch(r"([\d.]+(,[\d.]+)*)?", self.ahead)
+        read = re.fullmatch(r"(\d+(\.\d+)?(,(?!$)|$))*", self.ahead)
         refuse(not read, f"loss.ahead={self.ahead} cannot be read", "For example, use 0.5,0.25")
 
     @property
@@ -200,7 +200,8 @@ class Config(Options, group=""):
         moved = train.context_schedule or train.batch_schedule * (data.packing == "pad")
         refuse(moved and data.packing != "concat", f"data.packing={data.packing} keeps its shapes")
         pieces = self.shapes.pieces
-        for start, shape in pieces.items() if len(pieces) > 1 else ():
+        refuse(max(pieces) >= train.num_steps > 0, "a schedule names steps after the last one")
+        for start, shape in pieces.items() if any(getattr(train, n) for n in SCHEDULES) else ():
             self.at(shape)  # which refuses what no run may have
             length, done = shape.context_length, self.shapes.tokens(start)
             odd = length < 1 or model.context_length % length or done % length

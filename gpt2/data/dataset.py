@@ -188,7 +188,8 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
 def _train_tokenizer(data: DataConfig, shares: dict[str, Fraction]) -> Path:
     """Trains the tokenizer of a mixture on the training text of all parts, once."""
     corpora = [open_corpus(name) for name in shares]
-    key = _hash([data.tokenizer, data.val_fraction, str(shares), [c.fingerprint for c in corpora]])
+    options = [data.tokenizer, data.val_fraction, data.unique, str(shares)]
+    key = _hash([*options, [c.fingerprint for c in corpora]])
     path = data_root(data.data_dir) / f"{data.tokenizer.replace(':', '-')}-{key}.json"
     with files.locked(path.with_name(f".{path.name}.lock")):
         if not path.exists():

@@ -143,6 +143,7 @@ def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], It
         if last and zlib.crc32(last[0].text.encode()) == done["text_crc32"]:
             tell(f"going on after document {done['document']:,}", sys.stdout)
             return done, parts
+    (directory / PROGRESS).unlink(missing_ok=True)
     totals = dict(num_tokens=0, num_bytes=0, num_documents=0, num_lost=0)
     new: dict[str, Any] = dict(document=0, parts=0)  # the last document's number, parts of it
     new |= dict(zlib_bytes=0, zlib_window="")  # of compressed validation text; the text's end

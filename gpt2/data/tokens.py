@@ -134,7 +134,7 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
         num_train = int(sum(count for _, _, count in everything) * (1 - data.val_fraction))
         train, validation = _cut(everything, num_train)
     splits = dict(train=train, validation=validation)
-    return ReadyTokens(file_fingerprint(found, "tokens"), splits, dtypes.pop())
+    return ReadyTokens(file_fingerprint(found, "tokens", *map(str, files)), splits, dtypes.pop())
 
 
 def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> dict:

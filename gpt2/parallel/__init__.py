@@ -26,7 +26,6 @@ from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import (
     abstract_state,
     bytes_per_device,
-    check_sharded,
     gather_whole,
     state_bytes,
 )

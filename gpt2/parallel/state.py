@@ -1,19 +1,14 @@
 """How a training state is spread over devices, and what it takes of their memory."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.errors import UserError
 from gpt2.parallel.matrices import matrix_spec
-
-# If every device holds more than this share of parameter bytes whole, some axis lacks a rule.
-MAX_UNSHARDED = 0.02
-
 
 State = TypeVar("State", bound=Any)
 
@@ -52,23 +47,6 @@ def state_bytes(backend: Any, state: Any) -> dict[str, int]:
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
     parts = {"parameters": state.params, "optimizer": state.opt_state, "gradients": gradients}
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
-
-
-def unsharded_share(params: Any) -> float:
-    """Returns the share of parameters, all of one type, that every device holds whole."""
-    leaves = jax.tree.leaves(params)
-    whole = sum(leaf.size for leaf in leaves if leaf.sharding.is_fully_replicated)
-    return whole / sum(leaf.size for leaf in leaves)
-
-
-def check_sharded(params: Any, mesh_shape: Mapping[str, int]) -> None:
-    """Refuses parameters that are left whole, although axes of these sizes should split them."""
-    asked = [f"parallel.{axis}={n}" for axis, n in mesh_shape.items() if axis != "data" and n > 1]
-    if asked and (share := unsharded_share(params)) > MAX_UNSHARDED:
-        raise UserError(
-            f"{' x '.join(asked)} leaves {share:.1%} of the parameters whole on every device",
-            "Split them by --config.parallel.rules, or use --config.parallel.strategy=ddp",
-        )
 
 
 def optimizer_specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> Any:

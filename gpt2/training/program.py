@@ -20,7 +20,7 @@ from gpt2.config.shapes import Shape
 from gpt2.errors import refuse
 from gpt2.model import GPT, num_params, resolve_attention
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import Backend, abstract_state, check_sharded, make_backend, state_bytes
+from gpt2.parallel import Backend, abstract_state, make_backend, state_bytes
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
@@ -88,12 +88,7 @@ class Program:
         parts: Any = dict(model=model, loss=loss, schedule=schedule, optimizer=optimizer)
         again = partial(cls.from_config, devices=devices, **parts)
         steps = train_step, watch_step, eval_step
-        program = cls(config, gpt, update[0], chain, backend, *steps, again)
-        sizes = dict(backend.mesh.shape)
-        if config.parallel.strategy == "zero1":  # parameters are whole along fsdp
-            del sizes["fsdp"]
-        check_sharded(program.state_shapes.params, sizes)
-        return program
+        return cls(config, gpt, update[0], chain, backend, *steps, again)
 
     def init(self, key: jax.Array) -> TrainState:
         """Returns the state before the first step, as a pure function of a key."""

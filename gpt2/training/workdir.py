@@ -106,6 +106,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 
 def find_start(workdir: Path) -> int:
     """Returns the step of the newest whole checkpoint, 0 without any, and tells of those after."""
+    stores.refresh(workdir)  # another run may have saved while this one prepared
     start, damage = 0, list[str]()
     for step in reversed(saved_steps(workdir)):
         if not (found := find_damage(workdir, step)):

@@ -28,14 +28,14 @@ import fsspec
 from gpt2.errors import URLS, UserError, refuse, warn
 from gpt2.utils import files
 
-HUGGING_FACE = r"[^/]+\.(json|txt|safetensors|bin)$"  # a model's files, without other frameworks'
+HUGGING_FACE = r"[^/]+\.(json|safetensors)$"  # a model's files, without other frameworks'
 RECORD, _OWNER = ".store.json", ".owner"
 _PATIENCE = 300.0  # seconds that the end of a run waits for its store
 _PAUSE = 2.0  # seconds between looks at the working copy
 _STEP = re.compile(r"(.*checkpoints/\d+)/")
 _WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
 _MARK = re.compile(r"(.*/)?(digests/digests|prepared\.json)")
-_HIDDEN = re.compile(r"(.*/)?(\.|.*(\.tmp$|\.orbax-checkpoint-tmp))")  # or not complete yet
+_HIDDEN = re.compile(r"damaged/|(.*/)?(\.|.*(\.tmp$|\.orbax-checkpoint-tmp))")
 
 
 def is_url(place: object) -> bool:
@@ -99,6 +99,10 @@ def fetch(place: str | Path, only: str = "") -> Path:
         with contextlib.suppress(FileNotFoundError):  # whose last exchange may have been cut short
             is_ours = owner.read_bytes() == store.cat_file(f"{root}/{_OWNER}")
         if not is_ours and {name: record[name][2] for name in record} != theirs:
+            found = _files(folder)
+            if any(record.get(name, [0, 0])[:2] != found[name] for name in found):  # never sent
+                aside = folder.rename(folder.with_name(f"{folder.name}-{time.time_ns()}"))
+                warn(f"{place} has changed; what this machine had is in {aside}")
             shutil.rmtree(folder, ignore_errors=True)
         here = {name: record[name][:2] for name in record if (folder / name).exists()}
         record.clear()
@@ -106,6 +110,12 @@ def fetch(place: str | Path, only: str = "") -> Path:
         wanted = {n for n in theirs if _mark(n) in theirs and not _WEIGHTS.match(n)}
         _fetch_missing(store, root, folder, record, {n for n in wanted if re.match(only, n)})
     return folder
+
+
+def refresh(folder: Path) -> None:
+    """Brings a working copy up to date; another folder stays as it is."""
+    if url := _read_record(folder)[0]:
+        fetch(url)
 
 
 def fetch_file(place: str | Path) -> Path:
@@ -124,7 +134,9 @@ def complete(folder: Path, names: Iterable[str]) -> None:
 
 def push(place: str | Path, folder: Path) -> None:
     """Sends a URL what its working copy has gained or lost since the last exchange."""
-    record, found = _read_record(folder)[1], _files(folder) if is_url(place) else {}
+    if not is_url(place):
+        return
+    record, found = _read_record(folder)[1], _files(folder)
     changed = {n for n in found if record.get(n, [0, 0])[:2] != found[n]}
     gone = {n for n in record if n not in found and (record[n][0] or _mark(n) not in found)}
     if not changed and not gone:
