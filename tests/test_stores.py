@@ -105,6 +105,15 @@ def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(s
     assert memory.exists("/run/checkpoints/1/params/array")
 
 
+def test_a_folder_that_came_from_a_store_is_not_emptied_as_a_path(store, tmp_path):
+    folder = stores.copy_of("memory://run")
+    save(folder, 1)
+    stores.push("memory://run", folder)
+    moved = folder.rename(tmp_path / "moved")
+    stores.push(str(moved), moved)
+    assert (moved / "metrics.jsonl").exists()
+
+
 def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
     memory, next_machine = store
     mine = stores.copy_of("memory://run")
@@ -121,6 +130,8 @@ def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
     assert stores.fetch("memory://run") == mine
     assert (mine / "metrics.jsonl").read_text() == "1\n3\n"
     assert sorted(path.name for path in (mine / "checkpoints").iterdir()) == ["1", "3"]
+    (aside,) = mine.parent.glob(f"{mine.name}-*")  # what this machine never sent
+    assert (aside / "metrics.jsonl").read_text() == "1\n2\n"
     memory.rm("/run", recursive=True)
     assert not stores._files(stores.fetch("memory://run"))
 
