@@ -13,7 +13,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data.dataset import prepare
-from gpt2.data.packing import PACKINGS
+from gpt2.data.loader import TrainLoader
 from gpt2.errors import refuse
 
 
@@ -22,11 +22,12 @@ def main() -> None:
     config = cli.parse_config()
     data, dataset = config.data, prepare(config.data)
     refuse(dataset.own, f"{data.corpus} gives batches, of which none are stored")
-    for _, part in dataset.parts.values():
+    shape = dict(batch_size=data.batch_size, context_length=config.model.context_length)
+    for name, (_, part) in dataset.parts.items():
         print((part.directory / "README.md").read_text("utf-8"), part.directory, sep="\n")
-        length = config.model.context_length
         if flags.FLAGS.inspect:
-            rows = PACKINGS[data.packing](part, length, data.batch_size, config.seed)
+            loader = TrainLoader(dataset, seed=config.seed, packing=data.packing, **shape)
+            rows = loader.sources[name]
             for number in range(min(3, rows.num_rows)):
                 row = rows.read(number)
                 first, *others = np.split(row, np.flatnonzero(row == part.tokenizer.eot))
