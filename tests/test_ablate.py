@@ -239,7 +239,7 @@ def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
     np.testing.assert_allclose(curve.tokens, 2048 * steps)
     np.testing.assert_allclose(curve.seconds, 0.1 * steps)
     np.testing.assert_allclose(curve.flops, step_flops(run.config) * steps)
-    assert len(read_curve(tmp_path / "missing", "eval/loss", 1, 1.0).scores) == 0
+    assert len(read_curve(tmp_path / "missing", "eval/loss", *amounts).scores) == 0
 
 
 def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
