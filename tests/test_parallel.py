@@ -163,7 +163,7 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
 
     v5e, h100, at_once = "TPU v5 lite", "NVIDIA H100 80GB HBM3", {"train.accumulate_steps": 1}
     assert (chosen(v5e, {}), chosen(h100, {})) == ("layer", "step")
-    assert chosen(v5e, {"parallel.fsdp": 2, "parallel.tensor": 4}) == "step"  # a quarter each
+    assert chosen(v5e, {"parallel.fsdp": 2, "parallel.tensor": 4}) == "step"
     assert chosen(h100, at_once) == "layer"
     assert chosen(h100, at_once | {"precision.compute": "float32"}) == "step"
 

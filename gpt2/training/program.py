@@ -223,12 +223,11 @@ def choose_gather(config: Config, devices: Sequence[jax.Device], num_params: int
     if config.parallel.fsdp_gather != "auto":
         return config.parallel.fsdp_gather
     sizes = mesh_sizes(config.parallel, len(devices))
-    if sizes["fsdp"] == 1 or config.parallel.strategy == "zero1":
+    if sizes["fsdp"] == 1 or sizes["tensor"] > 1 or config.parallel.strategy == "zero1":
         return "step"
     # It holds less, and sends no more: two gathers in 16 bits are one in 32.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
     # `step` sends less, and holds parameters and gradients, 8 bytes each.
     name = board_name(devices[0].device_kind)
-    needed = 8 * num_params / sizes["tensor"]
-    return "layer" if name and needed > 0.5 * 1e9 * BOARDS[name].memory else "step"
+    return "layer" if name and 8 * num_params > 0.5 * 1e9 * BOARDS[name].memory else "step"
