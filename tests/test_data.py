@@ -119,7 +119,7 @@ def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(make, m
 
 
 def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(splits, "WEIGHED_BYTES", 0)
+    monkeypatch.setattr(splits, "WEIGHED", 0)
 
     def validation(count):
         path = tmp_path / f"{count}.jsonl"

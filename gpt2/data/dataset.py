@@ -28,7 +28,7 @@ from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_
 from gpt2.errors import UserError, refuse, tell, warn
 from gpt2.utils import files, stores
 
-FORMAT = 6  # of a prepared directory; another number prepares everything anew
+FORMAT = 7  # of a prepared directory; another number prepares everything anew
 README = """# {corpus}, as tokens of {tokenizer}: {dtype} without a header
 
 Token {eot} begins each of several documents; {num_dropped} that had come before were dropped. This

@@ -8,7 +8,6 @@ import re
 import sys
 import time
 import zlib
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +31,7 @@ from gpt2.utils.text import format_bytes, format_count, format_duration
 
 SPLITS = ("train", "validation")
 PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
-WEIGHED_BYTES = 2**30  # corpora up to this size are read once more, for their documents' sizes
+WEIGHED = 2**14  # documents; corpora of up to as many are read once more, for their sizes
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
 PROGRESS = "progress.json"  # what is written up to such a moment
 # A part ends where GPT-2's pattern must start anew, so that its tokens are the document's.
@@ -177,7 +176,7 @@ class Documents:
         first = [document for _, document, *_ in itertools.islice(self._read(), 2)]
         refuse(not first, f"data.corpus={data.corpus!r} holds no text", "Choose another corpus")
         self.many, self._first, self._held_out = len(first) > 1, first[0], set[float]()
-        if self.many and 0 < corpus.num_bytes <= WEIGHED_BYTES:
+        if self.many and corpus.num_bytes:
             self._held_out = _weigh(self._read(), data.val_fraction)
 
     def parts(self, start: int = 0) -> Iterator[Part]:
@@ -277,13 +276,13 @@ def _measure(document: Document) -> tuple[bytes, int]:
 def _weigh(documents: Iterable[Measured], val_fraction: float) -> set[float]:
     """Returns the positions of the documents that make up `val_fraction` of all bytes.
 
-    It takes documents in order of position, as far as they fit, the smallest if none fits. (A share
-    of the documents would do for many documents, but can be any share of the bytes for few.)
+    It takes documents in order of position, as far as they fit, the smallest if none fits. A share
+    of the documents is any share of the bytes where they are few; many give an empty set.
     """
-    all_positions, all_sizes = array("d"), array("q")  # millions may be short
-    for _, _, position, size in documents:
-        all_positions.append(position)
-        all_sizes.append(size)
+    weighed = [(position, size) for *_, position, size in itertools.islice(documents, WEIGHED + 1)]
+    if len(weighed) > WEIGHED:
+        return set()
+    all_positions, all_sizes = zip(*weighed, strict=True)
     positions, places = np.unique(all_positions, return_inverse=True)
     sizes = np.bincount(places, all_sizes)
     left, chosen = val_fraction * sizes.sum(), set()

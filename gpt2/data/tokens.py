@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class TokenWriter:
 
     def __init__(self, directory: Path, vocab_size: int):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)  # as stored
-        self._directory = directory
+        self._directory, self._files = directory, dict[str, IO[bytes]]()  # of each split, its last
         self.crc32 = {"train": 0, "validation": 0}  # of the tokens so far, as stored
         self.shards: dict[str, list[Shard]] = {"train": [], "validation": []}
 
@@ -46,8 +47,10 @@ class TokenWriter:
         if not shards or shards[-1][2] >= SHARD_TOKENS:
             shards.append((f"{split}-{len(shards):05}.bin", 0, 0))
         name, _, count = shards[-1]
-        with open(self._directory / name, "ab" if count else "wb") as file:
-            file.write(stored)
+        if not count or split not in self._files:
+            self._files[split] = (self._directory / name).open("ab" if count else "wb")
+        self._files[split].write(stored)
+        self._files[split].flush()
         shards[-1] = name, 0, count + len(tokens)
 
 
