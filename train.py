@@ -147,9 +147,9 @@ def train(
                     batch = next(upcoming)
                 train_step, watch = steps[config.shapes.find(step, batch)]
                 profiler.step(step - 1, state)
-                statistics = watch(step, state, batch)
+                norms = watch(step, state, batch)
                 state, metrics = train_step(state, batch)
-                reporter.step(step, metrics, batches.epoch_end(step), statistics)
+                reporter.step(step, metrics, batches.epoch_end(step), norms)
 
                 stops, validates = stop.reached(step), options.is_due(step, options.eval_every)
                 saves = stops or options.is_due(step, options.checkpoint_every)

@@ -321,7 +321,7 @@ def get_config() -> ConfigDict:
             wandb=False,
             reference="",  # published losses that loss.png shows, too: a name in configs/reference,
             # or a CSV file as docs/ablations.md says
-            watch_every=0,  # steps between norms and histograms of every tensor; 0: off
+            watch_every=0,  # steps between norms of every tensor; 0: off
             profile_start=0,  # steps before the trace: it counts from 0, lines of metrics from 1
             profile_steps=0,  # steps in the trace and on the page profile/profile.md; 0: none
         )

@@ -8,7 +8,7 @@
     layout                   -> text            mesh, and when parameters are gathered
     gradient_shardings(params)                  while micro-batches add up
     compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
-    compile_watch(step)      -> (state, batch) -> statistics           nothing donated
+    compile_watch(step)      -> (state, batch) -> norms                nothing donated
     compile_eval(step)       -> (params, batch) -> metrics
 
 A state is any pytree with `params` and `opt_state`, see state.py.

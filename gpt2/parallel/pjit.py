@@ -108,7 +108,7 @@ class PjitBackend:
         return jax.jit(train_step, donate_argnums=0)
 
     def compile_watch(self, step: Callable) -> Callable:
-        """Returns the jitted `(state, batch) -> statistics`, whole on every device."""
+        """Returns the jitted `(state, batch) -> norms`, whole on every device."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(self._spread(step, with_gradients=True), out_shardings=whole)
 

@@ -48,14 +48,14 @@ class Reporter(AbstractContextManager):
         return cls(writers, clock, train)
 
     def step(
-        self, step: int, metrics: dict[str, jax.Array], note: str = "", statistics: Any = None
+        self, step: int, metrics: dict[str, jax.Array], note: str = "", norms: Any = None
     ) -> None:
         """Takes what a step just dispatched will give, and reports the step before.
 
-        `note` is for a person; `statistics` of tensors are `norms` and `histograms` by name.
+        `note` is for a person; `norms` are those of tensors, by name, if the step is watched.
         """
         self.catch_up()
-        self._late = step, metrics, note, statistics
+        self._late = step, metrics, note, norms
 
     def catch_up(self) -> None:
         """Waits for the newest step and reports it; a DivergedError if it holds NaN or Inf."""
@@ -64,9 +64,7 @@ class Reporter(AbstractContextManager):
         (step, metrics, note, watched), self._late = self._late, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if watched is not None:  # of a step that diverges too
-            found = jax.device_get(watched)
-            self.write(step, {name: float(value) for name, value in found["norms"].items()})
-            self._each("write_histograms", step, found["histograms"])
+            self.write(step, {n: float(norm) for n, norm in jax.device_get(watched).items()})
         self._check(step, values)
         self._clock.count_step(step)
         if note:

@@ -4,24 +4,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-
-NUM_BUCKETS = 32  # TensorBoard draws 30
-
-
-class Histogram(NamedTuple):
-    """How many values of a tensor lie in each of `NUM_BUCKETS` buckets of equal width."""
-
-    low: Any  # the least value
-    high: Any
-    counts: Any  # [NUM_BUCKETS] int32
-
-    @property
-    def edges(self) -> np.ndarray:
-        """The ends of the buckets, one more than there are buckets."""
-        return np.linspace(float(self.low), float(self.high), NUM_BUCKETS + 1)
+from typing import Any
 
 
 class Writer:
@@ -32,9 +15,6 @@ class Writer:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics of a step, by name."""
-
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Adds histograms of a step, by name."""
 
     def say(self, text: str) -> None:
         """Tells a person something, in a line."""
@@ -70,13 +50,6 @@ class EventFile(Writer):
         for name, value in metrics.items():
             self._add(step, summary=self._summary.scalar(name, value))
 
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Writes histograms by name, without the values' sums, which TensorBoard shows nowhere."""
-        for name, each in histograms.items():
-            ends, counts = each.edges, np.asarray(each.counts)
-            about = ends[0], ends[-1], counts.sum(), 0.0, 0.0, ends[1:].tolist(), counts.tolist()
-            self._add(step, summary=self._summary.histogram_raw(name, *about))
-
     def flush(self, step: int) -> None:
         """Puts all that was written on disk."""
         self._file.flush()
@@ -103,13 +76,6 @@ class Wandb(Writer):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs metrics by name."""
         self._run.log(dict(metrics), step=step)
-
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Logs histograms by name."""
-        from wandb import Histogram as Shown
-
-        shown = {n: Shown(np_histogram=(h.counts, h.edges)) for n, h in histograms.items()}
-        self._run.log(shown, step=step)
 
     def close(self) -> None:
         """Ends the run, of which W&B may still send a part."""

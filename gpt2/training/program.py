@@ -26,9 +26,10 @@ from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.training.batches import Batches
 from gpt2.training.state import TrainState
-from gpt2.training.statistics import Statistics, make_watch_step
+from gpt2.training.statistics import make_watch_step
 from gpt2.training.steps import (
     LossFn,
+    Metrics,
     evaluation_loss,
     make_eval_step,
     make_train_step,
@@ -199,8 +200,8 @@ class Program:
 
     def compile_watch(
         self, state: TrainState, batch: Any
-    ) -> Callable[[int, TrainState, Any], Statistics | None]:
-        """Compiles `(step, state, batch) -> statistics`, None at a step that is not watched."""
+    ) -> Callable[[int, TrainState, Any], Metrics | None]:
+        """Compiles `(step, state, batch) -> norms`, None at a step that is not watched."""
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
