@@ -262,12 +262,6 @@ YaRN slows a dimension too many: ops/scores.py, switch_values -k yarn
 FLOPs count heads as wide as the model: telemetry/flops.py, switches -k 'flops and head_dim'
     - heads = cfg.num_heads * H
     + heads = cfg.embed_dim
-a checkpoint's folder names its step: training/checkpoint_files.py, checkpoint -k renamed
-    - if layout.get("step", step) != step:
-    + if False:
-a checkpoint of another run is believed: training/checkpoint_files.py, checkpoint -k another_run
-    - if changed := changes({name: theirs[name] for name in theirs if name in own}, own):
-    + if changed := "":
 altered values are not noticed: training/checkpoint_files.py, checkpoint -k damage_to_any
     - files.find_damage(folder, found, read=read)
     + files.find_damage(folder, found, read=False)
@@ -277,7 +271,7 @@ a run that was killed begins anew: train.py, train -k killed
 small programs are compiled at every start: utils/launch.py, train -k second_start
     - cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     + cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "9"
-a run continues with another optimizer: training/checkpoint_files.py, workdir -k continues_unless
+a run continues with another optimizer: training/workdir.py, workdir -k continues_unless
     - return not aside and name not in _MAY_CHANGE
     + return name.startswith("model.")
 runs of different code are pooled: ablate/sweep.py, ablate -k different_code

@@ -1,7 +1,7 @@
 """Checkpoints of a run: asynchronous, sharded, whole or not there.
 
 A checkpoint holds `params`, `guard` if there is one, `rest` (the other members of the TrainState),
-`layout` (how the layers are stored, and whose state it is) and digests of all files, since Orbax's
+`layout` (how the layers are stored) and digests of all files, since Orbax's
 format does not tell altered values from others. A run may continue in another layout, and weights
 are read without the optimizer. This file is the only user of Orbax.
 """
@@ -25,7 +25,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 from gpt2.config import Config, ParallelConfig, load_config, with_options
 from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
-from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, identity, saved_steps
+from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import files
@@ -117,13 +117,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._warn(step, "no room is left on the disk")  # a save would fill it, and fail
             return
         self._saving = step
-        layout = {
-            "scan_layers": is_scanned(state.params),
-            "guard": state.guard is not None,
-            "step": step,
-            "run": identity(self._workdir),
-        }
-        layout |= {"position": list(position)} if position else {}
+        layout: dict[str, Any] = dict(scan_layers=is_scanned(state.params))
+        layout |= dict(guard=state.guard is not None, position=list(position))
         try:
             self._manager.save(
                 step,
@@ -154,7 +149,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Returns the position of its batches that a state was saved with."""
         if step not in self._manager.all_steps():
             return []
-        return self._read(step, layout=ocp.args.JsonRestore())["layout"].get("position", [])
+        return self._read(step, layout=ocp.args.JsonRestore())["layout"]["position"]
 
     def restore_params(self, step: int, shapes: Any) -> Any:
         """Restores the parameters alone, otherwise as `restore`."""

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from gpt2 import __version__
-from gpt2.config import Config, load_config
+from gpt2.config import Config, flatten, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, data_root, refuse_other
 from gpt2.data.tokenizer import is_path
@@ -30,18 +30,23 @@ from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, metrics, plots
 from gpt2.telemetry.reference import read_reference
-from gpt2.training.checkpoint_files import (
-    changes,
-    deciding_options,
-    find_damage,
-    newest_whole_step,
-    saved_steps,
-)
+from gpt2.training.checkpoint_files import find_damage, newest_whole_step, saved_steps
 from gpt2.training.code import SOURCE, hash_code, read_starts
 from gpt2.utils import files, launch, stores
 from gpt2.utils.text import format_duration
 
 _LOCK, _DATA = ".lock", "data.json"
+
+# Options that leave what the model learns as it is, but for rounding. A name that ends in "." or
+# "_" stands for all that begin with it.
+_ASIDE = (
+    *("parallel.", "memory.", "logging.", "model.attention", "data.data_dir", "train.keep_"),
+    *("train.accumulate_steps", "train.log_every", "train.eval_", "train.checkpoint_every"),
+    "train.hang_seconds",
+)
+# Options that decide what the model learns, and may change when a run continues all the same: the
+# end of the schedule moves, and a run that diverged may skip steps.
+_MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps", "train.skip_outliers")
 
 
 def mirror(place: str) -> stores.Mirror:
@@ -90,12 +95,25 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     for name, in_files in (("data.corpus", lies_in_files), ("data.tokenizer", is_path)):
         if in_files(saved[name]) and in_files(now[name]):  # they may move: `check_data` decides
             del saved[name]
-    if changed := changes({name: saved[name] for name in saved if name in now}, now):
-        what = f"{workdir} holds a run with {changed}"
-        raise UserError(what, "Give another --workdir, or the run's value")
+    differing = [name for name in saved if name in now and saved[name] != now[name]]
+    changed = "; ".join(f"{name}={saved[name]}, not {now[name]}" for name in differing)
+    how = "Give another --workdir, or the run's value"
+    refuse(changed, f"{workdir} holds a run with {changed}", how)
     latest, num_steps = newest_whole_step(workdir, read=False) or 0, config.train.num_steps
     what = f"{workdir} holds a run of {latest} steps, more than train.num_steps={num_steps}"
     refuse(latest > num_steps, what, "Give another --workdir, or as many steps")
+
+
+def deciding_options(config: Config) -> dict[str, Any]:
+    """Returns the options that a run keeps when it continues, by dotted name."""
+
+    def decides(name: str) -> bool:
+        if name == "train.accumulate_steps":  # dropout draws its masks by micro-batch
+            return config.model.dropout > 0
+        aside = any(name.startswith(n) if n[-1] in "._" else name == n for n in _ASIDE)
+        return not aside and name not in _MAY_CHANGE
+
+    return {name: value for name, value in flatten(config.to_dict()).items() if decides(name)}
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:
