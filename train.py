@@ -191,7 +191,7 @@ def train(
         plot_losses(workdir, clock.shares(), config.logging.reference)
         tokenizer, path = batches.dataset.tokenizer, workdir / "samples.txt"
         write_samples(path, params, config.gpt(), tokenizer, config.seed)
-        tell(folder.describe_results(workdir, scores, clock, batches.dataset), sys.stdout)
+        tell(folder.describe_results(workdir, scores, clock), sys.stdout)
     return 0
 
 

@@ -4,8 +4,7 @@
 
 Data: the source of the running Python's standard library; no download.
 Expect: validation loss 4.28, or 1.82 bits per byte, after 2 min 24 s on two cores of an AMD EPYC
-without AVX-512 (measured here). zlib -9 needs 2.04 bits per byte. The text differs a little between
-versions of Python.
+without AVX-512 (measured here). The text differs a little between versions of Python.
 """
 
 from ml_collections import ConfigDict

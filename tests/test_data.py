@@ -5,7 +5,6 @@ import json
 import re
 import threading
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +73,6 @@ def test_single_text_is_split_as_nanogpt_splits_it(tmp_path, make):
     )
     assert dataset.splits["validation"] == prepare.Split(
         len(validation), len(validation.encode()), 1
-    )
-    assert dataset.zlib_bits_per_byte == pytest.approx(
-        8 * len(zlib.compress(validation.encode(), 9)) / len(validation.encode())
     )
 
 

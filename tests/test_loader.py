@@ -30,7 +30,7 @@ def make(tmp_path_factory):
             "validation": prepare.Split(len(validation), 0, num_documents),
         }
         return prepare.Dataset(
-            directory, SimpleNamespace(eot=eot), splits, 0.0, {}, writer.shards, writer.dtype.name
+            directory, SimpleNamespace(eot=eot), splits, {}, writer.shards, writer.dtype.name
         )
 
     return make

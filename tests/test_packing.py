@@ -33,7 +33,7 @@ def stored(directory, tokens, eot=EOT):
     writer = TokenWriter(directory, vocab_size=100_000)
     writer.append("train", tokens)
     splits, named = {"train": prepare.Split(len(tokens), 0, 9)}, SimpleNamespace(eot=eot)
-    return prepare.Dataset(directory, named, splits, 0.0, {}, writer.shards, writer.dtype.name)
+    return prepare.Dataset(directory, named, splits, {}, writer.shards, writer.dtype.name)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,6 @@ class Dataset:
     directory: Path
     tokenizer: tokenizers.Tokenizer
     splits: dict[str, Split]  # `train` and `validation`
-    zlib_bits_per_byte: float  # that zlib -9 needs for the validation text: a baseline
     token_crc32: dict[str, Any]  # of each split's tokens; of a mixture, of each part's
     shards: dict[str, list[Shard]]  # of each split, in `directory` or elsewhere
     dtype: str  # of stored tokens
@@ -98,7 +97,6 @@ class Dataset:
         """Returns what the corpus holds, not where it lies, for a run's data.json."""
         return {
             "splits": {name: dataclasses.asdict(split) for name, split in self.splits.items()},
-            "zlib_bits_per_byte": self.zlib_bits_per_byte,
             "token_crc32": self.token_crc32,
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
@@ -109,7 +107,7 @@ def refuse_other(path: Path, dataset: Dataset) -> bool:
     """Refuses a corpus that is not the one of a run's data.json; returns if that tells anything."""
     saved = files.read_sealed(path) or {}
     found = dataset.describe() if saved else {}
-    if differing := {name for name in saved if saved[name] != found[name]}:
+    if differing := {name for name in found if saved.get(name) != found[name]}:
         other = differing & {"tokenizer", "tokenizer_sha256"}
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
         what = f"{name} names is no longer what {path.parent} was trained on"
@@ -133,7 +131,7 @@ def prepare(data: DataConfig) -> Dataset:
     if own := find_batches(data.corpus):
         refuse(needs_text, f"{data.corpus} has no text for data.tokenizer={data.tokenizer}")
         tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
-        return Dataset(Path(), tokenizer, {}, 0.0, {}, {}, "", own=own)
+        return Dataset(Path(), tokenizer, {}, {}, {}, "", own=own)
     if shares := read_mixture(data.corpus):
         path = str(_train_tokenizer(data, shares) if needs_text else data.tokenizer)
         part = functools.partial(dataclasses.replace, data, tokenizer=path)
@@ -207,20 +205,15 @@ def _mix(mixed: dict[str, tuple[Fraction, Dataset]]) -> Dataset:
         columns = zip(*(dataclasses.astuple(part.splits[split]) for part in parts), strict=True)
         return Split(*map(sum, columns))
 
-    whole = Dataset(
+    return Dataset(
         directory=Path(),
         tokenizer=parts[0].tokenizer,
         splits={name: total(name) for name in SPLITS},
-        zlib_bits_per_byte=0.0,
         token_crc32={name: [part.token_crc32[name] for part in parts] for name in SPLITS},
         shards={},
         dtype="",
         mixed=mixed,
     )
-    if (mean := whole.targets_per_byte) is None:
-        return whole
-    bits = (s * p.zlib_bits_per_byte / (p.targets_per_byte or mean) for s, p in mixed.values())
-    return dataclasses.replace(whole, zlib_bits_per_byte=float(sum(bits) * mean))
 
 
 def _open_source(data: DataConfig) -> Corpus | ReadyTokens:
@@ -242,7 +235,7 @@ def _find_damage(directory: Path) -> str | None:
 
 def _load(directory: Path) -> Dataset:
     tree = json.loads((directory / "prepared.json").read_text(encoding="utf-8"))
-    facts = {name: tree[name] for name in ("zlib_bits_per_byte", "token_crc32", "shards", "dtype")}
+    facts = {name: tree[name] for name in ("token_crc32", "shards", "dtype")}
     return Dataset(
         directory=directory,
         tokenizer=tokenizers.load(directory / "tokenizer.json"),

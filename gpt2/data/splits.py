@@ -80,9 +80,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
         writer.shards, writer.crc32 = done["shards"], done["token_crc32"]
         for name, _, count in itertools.chain(*(shards[-1:] for shards in writer.shards.values())):
             os.truncate(directory / name, count * writer.dtype.itemsize)
-        window, unsaved = done["zlib_window"].encode("latin-1"), 0
-        compressor = zlib.compressobj(9, zdict=window)
-        num_bytes = sum(total["num_bytes"] for total in totals.values())
+        unsaved, num_bytes = 0, sum(total["num_bytes"] for total in totals.values())
         bar.reset(task, total=corpus.num_bytes or None, completed=num_bytes, description="encoding")
         next_line = time.monotonic() + (pause := 30 if hidden else 0.2)
         for part, tokens, lost in encode_in_parallel(tokenizer, parts):
@@ -95,16 +93,11 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
             total["num_bytes"] += len(text)
             total["num_documents"] += part.starts_document
             total["num_lost"] += lost
-            if part.split == "validation":
-                done["zlib_bytes"] += len(compressor.compress(text))
-                window = (window + text)[-(2**15) :]  # to which zlib looks back
             done["parts"] = 1 + (done["parts"] if part.document == done["document"] else 0)
             done["document"] = part.document
             unsaved += len(tokens)
             if unsaved >= SAVED_TOKENS:
-                done["zlib_bytes"] += len(compressor.flush())
-                compressor, unsaved = zlib.compressobj(9, zdict=window), 0
-                done |= dict(zlib_window=window.decode("latin-1"), text_crc32=zlib.crc32(text))
+                unsaved, done["text_crc32"] = 0, zlib.crc32(text)
                 files.sync_tree(directory)  # before what says that it is there
                 files.write_json(directory / PROGRESS, files.seal(done))
             bar.advance(task, len(text))
@@ -117,7 +110,6 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
                 if hidden:
                     left = shown.time_remaining
                     tell(f"{line}, {format_duration(left)} left" if left else line, sys.stdout)
-        done["zlib_bytes"] += len(compressor.flush())
     if min(totals[split]["num_tokens"] for split in data.splits) < 2:
         raise UserError(
             f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
@@ -126,7 +118,6 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
         )
     return {
         "splits": totals,
-        "zlib_bits_per_byte": 8 * done["zlib_bytes"] / totals["validation"]["num_bytes"],
         "token_crc32": writer.crc32,
         "shards": writer.shards,
         "dtype": writer.dtype.name,
@@ -145,7 +136,6 @@ def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], It
     (directory / PROGRESS).unlink(missing_ok=True)
     totals = dict(num_tokens=0, num_bytes=0, num_documents=0, num_lost=0)
     new: dict[str, Any] = dict(document=0, parts=0)  # the last document's number, parts of it
-    new |= dict(zlib_bytes=0, zlib_window="")  # of compressed validation text; the text's end
     new |= dict(shards={s: [] for s in SPLITS}, token_crc32=dict.fromkeys(SPLITS, 0))
     return new | {"splits": {s: dict(totals) for s in SPLITS}}, documents.parts()
 

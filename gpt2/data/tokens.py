@@ -150,7 +150,6 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> dict:
     token_bytes = np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
     if tokenizer.eot is not None:
         token_bytes[tokenizer.eot] = 0
-    compressor, num_compressed = zlib.compressobj(9), 0
     splits, crc32 = {}, dict.fromkeys(ready.shards, 0)
     for name, shards in ready.shards.items():
         stream = TokenStream(shards, ready.dtype)
@@ -171,18 +170,14 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> dict:
             crc32[name] = zlib.crc32(stored.tobytes(), crc32[name])
             num_documents += int((tokens == tokenizer.eot).sum())
             if name == "validation":
-                text = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])
-                num_compressed += len(compressor.compress(text))
-                num_bytes += len(text)
+                num_bytes += len(tokenizer.decode_bytes(tokens[tokens != tokenizer.eot]))
             else:
                 num_bytes += int(token_bytes[tokens].sum())
         splits[name] = dict(
             num_tokens=len(stream), num_bytes=num_bytes, num_documents=max(num_documents, 1)
         )
-    num_compressed += len(compressor.flush())
     return {
         "splits": splits,
-        "zlib_bits_per_byte": 8 * num_compressed / max(splits["validation"]["num_bytes"], 1),
         "token_crc32": crc32,
         "shards": ready.shards,
         "dtype": ready.dtype,

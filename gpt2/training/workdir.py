@@ -144,16 +144,13 @@ def is_finished(workdir: Path, config: Config, start: int) -> bool:
     return start == config.train.num_steps and (workdir / "samples.txt").exists()
 
 
-def describe_results(
-    workdir: Path, scores: dict[str, float], clock: StepClock, dataset: Dataset
-) -> str:
+def describe_results(workdir: Path, scores: dict[str, float], clock: StepClock) -> str:
     """Returns a run's last lines: where the time went, how good the model is, what to look at."""
     shares = ", ".join(f"{name} {x:.0%}" for name, x in clock.shares().items() if x >= 0.005)
     spent = f"{format_duration(clock.total_seconds)}; {shares}"
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
-        line += f"\n(zlib -9 needs {dataset.zlib_bits_per_byte:.3f} for the same text)"
     curves = plots.losses_as_text(workdir / "metrics.jsonl")
     return f"{curves}\ntime: {spent}\n{line}\nsee loss.png and samples.txt in {workdir}"
 
