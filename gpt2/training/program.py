@@ -39,7 +39,7 @@ from gpt2.training.steps import (
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 from gpt2.utils.remat import compiler_options
-from gpt2.utils.text import counted, format_bytes, format_count
+from gpt2.utils.text import format_bytes, format_count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,29 +142,19 @@ class Program:
         return f"{name} (reference in training, for its dropout)" if dropout else name
 
     def describe(self, batches: Batches, steps: Steps, start: int) -> str:
-        """Returns the run's first screen: what will be trained, on what, and for how long."""
-        config = self.config
-        model, train, memory = config.model, config.train, config.memory
-        layers = counted(model.num_layers, "layer") + (" scanned" if memory.scan_layers else "")
-        remat = f", remat {memory.remat}" if memory.remat != "none" else ""
-        micro = f" in {train.accumulate_steps} micro-batches" * (train.accumulate_steps > 1)
-        warm_up = config.optim.warmup(train.num_steps)
-        short = " (never reached: it warms up to the end)" if warm_up >= train.num_steps else ""
-        device, compiled = self.backend.mesh.devices.flat[0], [each for each, _ in steps.values()]
-        used, ends = max(each.peak_bytes for each in compiled), (start + 1, train.num_steps)
-        sizes = dict.fromkeys(f"{batches.tokens_of(config.shapes.at(end)):,}" for end in ends)
+        """Returns the run's first screen: what its options do not tell."""
+        num_steps, compiled = self.config.train.num_steps, [each for each, _ in steps.values()]
+        ends = [self.config.shapes.at(step) for step in (start + 1, num_steps)]
+        sizes = " to ".join(dict.fromkeys(f"{batches.tokens_of(shape):,}" for shape in ends))
+        peak = format_bytes(max(each.peak_bytes for each in compiled))
+        seconds = max(each.compile_seconds for each in compiled)
+        kind = self.backend.mesh.devices.flat[0].device_kind
         rows = {
-            "model": f"{format_count(self.num_params)} parameters, {layers}, "
-            f"{model.num_heads} heads, {model.embed_dim} wide, context {model.context_length}",
-            "compute": f"{config.precision.compute}, attention {self.attention}{remat}",
-            "data": f"{config.data.corpus}, {config.data.tokenizer} ({model.vocab_size:,} tokens)",
-            "": batches.describe(train.num_steps),
-            "devices": f"{jax.device_count()} x {device.device_kind}, {self.backend.layout}",
-            "step": f"{' to '.join(sizes)} tokens{micro}, "
-            + (f"{format_bytes(used)} a device, " if used else "")
-            + f"compiled in {max(each.compile_seconds for each in compiled):.0f} s",
-            "run": f"steps {start + 1} to {train.num_steps}, {config.optim.name}, "
-            f"rate {config.optim.learning_rate:g}{short}, {config.optim.schedule}",
+            "model": f"{format_count(self.num_params)} parameters, attention {self.attention}",
+            "data": batches.describe(num_steps),
+            "devices": f"{jax.device_count()} x {kind}, {self.backend.layout}",
+            "steps": f"{start + 1} to {num_steps} of {sizes} tokens, {peak} a device, "
+            f"compiled in {seconds:.0f} s",
         }
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
