@@ -6,7 +6,6 @@ and places nothing.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,10 +16,9 @@ import optax
 
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
-from gpt2.errors import refuse
 from gpt2.model import GPT, num_params, resolve_attention
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import Backend, abstract_state, make_backend, state_bytes
+from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
@@ -104,14 +102,6 @@ class Program:
 
         Given `params`, in host memory, take the place of drawn ones.
         """
-        device = self.backend.mesh.local_devices[0]
-        needed = sum(state_bytes(self.backend, self.state_shapes).values())
-        memory = (device.memory_stats() or {}).get("bytes_limit", needed)
-        if device.platform == "cpu":  # the system would end this process without a word
-            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            memory = host // jax.local_device_count()
-        what = f"state and gradients take {format_bytes(needed)} a device of {format_bytes(memory)}"
-        refuse(needed > memory, what, "Spread them by --config.parallel.strategy=zero3")
         if params is None:
             return self.backend.init_state(self.init, init_key(self.config.seed))
         shardings = self.backend.state_shardings(self.state_shapes).params
