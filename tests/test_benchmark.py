@@ -201,8 +201,8 @@ def fake(monkeypatch):
     return monkeypatch
 
 
-def cases(subject="train", *peers, **options):
-    return dict.fromkeys(("jax", *peers), measure.Case(subject, make_config(**options)))
+def cases(*peers):
+    return dict.fromkeys(("jax", *peers), measure.Case(make_config()))
 
 
 def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
@@ -210,22 +210,20 @@ def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
     assert row["turns"] == [0.5] * 3 and row["device"] == "1 x cpu"
     assert row["compile_seconds"] == 3.0 + 100.0 - 0.5  # beyond a usual step
     assert row["tokens_per_second"] == 8 * 16 / 0.5 and row["mfu"] == 256 * 1e6 / 1e9
-    (row,) = measure.measure(cases("generate"), rounds=1, seconds=0.0)
-    assert row["tokens_per_second"] == 8 * 8 / 0.5  # half of the context is new
 
 
 def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
     fake.setattr(Fake, "shown", lambda self: FirstStep("float32", len(self.name), {}, {}, {}))
     with pytest.raises(UserError, match="torch does not compute what jax computes: loss differs"):
-        measure.measure(cases("train", "torch"), rounds=1, seconds=0.0)
+        measure.measure(cases("torch"), rounds=1, seconds=0.0)
     fake.setattr(Fake, "device", property(lambda self: f"{len(self.name)} x H100"))
     with pytest.raises(UserError, match="torch runs on 5 x H100, and jax on 3 x H100"):
-        measure.measure(cases("train", "torch"), rounds=1, seconds=0.0)
+        measure.measure(cases("torch"), rounds=1, seconds=0.0)
 
 
 def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
-    case = measure.Case("train", make_config())
+    case = measure.Case(make_config())
     text = "model.position=rope,model.num_kv_heads=1,model.bias=False,optim.eps=1"
     assert case.varied(text).config == make_config(
         model__position="rope", model__num_kv_heads=1, model__bias=False, optim__eps=1.0
@@ -256,10 +254,6 @@ def test_a_player_does_the_steps_it_is_asked_for_and_tells(tmp_path):
         assert len(it.ask(3)) == 3 and len(it.ask(1)) == 1 and it.ask(0) == 4
         it.ask(str(tmp_path / "shown"))
         assert pickle.loads((tmp_path / "shown").read_bytes()) == [1] * 4
-
-
-def test_generation_fills_the_other_half_of_the_context():
-    assert [len(tokens) for tokens in ours.Generation(make_config()).step()] == 8 * [8]
 
 
 def test_the_step_of_a_run_skips_its_first_lines():
@@ -401,6 +395,6 @@ def test_every_part_of_the_suite_has_options_that_work(tmp_path):
     for part in parts[1:]:
         name, *given = part.command
         with parsed(*given) as values:
-            case = measure.Case(name, command.make_config(values.peers))
+            case = measure.Case(command.make_config(values.peers))
             assert name in command.COMMANDS
             assert all(case.varied(text) != case for text in values.vary)

@@ -8,9 +8,9 @@ and data are outside the times; clipping and the optimizer are inside. Beside pe
 the rate constant and the vocabulary a multiple of 64. First steps from the same weights are
 compared, and what differs is not timed. For a first look, --rounds=1 does.
 
-`generate` continues prompts of half of the context to its end, greedily. `attention` compares an
-implementation with the reference: values, gradients and times. `loop` takes steps by train.py
-itself. `suite` runs all that on a GPU, each part with a time limit; --config.a.b=v changes all.
+`attention` compares an implementation with the reference: values, gradients and times. `loop` takes
+steps by train.py itself. `suite` runs all that on a GPU, each part with a time limit;
+--config.a.b=v changes all.
 
 MFU is the model's FLOPs, 6 N + 12 L D T a token, over time and the data sheet's peak. Memory is the
 peak of a GPU's allocator; on a CPU, of the process.
@@ -37,14 +37,14 @@ from gpt2.config import Config, with_options
 from gpt2.config.run import tokens_by_name
 from gpt2.errors import UserError, refuse
 
-COMMANDS = ("train", "generate", "attention", "loop", "suite", "machine")
+COMMANDS = ("train", "attention", "loop", "suite", "machine")
 
 
 def define_flags() -> None:
     """Defines the flags of all commands."""
     cli.define_config()
     flags.DEFINE_list("peers", [], "train: torch, torch_compile or both.")
-    about = "train, generate: our side with OPTION=VALUE,... or XLA_FLAGS=...; a flag for each."
+    about = "train: our side with OPTION=VALUE,... or XLA_FLAGS=...; a flag for each."
     flags.DEFINE_multi_string("vary", [], about)
     flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
     flags.DEFINE_float("seconds", 2.0, "Least length of a turn after its first step.")
@@ -89,8 +89,8 @@ def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
 
         yield measure_loop(config, args.steps, output)
     else:
-        case = measure.Case(command, config)
-        cases = {measure.OURS: case} | dict.fromkeys(args.peers if command == "train" else (), case)
+        case = measure.Case(config)
+        cases = dict.fromkeys((measure.OURS, *args.peers), case)
         cases |= {text: case.varied(text) for text in args.vary}
         yield from measure.measure(cases, rounds=args.rounds, seconds=args.seconds)
 

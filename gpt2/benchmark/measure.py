@@ -34,9 +34,8 @@ _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a side does: `train` or `generate`, by a config whose vocabulary is resolved."""
+    """What a side trains: a config whose vocabulary is resolved."""
 
-    subject: str
     config: Config
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its environment
 
@@ -136,14 +135,13 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
 def _figures(case: Case, row: Row, our_turns: list[float], info: Row) -> Row:
     config, step = case.config, statistics.median(row["turns"])
-    tokens = config.tokens_per_step // (2 if case.subject == "generate" else 1)
+    tokens_per_second = config.tokens_per_step / step
     flops, peak = (info.pop(key, None) for key in ("flops_per_token", "peak_flops"))
     return {
-        "subject": case.subject,
         "turns": row["turns"],  # seconds of the median step of each
         "step_seconds": step,
-        "tokens_per_second": tokens / step,
-        "mfu": tokens / step * flops / peak if peak else None,
+        "tokens_per_second": tokens_per_second,
+        "mfu": tokens_per_second * flops / peak if peak else None,
         "compile_seconds": info.pop("compile_seconds", 0.0) + max(0.0, row["first"]),
         "ratio": ratio(row["turns"], our_turns),
         "batch_size": config.data.batch_size,
@@ -171,7 +169,7 @@ def _start(name: str, case: Case, number: int, players: dict[str, Player]) -> Pl
     find none. So each gets its part of nine tenths, unless the user has said how much.
     """
     module = ["gpt2.benchmark.peers", name] if name in PEERS else ["gpt2.benchmark.ours"]
-    command = [sys.executable, "-m", *module, case.subject, json.dumps(case.config.to_dict())]
+    command = [sys.executable, "-m", *module, json.dumps(case.config.to_dict())]
     share = {} if any(map(os.environ.get, _MEMORY)) else {_MEMORY[0]: f"{0.9 / number:.2f}"}
     if sys.stderr.isatty():  # a person wonders what takes so long
         print(f"{name}: starts and compiles, {case.config.precision.compute}", file=sys.stderr)

@@ -1,10 +1,9 @@
-"""Our side of `gpt2.benchmark`: a training step or a generation, served in turns."""
+"""Our side of `gpt2.benchmark`: a training step, served in turns."""
 
 import dataclasses
 import json
 import resource
 import sys
-from functools import partial
 from typing import Any
 
 import jax
@@ -70,21 +69,6 @@ class Training:
         return jax.block_until_ready(metrics)
 
 
-class Generation:
-    """Greedy continuations of prompts that fill half of the context, to its end, on one device."""
-
-    def __init__(self, config: Config):
-        from gpt2.generate import Sampling, generate
-
-        self.devices = jax.devices()[:1]
-        self.info: dict[str, Any] = {}
-        model, half = GPT(config.gpt()), config.model.context_length // 2
-        params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-        prompts = _batch(config)["tokens"][:, :half].tolist()
-        greedy = dict(max_new_tokens=half, sampling=Sampling(temperature=0.0))
-        self.step = partial(generate, params, model.config, prompts, **greedy)
-
-
 def draw_params(cfg: GPTConfig) -> Any:
     """Returns the parameters that `draw_weight` draws, float32 in host memory."""
     model, draw = GPT(dataclasses.replace(cfg, scan_layers=False)), first_step.draw_weight
@@ -110,9 +94,8 @@ def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
 
 @exit_on_user_error()
 def main() -> None:
-    """Serves steps of the subject and the config that the command line gives."""
-    subject, config = sys.argv[1], Config.from_dict(json.loads(sys.argv[2]))
-    work: Any = {"train": Training, "generate": Generation}[subject](config)
+    """Serves steps of the config that the command line gives."""
+    work = Training(Config.from_dict(json.loads(sys.argv[1])))
 
     def info() -> dict[str, Any]:
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

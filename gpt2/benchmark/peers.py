@@ -162,7 +162,7 @@ def _sample(name: str, value: Any) -> np.ndarray:
 
 def main() -> None:
     """Serves steps of the peer and the config that the command line gives."""
-    peer, _, config = sys.argv[1:]  # which trains
+    peer, config = sys.argv[1:]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # JAX's default on an NVIDIA GPU is TF32, which is `high`. A CPU has float32 alone.
     if device == "cuda" and os.environ.get("JAX_DEFAULT_MATMUL_PRECISION") != "highest":

@@ -70,7 +70,6 @@ def make_parts(output: Path) -> list[Part]:
         Part("tf32", 150, train("124m", 16, "--config.precision.compute=float32")),
         Part("1558m-no-remat", 200, train("1558m", 8, "--config.memory.remat=none")),
         Part("355m", 120, train("355m", 16)),
-        *(Part(f"generate-{n}", 90, run("generate", "124m", n)) for n in (1, 8, 64)),
     ]
 
 
