@@ -73,7 +73,6 @@ class Linear(nn.Module):
                 bias,
                 num_contract=contracted,
                 activation=self.activation,
-                into_sum=self.is_projection,
                 follows_product=self.follows_product,
                 **how,
             )

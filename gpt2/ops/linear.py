@@ -29,7 +29,6 @@ def linear(
     activation: Callable[[jax.Array], jax.Array] | None = None,  # elementwise
     dtype: DTypeLike | None = None,  # of operands and result; that of `x` if not given
     shards: Any = None,  # `gpt2.parallel.fsdp.Shards`, if `kernel` is a shard
-    into_sum: bool = False,  # the caller adds the result to something, which may add the bias too
     follows_product: bool = False,  # `x` is what a product gave, and is not saved by a remat policy
 ) -> jax.Array:
     """Contracts `activation(x)` with `kernel`, in float32, and adds `bias`: `[..., O1, .., Om]`.
@@ -41,11 +40,10 @@ def linear(
     dtype = jnp.dtype(dtype or x.dtype)
     if target().plain and shards is None:
         return linear_reference(x, kernel, bias, num_contract, activation, dtype)
-    into_sum = into_sum and variants().sums_apart
     joins = follows_product and activation is gelu_tanh and variants().gelu_in_product
     joins = joins and dtype.itemsize == 2  # of float32 products XLA joins some, and pads none
     x = x.astype(dtype)
-    return _linear(x, kernel, bias, num_contract, activation, dtype, shards, into_sum, joins)
+    return _linear(x, kernel, bias, num_contract, activation, dtype, shards, joins)
 
 
 def linear_parts(
@@ -94,25 +92,24 @@ def _flatten(x, kernel, num_contract):
     return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
 
 
-def _product(x, kernel, bias, num_contract, dtype, shards, into_sum=False):
+def _product(x, kernel, bias, num_contract, dtype, shards):
     kernel = _whole(kernel, dtype, shards)
     rows, outputs = x.shape[: x.ndim - num_contract], kernel.shape[num_contract:]
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
     result = result_type(dtype)
     y = dot(x, kernel, range(x.ndim - num_contract, x.ndim), range(num_contract), result)
-    y = jax.lax.optimization_barrier(y) if into_sum else y
     if bias is not None:
         y = y + bias.astype(result).reshape(kernel.shape[num_contract:])
     return y.astype(dtype).reshape(*rows, *outputs)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7, 8))
-def _linear(x, kernel, bias, num_contract, activation, dtype, shards, into_sum, joins):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
+def _linear(x, kernel, bias, num_contract, activation, dtype, shards, joins):
     x = activation(x) if activation else x
-    return _product(x, kernel, bias, num_contract, dtype, shards, into_sum)
+    return _product(x, kernel, bias, num_contract, dtype, shards)
 
 
-def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, shards, into_sum, joins):
+def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, shards, joins):
     if joins:
         # XLA looks for this formula on the product's own result, which is a matrix.
         flat = x.reshape(-1, math.prod(kernel.shape[:num_contract]))
@@ -120,11 +117,11 @@ def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, shards, into_s
     else:
         activated = activation(x) if activation else x
     kept = activated if activation and variants().keep_activations else None
-    y = _product(activated, kernel, bias, num_contract, dtype, shards, into_sum)
+    y = _product(activated, kernel, bias, num_contract, dtype, shards)
     return y, (bits(x), kept, kernel, bias)
 
 
-def _linear_bwd(num_contract, activation, dtype, shards, into_sum, joins, residuals, dy):
+def _linear_bwd(num_contract, activation, dtype, shards, joins, residuals, dy):
     x, kept, kernel, bias = residuals
     if shards:
         kernel, dy = shards.before_backward(kernel, dy)
@@ -173,7 +170,7 @@ def _parts_fwd(x, kernels, bias, dtype, shards):
 def _parts_bwd(dtype, shards, residuals, dys):
     """Adds up gradients of `x` inside the products, as cuBLAS can."""
     x, kernels, bias = residuals
-    dx, dkernels, options = None, [], (1, None, dtype, shards, False, False)
+    dx, dkernels, options = None, [], (1, None, dtype, shards, False)
     for kernel, dy in zip(kernels, dys, strict=True):
         dx_part, dkernel, _ = _linear_bwd(*options, (x, None, kernel, None), dy)
         dx = dx_part if dx is None else dx_part + dx  # in this order XLA adds in the product

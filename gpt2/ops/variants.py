@@ -33,10 +33,8 @@ class Variants:
     # Statistics of a row take one pass, for exponentials in softmax, divisions in norms (H100 7 %).
     one_pass: bool = False
     # Sums over rows take two stages, of which the second joins its reader. Sums for the biases of
-    # queries, keys, values are one, so are squares of small gradients (H100 154 of 477 kernels).
+    # queries, keys, values are one, so are squares of small gradients (H100 154 kernels).
     joint_sums: bool = False
-    # A branch's last product leaves bias and stream to the next norm (H100 1 %, 24 kernels).
-    sums_apart: bool = False
     # Products of float32 round their operands; what stands beside one has to come from it.
     rounds_float32: bool = False
 
@@ -51,7 +49,6 @@ _VARIANTS = {
         gelu_in_product=True,
         one_pass=True,
         joint_sums=True,
-        sums_apart=True,
         rounds_float32=True,
     ),
     "tpu": Variants(narrow_results=True, apart=True, ones_for_bias=2, rounds_float32=True),
