@@ -21,7 +21,7 @@ from gpt2.config.run import LoggingConfig
 from gpt2.config.shapes import Shape
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import compiled
-from gpt2.telemetry import chips, flops, metrics, plots, writers
+from gpt2.telemetry import chips, flops, metrics, writers
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
@@ -351,19 +351,6 @@ def test_recompilation_names_the_leaf_that_changed(change, named):
         step(*change(state, batch))
     assert str(caught.value).startswith("train_step would be compiled again")
     step(state, batch)  # the refused call took no donation
-
-
-def test_curves_are_told_as_text(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "18")
-    with metrics_file(tmp_path) as writer:
-        for step in range(1, 9):
-            writer.write(step, {"train/loss": 9.0 - step})
-        writer.write(8, {"eval/loss": 4.5})
-    assert plots.losses_as_text(tmp_path / "metrics.jsonl", height=2).splitlines() == [
-        "    8.000 █▆▃▁   o",
-        "    1.000 ████▇▅▂▁",
-        "          training loss over 8 steps; o: validation",
-    ]
 
 
 def test_pmap_steps_are_guarded_too():

@@ -28,7 +28,7 @@ from gpt2.data.dataset import Dataset, data_root, refuse_other
 from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
-from gpt2.telemetry import StepClock, metrics, plots
+from gpt2.telemetry import StepClock, metrics
 from gpt2.telemetry.reference import read_reference
 from gpt2.training.checkpoint_files import find_damage, newest_whole_step, saved_steps
 from gpt2.training.code import SOURCE, hash_code, read_starts
@@ -151,8 +151,7 @@ def describe_results(workdir: Path, scores: dict[str, float], clock: StepClock) 
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
-    curves = plots.losses_as_text(workdir / "metrics.jsonl")
-    return f"{curves}\ntime: {spent}\n{line}\nsee loss.png and samples.txt in {workdir}"
+    return f"time: {spent}\n{line}\nsee loss.png and samples.txt in {workdir}"
 
 
 @distributed.only_first
