@@ -3,8 +3,7 @@
     python -m gpt2.generate --workdir=DIR --prompt=TEXT
 
 Prompts of any lengths are padded on the right to one of a few lengths and read in one pass. The
-loop that samples is one compiled program, which stops when every sequence has ended. To show tokens
-as they come, the program is called for a few tokens at a time.
+loop that samples is one compiled program, which stops when every sequence has ended.
 """
 
 from gpt2.utils import launch
@@ -15,7 +14,7 @@ if __name__ == "__main__":
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,18 +85,12 @@ class _State(struct.PyTreeNode):
     cache: KVCache
 
 
-def generate(params: Any, cfg: GPTConfig, prompts: Sequence[Sequence[int]], **options: Any) -> list:
-    """Returns the new tokens of each prompt; the arguments are those of `stream`."""
-    *_, tokens = stream(params, cfg, prompts, **options)
-    return tokens
-
-
 def bucket(length: int, limit: int) -> int:
     """Returns the smallest 32 * 2^i that holds `length`, at most `limit`: few programs compile."""
     return min(32 * 2 ** max(0, math.ceil(math.log2(max(1, length) / 32))), limit)
 
 
-def stream(
+def generate(
     params: Any,
     cfg: GPTConfig,
     prompts: Sequence[Sequence[int]],
@@ -107,9 +100,8 @@ def stream(
     seed: int = 0,
     eot: int | None = None,
     vocab_size: int = 0,
-    chunk: int = 0,
-) -> Iterator[list[list[int]]]:
-    """Continues each prompt, and yields all new tokens of each so far, `chunk` more at a time.
+) -> list[list[int]]:
+    """Continues each prompt, and returns the new tokens of each.
 
     Sequence i of seed s is drawn with its own random numbers, whatever else is in the batch.
 
@@ -121,7 +113,6 @@ def stream(
         seed: of the random numbers.
         eot: ends a sequence, and is not part of the result; None: nothing does.
         vocab_size: tokens that may be drawn; 0: all. Padding of the vocabulary lies beyond.
-        chunk: tokens in a chunk; 0: all of them.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     refuse(lengths.min() == 0, "a prompt is empty")
@@ -142,13 +133,9 @@ def stream(
     limits = dict(cfg=cfg, sampling=sampling, vocab_size=vocab_size or cfg.vocab_size)
     key = sample_key(seed)
     state = _prefill(params, tokens, lengths, key, end, cache_length=cache_length, **limits)
-    for done in range(0, max_new_tokens, chunk or max_new_tokens):
-        limit = min(done + chunk, max_new_tokens) if chunk else max_new_tokens
-        state = _decode(params, state, limit, end, **limits)
-        rows = np.asarray(state.tokens[:, :limit])
-        yield [list(itertools.takewhile(lambda token: token != end, row.tolist())) for row in rows]
-        if state.ended.all():
-            return
+    state = _decode(params, state, max_new_tokens, end, **limits)
+    rows = np.asarray(state.tokens[:, :max_new_tokens]).tolist()
+    return [list(itertools.takewhile(lambda token: token != end, row)) for row in rows]
 
 
 def write_samples(path: Path, params: Any, cfg: GPTConfig, tokenizer: Tokenizer, seed: int) -> None:
@@ -226,18 +213,9 @@ def main() -> None:
     length = args.max_new_tokens or min(200, max(1, cfg.context_length - len(prompt)))
     how: Any = dict(max_new_tokens=length, sampling=sampling, seed=args.seed)
     how |= dict(eot=tokenizer.eot, vocab_size=tokenizer.vocab_size)
-    chunk = 8 if args.num_samples == 1 else 0
-    chunks = stream(params, cfg, [prompt] * args.num_samples, chunk=chunk, **how)
-    if args.num_samples > 1:
-        for index, tokens in enumerate(next(chunks)):
-            print(f"--- sample {index + 1}\n{args.prompt}{tokenizer.decode(tokens)}")
-        return
-    shown = 0
-    for (tokens,) in chunks:
-        text = args.prompt + tokenizer.decode(tokens).rstrip("\ufffd")  # bytes are still to come
-        print(text[shown:], end="", flush=True)
-        shown = len(text)
-    print()
+    for index, tokens in enumerate(generate(params, cfg, [prompt] * args.num_samples, **how)):
+        title = f"--- sample {index + 1}\n" if args.num_samples > 1 else ""
+        print(f"{title}{args.prompt}{tokenizer.decode(tokens)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from gpt2 import generate as sampling_module
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
-from gpt2.generate import Sampling, generate, stream
+from gpt2.generate import Sampling, generate
 from gpt2.model import GPT, GPTConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules, spread_over
@@ -73,21 +73,10 @@ def test_a_sequence_is_the_same_whatever_comes_with_it():
     assert sample(seed=1)[:1] == sample(PROMPTS[:1], seed=1)
 
 
-def test_a_stream_grows_to_the_whole():
-    kwargs = dict(max_new_tokens=20, seed=3, eot=4)
-    *chunks, last = stream(make_params(), CFG, PROMPTS, chunk=6, **kwargs)
-    assert last == sample(seed=3, eot=4) and chunks
-    for limit, chunk in zip((6, 12, 18), chunks, strict=False):
-        assert chunk == [row[:limit] for row in last]
-
-
 def test_generation_stops_at_end_of_text():
     (free,) = sample(PROMPTS[:1], sampling=GREEDY)
-    kwargs = dict(max_new_tokens=20, sampling=GREEDY, eot=free[5])
-    (ended,) = generate(make_params(), CFG, PROMPTS[:1], **kwargs)
+    (ended,) = sample(PROMPTS[:1], sampling=GREEDY, eot=free[5])
     assert ended == free[: free.index(free[5])]
-    chunks = list(stream(make_params(), CFG, PROMPTS[:1], **kwargs, chunk=8))
-    assert len(chunks) == 1  # the two others are never computed
 
 
 def test_other_prompts_and_lengths_in_the_same_buckets_compile_nothing():
