@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
 
 from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
@@ -33,6 +31,7 @@ SPLITS = ("train", "validation")
 PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
 WEIGHED = 2**14  # documents; corpora of up to as many are read once more, for their sizes
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
+SECONDS = 10  # between lines that tell how far it is
 PROGRESS = "progress.json"  # what is written up to such a moment
 # A part ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
@@ -63,53 +62,45 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
     documents = Documents(corpus, data)
     done, parts = _resume(directory, documents)
     totals = done["splits"]
-    screen = Console(stderr=True)
-    columns = *Progress.get_default_columns(), TimeElapsedColumn()
-    hidden = not (screen.is_interactive and screen.file.isatty())  # FORCE_COLOR fakes the former
-    with Progress(*columns, console=screen, transient=True, disable=hidden) as bar:
-        task = bar.add_task("reading", total=None)
-        if not done["parts"]:
-            texts = training_texts(data.tokenizer, documents.parts())
-            options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
-            build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
-        tokenizer = load(directory / "tokenizer.json")
-        if (eot := tokenizer.eot) is None and documents.many:
-            what = f"{data.tokenizer} names no token to put between documents"
-            raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
-        writer = TokenWriter(directory, tokenizer.vocab_size)
-        writer.shards, writer.crc32 = done["shards"], done["token_crc32"]
-        for name, _, count in itertools.chain(*(shards[-1:] for shards in writer.shards.values())):
-            os.truncate(directory / name, count * writer.dtype.itemsize)
-        unsaved, num_bytes = 0, sum(total["num_bytes"] for total in totals.values())
-        bar.reset(task, total=corpus.num_bytes or None, completed=num_bytes, description="encoding")
-        next_line = time.monotonic() + (pause := 30 if hidden else 0.2)
-        for part, tokens, lost in encode_in_parallel(tokenizer, parts):
-            text = part.text.encode("utf-8")
-            if part.starts_document and documents.many:
-                tokens = np.append(np.int32(eot or 0), tokens)
-            writer.append(part.split, tokens)
-            total = totals[part.split]
-            total["num_tokens"] += len(tokens)
-            total["num_bytes"] += len(text)
-            total["num_documents"] += part.starts_document
-            total["num_lost"] += lost
-            done["parts"] = 1 + (done["parts"] if part.document == done["document"] else 0)
-            done["document"] = part.document
-            unsaved += len(tokens)
-            if unsaved >= SAVED_TOKENS:
-                unsaved, done["text_crc32"] = 0, zlib.crc32(text)
-                files.sync_tree(directory)  # before what says that it is there
-                files.write_json(directory / PROGRESS, files.seal(done))
-            bar.advance(task, len(text))
-            if (now := time.monotonic()) > next_line:
-                next_line, shown = now + pause, bar.tasks[0]
-                sums = {n: format_count(sum(t[n] for t in totals.values())) for n in total}
-                line = f"{sums['num_documents']} documents, {sums['num_tokens']} tokens, "
-                line += f"{format_bytes(shown.speed or 0)}/s"
-                bar.update(task, description=line)
-                if hidden:
-                    left = shown.time_remaining
-                    tell(f"{line}, {format_duration(left)} left" if left else line, sys.stdout)
+    if not done["parts"]:
+        texts = training_texts(data.tokenizer, documents.parts())
+        options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
+        build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
+    tokenizer = load(directory / "tokenizer.json")
+    if (eot := tokenizer.eot) is None and documents.many:
+        what = f"{data.tokenizer} names no token to put between documents"
+        raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
+    writer = TokenWriter(directory, tokenizer.vocab_size)
+    writer.shards, writer.crc32 = done["shards"], done["token_crc32"]
+    for name, _, count in itertools.chain(*(shards[-1:] for shards in writer.shards.values())):
+        os.truncate(directory / name, count * writer.dtype.itemsize)
+    unsaved, num_bytes = 0, sum(total["num_bytes"] for total in totals.values())
+    before, began = num_bytes, (told := time.monotonic())
+    for part, tokens, lost in encode_in_parallel(tokenizer, parts):
+        text = part.text.encode("utf-8")
+        if part.starts_document and documents.many:
+            tokens = np.append(np.int32(eot or 0), tokens)
+        writer.append(part.split, tokens)
+        total = totals[part.split]
+        total["num_tokens"] += len(tokens)
+        total["num_bytes"] += len(text)
+        total["num_documents"] += part.starts_document
+        total["num_lost"] += lost
+        done["parts"] = 1 + (done["parts"] if part.document == done["document"] else 0)
+        done["document"] = part.document
+        unsaved += len(tokens)
+        if unsaved >= SAVED_TOKENS:
+            unsaved, done["text_crc32"] = 0, zlib.crc32(text)
+            files.sync_tree(directory)  # before what says that it is there
+            files.write_json(directory / PROGRESS, files.seal(done))
+        num_bytes += len(text)
+        if (now := time.monotonic()) > told + SECONDS:
+            told, speed = now, (num_bytes - before) / (now - began)
+            sums = {n: format_count(sum(each[n] for each in totals.values())) for n in total}
+            line = f"{sums['num_documents']} documents, {sums['num_tokens']} tokens, "
+            left = format_duration(max(corpus.num_bytes - num_bytes, 0) / speed)
+            line += f"{format_bytes(speed)}/s" + f", {left} left" * (corpus.num_bytes > 0)
+            tell(line, sys.stdout)
     if min(totals[split]["num_tokens"] for split in data.splits) < 2:
         raise UserError(
             f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
