@@ -9,20 +9,17 @@ import dataclasses
 import json
 import math
 import os
-import pickle
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.stats
 
-from gpt2.benchmark.first_step import compare
+from gpt2.benchmark.first_steps import FirstSteps, compare
 from gpt2.config import Config, read_option, with_options
 from gpt2.errors import UserError, refuse
 from gpt2.utils import launch
@@ -81,14 +78,14 @@ class Player:
 def serve(device: str, work: Any, info: Callable[[], Row]) -> None:
     """Tells the device, then answers each line of standard input until it closes.
 
-    A number asks for as many steps of `work`, and the answer is the seconds of each. A path asks
-    for a file of what its first steps compute, and 0 for what there is to report beside times.
+    A number asks for as many steps of `work`, and the answer is the seconds of each. A word asks
+    for what its first steps compute, and 0 for what there is to report beside times.
     """
     print(json.dumps(device), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, str):
-            answer: Any = Path(request).write_bytes(pickle.dumps(work.first_steps()))
+            answer: Any = work.first_steps()
         elif request == 0:
             answer = info()
         else:
@@ -105,17 +102,16 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
     Each has `rounds` turns of at least `seconds`.
     """
-    rows, compared = dict[str, Row](), [name for name in cases if name in PEERS]
+    rows, players, reference = dict[str, Row](), dict[str, Player](), None
     with contextlib.ExitStack() as stack:
-        shown = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        players: dict[str, Player] = {}
         for name, each in cases.items():
             player = _start(name, each, len(cases), players)
             stack.callback(player.close)
             first, _, usual = player.ask(3)  # the first compiles if that was not done
-            if compared and name in (OURS, *compared):
-                player.ask(str(shown / name))
-                wrong = compare(*(pickle.loads((shown / x).read_bytes()) for x in (OURS, name)))
+            if name == OURS and {*cases} & {*PEERS}:
+                reference = FirstSteps(*player.ask("first steps"))
+            if reference and name in PEERS:
+                wrong = compare(reference, FirstSteps(*player.ask("first steps")))
                 what = f"{name} does not compute what {OURS} computes: {wrong}"
                 refuse(wrong, what, "Choose options that plain GPT-2 has, or leave out --peers")
             steps = max(1, math.ceil(seconds / usual))

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from gpt2.benchmark import first_step
+from gpt2.benchmark import first_steps
 from gpt2.benchmark.measure import serve
 from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
@@ -37,7 +36,7 @@ class Training:
         compute, device = config.precision.compute, self.devices[0]
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         chip = find_chip(device.device_kind)
-        self._products = first_step.products_of(compute, precision, platform_of(device))
+        self._products = first_steps.products_of(compute, precision, platform_of(device))
         self.info = {
             "compile_seconds": self._compiled.compile_seconds,
             "flops_per_token": model_flops_per_token(config.gpt()),
@@ -50,42 +49,30 @@ class Training:
         """Takes a training step on the same batch, and waits for it."""
         self._run(self._batch)
 
-    def first_steps(self) -> first_step.FirstStep:
+    def first_steps(self) -> first_steps.FirstSteps:
         """Returns what steps from drawn weights compute, by the very program that is timed."""
         program, self._state = self._program, None  # its memory goes to the drawn weights
         self._state = program.init_state(draw_params(program.model.config))
-        before = samples(self._state.params)
-        metrics = self._run(self._batch)
-        # AdamW's first moment is 1 - beta1 of the clipped gradient, so that no other program runs.
-        moment = samples(optax.tree.get(self._state.opt_state, "mu"))
-        gradients = {name: value / (1 - self._config.optim.beta1) for name, value in moment.items()}
-        for step in range(1, first_step.STEPS):
-            self._run(program.backend.put_batch(_batch(self._config, step)))
-        loss, after = float(metrics["train/loss"]), samples(self._state.params)
-        return first_step.FirstStep(self._products, loss, before, after, gradients)
+        batches = (_batch(self._config, step) for step in range(first_steps.STEPS))
+        losses = [float(self._run(program.backend.put_batch(batch))) for batch in batches]
+        return first_steps.FirstSteps(self._products, losses)
 
-    def _run(self, batch: Any) -> dict[str, jax.Array]:
+    def _run(self, batch: Any) -> jax.Array:
         self._state, metrics = self._compiled(self._state, batch)
-        return jax.block_until_ready(metrics)
+        return jax.block_until_ready(metrics)["train/loss"]
 
 
 def draw_params(cfg: GPTConfig) -> Any:
     """Returns the parameters that `draw_weight` draws, float32 in host memory."""
-    model, draw = GPT(dataclasses.replace(cfg, scan_layers=False)), first_step.draw_weight
+    model, draw = GPT(dataclasses.replace(cfg, scan_layers=False)), first_steps.draw_weight
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     named = flatten_dict(shapes, sep="/")
     drawn = unflatten_dict({name: draw(name, leaf.shape) for name, leaf in named.items()}, sep="/")
     return in_layout(drawn, scanned=cfg.scan_layers, stack=lambda *leaves: np.stack(leaves))
 
 
-def samples(params: Any) -> dict[str, np.ndarray]:
-    """Returns the entries of each parameter that are compared, by its name in unrolled layers."""
-    named = flatten_dict(in_layout(params, scanned=False), sep="/")
-    return {name: first_step.sample(name, np.asarray(leaf)) for name, leaf in named.items()}
-
-
 def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
-    tokens, targets = first_step.draw_batch(config, step)
+    tokens, targets = first_steps.draw_batch(config, step)
     batch = {"tokens": tokens, "targets": targets}
     if config.data.document_mask:  # documents of 256 tokens in the mean, at random
         batch["segments"] = np.cumsum(tokens % 256 == 0, axis=1, dtype=np.int32)

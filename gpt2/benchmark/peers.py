@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpt2.benchmark import first_step
+from gpt2.benchmark import first_steps
 from gpt2.benchmark.measure import serve
 from gpt2.config import Config, ModelConfig
 
@@ -89,40 +89,31 @@ class Training:
         self._dtype = torch.float32  # of logits
         loss = self._compute_loss
         self._loss: Any = torch.compile(loss) if peer == "torch_compile" else loss
-        self._batch = self._put(first_step.draw_batch(config))
+        self._batch = self._put(first_steps.draw_batch(config))
 
-    def step(self) -> float:
-        """Takes a training step on the same batch, and returns its loss."""
-        loss = self._clipped_gradients(self._batch)
-        self._optimizer.step()
-        return loss.item()  # waits for a GPU
+    def step(self) -> None:
+        """Takes a training step on the same batch, and waits for it."""
+        self._run(self._batch)
 
-    def first_steps(self) -> first_step.FirstStep:
+    def first_steps(self) -> first_steps.FirstSteps:
         """Returns what steps from drawn weights compute, by the very function that is timed."""
-        weights = self._model.named()
         with torch.no_grad():
-            for name, weight in weights.items():
+            for name, weight in self._model.named().items():
                 shape = weight.shape[::-1] if name.endswith("kernel") else weight.shape
-                drawn = torch.from_numpy(first_step.draw_weight(name, tuple(shape)))
+                drawn = torch.from_numpy(first_steps.draw_weight(name, tuple(shape)))
                 weight.copy_(drawn.T if name.endswith("kernel") else drawn)
-        before = {name: _sample(name, weight) for name, weight in weights.items()}
         self._optimizer.state.clear()
-        for step in range(first_step.STEPS):
-            mean = self._clipped_gradients(self._put(first_step.draw_batch(self._config, step)))
-            if step == 0:
-                loss = mean.item()
-                gradients = {name: _sample(name, weight.grad) for name, weight in weights.items()}
-            self._optimizer.step()
-        after = {name: _sample(name, weight) for name, weight in weights.items()}
+        batches = (first_steps.draw_batch(self._config, step) for step in range(first_steps.STEPS))
+        losses = [self._run(self._put(batch)) for batch in batches]
         types = str(self._dtype).removeprefix("torch."), torch.get_float32_matmul_precision()
-        products = first_step.products_of(*types, self._device.replace("cuda", "gpu"))
-        return first_step.FirstStep(products, loss, before, after, gradients)
+        products = first_steps.products_of(*types, self._device.replace("cuda", "gpu"))
+        return first_steps.FirstSteps(products, losses)
 
     def _put(self, batch: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(batch).long().to(self._device)
 
-    def _clipped_gradients(self, batch: torch.Tensor) -> torch.Tensor:
-        """Leaves the clipped gradients of all micro-batches, and returns the mean loss."""
+    def _run(self, batch: torch.Tensor) -> float:
+        """Takes a step, and returns the mean loss of all micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         number, total = self._config.train.accumulate_steps, torch.zeros((), device=self._device)
         for tokens, targets in zip(*(part.chunk(number) for part in batch), strict=True):
@@ -130,7 +121,8 @@ class Training:
             loss.backward()
             total += loss.detach()
         clip(self._weights, self._config.optim.clip_norm or float("inf"), self._device)
-        return total
+        self._optimizer.step()
+        return total.item()
 
     def _compute_loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean loss of tokens and targets `[B, T]` int64."""
@@ -153,11 +145,6 @@ def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
     norm = torch.linalg.vector_norm
     norms = torch.stack([norm(norm(weight.grad, dim=-1)) for weight in weights])
     nn.utils.clip_grads_with_norm_(weights, length, norm(norms))
-
-
-def _sample(name: str, value: Any) -> np.ndarray:
-    array = value.detach().cpu().numpy()
-    return first_step.sample(name, array.T if name.endswith("kernel") else array)
 
 
 def main() -> None:

@@ -1,0 +1,61 @@
+"""Whether two sides compute the same: the losses of their first steps, compared.
+
+Both sides draw the same weights by name, so that none have to be sent, and take `STEPS` steps on
+batches that are the same: later losses show gradients, clipping and the optimizer. Names are this
+project's, such as `h_0/attn/c_attn/kernel`. Nothing here needs JAX or PyTorch.
+"""
+
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from gpt2.config import Config
+
+STEPS = 5
+# The most by which a loss may differ, relative to itself, by the type in which numbers are
+# multiplied.
+TOLERANCES = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 5e-3, "float16": 1e-3}
+
+
+class FirstSteps(NamedTuple):
+    """What one side computed in its first steps."""
+
+    products: str  # the type in which it multiplied: one of `TOLERANCES`
+    losses: list[float]  # in nats per token
+
+
+def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the float32 weights of a name: a function of the name and the shape.
+
+    Kernels keep a branch's size, where variants of GELU differ most; tables are small enough to
+    show a norm's epsilon. The last norm's scale makes gradients long enough to be clipped.
+    """
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
+    std = noise.size**-0.25 if name.endswith("kernel") else 0.02
+    drawn = np.float32(name.endswith("scale")) + np.float32(std) * noise
+    return drawn * np.float32(100 / noise.size**0.5) if name == "ln_f/scale" else drawn
+
+
+def draw_batch(config: Config, step: int = 0) -> np.ndarray:
+    """Returns tokens and targets `[2, B, T]` int32 of a step, the same on every side."""
+    shape = (2, config.data.batch_size, config.model.context_length)
+    return np.random.default_rng(step).integers(0, config.model.vocab_size, shape, np.int32)
+
+
+def products_of(compute: str, matmul_precision: str | None, platform: str) -> str:
+    """Returns the type in which a platform multiplies, by JAX's option for float32."""
+    if compute != "float32" or platform == "cpu" or matmul_precision == "highest":
+        return compute
+    return "bfloat16" if platform == "tpu" and matmul_precision != "high" else "tf32"
+
+
+def compare(ours: FirstSteps, theirs: FirstSteps) -> str | None:
+    """Returns the first difference, in products or in a loss, if there is one."""
+    if theirs.products != ours.products:
+        return f"products are in {theirs.products}, in place of {ours.products}"
+    allowed = TOLERANCES[ours.products]
+    for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True), 1):
+        if not (found := abs(a - b) / a) <= allowed:  # NaN is not
+            return f"the loss of step {step} differs by {found:.1e}, and {allowed:g} is allowed"
+    return None
