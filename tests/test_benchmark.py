@@ -256,7 +256,7 @@ def test_attention_is_compared_in_all_its_variants():
     rows = list(attention.check_attention(make_config(**LONG)))
     assert [row["passed"] for row in rows] == 5 * [True]
     assert "2 of 4 heads, window 16, documents" in rows[-1]["check"]
-    assert all(row["worst"] > 0 and row["seconds"] > 0 for row in rows)
+    assert all(row["worst"] > 0 for row in rows)
 
 
 def scale_late_rows(right, *qkv, **options):

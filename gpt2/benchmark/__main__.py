@@ -8,9 +8,9 @@ and data are outside the times; clipping and the optimizer are inside. Beside pe
 the rate constant and the vocabulary a multiple of 64. First steps from the same weights are
 compared, and what differs is not timed. For a first look, --rounds=1 does.
 
-`attention` compares an implementation with the reference: values, gradients and times. `loop` takes
-steps by train.py itself. `suite` runs all that on a GPU, each part with a time limit;
---config.a.b=v changes all.
+`attention` compares an implementation with the reference: values and gradients. `loop` takes steps
+by train.py itself. `suite` runs all that on a GPU, each part with a time limit; --config.a.b=v
+changes all.
 
 MFU is the model's FLOPs, 6 N + 12 L D T a token, over time and the data sheet's peak. Memory is the
 peak of a GPU's allocator; on a CPU, of the process.

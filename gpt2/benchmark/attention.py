@@ -5,9 +5,7 @@ of the implementation, and those of the reference in the same 16 bits. It passes
 most `TIMES` the reference's, with a quarter of the type's precision to spare.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -49,7 +47,7 @@ def check_attention(config: Config) -> Iterator[dict[str, Any]]:
 def compare(
     name: str, shape: tuple[int, ...], dtype: str, kv_heads: int, scoring: Scoring, documents: bool
 ) -> dict[str, Any]:
-    """Returns errors and times of an implementation and of the reference in the same 16 bits.
+    """Returns errors of an implementation and of the reference in the same 16 bits.
 
     `shape` is B, T, N, H; with `documents`, rows hold four each.
     """
@@ -69,8 +67,7 @@ def compare(
         dq, dk, dv = pull(weight.astype(out.dtype))
         return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
-    found, seconds = _timed(lambda: run(name, *qkv))
-    rounded, reference_seconds = _timed(lambda: run("reference", *qkv))
+    found, rounded = run(name, *qkv), run("reference", *qkv)
     with jax.default_matmul_precision("highest"):
         exact = run("reference", *(x.astype(jnp.float32) for x in qkv))
     errors = {key: worst(found[key], rounded[key], exact[key], B * BLOCKS) for key in exact}
@@ -78,7 +75,7 @@ def compare(
     return {
         "passed": all(error <= TIMES * rounding + spare for error, rounding in errors.values()),
         "worst": max(error / rounding for error, rounding in errors.values() if rounding),
-        **{"seconds": seconds, "reference_seconds": reference_seconds, "errors": errors},
+        "errors": errors,
     }
 
 
@@ -93,12 +90,3 @@ def worst(found: Any, rounded: Any, exact: Any, parts: int) -> tuple[float, floa
     errors, references = (np.linalg.norm(x - exact, axis=1) / norms for x in (found, rounded))
     part = np.argmax(errors - TIMES * references)  # of a part that is NaN, if there is one
     return float(errors[part]), float(references[part])
-
-
-def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns what `run` does, and the median seconds of ten runs after the first."""
-    result, clock = jax.block_until_ready(run()), [time.perf_counter()]
-    for _ in range(10):
-        jax.block_until_ready(run())
-        clock.append(time.perf_counter())
-    return result, statistics.median(np.diff(clock))

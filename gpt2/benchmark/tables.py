@@ -36,8 +36,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "check": ("check", lambda row: row["check"]),
     "passed": ("passed", lambda row: "yes" if row["passed"] else "NO"),
     "error over the reference's": _number("{:.2f}", "worst"),
-    "takes": _number("{:.2f} ms", "seconds", 1e3),
-    "reference takes": _number("{:.2f} ms", "reference_seconds", 1e3),
     "what happened": ("error", lambda row: row["error"]),
 }
 
