@@ -6,21 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.errors import UserError
-from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SYNC, Breakdown, break_down
+from gpt2.profile.breakdown import Breakdown, break_down
 from gpt2.profile.program import ProgramText
 from gpt2.profile.trace import find_trace, read_trace
 
 PAGE, PROGRAM = "profile.md", "step.hlo.txt"
 WORTH_NAMING = 0.02  # share of a step
 _TOP = 15
-# What devices wait for between steps -> what helps.
-_HELP = {
-    SYNC: "Read results a step later, as `gpt2/telemetry/reporter.py` does, or less often.",
-    LOADER: "Keep the prepared corpus on a faster disk, or do less in what reads it.",
-    PYTHON: "Do it less often, or in another thread.",
-    LAUNCH: "Make steps longer, with more sequences in a batch.",
-}
-_OFTEN = "The devices wait for the host: do it less often."
 
 
 def explain(path: Path) -> str:
@@ -57,7 +49,7 @@ def render(found: Breakdown, program: ProgramText) -> str:
     if waits and waits[0][1] >= WORTH_NAMING * found.seconds:
         kind, seconds, where = waits[0]
         what = f"{kind[0].upper()}{kind[1:]}: {_ms(seconds)} {step}, {seconds / found.seconds:.0%}"
-        headline = f"**{what}**{where and f' ({where})'}. {_HELP.get(kind, _OFTEN)}"
+        headline = f"**{what}**{where and f' ({where})'}."
     else:
         percent = f"{sum(kinds.values()) / found.seconds:.0%}"
         headline = f"**The devices compute {percent} {step}.** The largest part is {parts[0]}."
@@ -70,10 +62,8 @@ def render(found: Breakdown, program: ProgramText) -> str:
         text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"\n## {title}\n\n{text}\n" if rows else ""
 
-    rows: list[Any] = [
-        (kind, *share(gap), where, _HELP.get(kind, "")) for kind, gap, where in waits
-    ]
-    head: Sequence[str] = ("the devices wait for", "per step", "share", "the host at", "what helps")
+    rows: list[Any] = [(kind, *share(gap), where) for kind, gap, where in waits]
+    head: Sequence[str] = ("the devices wait for", "per step", "share", "the host at")
     page += table("Between steps", head, rows)
     rows = [
         (part, *share(sum(cells[part].values())), *(_ms(cells[part][kind]) for kind in columns))
