@@ -20,65 +20,59 @@ SECONDS = "perf/seconds/"  # and a phase of `StepClock`: what it has taken up to
 class MetricsFile(Writer):
     """Writes metrics.jsonl. The values of one step make one line, even if several calls add them.
 
-    A line goes to disk when a later step begins, or at `flush`, and is written again if more values
-    come (a validation after a checkpoint). Where the disk is full, an OSError, lines wait.
-
-    Lines after `resume_step`, which a continued run produces again, are dropped, and torn ones.
+    A line goes to disk when a later step begins, or at `flush`. Where the disk is full, an OSError,
+    lines wait. Lines after `resume_step`, which a continued run produces again, are dropped, and
+    torn ones.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        # The newest records, from the byte of the file on where they belong. The last one may grow.
-        self._start, self._records = 0, list[dict[str, Any]]()
-        end = 0
-        for start, stop, record in _read(path):
+        self._newest = self._end = 0  # step and byte on disk
+        for end, record in _read(path):
             if record["step"] <= resume_step:
-                self._start, end, self._records = start, stop, [record]
+                self._newest, self._end = record["step"], end
+        self._waiting = list[dict[str, Any]]()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        os.truncate(self._file, end)
+        os.truncate(self._file, self._end)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds numbers by name to the line of `step`, which is not below the newest one."""
-        newest = self._records[-1]["step"] if self._records else -1
-        if step < newest:
-            raise ValueError(f"metrics of step {step} after those of step {newest}")
+        """Adds numbers by name to the line of `step`, which is the newest one or a new one."""
+        newest = self._waiting[-1]["step"] if self._waiting else self._newest
         if step > newest:
-            self._records.append({"step": step})
-        self._records[-1].update(metrics)
-        if len(self._records) > 1:
-            self._commit(len(self._records) - 1)
+            self._waiting.append({"step": step})
+        elif step < newest or not self._waiting:
+            raise ValueError(f"metrics of step {step} after those of step {newest}")
+        self._waiting[-1].update(metrics)
+        self._commit(len(self._waiting) - 1)
 
     def flush(self, step: int) -> None:
         """Writes all values up to `step` to the disk itself: every checkpoint has its metrics."""
-        self._commit(sum(record["step"] <= step for record in self._records))
+        self._commit(sum(record["step"] <= step for record in self._waiting))
         os.fsync(self._file)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
         try:
-            self._commit(len(self._records))
+            self._commit(len(self._waiting))
         finally:
             os.close(self._file)
 
     def _commit(self, number: int) -> None:
         """Writes the oldest records in one call: only a kill inside it could tear a line."""
-        if not number:
-            return
         lines = list[bytes]()
-        for record in self._records[:number]:
+        for record in self._waiting[:number]:
             finite = {n: value if math.isfinite(value) else None for n, value in record.items()}
             lines.append(json.dumps(finite).encode() + b"\n")
+            self._newest = record["step"]
         data = b"".join(lines)
-        if os.pwrite(self._file, data, self._start) < len(data):
+        if os.pwrite(self._file, data, self._end) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.truncate(self._file, self._start + len(data))
-        done = lines[: len(self._records) - 1]
-        self._start += len(b"".join(done))
-        self._records = self._records[len(done) :]
+        self._end += len(data)
+        del self._waiting[:number]
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Returns one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
-    return [record for _, _, record in _read(Path(path))]
+    return [record for _, record in _read(Path(path))]
 
 
 def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]:
@@ -91,13 +85,13 @@ def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]
     return seconds, max(0.0, next(filter(None, totals), 0.0) - sum(seconds.values()))
 
 
-def _read(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yields start, end and record of each line, oldest first; a torn or bad one is skipped."""
+def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the end and the record of each line, oldest first; a torn or bad one is skipped."""
     end = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        start, end = end, end + len(line)
+        end += len(line)
         with contextlib.suppress(ValueError):
             record = json.loads(line)
             is_whole = line.endswith(b"\n") and isinstance(record, dict)
             if is_whole and isinstance(record.get("step"), int):
-                yield start, end, record
+                yield end, record
