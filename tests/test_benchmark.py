@@ -16,7 +16,7 @@ import pytest
 from absl import flags
 
 from gpt2.benchmark import __main__ as command
-from gpt2.benchmark import attention, first_steps, loop, measure, ours, suite
+from gpt2.benchmark import attention, first_steps, measure, ours, suite
 from gpt2.benchmark.first_steps import FirstSteps, compare
 from gpt2.config import DEFAULTS, Config, with_options
 from gpt2.errors import UserError
@@ -239,9 +239,13 @@ def test_a_player_does_the_steps_it_is_asked_for_and_tells():
         assert it.ask("first steps") == [1] * 4
 
 
-def test_the_step_of_a_run_skips_its_first_lines():
+def test_the_step_of_a_run_skips_its_first_lines(tmp_path):
     slow, fast = ({"perf/step_seconds": seconds, "perf/mfu": 0.5} for seconds in (5.0, 0.1))
-    found = loop.describe_steps([*[slow] * 3, {"eval/loss": 4.0}, *[fast] * 7])
+    lines = [*[slow] * 3, {"eval/loss": 4.0}, *[fast] * 7]
+    texts = [json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines)]
+    assert suite.describe_run(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text("".join(texts))
+    (found,) = suite.describe_run(tmp_path)
     assert found["turns"] == [0.1] * 7 and found["step_seconds"] == 0.1 and found["mfu"] == 0.5
     assert found["peak_bytes"] is None  # a CPU does not tell
 
@@ -319,8 +323,8 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
     asked = []
 
     def run(command, limit, log):
-        asked.append(command[2])
-        return right([*PARTS[command[2]]], limit, log)
+        asked.extend(command)
+        return right([*PARTS[command[0]]], limit, log)
 
     right = suite.run_command
     monkeypatch.setattr(suite, "run_command", run)
@@ -376,8 +380,8 @@ def test_every_part_of_the_suite_has_options_that_work(tmp_path):
     core = [part.name for part in parts].index("1558m") + 1
     assert sum(part.seconds for part in parts[:core]) <= 15 * 60
     for part in parts[1:]:
-        name, *given = part.command
-        with parsed(*given) as values:
+        is_run = part.command[0].endswith("train.py")
+        with parsed(*part.command[2 if is_run else 3 :]) as values:
             case = measure.Case(command.make_config(values.peers))
-            assert name in command.COMMANDS
+            assert is_run or part.command[2] in command.COMMANDS
             assert all(case.varied(text) != case for text in values.vary)

@@ -8,9 +8,8 @@ and data are outside the times; clipping and the optimizer are inside. Beside pe
 the rate constant and the vocabulary a multiple of 64. First steps from the same weights are
 compared, and what differs is not timed. For a first look, --rounds=1 does.
 
-`attention` compares an implementation with the reference: values and gradients. `loop` takes steps
-by train.py itself. `suite` runs all that on a GPU, each part with a time limit; --config.a.b=v
-changes all.
+`attention` compares an implementation with the reference: values and gradients. `suite` runs both
+on a GPU, and train.py itself, each part with a time limit; --config.a.b=v changes all.
 
 MFU is the model's FLOPs, 6 N + 12 L D T a token, over time and the data sheet's peak. Memory is the
 peak of a GPU's allocator; on a CPU, of the process.
@@ -37,7 +36,7 @@ from gpt2.config import Config, with_options
 from gpt2.config.run import tokens_by_name
 from gpt2.errors import UserError, refuse
 
-COMMANDS = ("train", "attention", "loop", "suite", "machine")
+COMMANDS = ("train", "attention", "suite", "machine")
 
 
 def define_flags() -> None:
@@ -48,9 +47,8 @@ def define_flags() -> None:
     flags.DEFINE_multi_string("vary", [], about)
     flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
     flags.DEFINE_float("seconds", 2.0, "Least length of a turn after its first step.")
-    flags.DEFINE_integer("steps", 100, "loop: how many.", lower_bound=2)
     flags.DEFINE_bool("json", False, "Print rows as JSON, a line each, in place of a table.")
-    flags.DEFINE_string("output", "", "suite: the folder of its results. loop: keeps the run.")
+    flags.DEFINE_string("output", "", "suite: the folder of its results.")
     flags.DEFINE_list("parts", [], "suite: those to run; all if empty.")
     flags.DEFINE_bool("dry_run", False, "suite: print the commands.")
 
@@ -84,10 +82,6 @@ def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
         from gpt2.benchmark.attention import check_attention
 
         yield from check_attention(config)
-    elif command == "loop":
-        from gpt2.benchmark.loop import measure_loop
-
-        yield measure_loop(config, args.steps, output)
     else:
         case = measure.Case(config)
         cases = dict.fromkeys((measure.OURS, *args.peers), case)

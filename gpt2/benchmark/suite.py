@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2.benchmark.tables import table
 from gpt2.errors import UserError
+from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import launch
 from gpt2.utils.files import write_text
 
@@ -29,7 +29,7 @@ _ERROR = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")
 
 
 class Part(NamedTuple):
-    """A command of `python -m gpt2.benchmark`, and the seconds that it has."""
+    """What Python runs, and the seconds that it has. A run of train.py has the part's name."""
 
     name: str
     seconds: float
@@ -38,15 +38,27 @@ class Part(NamedTuple):
 
 def make_parts(output: Path) -> list[Part]:
     """Returns the parts in the order in which they run, the most important first."""
+    root = Path(__file__).parents[2]
 
-    def run(command: str, size: str, rows: int, *more: str) -> tuple[str, ...]:
+    def options(size: str, rows: int) -> tuple[str, ...]:
         sizes = ("--config.train.accumulate_steps=1", f"--config.data.batch_size={rows}")
-        file = Path(__file__).parents[2] / "configs" / f"gpt2_{size}.py"
-        return (command, f"--config={file}", *sizes, *more)
+        return (f"--config={root}/configs/gpt2_{size}.py", *sizes)
 
-    train = partial(run, "train")
+    def measure(command: str, *more: str) -> tuple[str, ...]:
+        return ("-m", "gpt2.benchmark", command, *more, "--json")
+
+    def train(size: str, rows: int, *more: str) -> tuple[str, ...]:
+        return measure("train", *options(size, rows), *more)
+
+    def loop(name: str, *more: str) -> tuple[str, ...]:
+        limits = dict(num_steps=100, eval_every=0, checkpoint_every=0, eval_batches=4)
+        given = (f"--config.train.{name}={value}" for name, value in limits.items())
+        corpus = "--config.data.corpus=pystdlib"
+        run = f"{root}/train.py", f"--workdir={output / name}"
+        return (*run, *options("124m", 32), corpus, *given, *more)
+
+    cudnn = "--config.model.attention=cudnn"
     peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
-    loop = run("loop", "124m", 32, "--config.data.corpus=pystdlib")
     trace = ("--config.logging.profile_start=50", "--config.logging.profile_steps=5")
     triton = "--vary=XLA_FLAGS=--xla_gpu_enable_triton_gemm=true"
     forms = (
@@ -55,13 +67,13 @@ def make_parts(output: Path) -> list[Part]:
         "--vary=data.document_mask=True",
     )
     return [  # a quarter of an hour decides most
-        Part("machine", 30, ("machine", f"--output={output}")),
-        Part("attention", 60, run("attention", "124m", 8, "--config.model.attention=cudnn")),
+        Part("machine", 30, measure("machine", f"--output={output}")),
+        Part("attention", 60, measure("attention", *options("124m", 8), cudnn)),
         Part("124m-32", 120, train("124m", 32, *peers)),
         Part("124m-8", 80, train("124m", 8, *peers)),
         Part("124m-64", 60, train("124m", 64)),
-        Part("loop", 90, loop),
-        Part("trace", 90, (*loop, f"--output={output / 'trace'}", *trace)),
+        Part("loop", 90, loop("loop")),
+        Part("trace", 90, loop("trace", *trace)),
         Part("triton", 80, train("124m", 8, triton)),
         Part("forms", 140, train("124m", 8, *forms)),
         Part("1558m", 150, train("1558m", 8)),
@@ -91,16 +103,15 @@ def run_suite(
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     done = {row["part"] for row in rows if row.get("status") == "done"}
     for part in parts:
-        given = more if "--config" in " ".join(part.command) else []
-        command = ["-m", "gpt2.benchmark", *part.command, *given, "--json"]
+        command = [*part.command, *(more if "--config" in " ".join(part.command) else [])]
         if dry_run or part.name in done:
             state = "is done" if part.name in done else f"{part.seconds:.0f} s"
             print(f"{part.name}, {state}: {shlex.join(['python', *command])}")
             continue
         (output / "logs").mkdir(parents=True, exist_ok=True)
-        found = run_command(command, part.seconds, output / "logs" / f"{part.name}.err")
+        found = [*run_command(command, part.seconds, output / "logs" / f"{part.name}.err")]
         rows = [row for row in rows if row["part"] != part.name]
-        rows += [{"part": part.name} | row for row in found]
+        rows += [{"part": part.name} | row for row in describe_run(output / part.name) + found]
         write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_text(output / "report.md", report(rows))
         print(f"{part.name}: {rows[-1]['status']} in {rows[-1]['took']:.0f} s", flush=True)
@@ -134,6 +145,21 @@ def run_command(command: list[str], limit: float, log: Path) -> Iterator[dict[st
             if isinstance(row := json.loads(line), dict):
                 yield row
     yield {"status": status, "took": time.monotonic() - began, "error": error}
+
+
+def describe_run(workdir: Path) -> list[dict[str, Any]]:
+    """Returns a row of medians over a run's logged lines, without the first third, or none."""
+    import pandas as pd
+
+    records = read_metrics(workdir / "metrics.jsonl")
+    logged = [record for record in records if "perf/step_seconds" in record]
+    if not (steady := logged[len(logged) // 3 :]):
+        return []
+    medians = pd.DataFrame(steady).filter(like="perf/").median()
+    row = {str(name).removeprefix("perf/"): value for name, value in medians.items()}
+    turns = [line["perf/step_seconds"] for line in steady]  # means of lines
+    peak = row.get("peak_memory_bytes")  # a CPU does not tell
+    return [{"name": "train.py", "turns": turns, "peak_bytes": peak} | row]
 
 
 def report(rows: list[dict[str, Any]]) -> str:
