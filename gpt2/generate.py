@@ -132,9 +132,8 @@ def generate(
     params = jax.tree.map(jnp.asarray, params)
     limits = dict(cfg=cfg, sampling=sampling, vocab_size=vocab_size or cfg.vocab_size)
     key = sample_key(seed)
-    state = _prefill(params, tokens, lengths, key, end, cache_length=cache_length, **limits)
-    state = _decode(params, state, max_new_tokens, end, **limits)
-    rows = np.asarray(state.tokens[:, :max_new_tokens]).tolist()
+    drawn = _generate(params, tokens, lengths, key, max_new_tokens, end, cache_length, **limits)
+    rows = np.asarray(drawn[:, :max_new_tokens]).tolist()
     return [list(itertools.takewhile(lambda token: token != end, row)) for row in rows]
 
 
@@ -149,32 +148,27 @@ def write_samples(path: Path, params: Any, cfg: GPTConfig, tokenizer: Tokenizer,
 
 
 @partial(jax.jit, static_argnames=("cache_length", "cfg", "sampling", "vocab_size"))
-def _prefill(params, tokens, lengths, key, end, cache_length, cfg, sampling, vocab_size) -> _State:
-    """Reads the prompts [B, T] and draws the first token of each."""
+def _generate(
+    params, tokens, lengths, key, limit, end, cache_length, cfg, sampling, vocab_size
+) -> jax.Array:
+    """Reads prompts [B, T] and draws until each has `limit` tokens or has ended: [B, S]."""
+    extend: Any = partial(GPT(cfg).apply, {"params": params}, method=GPT.extend)
     B = tokens.shape[0]
-    empty = KVCache.create(cfg, B, cache_length)
-    read: Any = GPT(cfg).apply({"params": params}, tokens, lengths, empty, method=GPT.extend)
-    logits, cache = read
+    logits, cache = extend(tokens, lengths, KVCache.create(cfg, B, cache_length))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
     drawn = jnp.full((B, cache_length), end, jnp.int32)
     state = _State(jnp.int32(0), drawn, jnp.zeros(B, bool), keys, cache)
-    return _append(state, logits[:, :vocab_size], end, sampling)
-
-
-@partial(jax.jit, static_argnames=("cfg", "sampling", "vocab_size"), donate_argnames="state")
-def _decode(params, state, limit, end, cfg, sampling, vocab_size) -> _State:
-    """Draws until every sequence has `limit` tokens or has ended."""
-    one, extend = jnp.ones(len(state.ended), jnp.int32), partial(GPT(cfg).apply, method=GPT.extend)
+    state = _append(state, logits[:, :vocab_size], end, sampling)
 
     def body(state: _State) -> _State:
         last = jax.lax.dynamic_slice_in_dim(state.tokens, state.step - 1, 1, axis=1)
-        logits, cache = extend({"params": params}, last, one, state.cache)
+        logits, cache = extend(last, jnp.ones(B, jnp.int32), state.cache)
         return _append(state.replace(cache=cache), logits[:, :vocab_size], end, sampling)
 
     def unfinished(state: _State) -> jax.Array:
         return (state.step < limit) & ~state.ended.all()
 
-    return jax.lax.while_loop(unfinished, body, state)
+    return jax.lax.while_loop(unfinished, body, state).tokens
 
 
 def _append(state: _State, logits: jax.Array, end: jax.Array, sampling: Sampling) -> _State:
