@@ -1,13 +1,12 @@
 """Writes into a trace which line of Python the host's loop is at."""
 
 import contextlib
-import functools
 import linecache
+import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
 
@@ -57,13 +56,8 @@ def _describe(frame: FrameType) -> dict[str, str]:
     file, line = outer.f_code.co_filename, outer.f_lineno
     # Annotations give a meaning to commas, equals signs and brackets: quoted as in a URL.
     text = quote(linecache.getline(file, line).strip(), safe=" ._:/*+-")
-    return {"where": f"{short_path(file)}:{line}", "text": text, "inside": frame.f_code.co_name}
-
-
-@functools.cache
-def short_path(file: str) -> str:
-    """Returns a path as seen from the current directory, or else its last two levels."""
-    path = Path(file)
-    if path.is_relative_to(Path.cwd()):
-        return str(path.relative_to(Path.cwd()))
-    return "/".join(path.parts[-2:])
+    return {
+        "where": f"{os.path.relpath(file)}:{line}",
+        "text": text,
+        "inside": frame.f_code.co_name,
+    }
