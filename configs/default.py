@@ -163,6 +163,8 @@ def get_config() -> ConfigDict:
             # finds a vector to add; 0: none (modded-nanogpt; Engram, arXiv 2601.07372)
             backout=False,  # before the head, takes off a learned share of what the stream was
             # after half of the layers (modded-nanogpt)
+            hyper_connections=0,  # residual streams, for example 4, that each branch reads and
+            # writes by learned weights; 0: one without (Zhu et al. 2024, arXiv 2409.19606, dynamic)
             attention_gate=False,  # each head's output times the sigmoid of a linear map of the
             # block's input (Qiu et al. 2025, arXiv 2505.06708)
             attention_sink=False,  # a learned logit per head that takes weight and gives nothing

@@ -169,6 +169,9 @@ a pair of tokens is looked up without its order: model/layers.py, switch_values 
 the stream of another layer is backed out: model/block.py, switch_values -k backout
     - layer == cfg.num_layers // 2, x
     + layer == 0, x
+a stream is mixed by another's weights: model/layers.py, switch_values -k hyper
+    - weights[:-1] * x
+    + weights[:-1] * jnp.roll(x, 1, axis=0)
 the part along the value is not squared: model/attention.py, switch_values -k exclusive
     - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
     + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))

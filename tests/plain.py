@@ -44,6 +44,7 @@ def logits(cfg, params, tokens, factors=()):
                 x[pos, 2 * i] += math.sin(pos / 10000 ** (2 * i / D))
                 x[pos, 2 * i + 1] += math.cos(pos / 10000 ** (2 * i / D))
     x = drop(x)
+    x = np.array([x] * cfg.hyper_connections) if cfg.hyper_connections else x
     embedded, first_values, middle = x, None, None
     for layer in range(cfg.num_layers):
         block = params[f"h_{layer}"]
@@ -51,29 +52,56 @@ def logits(cfg, params, tokens, factors=()):
         if cfg.embedding_skip:
             own, skip = block["embedding_skip"]["weights"]
             x = own * x + skip * embedded
-        before = x
+        before, add = connect(cfg, block, "connect_1", x)
         if cfg.norm_position == "post":
-            y, first_values = attention(cfg, block["attn"], x, tokens, layer, first_values, factors)
-            x = norm(cfg, block["ln_1"], x + drop(y))
-            x = norm(cfg, block["ln_2"], x + drop(mlp(cfg, block["mlp"], x)))
+            y, first_values = attention(
+                cfg, block["attn"], before, tokens, layer, first_values, factors
+            )
+            x = norm(cfg, block["ln_1"], add(drop(y)))
+            before, add = connect(cfg, block, "connect_2", x)
+            x = norm(cfg, block["ln_2"], add(drop(mlp(cfg, block["mlp"], before))))
             continue
-        y = norm(cfg, block["ln_1"], x)
+        y = norm(cfg, block["ln_1"], before)
         y, first_values = attention(cfg, block["attn"], y, tokens, layer, first_values, factors)
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_1_post"], y)
-        x = x + drop(y)
-        y = mlp(cfg, block["mlp"], norm(cfg, block["ln_2"], before if cfg.parallel_block else x))
+        x = add(drop(y))
+        between, add = connect(cfg, block, "connect_2", x)
+        read = before if cfg.parallel_block else between
+        y = mlp(cfg, block["mlp"], norm(cfg, block["ln_2"], read))
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_2_post"], y)
-        x = x + drop(y)
+        x = add(drop(y))
     if cfg.backout:
         x = x - params["backout"] * middle
+    if cfg.hyper_connections:
+        x = x.sum(0)
     if cfg.norm_position != "post":
         x = norm(cfg, params["ln_f"], x)
     head = params["wte" if cfg.tie_embeddings else "lm_head"]["embedding"]
     if cfg.mup_base_width:  # Yang et al. 2022, table 8
         x = x * cfg.mup_base_width / D
     return cap(x @ head.T, cfg.logit_softcap)
+
+
+def connect(cfg, block, name, x):
+    """Returns what a branch reads of streams [n, T, D], and what adds its output to them.
+
+    Zhu et al. 2024, equations 10 to 13; without hyper-connections the residual stream [T, D].
+    """
+    n = cfg.hyper_connections
+    if not n:
+        return x, lambda y: x + y
+    params, shape = block[name], x.shape
+    read, mixed, written = np.zeros(shape[1:]), np.zeros(shape), np.zeros((*shape[:2], 1))
+    for t in range(shape[1]):
+        moved = np.tanh(norm(cfg, params["norm"], x[:, t]) @ params["by_stream"])  # [n, n + 2]
+        reading = params["weights"][0] + params["scales"][0] * moved[:, 0]
+        mixing = params["weights"][1:-1].T + params["scales"][0] * moved[:, 1:-1]
+        written[:, t, 0] = params["weights"][-1] + params["scales"][1] * moved[:, -1]
+        read[t] = reading @ x[:, t]
+        mixed[:, t] = mixing.T @ x[:, t]
+    return read, lambda y: mixed + written * y
 
 
 def norm(cfg, params, x, kind=None):

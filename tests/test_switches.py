@@ -65,6 +65,7 @@ SWITCHES = {
     "smear": {"model.smear": True},
     "bigram_embeddings": {"model.bigram_embeddings": 96},
     "backout": {"model.backout": True},
+    "hyper_connections": {"model.hyper_connections": 3},
     "attention_gate": {"model.attention_gate": True},
     "exclusive_attention": {"model.exclusive_attention": True},
     "attention_sink": {"model.attention_sink": True},

@@ -39,8 +39,9 @@ class ModelConfig(Options, group="model"):
         refuse(self.window and not hides, "model.window hides nothing from any layer")
         drops = self.dropout and self.attention not in ("auto", "reference")
         refuse(drops, f"model.attention={self.attention} has no weights for model.dropout to drop")
-        wants_two = self.parallel_block and self.norm_position == "post"
-        refuse(wants_two, "model.parallel_block has one sum, and norm_position=post wants two")
+        wants_two = self.norm_position == "post" or self.hyper_connections
+        what = "model.parallel_block has one sum, and norm_position=post or hyper_connections two"
+        refuse(self.parallel_block and wants_two, what)
 
     def canonical(self) -> Self:
         """Returns the same architecture with its sizes written in one way: 0 where that can be."""

@@ -256,11 +256,13 @@ class GPT(nn.Module):
         if cfg.position == "rope":
             scaling = cfg.rope_scaling, cfg.rope_factor, cfg.rope_context
             turned = rotation(positions, cfg.rope_size, cfg.rope_base, *scaling)
+        if cfg.hyper_connections:
+            x = jnp.broadcast_to(x, (cfg.hyper_connections, *x.shape))
         embedded = x if cfg.embedding_skip else None
         inputs = LayerInputs(positions, segments, tokens, embedded=embedded, rotation=turned)
         stream = Stream(x, middle=x if cfg.backout else None)
         if cfg.value_residual:
-            values = jnp.zeros((*x.shape[:2], cfg.kv_heads, cfg.head_size), x.dtype)
+            values = jnp.zeros((*x.shape[-3:-1], cfg.kv_heads, cfg.head_size), x.dtype)
             values = constrain(values, "batch", "length", "heads", "head_size")
             stream = stream.replace(first_values=values)
         layers = None if cache is None else cache.layers
@@ -276,7 +278,7 @@ class GPT(nn.Module):
         x = stream.x
         if stream.middle is not None:
             x = (x - self.backout * stream.middle).astype(cfg.compute_dtype)
-        return x, layers
+        return x.sum(0) if cfg.hyper_connections else x, layers
 
     def _output(self) -> Embedding:
         """Returns the layer that holds the output embedding."""

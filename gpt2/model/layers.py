@@ -164,6 +164,35 @@ class Smear(nn.Module):
         return (x + share * gate * before).astype(self.config.compute_dtype)
 
 
+class HyperConnection(nn.Module):
+    """What a branch reads of several streams, and how much of its output each gets.
+
+    Zhu et al. 2024, dynamic. At first it reads one stream, and all stay and get the output.
+    """
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, branch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns what the branch reads [B, T, D], the streams mixed, and weights [n, B, T, 1].
+
+        Args:
+            x: [n, B, T, D], the streams.
+            branch: which of all branches it is, int.
+        """
+        cfg, n = self.config, len(x)
+        init = lambda *_: jnp.stack([jnp.eye(n)[branch % n], *jnp.eye(n), jnp.ones(n)])  # noqa: E731
+        weights = named_param(self, "weights", init, (n + 2, n), ("mix", "mix"))
+        shape, zeros = (cfg.embed_dim, n + 2), nn.initializers.zeros
+        by_stream = named_param(self, "by_stream", zeros, shape, ("mix", "mix"))
+        scales = named_param(self, "scales", nn.initializers.constant(0.01), (2,), ("mix",))
+        moved = jnp.tanh(jnp.moveaxis(Norm(cfg, name="norm")(x) @ by_stream, -1, 0))
+        moved = jnp.concatenate([scales[0] * moved[:-1], scales[1] * moved[-1:]])
+        weights = (weights[..., None, None] + moved)[..., None]
+        read, *mixed = jnp.sum(weights[:-1] * x, axis=1).astype(cfg.compute_dtype)
+        return read, jnp.stack(mixed), weights[-1].astype(cfg.compute_dtype)
+
+
 class Embedding(nn.Module):
     """A table of vectors, looked up by integers.
 

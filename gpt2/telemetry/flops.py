@@ -27,7 +27,9 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     biases = into_attention + 2 * width + into_mlp * hidden if cfg.bias else 0
     mixes = 2 * (cfg.value_embeddings + cfg.value_residual + cfg.embedding_skip)
     by_head = cfg.num_heads * (cfg.attention_gate * (width + cfg.bias) + cfg.attention_sink)
-    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes + by_head
+    n = cfg.hyper_connections
+    streams = 2 * ((n + 2) * (n + width) + 2 + norm) if n else 0
+    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes + by_head + streams
     once = cfg.smear * (cfg.smear_width + 1) + cfg.backout + norm * (cfg.norm_position != "post")
     return cfg.num_layers * layer + once + cfg.vocab_size * width
 
