@@ -24,12 +24,13 @@ from configs import quickstart
 from gpt2.ablate import takeover
 from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import make_slots, train_all
+from gpt2.ablate.judge import grow, judge
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.ablate.tables import _share, judge, reach_table, samples
+from gpt2.ablate.tables import _share, reach_table
 from gpt2.ablate.terms import at_sizes, choose_score, equalize, flops, step_flops
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
@@ -183,12 +184,12 @@ def test_the_share_of_steps_has_an_interval_of_both_arms_noise():
 
 
 def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
-    options = dict(score="eval/loss", equal="tokens", paired=False, num_tune_seeds=1) | options
+    terms = dict(score="eval/loss", equal="tokens", paired=False, num_tune_seeds=1)
+    options = terms | {"looks": [num_seeds]} | options
     return Sweep(
         root=root,
         commands=["python -m gpt2.ablate"],
         arms=tuple(arms(*vary)),
-        num_seeds=num_seeds,
         tune=tune or {},
         **options,
     ).with_choices()
@@ -263,7 +264,7 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
 def test_programs_read_the_verdicts_of_the_report(tmp_path):
     sweep = filled(tmp_path, num_seeds=5)
     write_run(sweep.runs()[2], 3.8, "diverged")  # of optim.name=muon
-    verdicts = judge(sweep, samples(sweep, sweep.results()))
+    verdicts = judge(sweep, sweep.results())
     report_of(sweep)
     tree = json.loads((tmp_path / "verdicts.json").read_text())
     lion, muon = (tree["arms"][f"optim.name={name}"] for name in ("lion", "muon"))
@@ -366,7 +367,7 @@ def test_an_arm_whose_every_choice_diverged_is_told(tmp_path):
     assert sweep.chosen["optim.name=lion"] is None
     for run in sweep.runs():
         write_run(run, 3.0 + 0.01 * run.config.seed)
-    verdicts = judge(sweep, samples(sweep, sweep.results()))
+    verdicts = judge(sweep, sweep.results())
     assert verdicts["optim.name=lion"].words == "diverged in 2 of 2 runs"
     assert "every choice diverged" in report_of(sweep)
 
@@ -376,7 +377,7 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     assert load_sweep(tmp_path) == before
     grown = continued(sweep_in(tmp_path, "optim.name=lion,adam", num_seeds=2))
     assert names(grown.arms) == [*LOSSES, "optim.name=adam"]
-    assert grown.num_seeds == 3
+    assert grown.looks == [3]
     with pytest.raises(UserError, match="paired=False, not True"):
         continued(sweep_in(tmp_path, "optim.name=lion", paired=True))
     with pytest.raises(UserError, match="score"):
@@ -393,8 +394,62 @@ def test_seeds_that_are_raised_once_verdicts_can_be_seen_are_told(tmp_path):
     assert continued(five).raised_from == 0  # no run has ended
     filled(tmp_path)
     raised = continued(five)
-    assert (raised.raised_from, raised.num_seeds) == (3, 5)
+    assert (raised.raised_from, raised.looks) == (3, [5])
     assert "Seeds were raised from 3 to 5" in report_of(raised)
+
+
+def train(sweep, losses, rng, noise=1.0):
+    """Ends the runs that have not ended, as arms with such losses would."""
+    for run in sweep.runs():
+        if run.outcome().state == "waiting":
+            write_run(run, losses[run.arm] + 0.003 * noise * rng.standard_normal())
+    return grow(sweep)
+
+
+def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
+    """A look's verdict is that of its own seeds, whatever is trained later."""
+    rng, muon, lion = np.random.default_rng(1), "optim.name=muon", "optim.name=lion"
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", looks=[3, 5, 8])
+    losses = LOSSES | {lion: 3.0, muon: 3.795, "optim.name=adam": 3.8}
+    assert grow(sweep) == sweep  # nothing has ended
+    seen = train(sweep, losses, rng)
+    assert (
+        set(seen.seeds) == {"baseline", muon, "optim.name=adam"}
+        and seen.num_seeds(seen.arms[0]) == 5
+    )
+    first = judge(seen, seen.results())
+    assert [each.words for each in first.values()] == ["better", "to be decided", "to be decided"]
+    assert math.isnan(first[muon].low)
+    last = train(seen, losses, rng)
+    assert set(last.seeds.values()) == {5, 8} and len(last.runs()) == 3 + 5 + 8 + 8
+    done = train(last, losses, rng)
+    assert done == last
+    verdicts = judge(done, done.results())
+    assert verdicts[lion].high == first[lion].high and verdicts[lion].p_value < 0.05
+    assert verdicts["optim.name=adam"].words.startswith("no difference larger")
+    done.save()
+    assert continued(sweep) == dataclasses.replace(done, raised_from=0)
+    assert "3 or 5 or 8 seeds each" in report_of(done)
+    for other in ([8], [3, 8]):
+        with pytest.raises(UserError, match=r"seeds=\[3, 5, 8\], not"):
+            continued(dataclasses.replace(sweep, looks=other))
+
+
+def test_seeds_are_planned_by_the_noise_of_the_first(tmp_path, capsys):
+    rng, losses = np.random.default_rng(0), LOSSES
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon", find=0.006)
+    planned = train(sweep, losses, rng)
+    told = re.search(r"0\.006 takes (\d+) seeds, as noisy as the first 3", capsys.readouterr().out)
+    assert set(planned.seeds.values()) == {int(told[1])} and 3 < int(told[1]) < 40
+    assert train(planned, losses, rng) == planned
+    report = report_of(planned)
+    assert "planned to find 0.006" in report and "raised" not in report
+    planned.save()
+    again = continued(sweep)
+    assert again.seeds == planned.seeds and again.raised_from == 0
+    smaller = continued(dataclasses.replace(sweep, find=0.004))
+    assert smaller.raised_from == 3 and smaller.seeds == {}  # to be planned again
+    assert grow(smaller).num_seeds(sweep.arms[0]) > int(told[1])
 
 
 def test_runs_on_another_text_are_not_compared(tmp_path):

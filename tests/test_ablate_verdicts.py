@@ -1,13 +1,18 @@
 """Verdicts on the arms of an ablation: their rates are as stated, and their numbers are known."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
+from gpt2.ablate.judge import is_hopeless, level_at, seeds_to_find
+from gpt2.ablate.judge import judge as judge_sweep
 from gpt2.ablate.power import dunnett_quantile
-from gpt2.ablate.verdicts import Sample, compare
+from gpt2.ablate.sweep import Sweep
+from gpt2.ablate.verdicts import FOUND, Sample, compare
 from tests import verdict_rates
 from tests.helpers import thorough
 
@@ -60,7 +65,7 @@ def judge(values, arms, **options):
 
 
 def is_found(verdict):
-    return verdict.words in ("better", "worse")
+    return verdict.words in FOUND
 
 
 def assert_rate_at_most(count, num, rate):
@@ -151,6 +156,69 @@ def test_pairs_keep_their_rates(num, num_sweeps):
     assert_rate(found, num_sweeps, expected)
 
 
+# Looks, and planned seeds.
+
+
+@pytest.mark.parametrize("num_sweeps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_looks_keep_the_level_and_most_power_and_save_runs(num_sweeps):
+    for deviations in verdict_rates.NOISY.values():
+        found, runs = verdict_rates.look_at(verdict_rates.draw_looks(deviations, num=num_sweeps))
+        assert_rate_at_most(found.any(1).sum(), num_sweeps, 0.05)
+        assert runs.mean() < 38  # of 48
+    scores = verdict_rates.draw_looks(verdict_rates.NOISY["equal"], (4.0, 12.0), num=num_sweeps)
+    (found, _), (fixed, _) = (verdict_rates.look_at(scores, looks) for looks in ((3, 5, 8), (8,)))
+    assert 0.8 < found[:, 0].mean() < fixed[:, 0].mean() < 0.9 and found[:, 1].all()
+
+
+def test_the_simulated_looks_are_those_of_sweeps(tmp_path):
+    arms = [SimpleNamespace(name=name, size="") for name in ("baseline", *NAMES)]
+    looks = list(verdict_rates.LOOKS)
+    sweep = Sweep(tmp_path, [], tuple(arms), "eval/loss", "tokens", False, looks, {}, 1)
+    rows = [(arm.name, seed) for arm in arms for seed in range(looks[-1])]
+    results = pd.DataFrame(rows, columns=["arm", "seed"]).assign(
+        purpose="compare", state="finished"
+    )
+    scores = verdict_rates.draw_looks(verdict_rates.NOISY["one arm"], (0.0, 4.0, 6.0), num=40)
+    expected, _ = verdict_rates.look_at(scores)
+    assert 40 < expected.sum() < 90
+    for found, drawn in zip(expected, scores, strict=True):
+        verdicts = judge_sweep(sweep, results.assign(score=drawn.T.ravel())).values()
+        assert list(map(is_found, verdicts)) == list(found)
+
+
+def test_looks_share_the_level():
+    assert level_at([8], 8) == 0.05
+    levels = [level_at([3, 5, 8], look) for look in (3, 5, 8)]
+    assert sum(levels) == pytest.approx(0.05) and levels[0] == pytest.approx(0.05 * (3 / 8) ** 3)
+
+
+def test_hopeless_is_what_the_last_look_would_find_in_a_fifth_of_sweeps():
+    """Half of the seeds say `distance`; the other half are drawn about what 80 % would find."""
+    looks = [4, 8]
+    border = stats.norm.isf(level_at(looks, 8) / 5 / 2)
+    rng, now = np.random.default_rng(0), np.linspace(0, 4, 401)
+    hopeless = is_hopeless(now / math.sqrt(2), 5, looks, 4)
+    edge = now[~hopeless][0]
+    other = border + stats.norm.isf(0.2) + math.sqrt(2) * rng.standard_normal(100_000)
+    assert np.mean((edge + other) / 2 > border) == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize("num_sweeps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_planned_seeds_find_in_four_of_five_sweeps(num_sweeps):
+    for num_arms in (1, 5):
+        deviations = (1.0,) * (1 + num_arms)
+        found, seeds = verdict_rates.simulate_plan(deviations, 1.5, 1.5, num=num_sweeps)
+        assert_rate_at_most((~found[:, 0]).sum(), num_sweeps, 0.2)
+        assert 15 < seeds.mean() < 20
+        false, _ = verdict_rates.simulate_plan(deviations, 1.5, num=num_sweeps)
+        assert_rate_at_most(false.any(1).sum(), num_sweeps, 0.05)
+
+
+def test_seeds_are_those_of_steins_formula():
+    quantiles = stats.t.isf(0.015, 4) + stats.t.isf(0.2, 4)
+    assert seeds_to_find(0.1, np.array([0.02]), 4) == math.ceil(2 * quantiles**2)
+
+
 # Known numbers.
 
 
@@ -161,7 +229,7 @@ def test_pairs_keep_their_rates(num, num_sweeps):
 def test_quantiles_are_those_of_dunnetts_table(sizes, published):
     """Two-sided, 5 % (Dunnett 1964, Biometrics 20, table II), by arms and degrees of freedom."""
     df = sum(sizes) - len(sizes)
-    assert dunnett_quantile(sizes, df) == pytest.approx(published, abs=0.006)
+    assert dunnett_quantile(sizes, df, 0.05) == pytest.approx(published, abs=0.006)
 
 
 def test_several_arms_have_the_wider_of_dunnetts_and_welchs_intervals():

@@ -1,4 +1,4 @@
-"""How often verdicts are false, and how often true: the table of gpt2/ablate/verdicts.py.
+"""How often verdicts are false, and how often true: the figures of gpt2/ablate and its page.
 
 `python -m tests.verdict_rates` simulates sweeps of five arms whose scores are normal.
 The rules are written again here, for many sweeps at once.
@@ -10,12 +10,19 @@ import math
 import numpy as np
 from scipy import stats
 
+from gpt2.ablate.judge import PLANNED_LEVEL, is_hopeless, level_at, seeds_to_find
 from gpt2.ablate.power import dunnett_quantile, welch
 
 NUM_SWEEPS = 40_000
 NUM_ARMS = 5
 OUTLYING = 10  # times the median variance, above which an arm is left out of the others' pool
 CHUNK = 10_000  # sweeps at once
+LOOKS, MOST_SEEDS = (3, 5, 8), 250
+NOISY = {
+    "equal": (1.0,) * 6,
+    "baseline": (3.0,) + (1.0,) * 5,
+    "one arm": (1.0, 3.0) + (1.0,) * 4,
+}
 
 
 def draw(rng, sizes, deviations, shift=0.0):
@@ -32,18 +39,19 @@ def moments(scores):
     return np.stack(means, 1), np.stack(variances, 1)
 
 
-def dunnett(means, variances, sizes, *, drop=False):
+def dunnett(means, variances, sizes, *, drop=False, level=0.05):
     """Returns which arms differ by Dunnett's test, `[CHUNK, arms]`; `drop`: without outlying."""
     dfs = np.array(sizes) - 1
     counts = variances <= OUTLYING * np.median(variances, 1, keepdims=True)
     found = np.empty((len(means), len(sizes) - 1), bool)
+    in_order = (sizes[0], *sorted(sizes[1:]))
     for i in range(1, len(sizes)):
         counted = counts.copy() if drop else np.ones_like(counts)
         counted[:, [0, i]] = True
         df = (counted * dfs).sum(1)
         pooled = np.sqrt((counted * dfs * variances).sum(1) / df)
         error = pooled * math.sqrt(1 / sizes[0] + 1 / sizes[i])
-        quantiles = {each: dunnett_quantile(tuple(sizes), int(each)) for each in set(df)}
+        quantiles = {each: dunnett_quantile(in_order, int(each), level) for each in set(df)}
         bound = np.vectorize(quantiles.get)(df) * error
         found[:, i - 1] = np.abs(means[:, i] - means[:, 0]) > bound
     return found
@@ -64,10 +72,10 @@ def sidak(means, variances, sizes):
     return welch_alone(means, variances, sizes, 1 - 0.95 ** (1 / (len(sizes) - 1)))
 
 
-def both(means, variances, sizes):
+def both(means, variances, sizes, level=0.05):
     """Returns which arms differ by the rule of gpt2/ablate/verdicts.py."""
-    level = 0.05 / math.sqrt(len(sizes) - 1)
-    return dunnett(means, variances, sizes, drop=True) & welch_alone(means, variances, sizes, level)
+    alone = welch_alone(means, variances, sizes, level / math.sqrt(len(sizes) - 1))
+    return dunnett(means, variances, sizes, drop=True, level=level) & alone
 
 
 RULES = {"Dunnett alone": dunnett, "Welch alone, Šidák's level": sidak, "both": both}
@@ -84,17 +92,91 @@ def rates(sizes, deviations, shift=0.0, num=NUM_SWEEPS):
     return {name: 100 * count / num for name, count in counts.items()}
 
 
+def draw_looks(deviations, shifts=(), num=CHUNK, seed=0):
+    """Returns the scores of a baseline and arms, `[num, seeds of the last look, 1 + arms]`.
+
+    `shifts`, of the first arms, are in standard errors of as many seeds.
+    """
+    rng, num_seeds = np.random.default_rng(seed), LOOKS[-1]
+    scores = deviations * rng.standard_normal((num, num_seeds, len(deviations)))
+    scores[..., 1 : 1 + len(shifts)] += np.array(shifts) * math.sqrt(2 / num_seeds)
+    return scores
+
+
+def look_at(scores, looks=LOOKS):
+    """Returns which arms looks find, `[num, arms]`, and how many runs each sweep trains."""
+    num, arms = len(scores), scores.shape[2] - 1
+    seeds, going = np.zeros((num, 1 + arms), int), np.ones((num, arms), bool)
+    found = np.zeros_like(going)
+    for look in looks:
+        goes = going.any(1)
+        seeds[:, 1:][going] = seeds[goes, 0] = look
+        for sizes in np.unique(seeds[goes], axis=0).tolist():
+            rows = np.flatnonzero((seeds == sizes).all(1) & goes)
+            means, variances = moments([scores[rows, :n, i] for i, n in enumerate(sizes)])
+            clear = both(means, variances, sizes, level_at(looks, look))
+            found[rows] |= clear & going[rows]
+            going[rows] &= ~clear
+            if look < looks[-1]:
+                distances = np.abs(means[:, 1:] - means[:, :1])
+                errors, _ = welch(variances[:, :1], variances[:, 1:], sizes[0], np.array(sizes[1:]))
+                going[rows] &= ~is_hopeless(distances / errors, arms, looks, look)
+    return found, seeds.sum(1)
+
+
+def simulate_plan(deviations, find, shift=0.0, pilot=3, num=CHUNK, seed=0):
+    """Returns which arms planned seeds find, `[num, arms]`, and how many seeds each sweep has."""
+    rng, size = np.random.default_rng(seed), len(deviations)
+    scores = deviations * rng.standard_normal((num, MOST_SEEDS, size), np.float32)
+    scores[..., 1] += shift
+    variances = scores[:, :pilot].var(1, ddof=1, dtype=np.float64)
+    seeds = seeds_to_find(find, variances[:, :1] + variances[:, 1:], (pilot - 1) * size)
+    seeds = np.clip(seeds, pilot, MOST_SEEDS).astype(int)
+    found = np.zeros((num, size - 1), bool)
+    for each in np.unique(seeds).tolist():
+        rows = seeds == each
+        drawn = moments(np.moveaxis(scores[rows, :each].astype(np.float64), -1, 0))
+        found[rows] = both(*drawn, (each,) * size, PLANNED_LEVEL)
+    return found, seeds
+
+
+def told(count, num):
+    low, high = stats.binomtest(int(count), num).proportion_ci(method="exact")
+    return f"{count / num:.1%} ({low:.1%} to {high:.1%})"
+
+
+def print_designs(num=CHUNK):
+    """Prints the rates of sweeps with looks, and of planned ones, with their 95 % intervals."""
+    for name, deviations in NOISY.items():
+        (found, runs), (fixed, _) = (
+            look_at(draw_looks(deviations), x) for x in (LOOKS, LOOKS[-1:])
+        )
+        false = told(found.any(1).sum(), num), told(fixed.any(1).sum(), num)
+        print(
+            f"looks {LOOKS}, {name}: false {false[0]}, at once {false[1]}, {runs.mean():.1f} runs"
+        )
+    for shifts in ((4.0,), (2.0, 4.0, 6.0, 12.0, 0.0)):
+        scores = draw_looks(NOISY["equal"], shifts)
+        (found, runs), (fixed, _) = (look_at(scores, x) for x in (LOOKS, LOOKS[-1:]))
+        for i, shift in enumerate(filter(None, shifts)):
+            rate = told(found[:, i].sum(), num), told(fixed[:, i].sum(), num)
+            print(f"  {shift:.0f} standard errors: found {rate[0]}, at once {rate[1]}")
+        print(f"  {runs.mean():.1f} of {6 * LOOKS[-1]} runs")
+    for name, arms, find in itertools.product(NOISY, (1, 5), (1.0, 1.5, 2.5)):
+        deviations = NOISY[name][: 1 + arms]
+        false, seeds = simulate_plan(deviations, find)
+        found, _ = simulate_plan(deviations, find, find)
+        rates = told(found[:, 0].sum(), num), told(false.any(1).sum(), num)
+        print(f"planned, {name}, {arms} arms, {find} deviations:", end=" ")
+        print(f"found {rates[0]}, false {rates[1]}, {seeds.mean():.1f} seeds", flush=True)
+
+
 def main():
-    noisy = {
-        "equal": (1.0,) * 6,
-        "baseline": (3.0,) + (1.0,) * 5,
-        "one arm": (1.0, 3.0) + (1.0,) * 4,
-    }
     columns = {}
-    for (name, deviations), num in itertools.product(noisy.items(), (3, 5)):
+    for (name, deviations), num in itertools.product(NOISY.items(), (3, 5)):
         columns[f"{name} n={num}"] = rates((num,) * 6, deviations)
     for num in (3, 5):
-        columns[f"found n={num}"] = rates((num,) * 6, noisy["equal"], 5 * math.sqrt(2 / num))
+        columns[f"found n={num}"] = rates((num,) * 6, NOISY["equal"], 5 * math.sqrt(2 / num))
     worst = {"alike": dict.fromkeys(RULES, 0.0), "others": dict.fromkeys(RULES, 0.0)}
     for arms, num, first in itertools.product((1, 2, 5, 10), (3, 5), (3, 5, 10)):
         for noisy_arms in sorted({0, 1, arms // 2, arms}):
@@ -108,6 +190,7 @@ def main():
     for name in RULES:
         print(f"{name:34}" + " ".join(f"{rate[name]:5.1f}" for rate in columns.values()))
     print("columns: " + ", ".join(columns))
+    print_designs()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import Slot, make_slots, train_all
+from gpt2.ablate.judge import grow
 from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep, continued, load_sweep, register
@@ -48,7 +49,10 @@ def define_flags() -> None:
     what = "OPTION=VALUE,..., recipe=FILE,... or code=BRANCH,...; several: a grid."
     flags.DEFINE_multi_string("vary", [], what)
     yes("one_at_a_time", False, "Each value by itself, not a grid.")
-    number("seeds", 3, "Runs of each arm.", 1, CHOOSING_SEEDS)
+    what = "Runs of each arm; 3,5,8: looks after 3 and 5, and ends what is clear or hopeless."
+    flags.DEFINE_list("seeds", ["3"], what)
+    what = "A difference: trains as many seeds as find it, by the noise of the first --seeds."
+    flags.DEFINE_float("find", 0.0, what, 0.0)
     number("jobs", 1, "Runs at once: a GPU each, or a share of the cores.", 1)
     flags.DEFINE_list("scaling", [], "LAYERSxWIDTH,...: all arms at three sizes or more.")
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
@@ -71,7 +75,8 @@ def main() -> int:
     slots = make_slots(FLAGS.jobs)
     sweep = _read_sweep(root, slots[0])
     if FLAGS.dry_run:
-        print(describe_runs(continued(sweep).with_choices(leave_failed=FLAGS.leave_failed), slots))
+        sweep = continued(sweep).with_choices(leave_failed=FLAGS.leave_failed)
+        print(describe_runs(grow(sweep), slots))
         return 0
     sweep = register(sweep)
     if undecided := sweep.undecided_runs():
@@ -80,9 +85,12 @@ def main() -> int:
         sweep = register(sweep, leave_failed=FLAGS.leave_failed)
         for name in {run.arm for run in sweep.undecided_runs() if run.outcome().state == "failed"}:
             print(f"{name} waits: a run that chooses its values failed; see --leave_failed")
-    take_over(sweep.runs(), root, slots[0])
-    train_all(sweep.runs(), slots, sweep.score, FLAGS.max_hours)
-    return _report(sweep)
+    while True:
+        take_over(sweep.runs(), root, slots[0])
+        train_all(sweep.runs(), slots, sweep.score, FLAGS.max_hours)
+        if (grown := grow(sweep)) == sweep:
+            return _report(sweep)
+        sweep = register(grown)
 
 
 def _read_sweep(root: Path, slot: Slot) -> Sweep:
@@ -90,6 +98,12 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     alone = len(arms) == 1 and not FLAGS.scaling
     refuse(alone, "there is only the baseline", "For example, add --vary=optim.name=lion")
+    looks = [int(each) if each.isdecimal() else 0 for each in FLAGS.seeds or ["0"]]
+    least = 3 if FLAGS.find else 2 if len(looks) > 1 else 1
+    fits = least <= looks[0] and looks[-1] <= CHOOSING_SEEDS and looks == sorted({*looks})
+    what = f"--seeds={','.join(FLAGS.seeds)} cannot be"
+    refuse(not fits, what, f"Give one number, {least} or more, or several that rise, as 3,5,8")
+    refuse(FLAGS.find and len(looks) > 1, "--find plans the seeds", "Give --seeds one number")
     score, tune = choose_score(arms), read_tuned(FLAGS.tune, FLAGS.vary)
     size = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
     arms = [replace(arm, config=arm.config.with_vocabulary(size(arm.config.data))) for arm in arms]
@@ -111,7 +125,8 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
         score=score,
         equal=FLAGS.equal,
         paired=FLAGS.paired,
-        num_seeds=FLAGS.seeds,
+        looks=looks,
+        find=FLAGS.find,
         tune=tune,
         num_tune_seeds=FLAGS.tune_seeds,
     )

@@ -70,8 +70,12 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
             state = format_duration(seconds[run.arm])
         lines.append(f"{run.label}  {run.config.train.num_steps} steps  {state}")
     for name in seconds.keys() - sweep.chosen.keys():
-        total += sweep.num_seeds * seconds[name]
-        lines.append(f"then {sweep.num_seeds} seeds of {name} with the values it chooses")
+        total += sweep.looks[0] * seconds[name]
+        lines.append(f"then {sweep.looks[0]} seeds of {name} with the values it chooses")
+    if sweep.find and not sweep.seeds:
+        lines.append(f"then as many seeds as {sweep.find:g} takes")
+    if len(sweep.looks) > 1:
+        lines.append(f"then up to {sweep.looks[-1]} seeds of arms that no look decides before")
     whole = format_duration(total / len(slots))
     lines.append(f"about {whole} with --jobs={len(slots)}, beside validations and checkpoints")
     return "\n".join(lines)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-CONFIDENCE = 0.95  # of all intervals together
-POWER = 0.8  # of `Verdict.detectable`
+LEVEL = 0.05  # of one false verdict or more, all arms and looks together
+POWER = 0.8  # of `Verdict.detectable`, and of planned seeds
 _NUM_DRAWN = 20_000
 _NORMAL = np.linspace(-8, 8, 129)  # a normal variable, for integrals by the trapezoidal rule
 _NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2) / np.exp(-(_NORMAL**2) / 2).sum()
@@ -44,20 +44,20 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 
 @cache
-def dunnett_quantile(sizes: tuple[int, ...], df: int) -> float:
-    """Returns the |t| that no arm exceeds with probability `CONFIDENCE`, if no arm differs."""
+def dunnett_quantile(sizes: tuple[int, ...], df: int, level: float) -> float:
+    """Returns the |t| that an arm exceeds with probability `level`, if no arm differs."""
 
     def excess(bound: float) -> float:
-        return dunnett_probability(bound, sizes, df) - CONFIDENCE
+        return dunnett_probability(bound, sizes, df) - (1 - level)
 
-    tail = (1 - CONFIDENCE) / 2
-    one_arm, bonferroni = scipy.stats.t.isf([tail, tail / (len(sizes) - 1)], df)  # on either side
+    tails = level / 2, level / 2 / (len(sizes) - 1)
+    one_arm, bonferroni = scipy.stats.t.isf(tails, df)  # on either side
     return float(scipy.optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni))
 
 
 @cache
 def group_difference(
-    sizes: tuple[int, ...], num: int, df: int, variances: tuple[float, ...]
+    sizes: tuple[int, ...], num: int, df: int, variances: tuple[float, ...], level: float
 ) -> float:
     """Returns the true difference of an arm of `num` runs that groups find with `POWER`.
 
@@ -68,10 +68,9 @@ def group_difference(
     gamma = np.random.default_rng(0).standard_gamma
     squares = [x * 2 * gamma(each / 2, _NUM_DRAWN) for x, each in zip(variances, dfs, strict=True)]
     welch_error, welch_df = welch(squares[0] / dfs[0], squares[1] / dfs[1], sizes[0], num)
-    level = (1 - CONFIDENCE) / math.sqrt(len(sizes) - 1)
     half_widths = np.maximum(
-        dunnett_quantile(sizes, df) * np.sqrt(sum(squares) / df * (1 / sizes[0] + 1 / num)),
-        scipy.stats.t.isf(level / 2, welch_df) * welch_error,
+        dunnett_quantile(sizes, df, level) * np.sqrt(sum(squares) / df * (1 / sizes[0] + 1 / num)),
+        scipy.stats.t.isf(level / math.sqrt(len(sizes) - 1) / 2, welch_df) * welch_error,
     )
     error = math.sqrt(max(variances[0] / sizes[0] + variances[1] / num, 1e-100))
 
@@ -81,9 +80,9 @@ def group_difference(
     return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10 * error))
 
 
-def pair_quantile(df: int, num_arms: int) -> float:
+def pair_quantile(df: int, num_arms: int, level: float) -> float:
     """Returns the |t| that an arm's pairs have to exceed, by Šidák's formula (1967, JASA 62)."""
-    return float(scipy.stats.t.ppf((1 + CONFIDENCE ** (1 / num_arms)) / 2, df))
+    return float(scipy.stats.t.ppf((1 + (1 - level) ** (1 / num_arms)) / 2, df))
 
 
 def pair_difference(error: float, quantile: float, df: int) -> float:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from gpt2.ablate import pictures, tables
 from gpt2.ablate.arms import differences
+from gpt2.ablate.judge import compared, judge, sample
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
@@ -28,11 +29,12 @@ _MADE_WITH = ("code", "commit", "clean", "jax", "device_kind", "devices")
 def write_report(sweep: Sweep) -> pd.DataFrame:
     """Writes all files of the report, and returns the table of its verdicts."""
     root, groups, results = sweep.root, sweep.groups(), sweep.results()
-    verdicts = tables.judge(sweep, by_arm := tables.samples(sweep, results))
+    verdicts = judge(sweep, results)
+    by_arm = {arm.name: sample(sweep, results, arm) for arm in sweep.arms}
     write_csv(root / "results.csv", results)
     if has_differences := any(math.isfinite(each.difference) for each in verdicts.values()):
         _draw_differences(sweep, by_arm, verdicts)
-    curves = {arm.name: list(tables.compared(results, arm).curve) for arm in sweep.arms}
+    curves = {arm.name: list(compared(results, arm).curve) for arm in sweep.arms}
     if has_curves := any(len(curve.scores) for members in curves.values() for curve in members):
         several: Any = dict(log_x=len(groups) > 1, num_sizes=len(groups))
         pictures.plot_curves(root / "curves.png", curves, sweep.unit, **several)
@@ -44,6 +46,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     context = {
         "title": root.resolve().name,
         "sweep": sweep,
+        "seeds": sorted({sweep.num_seeds(arm) for arm in sweep.arms}),
         "states": sorted(Counter(results[results.purpose == "compare"].state).items()),
         "verdicts": tables.verdict_table(by_arm, verdicts),
         "methods": sorted({verdict.method for verdict in verdicts.values()} - {""}),
@@ -66,7 +69,10 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     }
     cost = results[results.taken_from == ""][["tokens", "flops", "seconds"]].sum()
     judged = {arm: vars(each) | {"detectable": each.detectable()} for arm, each in verdicts.items()}
-    for_programs = {name: getattr(sweep, name) for name in ("unit", "equal", "paired", "chosen")}
+    for_programs = {
+        name: getattr(sweep, name)
+        for name in ("unit", "equal", "paired", "looks", "find", "chosen")
+    }
     for_programs |= {"codes": context["codes"], "cost_here": cost.to_dict()}
     for_programs["arms"] = {arm: vars(by_arm[arm]) | judged.get(arm, {}) for arm in by_arm}
     tree = json.loads(json.dumps(for_programs), parse_constant=lambda _: None)  # in place of nan

@@ -34,10 +34,12 @@ class Sweep:
     score: str  # the metric that is compared, of the last validation
     equal: str  # what the arms have alike, one of terms.TERMS
     paired: bool  # whether runs are compared seed by seed
-    num_seeds: int  # runs of each arm
+    looks: list[int]  # seeds of each arm; of several numbers, each is a look that may end it
     tune: Mapping[str, Sequence[Any]]  # for each option that is tuned, its values
     num_tune_seeds: int  # runs of each arm for each choice of these values
-    raised_from: int = 0  # num_seeds when a command asked for more after runs had ended; else 0
+    find: float = 0.0  # the difference that seeds are planned for, by the first of them; or 0
+    seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of arms that got more
+    raised_from: int = 0  # seeds when a command asked for more after runs had ended; else 0
     # Each arm's best choice of the values that are tuned, once all its choosing runs have ended;
     # None if all diverged. It stays, whatever is trained later.
     chosen: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(default_factory=dict)
@@ -70,13 +72,17 @@ class Sweep:
         """Returns those of `choosing_runs` whose arms have no choice yet."""
         return [run for run in self.choosing_runs() if run.arm not in self.chosen]
 
+    def num_seeds(self, arm: Arm) -> int:
+        """Returns how many seeds an arm has so far."""
+        return max(self.looks[0], self.seeds.get(arm.name, 0))
+
     def runs(self) -> list[Run]:
         """Returns the runs that are compared, seed by seed, of the arms that have their choice."""
         return [
             self._run(arm, i, choice)
-            for i in range(self.num_seeds)
+            for i in range(max(self.num_seeds(arm) for arm in self.arms))
             for arm in self.arms
-            if (choice := self.chosen.get(arm.name)) is not None
+            if i < self.num_seeds(arm) and (choice := self.chosen.get(arm.name)) is not None
         ]
 
     def _run(self, arm: Arm, seed: int, choice: Mapping[str, Any], chooses: bool = False) -> Run:
@@ -187,17 +193,24 @@ def continued(sweep: Sweep) -> Sweep:
         elif all((arm.config, arm.commit) != (each.config, each.commit) for each in before.arms):
             arms.append(arm)
     clashes["score"] = before.score, choose_score(arms)
+    if max(len(before.looks), len(sweep.looks)) > 1:
+        clashes["seeds"] = before.looks, sweep.looks
     for name, (old, new) in clashes.items():
         what = f"{sweep.root} holds a sweep with {name}={old}, not {new}"
         refuse(old != new, what, "Give another --workdir, or the old value")
     seen = any(run.outcome().state != "waiting" for run in before.runs())
-    raised = seen and sweep.num_seeds > before.num_seeds
+    find = min(filter(None, (before.find, sweep.find)), default=0.0)
+    raised = seen and (sweep.looks > before.looks or find != before.find)
+    planned = before.seeds if find == before.find else {}
+    seeds = [*planned.items(), *sweep.seeds.items()]
     return dataclasses.replace(
         sweep,
         commands=list(dict.fromkeys([*before.commands, *sweep.commands])),
         arms=tuple(arms),
         score=before.score,
-        num_seeds=max(before.num_seeds, sweep.num_seeds),
-        raised_from=before.raised_from or (before.num_seeds if raised else 0),
+        looks=max(before.looks, sweep.looks),
+        find=find,
+        seeds=dict(sorted(seeds)),
+        raised_from=before.raised_from or (before.looks[-1] if raised else 0),
         chosen=before.chosen,
     )

@@ -8,44 +8,17 @@ import numpy as np
 import pandas as pd
 import scipy  # loads its parts when they are used
 
-from gpt2.ablate.arms import Arm
+from gpt2.ablate.judge import compared
 from gpt2.ablate.power import welch
 from gpt2.ablate.results import amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.terms import step_tokens
-from gpt2.ablate.verdicts import Sample, Verdict, compare
+from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.utils.text import format_count
 
 Points = Mapping[str, Sequence[tuple[float, float]]]
-
-
-def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Returns the rows of an arm's runs that are compared, or of those that ended in a state."""
-    rows = results[(results.arm == arm.name) & (results.purpose == "compare")]
-    return rows[rows.state == state] if state else rows
-
-
-def samples(sweep: Sweep, results: pd.DataFrame) -> dict[str, Sample]:
-    """Returns the final scores of each arm."""
-    by_arm = {}
-    for arm in sweep.arms:
-        rows = compared(results, arm, "finished")
-        broken = {each: len(compared(results, arm, each)) for each in ("diverged", "failed")}
-        by_arm[arm.name] = Sample(dict(zip(rows.seed, rows.score, strict=True)), **broken)
-        if sweep.chosen.get(arm.name, {}) is None:  # it diverged with every choice
-            by_arm[arm.name] = Sample({}, diverged=len(sweep.choices()))
-    return by_arm
-
-
-def judge(sweep: Sweep, by_arm: Mapping[str, Sample]) -> dict[str, Verdict]:
-    """Returns the verdict on each arm but the baselines, size by size."""
-    verdicts: dict[str, Verdict] = {}
-    for baseline, *others in sweep.groups():
-        arms = {arm.name: by_arm[arm.name] for arm in others}
-        verdicts |= compare(by_arm[baseline.name], arms, paired=sweep.paired)
-    return verdicts
 
 
 def verdict_table(by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]) -> pd.DataFrame:

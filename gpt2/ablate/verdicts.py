@@ -36,7 +36,7 @@ import numpy as np
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.power import (
-    CONFIDENCE,
+    LEVEL,
     Array,
     dunnett_probability,
     dunnett_quantile,
@@ -47,6 +47,7 @@ from gpt2.ablate.power import (
 )
 from gpt2.utils.text import counted
 
+FOUND = ("better", "worse")  # the words of an arm that differs
 _ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
 _OUTLYING = 10  # times the median variance of the groups, above which an arm is not pooled
 
@@ -80,6 +81,8 @@ class Verdict:
     p_value: float  # adjusted for the number of arms; nan without a test
     words: str  # better, worse, no difference larger than 0.0123, or why there is no verdict
     method: str  # the test, for a report; empty without one
+    error: float  # the difference's standard error by these runs alone, and
+    df: float  # its degrees of freedom; nan without a test
     # The smallest true difference that as many seeds, this noisy, find with a power of 0.8.
     detectable: Callable[[], float] = field(repr=False, compare=False)
 
@@ -87,25 +90,28 @@ class Verdict:
 class _Test(NamedTuple):
     half_width: float  # of the interval around the difference
     p_value: float
-    detectable: Callable[[], float]
     method: str
+    error: float
+    df: float
+    detectable: Callable[[], float]
 
 
-_NO_TEST = _Test(math.nan, math.nan, lambda: math.nan, "")
+_NO_TEST = _Test(math.nan, math.nan, "", math.nan, math.nan, lambda: math.nan)
 
 
 def compare(
-    baseline: Sample, arms: Mapping[str, Sample], *, paired: bool = False
+    baseline: Sample, arms: Mapping[str, Sample], *, paired: bool = False, level: float = LEVEL
 ) -> dict[str, Verdict]:
     """Judges each arm against the baseline, by the tests of the module's docstring.
 
     An arm with a diverged run has no verdict, since its survivors are not a fair sample, and no
-    part in the tests of other arms. `paired` tests differences by seed, at Šidák's level.
+    part in the tests of other arms. `paired` tests differences by seed, at Šidák's level. `level`
+    is that of all arms together.
     """
     obstacles = {name: _obstacle(baseline, arm, paired) for name, arm in arms.items()}
     judged = {name: arm for name, arm in arms.items() if not obstacles[name]}
     test_all = _test_pairs if paired else _test_groups
-    tests = test_all(baseline, judged) if judged else {}
+    tests = test_all(baseline, judged, level) if judged else {}
     verdicts = {}
     for name, arm in arms.items():
         difference, words = _mean(arm.values) - _mean(baseline.values), obstacles[name]
@@ -118,9 +124,7 @@ def compare(
         elif not words and low <= 0 <= high:
             words = f"no difference larger than {max(-low, high):.3g}"
         words = words or ("better" if high < 0 else "worse")
-        verdicts[name] = Verdict(
-            difference, low, high, test.p_value, words, test.method, test.detectable
-        )
+        verdicts[name] = Verdict(difference, low, high, test.p_value, words, *test[2:])
     return verdicts
 
 
@@ -148,7 +152,7 @@ def _mean(values: Array) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
-def _test_pairs(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Test]:
+def _test_pairs(baseline: Sample, arms: Mapping[str, Sample], level: float) -> dict[str, _Test]:
     """Tests the differences by seed, each arm with its own variance."""
     tests = {}
     for name, arm in arms.items():
@@ -158,11 +162,13 @@ def _test_pairs(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Test
         if error <= _ROUNDING * np.abs(baseline.values).max():
             tests[name] = _NO_TEST
             continue
-        quantile = pair_quantile(num - 1, num_arms)
+        quantile = pair_quantile(num - 1, num_arms, level)
         p_value = 2 * scipy.stats.t.sf(abs(differences.mean()) / error, num - 1)
         tests[name] = _Test(
             half_width=quantile * error,
             p_value=float(-scipy.special.expm1(scipy.special.xlog1py(num_arms, -p_value))),
+            error=error,
+            df=num - 1,
             detectable=partial(pair_difference, error, quantile, num - 1),
             method=f"two-sided t-test of {num} differences by seed, adjusted for "
             f"{counted(num_arms, 'arm')} by Šidák's formula",
@@ -170,12 +176,11 @@ def _test_pairs(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Test
     return tests
 
 
-def _test_groups(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Test]:
+def _test_groups(baseline: Sample, arms: Mapping[str, Sample], level: float) -> dict[str, _Test]:
     """Tests by Dunnett's and Welch's methods, as the module's docstring says."""
     groups = [baseline.values, *(arm.values for arm in arms.values())]
     sizes = tuple(len(group) for group in groups)
     strictness = math.sqrt(len(arms))  # of Welch's test
-    level = (1 - CONFIDENCE) / strictness
     tests = {}
     for i, (name, group) in enumerate(zip(arms, groups[1:], strict=True), start=1):
         pooled, df, rest = _pooled_deviation(groups, i)
@@ -186,8 +191,8 @@ def _test_groups(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Tes
         variances = groups[0].var(ddof=1), group.var(ddof=1)
         welch_error, welch_df = welch(*variances, sizes[0], len(group))
         half_widths = (
-            dunnett_quantile(sizes, df) * error,
-            scipy.stats.t.isf(level / 2, welch_df) * welch_error,
+            dunnett_quantile(sizes, df, level) * error,
+            scipy.stats.t.isf(level / strictness / 2, welch_df) * welch_error,
         )
         distance = abs(group.mean() - groups[0].mean())
         p_values = (
@@ -198,9 +203,12 @@ def _test_groups(baseline: Sample, arms: Mapping[str, Sample]) -> dict[str, _Tes
         tests[name] = _Test(
             half_width=float(max(half_widths)),
             p_value=float(np.clip(max(p_values), 0, 1)),
-            detectable=partial(group_difference, sizes, len(group), df, measured),
+            error=float(welch_error),
+            df=float(welch_df),
+            detectable=partial(group_difference, sizes, len(group), df, measured, level),
             method=f"two-sided, for {counted(len(arms), 'arm')}: Dunnett's test with pooled "
-            f"variances, and Welch's t-test of each pair at {level:.1%}; the wider interval counts",
+            f"variances, and Welch's t-test of each pair at level / {strictness:.3g}; the wider "
+            "interval counts",
         )
     return tests
 

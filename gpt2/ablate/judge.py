@@ -1,0 +1,151 @@
+"""What the runs of a sweep say, look by look, and how many more seeds they call for."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy  # loads its parts when they are used
+
+from gpt2.ablate.arms import Arm
+from gpt2.ablate.power import LEVEL, POWER
+from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep
+from gpt2.ablate.verdicts import FOUND, Sample, Verdict, compare
+from gpt2.utils.text import counted
+
+# Of planned sweeps: a pilot that is calm by chance ends them early, which makes up to 7 % of 5
+# (Wittes and Brittain 1990, Statistics in Medicine 9).
+PLANNED_LEVEL = 0.03
+_HOPELESS = 0.2  # conditional power
+_OPEN = "to be decided"
+_HIDDEN: dict[str, Any] = dict.fromkeys(("low", "high", "p_value"), math.nan)
+_HIDDEN |= {"words": _OPEN, "method": "", "detectable": lambda: math.nan}
+
+
+def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
+    """Returns the rows of an arm's runs that are compared, or of those that ended in a state."""
+    rows = results[(results.arm == arm.name) & (results.purpose == "compare")]
+    return rows[rows.state == state] if state else rows
+
+
+def sample(sweep: Sweep, results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
+    """Returns the final scores of an arm, or of its first seeds."""
+    if sweep.chosen.get(arm.name, {}) is None:  # it diverged with every choice
+        return Sample({}, diverged=len(sweep.choices()))
+    runs = compared(results, arm)[:seeds]
+    rows, states = runs[runs.state == "finished"], list(runs.state)
+    scores = dict(zip(rows.seed, rows.score, strict=True))
+    return Sample(scores, states.count("diverged"), states.count("failed"))
+
+
+def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
+    """Returns the verdict on each arm but the baselines, size by size.
+
+    Of several looks, each takes all arms once their runs have ended, and decides on those that are
+    clear, hopeless, or without a test; the last decides on all that are left.
+    """
+    several = len(sweep.looks) > 1
+    verdicts: dict[str, Verdict] = {}
+    for group in sweep.groups():
+        ends: dict[str, int] = {}  # the looks that decided on arms
+        for look in sweep.looks:
+            last = look == sweep.looks[-1]
+            level = PLANNED_LEVEL if sweep.find else level_at(sweep.looks, look)
+            seeds = [ends.get(arm.name, look) if several else None for arm in group]
+            baseline, *others = map(partial(sample, sweep, results), group, seeds)
+            arms = {arm.name: each for arm, each in zip(group[1:], others, strict=True)}
+            left = [name for name in arms if name not in ends]
+            waits = several and any(
+                0 < len(each.scores) < look - each.diverged - last * each.failed
+                for each in (baseline, *(arms[name] for name in left))
+            )
+            found = compare(baseline, arms, paired=sweep.paired, level=level)
+            for name in left:
+                verdict = found[name]
+                clear = verdict.words in FOUND or math.isnan(verdict.high)
+                errors = abs(verdict.difference) / verdict.error
+                if waits or not (
+                    last or clear or is_hopeless(errors, len(arms), sweep.looks, look)
+                ):
+                    verdicts[name] = replace(verdict, **_HIDDEN)
+                    continue
+                ends[name] = look
+                # Below 5 % where the arm differs, whatever the level of the look.
+                p_value = min(verdict.p_value * LEVEL / level, 1.0)
+                verdicts[name] = replace(verdict, p_value=p_value)
+            if waits:
+                break
+    return verdicts
+
+
+def grow(sweep: Sweep) -> Sweep:
+    """Returns the sweep with the seeds that its looks or its plan add, once all runs have ended."""
+    results = sweep.results()
+    states = set(results[results.purpose == "compare"].state)
+    if states & {"waiting", "failed"} or len(sweep.chosen) < len(sweep.arms):
+        return sweep
+    verdicts, seeds = judge(sweep, results), dict(sweep.seeds)
+    for baseline, *arms in sweep.groups():
+        number = sweep.num_seeds(baseline)
+        if left := [arm for arm in arms if verdicts[arm.name].words == _OPEN]:
+            number = min(look for look in sweep.looks if look > number)
+            print(
+                f"{len(left)} of {counted(len(arms), 'arm')} go on, to {number} seeds", flush=True
+            )
+        elif sweep.find:
+            left = arms
+            number = seeds.get(baseline.name) or _plan(
+                sweep, baseline, [verdicts[a.name] for a in arms]
+            )
+        seeds |= {arm.name: number for arm in (baseline, *left) if left}
+    return replace(sweep, seeds=seeds)
+
+
+def _plan(sweep: Sweep, baseline: Arm, verdicts: Sequence[Verdict]) -> int:
+    """Returns how many seeds arms of a size need, and tells of it; verdicts are those so far."""
+    pilot = sweep.num_seeds(baseline)
+    errors = np.array([each.error for each in verdicts if math.isfinite(each.error)])
+    if not errors.size:
+        return pilot
+    df = (pilot - 1) * (errors.size + (not sweep.paired))
+    needed = int(seeds_to_find(sweep.find, errors**2 * pilot, df))
+    number = min(max(pilot, needed), CHOOSING_SEEDS)
+    at = f" at {baseline.size}" if baseline.size else ""
+    print(f"{sweep.find:g}{at} takes {number} seeds, as noisy as the first {pilot}", flush=True)
+    return number
+
+
+def level_at(looks: Sequence[int], look: int) -> float:
+    """Returns the level that a look spends, so that all spend `LEVEL`, early ones little.
+
+    By the third power of the share of seeds (Kim and DeMets 1987, Biometrika 74), each look what is
+    new: the level holds by Bonferroni's inequality.
+    """
+    before = max((each for each in looks if each < look), default=0)
+    return LEVEL * (look**3 - before**3) / looks[-1] ** 3
+
+
+def is_hopeless(errors: Any, num_arms: int, looks: Sequence[int], look: int) -> Any:
+    """Returns whether the last look would hardly find an arm that is now so many errors away.
+
+    It would with a probability below 20 % if the true difference were the smallest that it finds
+    with `POWER` (conditional power; Lan, Simon and Halperin 1982).
+    """
+    share, isf = look / looks[-1], scipy.stats.norm.isf
+    border = isf(level_at(looks, looks[-1]) / num_arms / 2)
+    expected = math.sqrt(share) * errors + (1 - share) * (border + isf(1 - POWER))
+    return border - expected > isf(_HOPELESS) * math.sqrt(1 - share)
+
+
+def seeds_to_find(find: float, spreads: Any, df: int) -> Any:
+    """Returns how many seeds find a difference with `POWER` (Stein 1945, AMS 16).
+
+    `spreads` are the variances of the arms' differences of two runs, `[..., arms]`, estimated with
+    `df` degrees of freedom. An arm counts with no less than the mean of all.
+    """
+    tails = PLANNED_LEVEL / 2 / spreads.shape[-1], 1 - POWER
+    spread = np.maximum(spreads, spreads.mean(-1, keepdims=True)).mean(-1)
+    return np.ceil(scipy.stats.t.isf(tails, df).sum() ** 2 * spread / find**2)
