@@ -26,6 +26,7 @@ from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import make_slots, train_all
 from gpt2.ablate.judge import grow, judge
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
+from gpt2.ablate.power import same_difference
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
@@ -580,16 +581,30 @@ def test_runs_at_once_share_the_cores(monkeypatch):
 
 
 def test_sizes_keep_the_width_of_heads_and_the_tokens_per_parameter():
-    found = at_sizes(arms("optim.name=lion"), ["2x64", "4x128", "6x192"])
+    found = at_sizes(arms("optim.name=lion"), ["2x64", "4x128", "6x192"], [])
     assert names(found)[:3] == ["2x64,baseline", "2x64,optim.name=lion", "4x128,baseline"]
     assert found[2].config == BASE
     sizes = [count_compute_parameters(arm.config.gpt()) for arm in found]
     ratios = [arm.config.train.num_steps / size for arm, size in zip(found, sizes, strict=True)]
     assert max(ratios) / min(ratios) < 1.01
     assert {arm.config.model.head_size for arm in found} == {BASE.model.head_size}
-    for sizes in (["2x64", "4x128"], ["2x64"] * 3, ["2x64", "4x128", "6"], ["2x64", "4x8", "6x9"]):
-        with pytest.raises(UserError, match="size"):
-            at_sizes(arms("optim.name=lion"), sizes)
+    for sizes, budgets in ((["2x64", "6"], []), (["4x8"], []), ([], ["5", "a"])):
+        with pytest.raises(UserError, match=r"size|budget"):
+            at_sizes(arms("optim.name=lion"), sizes, budgets)
+
+
+def test_budgets_are_tokens_per_parameter_of_the_baseline():
+    found = at_sizes(arms("model.activation=swiglu"), ["2x64", "4x128"], ["5", "20"])
+    assert names(found)[::2] == [
+        f"{size},baseline" for size in ("2x64@5", "2x64@20", "4x128@5", "4x128@20")
+    ]
+    for first, other in zip(found[::2], found[1::2], strict=True):
+        tokens = first.config.shapes.tokens(first.config.train.num_steps)
+        ratio = tokens / count_compute_parameters(first.config.gpt())
+        assert ratio == pytest.approx(float(first.size.partition("@")[2]), rel=0.01)
+        assert other.config.train.num_steps == first.config.train.num_steps
+    alone = at_sizes(arms("optim.name=lion"), [], ["5"])
+    assert names(alone)[1] == "4x128@5,optim.name=lion" and alone[0].config.model == BASE.model
 
 
 def test_a_power_law_and_what_it_saves_are_found():
@@ -623,22 +638,37 @@ def test_the_interval_of_compute_holds_the_truth_at_95_percent(num):
     assert stats.binomtest(held, 400, 0.95).pvalue > 0.01
 
 
+def test_one_difference_at_two_sizes_has_welchs_t_test():
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(0, 1, 4), rng.normal(1, 3, 6)
+    expected = stats.ttest_ind(first, second, equal_var=False).pvalue
+    numbers = [[f(x) for x in (first, second)] for f in (np.mean, stats.sem, lambda x: len(x) - 1)]
+    assert same_difference(*map(np.array, numbers)) == pytest.approx(expected)
+
+
 def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
     sizes = ["2x64", "4x128", "6x192"]
-    scaled = at_sizes(arms("optim.name=lion"), sizes)
+    scaled = at_sizes(arms("optim.name=lion,muon"), sizes, [])
     sweep = dataclasses.replace(sweep_in(tmp_path), arms=tuple(scaled)).with_choices()
     sweep.save()
     assert load_sweep(tmp_path) == sweep
     rng = np.random.default_rng(0)
     for run in sweep.runs():
-        worse = 0.2 * ("lion" in run.arm)
-        write_run(run, 4.5 - 0.3 * sizes.index(run.arm.partition(",")[0]) + worse, noise=rng)
+        size = sizes.index(run.arm.partition(",")[0])
+        worse = 0.2 * ("lion" in run.arm) + 0.1 * (size - 1) * ("muon" in run.arm)
+        write_run(run, 4.5 - 0.3 * size + worse, noise=rng)
     text = report_of(sweep)
     row = re.compile(r"^\| \dx\d+,optim\.name=lion \| 3 .* worse \|$", re.MULTILINE)
     assert len(row.findall(text)) == 3
     law = r"^\| optim\.name=lion \| 9 \| .* \| 0\.\d+ ± .* \| (\S+) \("
     assert float(re.search(law, text, re.MULTILINE)[1]) > 1.2
-    assert (tmp_path / "scaling.png").exists()
+    assert (tmp_path / "scaling.png").exists() and (tmp_path / "sizes.png").exists()
+    assert re.search(r"^\| optim\.name=lion \|( \+0\.\d+ \(.* worse \|){3} agree \| ", text, re.M)
+    muon = r"^\| optim\.name=muon \| -.* better \| .* worse \| DISAGREE \| \S+e-\d+ \|$"
+    assert re.search(muon, text, re.M)
+    told = json.loads((tmp_path / "verdicts.json").read_text())["sizes"]
+    assert told["optim.name=lion"]["agree"] and told["optim.name=lion"]["p_value"] > 0.05
+    assert not told["optim.name=muon"]["agree"] and told["optim.name=muon"]["p_value"] < 1e-3
 
 
 # Real runs

@@ -1,5 +1,6 @@
 """Verdicts on the arms of an ablation: their rates are as stated, and their numbers are known."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -217,6 +218,16 @@ def test_planned_seeds_find_in_four_of_five_sweeps(num_sweeps):
 def test_seeds_are_those_of_steins_formula():
     quantiles = stats.t.isf(0.015, 4) + stats.t.isf(0.2, 4)
     assert seeds_to_find(0.1, np.array([0.02]), 4) == math.ceil(2 * quantiles**2)
+
+
+@pytest.mark.parametrize("num_sweeps", [4000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_difference_depends_on_size_by_chance_in_five_percent(num_sweeps):
+    for deviations, by_size in itertools.product(verdict_rates.NOISY.values(), ((1, 1), (9, 3, 1))):
+        for size in (2, 6):
+            found = verdict_rates.simulate_sizes(deviations[:size], by_size, num=num_sweeps)
+            assert_rate_at_most(found.any(1).sum(), num_sweeps, 0.053)
+    found = verdict_rates.simulate_sizes((1.0, 1.0), (1, 1), shift=9.0, num=100)
+    assert found.mean() > 0.9
 
 
 # Known numbers.

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from gpt2.ablate.judge import PLANNED_LEVEL, is_hopeless, level_at, seeds_to_find
-from gpt2.ablate.power import dunnett_quantile, welch
+from gpt2.ablate.power import dunnett_quantile, same_difference, welch
 
 NUM_SWEEPS = 40_000
 NUM_ARMS = 5
@@ -140,6 +140,23 @@ def simulate_plan(deviations, find, shift=0.0, pilot=3, num=CHUNK, seed=0):
     return found, seeds
 
 
+def simulate_sizes(deviations, by_size, num_seeds=3, shift=0.0, num=CHUNK, seed=0):
+    """Returns which arms seem to differ by size, `[num, arms]`; the first is shifted at the last.
+
+    `deviations` are those of the baseline and of each arm, times `by_size`, of each size.
+    """
+    rng, arms = np.random.default_rng(seed), len(deviations) - 1
+    shape = num, len(by_size), 1 + arms
+    spreads = np.array(by_size)[:, None] * deviations
+    means = rng.standard_normal(shape) * spreads / math.sqrt(num_seeds)
+    means[:, -1, 1] += shift
+    variances = spreads**2 * rng.chisquare(num_seeds - 1, shape) / (num_seeds - 1)
+    errors, dfs = welch(variances[..., :1], variances[..., 1:], num_seeds, num_seeds)
+    differences = means[..., 1:] - means[..., :1]
+    p_values = same_difference(*(np.swapaxes(x, 1, 2) for x in (differences, errors, dfs)))
+    return arms * p_values < 0.05
+
+
 def told(count, num):
     low, high = stats.binomtest(int(count), num).proportion_ci(method="exact")
     return f"{count / num:.1%} ({low:.1%} to {high:.1%})"
@@ -171,6 +188,20 @@ def print_designs(num=CHUNK):
         print(f"found {rates[0]}, false {rates[1]}, {seeds.mean():.1f} seeds", flush=True)
 
 
+def print_sizes(num=CHUNK):
+    """Prints how often the test of one difference at all sizes is wrong, and how often it finds."""
+    for num_seeds, sizes, arms in itertools.product((3, 5), (2, 3, 6), (1, 5)):
+        print(f"{sizes} sizes, {num_seeds} seeds, {arms} arms: differs", end="")
+        for name, deviations in NOISY.items():
+            for scale in (1.0, 3.0):
+                by_size = scale ** np.linspace(1, 0, sizes)
+                count = simulate_sizes(deviations[: 1 + arms], by_size, num_seeds).any(1).sum()
+                print(f", {name} x{scale:.0f} {told(count, num)}", end="")
+        shift = 5 * math.sqrt(2 / num_seeds)
+        found = simulate_sizes(NOISY["equal"][: 1 + arms], [1.0] * sizes, num_seeds, shift)
+        print(f"; found {told(found[:, 0].sum(), num)}", flush=True)
+
+
 def main():
     columns = {}
     for (name, deviations), num in itertools.product(NOISY.items(), (3, 5)):
@@ -191,6 +222,7 @@ def main():
         print(f"{name:34}" + " ".join(f"{rate[name]:5.1f}" for rate in columns.values()))
     print("columns: " + ", ".join(columns))
     print_designs()
+    print_sizes()
 
 
 if __name__ == "__main__":

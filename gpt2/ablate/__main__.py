@@ -54,7 +54,8 @@ def define_flags() -> None:
     what = "A difference: trains as many seeds as find it, by the noise of the first --seeds."
     flags.DEFINE_float("find", 0.0, what, 0.0)
     number("jobs", 1, "Runs at once: a GPU each, or a share of the cores.", 1)
-    flags.DEFINE_list("scaling", [], "LAYERSxWIDTH,...: all arms at three sizes or more.")
+    flags.DEFINE_list("sizes", [], "LAYERSxWIDTH,...: all arms at each.")
+    flags.DEFINE_list("budgets", [], "Tokens per parameter: all arms at each.")
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
     flags.DEFINE_multi_string("tune", [], "OPTION=VALUE,...: each arm first chooses among these.")
     number("tune_seeds", 1, "Runs of each choice.", 1)
@@ -96,7 +97,8 @@ def main() -> int:
 def _read_sweep(root: Path, slot: Slot) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
-    alone = len(arms) == 1 and not FLAGS.scaling
+    several = bool(FLAGS.sizes or FLAGS.budgets)
+    alone = len(arms) == 1 and not several
     refuse(alone, "there is only the baseline", "For example, add --vary=optim.name=lion")
     looks = [int(each) if each.isdecimal() else 0 for each in FLAGS.seeds or ["0"]]
     least = 3 if FLAGS.find else 2 if len(looks) > 1 else 1
@@ -109,7 +111,7 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     arms = [replace(arm, config=arm.config.with_vocabulary(size(arm.config.data))) for arm in arms]
     for source in {arm.source(root) for arm in arms if arm.commit}:
         check_out(source)
-    scaled = at_sizes(arms, FLAGS.scaling) if FLAGS.scaling else arms
+    scaled = at_sizes(arms, FLAGS.sizes, FLAGS.budgets) if several else arms
     equal: list[Arm] = []
     names: dict[Any, str] = {}
     for start in range(0, len(scaled), len(arms)):

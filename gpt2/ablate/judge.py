@@ -1,7 +1,7 @@
 """What the runs of a sweep say, look by look, and how many more seeds they call for."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import pandas as pd
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.arms import Arm
-from gpt2.ablate.power import LEVEL, POWER
+from gpt2.ablate.power import LEVEL, POWER, same_difference
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict, compare
 from gpt2.utils.text import counted
@@ -21,7 +21,7 @@ from gpt2.utils.text import counted
 PLANNED_LEVEL = 0.03
 _HOPELESS = 0.2  # conditional power
 _OPEN = "to be decided"
-_HIDDEN: dict[str, Any] = dict.fromkeys(("low", "high", "p_value"), math.nan)
+_HIDDEN: dict[str, Any] = dict.fromkeys(("low", "high", "p_value", "error"), math.nan)
 _HIDDEN |= {"words": _OPEN, "method": "", "detectable": lambda: math.nan}
 
 
@@ -79,6 +79,25 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
             if waits:
                 break
     return verdicts
+
+
+def compare_sizes(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:
+    """Returns whether each change's verdicts agree at all sizes, and its differences may be one.
+
+    Changes count that have verdicts at two sizes or more; p-values are for all of them together.
+    """
+    tested: dict[str, list[Verdict]] = {}
+    for arm in sweep.arms:
+        if arm.name in verdicts and math.isfinite(verdicts[arm.name].error):
+            tested.setdefault(arm.change, []).append(verdicts[arm.name])
+    tested = {change: several for change, several in tested.items() if len(several) > 1}
+    found = {}
+    for change, several in tested.items():
+        numbers = np.array([(each.difference, each.error, each.df) for each in several]).T
+        p_value = min(len(tested) * float(same_difference(*numbers)), 1.0)
+        agree = len({each.words if each.words in FOUND else "" for each in several}) == 1
+        found[change] = {"agree": agree, "p_value": p_value}
+    return found
 
 
 def grow(sweep: Sweep) -> Sweep:

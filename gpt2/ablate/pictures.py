@@ -123,6 +123,24 @@ def plot_scaling(png: Path, points: Mapping[str, Sequence[tuple[float, float]]],
     _save(figure, png)
 
 
+def plot_sizes(png: Path, points: Mapping[str, Sequence[tuple[float, Verdict]]], unit: str) -> None:
+    """Draws each change's differences, with their intervals, over the baseline's FLOPs."""
+    figure, (axes,) = _figure(height=4.8 + 0.15 * len(points))
+    axes.axhline(0, color=_BASELINE, linewidth=1.2)
+    for i, (name, found) in enumerate(points.items(), start=1):
+        tested = sorted((x, v) for x, v in found if math.isfinite(v.high))
+        x = [x * 1.03 ** (i - len(points) / 2) for x, _ in tested]  # beside those of others
+        middles, halves = (
+            [v.difference for _, v in tested],
+            [v.high - v.difference for _, v in tested],
+        )
+        axes.errorbar(x, middles, halves, marker="D", markersize=5, label=name, **_style(i))
+    axes.set_xscale("log")
+    axes.set_xlabel("FLOPs of the baseline, by the model's formula")
+    axes.set_ylabel(f"difference from the baseline ({unit})")
+    _save(figure, png)
+
+
 def _style(arm: int, size: int = 0) -> dict[str, str]:
     turn, color = divmod(arm - 1, len(_COLORS)) if arm else (0, -1)
     line = _LINES[(turn + size) % len(_LINES)]

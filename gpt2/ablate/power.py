@@ -27,6 +27,19 @@ def welch(variance0: Array, variance: Array, num0: int, num: int) -> tuple[Array
     return np.sqrt(part0 + part), df
 
 
+def same_difference(differences: Array, errors: Array, dfs: Array) -> Array:
+    """Returns the p-value of true differences `[..., sizes]` that are all one.
+
+    By Welch's test of means whose errors differ (1951, Biometrika 38).
+    """
+    num, weights = differences.shape[-1], errors**-2.0
+    share = weights / weights.sum(-1, keepdims=True)
+    middle = (share * differences).sum(-1, keepdims=True)
+    between = (weights * (differences - middle) ** 2).sum(-1) / (num - 1)
+    slack = ((1 - share) ** 2 / dfs).sum(-1) / (num**2 - 1)
+    return scipy.stats.f.sf(between / (1 + 2 * (num - 2) * slack), num - 1, 1 / (3 * slack))
+
+
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     """Returns how probably no arm's |t| is above `bound` if no arm differs.
 

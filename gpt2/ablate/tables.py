@@ -1,13 +1,16 @@
 """The tables of a sweep's report; every cell is text."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy  # loads its parts when they are used
 
+from gpt2.ablate.arms import Arm
 from gpt2.ablate.judge import compared
 from gpt2.ablate.power import welch
 from gpt2.ablate.results import amount_to_reach
@@ -15,7 +18,7 @@ from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.terms import step_tokens
-from gpt2.ablate.verdicts import Sample, Verdict
+from gpt2.ablate.verdicts import FOUND, Sample, Verdict
 from gpt2.utils.text import format_count
 
 Points = Mapping[str, Sequence[tuple[float, float]]]
@@ -39,6 +42,23 @@ def verdict_table(by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict])
             }
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
+
+
+def sizes_table(
+    sweep: Sweep, verdicts: Mapping[str, Verdict], compared: Mapping[str, Mapping[str, Any]]
+) -> pd.DataFrame:
+    """Returns each change's difference by size and budget, and whether they are alike."""
+    rows: dict[str, dict[str, str]] = {}
+    for arm in sweep.arms if len(sweep.groups()) > 1 else ():
+        if verdict := verdicts.get(arm.name):
+            row = rows.setdefault(arm.change, {"arm": arm.change})
+            cell = f"{verdict.difference:+.4f} {_interval(verdict.low, verdict.high, '+.4f')}"
+            word = verdict.words if verdict.words in FOUND else ""
+            row[arm.size] = f"{cell} {word}" if math.isfinite(verdict.high) else verdict.words
+    for change, each in compared.items():
+        rows[change]["verdicts"] = "agree" if each["agree"] else "DISAGREE"
+        rows[change]["p, if one difference"] = f"{each['p_value']:.2g}"
+    return pd.DataFrame(list(rows.values())).fillna("")
 
 
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
@@ -99,23 +119,31 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
 
 
 def scaling_points(sweep: Sweep, results: pd.DataFrame) -> Points:
-    """Returns (FLOPs, final score) of the finished runs, by change that has some at every size."""
+    """Returns (FLOPs, final score) of the finished runs, by change and budget.
+
+    Those count that have some at every size, of three or more: fewer show no law.
+    """
     points: dict[str, list[tuple[float, float]]] = {}
-    found = [(arm.change, compared(results, arm, "finished")) for arm in sweep.arms]
-    lacking = {change for change, rows in found if rows.empty}
-    for change, rows in found:
-        if change not in lacking:
-            points.setdefault(change, []).extend(zip(rows.flops, rows.score, strict=True))
+    found = [(_law(arm), compared(results, arm, "finished")) for arm in sweep.arms]
+    numbers = Counter(law for law, _ in found)
+    lacking = {law for law, rows in found if rows.empty or numbers[law] < 3}
+    for law, rows in found:
+        if law not in lacking:
+            points.setdefault(law, []).extend(zip(rows.flops, rows.score, strict=True))
     return points
+
+
+def _law(arm: Arm) -> str:
+    return arm.change + "".join(arm.size.partition("@")[1:])
 
 
 def scaling_table(sweep: Sweep, points: Points) -> pd.DataFrame:
     """Returns the power law of each change, and what it saves of the baseline's compute."""
-    rows, baseline = [], sweep.arms[0].change
+    rows, baselines = [], {_law(arm): _law(group[0]) for group in sweep.groups() for arm in group}
     laws = {change: fit_power_law(*zip(*runs, strict=True)) for change, runs in points.items()}
     for change, fit in laws.items():
         flops, share = [flops for flops, _ in points[change]], ""
-        if baseline in laws and change != baseline:
+        if (baseline := baselines[change]) in laws and change != baseline:
             middle, *ends = compute_to_match(laws[baseline], fit, max(points[baseline])[0])
             share = f"{_number(middle, '.2f')} {_interval(ends[0], ends[1], '.2f')}"
         rows.append(

@@ -3,6 +3,7 @@
 Configs have their vocabulary: `model.vocab_size` is not 0.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,19 +51,23 @@ def equalize(arms: Sequence[Arm], terms: str, step_seconds: Callable[[Arm], floa
     return [first, *(with_length(arm, round(budget / cost(arm))) for arm in others)]
 
 
-def at_sizes(arms: Sequence[Arm], sizes: Sequence[str]) -> list[Arm]:
-    """Returns every arm at every size, `LAYERSxWIDTH` each, size by size; heads keep their width.
+def at_sizes(arms: Sequence[Arm], sizes: Sequence[str], budgets: Sequence[str]) -> list[Arm]:
+    """Returns every arm at every size, `LAYERSxWIDTH` each, and budget; heads keep their width.
 
-    Tokens grow with the baseline's parameters (Hoffmann et al. 2022, arXiv 2203.15556).
+    A budget is in tokens for each of the baseline's parameters, and that of the first arm where
+    none is given (Hoffmann et al. 2022, arXiv 2203.15556). Without sizes, arms keep theirs.
     """
-    few = len(set(sizes)) < max(3, len(sizes))
-    refuse(few, "--scaling needs three different sizes", "Use such as 2x64,4x128,6x192")
     base, scaled = arms[0].config, []
-    parameters = count_compute_parameters(base.gpt())
-    for size in sizes:
-        resized = [replace(arm, config=_with_size(arm, size), size=size) for arm in arms]
-        share = count_compute_parameters(resized[0].config.gpt()) / parameters
-        steps = max(1, round(base.train.num_steps * share))
+    own = base.train.num_steps * step_tokens(base) / count_compute_parameters(base.gpt())
+    own_size = f"{base.model.num_layers}x{base.model.embed_dim}"
+    for size, budget in itertools.product(dict.fromkeys(sizes or [""]), budgets or [""]):
+        no_number = budget and not re.fullmatch(r"\d+(\.\d+)?", budget)
+        refuse(no_number, f"{budget} is no budget", "Write tokens per parameter, such as 5,20")
+        label = f"{size or own_size}@{budget}" if budget else size
+        configs = [_with_size(arm, size) if size else arm.config for arm in arms]
+        tokens = float(budget or own) * count_compute_parameters(configs[0].gpt())
+        steps = max(1, round(tokens / step_tokens(configs[0])))
+        resized = [replace(a, config=c, size=label) for a, c in zip(arms, configs, strict=True)]
         scaled += [with_length(arm, steps) for arm in resized]
     return scaled
 
