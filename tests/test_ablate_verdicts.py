@@ -216,8 +216,10 @@ def test_planned_seeds_find_in_four_of_five_sweeps(num_sweeps):
 
 
 def test_seeds_are_those_of_steins_formula():
-    quantiles = stats.t.isf(0.015, 4) + stats.t.isf(0.2, 4)
-    assert seeds_to_find(0.1, np.array([0.02]), 4) == math.ceil(2 * quantiles**2)
+    for paired, df in ((False, 4), (True, 2)):
+        quantiles = stats.t.isf(0.015, df) + stats.t.isf(0.2, df)
+        needed = seeds_to_find(0.1, np.array([0.08]), 3, paired)
+        assert needed == math.ceil(3 * 0.64 * quantiles**2)
 
 
 @pytest.mark.parametrize("num_sweeps", [4000, pytest.param(10_000, marks=pytest.mark.slow)])

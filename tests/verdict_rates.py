@@ -130,8 +130,8 @@ def simulate_plan(deviations, find, shift=0.0, pilot=3, num=CHUNK, seed=0):
     scores = deviations * rng.standard_normal((num, MOST_SEEDS, size), np.float32)
     scores[..., 1] += shift
     variances = scores[:, :pilot].var(1, ddof=1, dtype=np.float64)
-    seeds = seeds_to_find(find, variances[:, :1] + variances[:, 1:], (pilot - 1) * size)
-    seeds = np.clip(seeds, pilot, MOST_SEEDS).astype(int)
+    errors = np.sqrt((variances[:, :1] + variances[:, 1:]) / pilot)
+    seeds = np.minimum(seeds_to_find(find, errors, pilot), MOST_SEEDS)
     found = np.zeros((num, size - 1), bool)
     for each in np.unique(seeds).tolist():
         rows = seeds == each
@@ -157,49 +157,31 @@ def simulate_sizes(deviations, by_size, num_seeds=3, shift=0.0, num=CHUNK, seed=
     return arms * p_values < 0.05
 
 
-def told(count, num):
-    low, high = stats.binomtest(int(count), num).proportion_ci(method="exact")
-    return f"{count / num:.1%} ({low:.1%} to {high:.1%})"
+def told(found):
+    """Returns in how many sweeps anything is found, with the 95 % interval."""
+    count = int(found.reshape(len(found), -1).any(1).sum())
+    low, high = stats.binomtest(count, len(found)).proportion_ci(method="exact")
+    return f"{count / len(found):.1%} ({low:.1%} to {high:.1%})"
 
 
-def print_designs(num=CHUNK):
-    """Prints the rates of sweeps with looks, and of planned ones, with their 95 % intervals."""
-    for name, deviations in NOISY.items():
-        (found, runs), (fixed, _) = (
-            look_at(draw_looks(deviations), x) for x in (LOOKS, LOOKS[-1:])
-        )
-        false = told(found.any(1).sum(), num), told(fixed.any(1).sum(), num)
-        print(
-            f"looks {LOOKS}, {name}: false {false[0]}, at once {false[1]}, {runs.mean():.1f} runs"
-        )
-    for shifts in ((4.0,), (2.0, 4.0, 6.0, 12.0, 0.0)):
-        scores = draw_looks(NOISY["equal"], shifts)
-        (found, runs), (fixed, _) = (look_at(scores, x) for x in (LOOKS, LOOKS[-1:]))
-        for i, shift in enumerate(filter(None, shifts)):
-            rate = told(found[:, i].sum(), num), told(fixed[:, i].sum(), num)
-            print(f"  {shift:.0f} standard errors: found {rate[0]}, at once {rate[1]}")
-        print(f"  {runs.mean():.1f} of {6 * LOOKS[-1]} runs")
+def print_designs():
+    """Prints how often looks, planned seeds and the test of sizes find something, true or false."""
+    for (name, deviations), shifts in itertools.product(NOISY.items(), ((), (2.0, 4.0, 6.0, 12.0))):
+        scores = draw_looks(deviations, shifts)
+        for looks in (LOOKS, LOOKS[-1:]):
+            found, runs = look_at(scores, looks)
+            rates = [told(found[:, i]) for i in range(len(shifts))] or told(found)
+            print(f"{looks}, {name}, arms off by {shifts}: {rates}, {runs.mean():.1f} runs")
     for name, arms, find in itertools.product(NOISY, (1, 5), (1.0, 1.5, 2.5)):
-        deviations = NOISY[name][: 1 + arms]
-        false, seeds = simulate_plan(deviations, find)
-        found, _ = simulate_plan(deviations, find, find)
-        rates = told(found[:, 0].sum(), num), told(false.any(1).sum(), num)
-        print(f"planned, {name}, {arms} arms, {find} deviations:", end=" ")
-        print(f"found {rates[0]}, false {rates[1]}, {seeds.mean():.1f} seeds", flush=True)
-
-
-def print_sizes(num=CHUNK):
-    """Prints how often the test of one difference at all sizes is wrong, and how often it finds."""
-    for num_seeds, sizes, arms in itertools.product((3, 5), (2, 3, 6), (1, 5)):
-        print(f"{sizes} sizes, {num_seeds} seeds, {arms} arms: differs", end="")
-        for name, deviations in NOISY.items():
-            for scale in (1.0, 3.0):
-                by_size = scale ** np.linspace(1, 0, sizes)
-                count = simulate_sizes(deviations[: 1 + arms], by_size, num_seeds).any(1).sum()
-                print(f", {name} x{scale:.0f} {told(count, num)}", end="")
-        shift = 5 * math.sqrt(2 / num_seeds)
-        found = simulate_sizes(NOISY["equal"][: 1 + arms], [1.0] * sizes, num_seeds, shift)
-        print(f"; found {told(found[:, 0].sum(), num)}", flush=True)
+        for shift in (0.0, find):
+            found, seeds = simulate_plan(NOISY[name][: 1 + arms], find, shift)
+            rate = told(found[:, 0] if shift else found)
+            print(f"for {find}, {name}, arm 1 of {arms} off by {shift}: {rate}, {seeds.mean():.1f}")
+    for num, sizes, arms, name in itertools.product((3, 5), (2, 3, 6), (1, 5), NOISY):
+        for ratio, shift in ((1.0, 0.0), (3.0, 0.0), (1.0, 5 * math.sqrt(2 / num))):
+            by_size = ratio ** np.linspace(1, 0, sizes)
+            rate = told(simulate_sizes(NOISY[name][: 1 + arms], by_size, num, shift))
+            print(f"{sizes} sizes x{ratio:.0f}, {num} seeds, {arms} arms, {name}, {shift}: {rate}")
 
 
 def main():
@@ -222,7 +204,6 @@ def main():
         print(f"{name:34}" + " ".join(f"{rate[name]:5.1f}" for rate in columns.values()))
     print("columns: " + ", ".join(columns))
     print_designs()
-    print_sizes()
 
 
 if __name__ == "__main__":

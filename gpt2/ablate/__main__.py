@@ -97,21 +97,19 @@ def main() -> int:
 def _read_sweep(root: Path, slot: Slot) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
-    several = bool(FLAGS.sizes or FLAGS.budgets)
-    alone = len(arms) == 1 and not several
+    alone = len(arms) == 1 and not (FLAGS.sizes or FLAGS.budgets)
     refuse(alone, "there is only the baseline", "For example, add --vary=optim.name=lion")
-    looks = [int(each) if each.isdecimal() else 0 for each in FLAGS.seeds or ["0"]]
-    least = 3 if FLAGS.find else 2 if len(looks) > 1 else 1
-    fits = least <= looks[0] and looks[-1] <= CHOOSING_SEEDS and looks == sorted({*looks})
-    what = f"--seeds={','.join(FLAGS.seeds)} cannot be"
-    refuse(not fits, what, f"Give one number, {least} or more, or several that rise, as 3,5,8")
-    refuse(FLAGS.find and len(looks) > 1, "--find plans the seeds", "Give --seeds one number")
+    looks = sorted({int(each) for each in FLAGS.seeds if each.isdecimal()})
+    least, most = (2, 1) if FLAGS.find else (min(len(looks), 2), len(looks))
+    fits = list(map(str, looks)) == FLAGS.seeds and looks[:1] >= [least] and len(looks) <= most
+    what = f"--seeds={','.join(FLAGS.seeds)} cannot be{' beside --find' * bool(FLAGS.find)}"
+    refuse(not fits or looks[-1] > CHOOSING_SEEDS, what, "Give such as 3, or for looks 3,5,8")
     score, tune = choose_score(arms), read_tuned(FLAGS.tune, FLAGS.vary)
     size = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
     arms = [replace(arm, config=arm.config.with_vocabulary(size(arm.config.data))) for arm in arms]
     for source in {arm.source(root) for arm in arms if arm.commit}:
         check_out(source)
-    scaled = at_sizes(arms, FLAGS.sizes, FLAGS.budgets) if several else arms
+    scaled = at_sizes(arms, FLAGS.sizes, FLAGS.budgets)
     equal: list[Arm] = []
     names: dict[Any, str] = {}
     for start in range(0, len(scaled), len(arms)):

@@ -1,9 +1,8 @@
 """What the runs of a sweep say, look by look, and how many more seeds they call for."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pandas as pd
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.arms import Arm
-from gpt2.ablate.power import LEVEL, POWER, same_difference
+from gpt2.ablate.power import LEVEL, POWER
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict, compare
 from gpt2.utils.text import counted
@@ -54,50 +53,31 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
         for look in sweep.looks:
             last = look == sweep.looks[-1]
             level = PLANNED_LEVEL if sweep.find else level_at(sweep.looks, look)
-            seeds = [ends.get(arm.name, look) if several else None for arm in group]
-            baseline, *others = map(partial(sample, sweep, results), group, seeds)
-            arms = {arm.name: each for arm, each in zip(group[1:], others, strict=True)}
-            left = [name for name in arms if name not in ends]
+            seen = [
+                sample(sweep, results, arm, ends.get(arm.name, look) if several else None)
+                for arm in group
+            ]
+            arms = {arm.name: each for arm, each in zip(group[1:], seen[1:], strict=True)}
+            found = compare(seen[0], arms, paired=sweep.paired, level=level)
             waits = several and any(
                 0 < len(each.scores) < look - each.diverged - last * each.failed
-                for each in (baseline, *(arms[name] for name in left))
+                for arm, each in zip(group, seen, strict=True)
+                if arm.name not in ends
             )
-            found = compare(baseline, arms, paired=sweep.paired, level=level)
-            for name in left:
+            for name in [name for name in arms if name not in ends]:
                 verdict = found[name]
-                clear = verdict.words in FOUND or math.isnan(verdict.high)
                 errors = abs(verdict.difference) / verdict.error
-                if waits or not (
-                    last or clear or is_hopeless(errors, len(arms), sweep.looks, look)
-                ):
-                    verdicts[name] = replace(verdict, **_HIDDEN)
-                    continue
-                ends[name] = look
-                # Below 5 % where the arm differs, whatever the level of the look.
-                p_value = min(verdict.p_value * LEVEL / level, 1.0)
-                verdicts[name] = replace(verdict, p_value=p_value)
+                hopeless = not last and is_hopeless(errors, len(arms), sweep.looks, look)
+                clear = verdict.words in FOUND or math.isnan(verdict.high)
+                verdicts[name] = replace(verdict, **_HIDDEN)
+                if not waits and (last or clear or hopeless):
+                    ends[name] = look
+                    # Below 5 % where the arm differs, whatever the level of the look.
+                    p_value = min(verdict.p_value * LEVEL / level, 1.0)
+                    verdicts[name] = replace(verdict, p_value=p_value)
             if waits:
                 break
     return verdicts
-
-
-def compare_sizes(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:
-    """Returns whether each change's verdicts agree at all sizes, and its differences may be one.
-
-    Changes count that have verdicts at two sizes or more; p-values are for all of them together.
-    """
-    tested: dict[str, list[Verdict]] = {}
-    for arm in sweep.arms:
-        if arm.name in verdicts and math.isfinite(verdicts[arm.name].error):
-            tested.setdefault(arm.change, []).append(verdicts[arm.name])
-    tested = {change: several for change, several in tested.items() if len(several) > 1}
-    found = {}
-    for change, several in tested.items():
-        numbers = np.array([(each.difference, each.error, each.df) for each in several]).T
-        p_value = min(len(tested) * float(same_difference(*numbers)), 1.0)
-        agree = len({each.words if each.words in FOUND else "" for each in several}) == 1
-        found[change] = {"agree": agree, "p_value": p_value}
-    return found
 
 
 def grow(sweep: Sweep) -> Sweep:
@@ -109,32 +89,17 @@ def grow(sweep: Sweep) -> Sweep:
     verdicts, seeds = judge(sweep, results), dict(sweep.seeds)
     for baseline, *arms in sweep.groups():
         number = sweep.num_seeds(baseline)
-        if left := [arm for arm in arms if verdicts[arm.name].words == _OPEN]:
+        goes_on = [arm for arm in arms if verdicts[arm.name].words == _OPEN]
+        errors = np.array([verdicts[arm.name].error for arm in arms])
+        if goes_on:
             number = min(look for look in sweep.looks if look > number)
-            print(
-                f"{len(left)} of {counted(len(arms), 'arm')} go on, to {number} seeds", flush=True
-            )
-        elif sweep.find:
-            left = arms
-            number = seeds.get(baseline.name) or _plan(
-                sweep, baseline, [verdicts[a.name] for a in arms]
-            )
-        seeds |= {arm.name: number for arm in (baseline, *left) if left}
+            print(f"{len(goes_on)} of {counted(len(arms), 'arm')} go on to {number} seeds")
+        elif sweep.find and baseline.name not in seeds and np.isfinite(errors).any():
+            goes_on, errors = arms, errors[np.isfinite(errors)]
+            number = int(seeds_to_find(sweep.find, errors, number, sweep.paired))
+            print(f"{sweep.find:g} takes {number} seeds of {baseline.name}, as noisy as the first")
+        seeds |= {arm.name: number for arm in (baseline, *goes_on) if goes_on}
     return replace(sweep, seeds=seeds)
-
-
-def _plan(sweep: Sweep, baseline: Arm, verdicts: Sequence[Verdict]) -> int:
-    """Returns how many seeds arms of a size need, and tells of it; verdicts are those so far."""
-    pilot = sweep.num_seeds(baseline)
-    errors = np.array([each.error for each in verdicts if math.isfinite(each.error)])
-    if not errors.size:
-        return pilot
-    df = (pilot - 1) * (errors.size + (not sweep.paired))
-    needed = int(seeds_to_find(sweep.find, errors**2 * pilot, df))
-    number = min(max(pilot, needed), CHOOSING_SEEDS)
-    at = f" at {baseline.size}" if baseline.size else ""
-    print(f"{sweep.find:g}{at} takes {number} seeds, as noisy as the first {pilot}", flush=True)
-    return number
 
 
 def level_at(looks: Sequence[int], look: int) -> float:
@@ -159,12 +124,13 @@ def is_hopeless(errors: Any, num_arms: int, looks: Sequence[int], look: int) -> 
     return border - expected > isf(_HOPELESS) * math.sqrt(1 - share)
 
 
-def seeds_to_find(find: float, spreads: Any, df: int) -> Any:
-    """Returns how many seeds find a difference with `POWER` (Stein 1945, AMS 16).
+def seeds_to_find(find: float, errors: Any, pilot: int, paired: bool = False) -> Any:
+    """Returns how many seeds find a difference with `POWER`, at least the pilot's (Stein 1945).
 
-    `spreads` are the variances of the arms' differences of two runs, `[..., arms]`, estimated with
-    `df` degrees of freedom. An arm counts with no less than the mean of all.
+    `errors` `[..., arms]` are the pilot's. An arm is taken for no calmer than the mean of all.
     """
-    tails = PLANNED_LEVEL / 2 / spreads.shape[-1], 1 - POWER
+    num_arms, spreads = errors.shape[-1], pilot * errors**2  # of the difference of two runs
     spread = np.maximum(spreads, spreads.mean(-1, keepdims=True)).mean(-1)
-    return np.ceil(scipy.stats.t.isf(tails, df).sum() ** 2 * spread / find**2)
+    tails, df = (PLANNED_LEVEL / 2 / num_arms, 1 - POWER), (pilot - 1) * (num_arms + (not paired))
+    needed = np.ceil(scipy.stats.t.isf(tails, df).sum() ** 2 * spread / find**2)
+    return np.clip(needed, pilot, CHOOSING_SEEDS).astype(int)

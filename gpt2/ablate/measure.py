@@ -72,10 +72,8 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     for name in seconds.keys() - sweep.chosen.keys():
         total += sweep.looks[0] * seconds[name]
         lines.append(f"then {sweep.looks[0]} seeds of {name} with the values it chooses")
-    if sweep.find and not sweep.seeds:
-        lines.append(f"then as many seeds as {sweep.find:g} takes")
-    if len(sweep.looks) > 1:
-        lines.append(f"then up to {sweep.looks[-1]} seeds of arms that no look decides before")
+    if len(sweep.looks) > 1 or (sweep.find and not sweep.seeds):
+        lines.append("then the seeds that looks or --find add")
     whole = format_duration(total / len(slots))
     lines.append(f"about {whole} with --jobs={len(slots)}, beside validations and checkpoints")
     return "\n".join(lines)

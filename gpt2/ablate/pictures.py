@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from gpt2.ablate.arms import Arm
 from gpt2.ablate.results import Curve
-from gpt2.ablate.scaling import fit_power_law
+from gpt2.ablate.terms import flops
 from gpt2.ablate.verdicts import Verdict
 
 # Of arms, in their order; the baseline is grey. Told apart by people who do not tell red from green
@@ -109,34 +110,23 @@ def plot_tuning(
     _save(figure, png)
 
 
-def plot_scaling(png: Path, points: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> None:
-    """Draws (FLOPs, final score) of each arm's runs, with their power law."""
-    figure, (axes,) = _figure(height=4.8 + 0.15 * len(points))
-    for i, (name, runs) in enumerate(points.items()):
-        flops, scores = np.array(sorted(runs)).T
-        axes.plot(flops, fit_power_law(flops, scores).loss(flops), label=name, **_style(i))
-        axes.plot(flops, scores, "o", color=_style(i)["color"], markersize=4, alpha=0.6)
-    axes.set(xscale="log", yscale="log")
-    axes.yaxis.set_major_formatter("{x:.2f}")
-    axes.yaxis.set_minor_formatter("{x:.2f}")
-    axes.set(xlabel="FLOPs, by the model's formula", ylabel=f"final validation ({unit})")
-    _save(figure, png)
-
-
-def plot_sizes(png: Path, points: Mapping[str, Sequence[tuple[float, Verdict]]], unit: str) -> None:
-    """Draws each change's differences, with their intervals, over the baseline's FLOPs."""
-    figure, (axes,) = _figure(height=4.8 + 0.15 * len(points))
+def plot_sizes(
+    png: Path, groups: Sequence[Sequence[Arm]], verdicts: Mapping[str, Verdict], unit: str
+) -> None:
+    """Draws each change's differences, with their intervals, over the baseline's FLOPs by size."""
+    changes = list(dict.fromkeys(arm.change for _, *arms in groups for arm in arms))
+    figure, (axes,) = _figure(height=4.8 + 0.15 * len(changes))
     axes.axhline(0, color=_BASELINE, linewidth=1.2)
-    for i, (name, found) in enumerate(points.items(), start=1):
-        tested = sorted((x, v) for x, v in found if math.isfinite(v.high))
-        x = [x * 1.03 ** (i - len(points) / 2) for x, _ in tested]  # beside those of others
-        middles, halves = (
-            [v.difference for _, v in tested],
-            [v.high - v.difference for _, v in tested],
+    for i, change in enumerate(changes, start=1):
+        points = sorted(
+            (flops(first.config, first.config.train.num_steps), v.difference, v.high)
+            for first, *arms in groups
+            for v in [verdicts[arm.name] for arm in arms if arm.change == change]
         )
-        axes.errorbar(x, middles, halves, marker="D", markersize=5, label=name, **_style(i))
-    axes.set_xscale("log")
-    axes.set_xlabel("FLOPs of the baseline, by the model's formula")
+        x, middles, highs = np.array(points).T
+        beside = 1.03 ** (i - len(changes) / 2)  # the bars of others
+        axes.errorbar(x * beside, middles, highs - middles, marker="D", label=change, **_style(i))
+    axes.set(xscale="log", xlabel="FLOPs of the baseline, by the model's formula")
     axes.set_ylabel(f"difference from the baseline ({unit})")
     _save(figure, png)
 

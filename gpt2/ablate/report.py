@@ -15,10 +15,9 @@ import pandas as pd
 
 from gpt2.ablate import pictures, tables
 from gpt2.ablate.arms import differences
-from gpt2.ablate.judge import compare_sizes, compared, judge, sample
+from gpt2.ablate.judge import compared, judge, sample
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.terms import flops
 from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.training.code import read_starts
 from gpt2.utils.files import write_json, write_text
@@ -39,11 +38,8 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     if has_curves := any(len(curve.scores) for members in curves.values() for curve in members):
         several: Any = dict(log_x=len(groups) > 1, num_sizes=len(groups))
         pictures.plot_curves(root / "curves.png", curves, sweep.unit, **several)
-    by_size = compare_sizes(sweep, verdicts)
-    if by_size:
-        _draw_sizes(sweep, verdicts)
-    if points := tables.scaling_points(sweep, results):
-        pictures.plot_scaling(root / "scaling.png", points, sweep.unit)
+    if not (by_size := tables.sizes_table(sweep, verdicts)).empty:
+        pictures.plot_sizes(root / "sizes.png", groups, verdicts, sweep.unit)
     broken = results[results.state.isin(["diverged", "failed"])]
     starts = [start for folder in results.folder for start in read_starts(folder / "run")]
     context = {
@@ -56,9 +52,8 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         "has_differences": has_differences,
         "has_curves": has_curves,
         "reach": tables.reach_table(sweep, results),
-        "sizes_table": tables.sizes_table(sweep, verdicts, by_size),
         "by_size": by_size,
-        "scaling": tables.scaling_table(sweep, points),
+        "scaling": tables.scaling_table(sweep, results),
         "tuning": tables.tuning_table(sweep),
         "tuning_pictures": _draw_tuning(sweep),
         "broken": broken[["run", "state", "steps", "error"]].astype(str),
@@ -78,7 +73,8 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         name: getattr(sweep, name)
         for name in ("unit", "equal", "paired", "looks", "find", "chosen")
     }
-    for_programs |= {"codes": context["codes"], "sizes": by_size, "cost_here": cost.to_dict()}
+    for_programs |= {"codes": context["codes"], "cost_here": cost.to_dict()}
+    for_programs["sizes"] = by_size.to_dict("records")
     for_programs["arms"] = {arm: vars(by_arm[arm]) | judged.get(arm, {}) for arm in by_arm}
     tree = json.loads(json.dumps(for_programs), parse_constant=lambda _: None)  # in place of nan
     write_json(root / "verdicts.json", tree)
@@ -119,16 +115,6 @@ def _draw_differences(
             if found := [score - less[seed] for seed, score in scores.items() if seed in less]:
                 dots[name] = found
     pictures.plot_differences(sweep.root / "differences.png", verdicts, dots, sweep.unit)
-
-
-def _draw_sizes(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> None:
-    """Draws each change's difference over what the baseline computes at a size and budget."""
-    points: dict[str, list[tuple[float, Verdict]]] = {}
-    for baseline, *arms in sweep.groups():
-        compute = flops(baseline.config, baseline.config.train.num_steps)
-        for arm in arms:
-            points.setdefault(arm.change, []).append((compute, verdicts[arm.name]))
-    pictures.plot_sizes(sweep.root / "sizes.png", points, sweep.unit)
 
 
 def _draw_tuning(sweep: Sweep) -> list[str]:

@@ -27,10 +27,6 @@ class Fit:
         """Half the width of the slope's 95 % interval."""
         return float(scipy.stats.t.ppf(0.975, self.df)) * self.slope_error
 
-    def loss(self, flops: np.ndarray) -> np.ndarray:
-        """Returns the loss at an amount of compute."""
-        return np.exp(self.height + self.slope * (np.log(flops) - self.middle))
-
     def variance(self, log_flops: float) -> float:
         """Returns the squared standard error of the line's height at a place."""
         return self.height_error**2 + (self.slope_error * (log_flops - self.middle)) ** 2

@@ -1,18 +1,15 @@
 """The tables of a sweep's report; every cell is text."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import mean, stdev
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy  # loads its parts when they are used
 
-from gpt2.ablate.arms import Arm
 from gpt2.ablate.judge import compared
-from gpt2.ablate.power import welch
+from gpt2.ablate.power import same_difference, welch
 from gpt2.ablate.results import amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
@@ -20,8 +17,6 @@ from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.terms import step_tokens
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict
 from gpt2.utils.text import format_count
-
-Points = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def verdict_table(by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
@@ -44,21 +39,25 @@ def verdict_table(by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict])
     return pd.DataFrame(rows).fillna("")
 
 
-def sizes_table(
-    sweep: Sweep, verdicts: Mapping[str, Verdict], compared: Mapping[str, Mapping[str, Any]]
-) -> pd.DataFrame:
-    """Returns each change's difference by size and budget, and whether they are alike."""
-    rows: dict[str, dict[str, str]] = {}
-    for arm in sweep.arms if len(sweep.groups()) > 1 else ():
-        if verdict := verdicts.get(arm.name):
-            row = rows.setdefault(arm.change, {"arm": arm.change})
-            cell = f"{verdict.difference:+.4f} {_interval(verdict.low, verdict.high, '+.4f')}"
-            word = verdict.words if verdict.words in FOUND else ""
-            row[arm.size] = f"{cell} {word}" if math.isfinite(verdict.high) else verdict.words
-    for change, each in compared.items():
-        rows[change]["verdicts"] = "agree" if each["agree"] else "DISAGREE"
-        rows[change]["p, if one difference"] = f"{each['p_value']:.2g}"
-    return pd.DataFrame(list(rows.values())).fillna("")
+def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
+    """Returns each change's difference by size and budget, and whether its verdicts agree.
+
+    The p-value is that of true differences that are all one, for all changes together.
+    """
+    rows, changes = [], dict.fromkeys(arm.change for arm in sweep.arms if arm.name in verdicts)
+    for change in changes if len(sweep.groups()) > 1 else ():
+        row, tested, told = {"arm": change}, [], set()
+        for arm in [arm for arm in sweep.arms if arm.change == change]:
+            row[arm.size] = (verdict := verdicts[arm.name]).words
+            if interval := _interval(verdict.low, verdict.high, "+.4f"):
+                told.add(word := verdict.words if verdict.words in FOUND else "")
+                row[arm.size] = f"{verdict.difference:+.4f} {interval} {word}"
+                tested.append((verdict.difference, verdict.error, verdict.df))
+        p_value = float(same_difference(*np.array(tested).T)) if len(tested) > 1 else math.nan
+        p_value = min(len(changes) * p_value, 1.0)
+        row |= {"verdicts": "DISAGREE" if len(told) > 1 else "agree"}
+        rows.append(row | {"p, if one difference": float(f"{p_value:.2g}")})
+    return pd.DataFrame(rows).fillna("")
 
 
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
@@ -118,35 +117,27 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
     return pd.DataFrame(rows).fillna("")
 
 
-def scaling_points(sweep: Sweep, results: pd.DataFrame) -> Points:
-    """Returns (FLOPs, final score) of the finished runs, by change and budget.
+def scaling_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
+    """Returns the power law of each change and budget, and what it saves of the baseline's compute.
 
-    Those count that have some at every size, of three or more: fewer show no law.
+    Those count that have finished runs at every size, of three or more: fewer show no law.
     """
+    law = {arm.name: arm.change + "".join(arm.size.partition("@")[1:]) for arm in sweep.arms}
+    baselines = {law[arm.name]: law[group[0].name] for group in sweep.groups() for arm in group}
+    found = [(law[arm.name], compared(results, arm, "finished")) for arm in sweep.arms]
+    lacking = {change for change, rows in found if rows.empty}
     points: dict[str, list[tuple[float, float]]] = {}
-    found = [(_law(arm), compared(results, arm, "finished")) for arm in sweep.arms]
-    numbers = Counter(law for law, _ in found)
-    lacking = {law for law, rows in found if rows.empty or numbers[law] < 3}
-    for law, rows in found:
-        if law not in lacking:
-            points.setdefault(law, []).extend(zip(rows.flops, rows.score, strict=True))
-    return points
-
-
-def _law(arm: Arm) -> str:
-    return arm.change + "".join(arm.size.partition("@")[1:])
-
-
-def scaling_table(sweep: Sweep, points: Points) -> pd.DataFrame:
-    """Returns the power law of each change, and what it saves of the baseline's compute."""
-    rows, baselines = [], {_law(arm): _law(group[0]) for group in sweep.groups() for arm in group}
+    for change, rows in found:
+        if change not in lacking and list(law.values()).count(change) > 2:
+            points.setdefault(change, []).extend(zip(rows.flops, rows.score, strict=True))
     laws = {change: fit_power_law(*zip(*runs, strict=True)) for change, runs in points.items()}
+    table = []
     for change, fit in laws.items():
         flops, share = [flops for flops, _ in points[change]], ""
         if (baseline := baselines[change]) in laws and change != baseline:
             middle, *ends = compute_to_match(laws[baseline], fit, max(points[baseline])[0])
             share = f"{_number(middle, '.2f')} {_interval(ends[0], ends[1], '.2f')}"
-        rows.append(
+        table.append(
             {
                 "arm": change,
                 "runs": f"{len(flops)}",
@@ -156,7 +147,7 @@ def scaling_table(sweep: Sweep, points: Points) -> pd.DataFrame:
                 "compute for the baseline's loss": share,
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(table)
 
 
 def _number(value: float, form: str) -> str:

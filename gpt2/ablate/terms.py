@@ -58,6 +58,8 @@ def at_sizes(arms: Sequence[Arm], sizes: Sequence[str], budgets: Sequence[str]) 
     none is given (Hoffmann et al. 2022, arXiv 2203.15556). Without sizes, arms keep theirs.
     """
     base, scaled = arms[0].config, []
+    if not (sizes or budgets):
+        return list(arms)
     own = base.train.num_steps * step_tokens(base) / count_compute_parameters(base.gpt())
     own_size = f"{base.model.num_layers}x{base.model.embed_dim}"
     for size, budget in itertools.product(dict.fromkeys(sizes or [""]), budgets or [""]):
