@@ -51,11 +51,12 @@ def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
             row[arm.size] = (verdict := verdicts[arm.name]).words
             if interval := _interval(verdict.low, verdict.high, "+.4f"):
                 told.add(word := verdict.words if verdict.words in FOUND else "")
-                row[arm.size] = f"{verdict.difference:+.4f} {interval} {word}"
+                row[arm.size] = f"{verdict.difference:+.4f} {interval} {word}".strip()
                 tested.append((verdict.difference, verdict.error, verdict.df))
         p_value = float(same_difference(*np.array(tested).T)) if len(tested) > 1 else math.nan
         p_value = min(len(changes) * p_value, 1.0)
-        row |= {"verdicts": "DISAGREE" if len(told) > 1 else "agree"}
+        some = "not everywhere" if len(told) > 1 else "agree"
+        row["verdicts"] = "DISAGREE" if told >= set(FOUND) else some
         rows.append(row | {"p, if one difference": float(f"{p_value:.2g}")})
     return pd.DataFrame(rows).fillna("")
 
