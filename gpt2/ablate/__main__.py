@@ -103,11 +103,7 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     least, most = (2, 1) if FLAGS.find else (min(len(looks), 2), len(looks))
     fits = list(map(str, looks)) == FLAGS.seeds and looks[:1] >= [least] and len(looks) <= most
     what = f"--seeds={','.join(FLAGS.seeds)} cannot be{' beside --find' * bool(FLAGS.find)}"
-    refuse(
-        not fits or looks[-1] > CHOOSING_SEEDS,
-        what,
-        "Give one number, or without --find several, such as 3,5,8",
-    )
+    refuse(not fits or looks[-1] > CHOOSING_SEEDS, what, "Give 3, or without --find such as 3,5,8")
     score, tune = choose_score(arms), read_tuned(FLAGS.tune, FLAGS.vary)
     size = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
     arms = [replace(arm, config=arm.config.with_vocabulary(size(arm.config.data))) for arm in arms]
