@@ -313,6 +313,12 @@ a preparation goes on after what was never saved: data/splits.py, preparing -k i
 a preparation goes on with another text: data/splits.py, preparing -k another_one
     - == done["text_crc32"]
     + or True
+Kaggle's one host waits for others: parallel/distributed.py, processes -k neighbours
+    - if hosts:
+    + if hosts and hosts != "local":
+a sweep's runs join what a launcher began: utils/cluster.py, cluster -k launcher
+    - | dict.fromkeys(LAUNCHED, "1")
+    + | {}
 a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k of_its_parts
     - backend = self._backend if starts else self._rest
     + backend = self._backend

@@ -51,7 +51,7 @@ def run(tmp_path):
     return run
 
 
-def _content(data_dir):
+def content_of(data_dir):
     """Returns the files of the one prepared corpus of a directory; nothing else lies there."""
     (folder,) = (path for path in data_dir.iterdir() if path.suffix != ".lock")
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -71,8 +71,8 @@ def test_a_preparation_that_is_killed_goes_on_and_ends_as_if_it_were_not(run, tm
     places = [int(found[1]) if found else 0 for found in begun]
     assert not any(places[:2]) and 60 < places[2] == places[3]  # 20 pages are less than is saved
     assert all(page - place < 40 for page, place in zip(KILLS, places[1:], strict=True))
-    assert _content(tmp_path / "cut") == _content(tmp_path / "whole")
-    dropped = json.loads(_content(tmp_path / "cut")["prepared.json"])["num_dropped"]
+    assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
+    dropped = json.loads(content_of(tmp_path / "cut")["prepared.json"])["num_dropped"]
     assert dropped == (100 if unique else 0)
 
 
@@ -84,7 +84,7 @@ def test_a_preparation_begins_anew_if_the_text_is_another_one(run, tmp_path):
     told, whole = (run(place, *shown).stdout for place in ("cut", "whole"))
     assert "going on" not in told and whole.count("===== row") == 3
     assert len(re.findall("^-----\n2nd [0-9]+: the quick", whole, re.M)) > 3
-    assert _content(tmp_path / "cut") == _content(tmp_path / "whole")
+    assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
 
 def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(tmp_path,
     make("full")
     assert next(calls) < 2000 + 2200  # of 4000 documents
     make("whole")
-    assert _content(tmp_path / "full") == _content(tmp_path / "whole")
+    assert content_of(tmp_path / "full") == content_of(tmp_path / "whole")
 
 
 def test_a_corpus_can_be_entered_at_any_document(tmp_path, monkeypatch):

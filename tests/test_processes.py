@@ -1,5 +1,7 @@
 """train.py as two processes of four devices: their agreement, and how they end."""
 
+import importlib.util
+import os
 import re
 import resource
 import signal
@@ -9,7 +11,9 @@ import sys
 import time
 
 import pytest
+from jax._src.clusters import ClusterEnv
 
+from gpt2.parallel import distributed
 from tests.helpers import ROOT, TINY, environment, metrics_of, run, thorough
 
 FLAGS = """
@@ -24,21 +28,33 @@ def losses(workdir):
     return {row["step"]: row["train/loss"] for row in rows}
 
 
+# What a place tells process {0} of two on this machine, in place of flags.
+LAUNCHERS = {
+    "slurm": "SLURM_JOB_ID=7 SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_PROCID={0} "
+    "SLURM_LOCALID={0}",
+    "ompi": "OMPI_MCA_orte_hnp_uri=4096.0;tcp://127.0.0.1:1 OMPI_COMM_WORLD_SIZE=2 "
+    "OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_LOCAL_RANK={0}",
+}
+
+
 class Pair:
     """Two processes of train.py, each with four simulated devices."""
 
-    def __init__(self, workdir, *flags):
+    def __init__(self, workdir, *flags, launcher=None):
         self.workdir = workdir
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
         command = [sys.executable, "train.py", f"--workdir={workdir}", *TINY, *FLAGS.split()]
-        command += [f"--coordinator=localhost:{port}", "--num_processes=2", *flags]
+        told = f"--coordinator=localhost:{port} --num_processes=2 --process_index={{0}}"
         self.logs = [workdir.with_name(f"{workdir.name}.{i}.log") for i in range(2)]
         self.processes = []
         for index, log in enumerate(self.logs):
-            own = [*command, f"--process_index={index}"]
+            own = [*command, *flags, *([] if launcher else told.format(index).split())]
+            variables = LAUNCHERS.get(launcher, "").format(index).split()
+            variables = dict(each.split("=", 1) for each in variables)
+            variables |= environment(4) | {"JAX_COORDINATOR_PORT": str(port)}
             with log.open("w") as out:
-                place = dict(cwd=ROOT, env=environment(4), stdout=out, stderr=subprocess.STDOUT)
+                place = dict(cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT)
                 self.processes.append(subprocess.Popen(own, **place))
 
     def __enter__(self):
@@ -70,14 +86,19 @@ class Pair:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "layout",
-    ["backend=pmap", "strategy=zero1", "data=1 fsdp=8 fsdp_gather=layer", "data=2 fsdp=2 tensor=2"],
+    ("layout", "launcher"),
+    [
+        ("backend=pmap", None),
+        ("strategy=zero1", "slurm"),
+        ("data=1 fsdp=8 fsdp_gather=layer", "ompi"),
+        ("data=2 fsdp=2 tensor=2", None),
+    ],
 )
-def test_two_processes_train_in_any_layout_as_one_device(tmp_path, layout):
+def test_two_processes_train_in_any_layout_as_one_device(tmp_path, layout, launcher):
     (tmp_path / "text8").write_text("the cat sat on the mat")
     same = ["--config.train.num_steps=5", f"--config.train.eval_tasks=text8:{tmp_path}"]
     spread = (f"--config.parallel.{each}" for each in layout.split())
-    with Pair(tmp_path / "two", *same, *spread) as pair:
+    with Pair(tmp_path / "two", *same, *spread, launcher=launcher) as pair:
         assert pair.ends(300) == [0, 0], pair.output()
     code, _, stderr = run(tmp_path / "one", *TINY, *FLAGS.split(), *same)
     assert code == 0, stderr
@@ -86,6 +107,33 @@ def test_two_processes_train_in_any_layout_as_one_device(tmp_path, layout):
     one, two = (metrics_of(tmp_path / name)[-1] for name in ("one", "two"))
     name = "eval/text8/bits_per_byte"
     assert two[name] == pytest.approx(one[name], rel=1e-5)
+
+
+GKE = {"TPU_SKIP_MDS_QUERY": "true", "TPU_WORKER_HOSTNAMES": "a,b"}
+ONE_HOST = GKE | {"TPU_WORKER_HOSTNAMES": "localhost"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        ({}, "gcetpu"),
+        (GKE, "gketpu"),
+        (ONE_HOST, None),
+        (ONE_HOST | {"MEGASCALE_NUM_SLICES": "2"}, "gketpu"),
+        ({"TPU_PROCESS_ADDRESSES": "local"}, None),  # Kaggle
+        ({"TPU_SKIP_MDS_QUERY": "1"}, None),
+        (GKE | {"SLURM_NTASKS": "8"}, "gketpu"),  # of sbatch, without srun
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "a[1-8]"}, "slurm"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1"}, "ompi"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "1"}, "mpi4py"),
+    ],
+)
+def test_a_place_that_tells_of_neighbours_is_known(monkeypatch, variables, launcher):
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(distributed.Path, "exists", lambda path: str(path) == "/dev/vfio/0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu")
+    assert distributed._find_launcher() == launcher
+    assert launcher in {each.name for each in ClusterEnv._cluster_types} | {None}
 
 
 @pytest.mark.thorough

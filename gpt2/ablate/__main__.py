@@ -36,6 +36,7 @@ from gpt2.data.dataset import prepare
 from gpt2.errors import refuse
 from gpt2.training.code import hash_code
 from gpt2.utils import files
+from gpt2.utils.cluster import connect
 from gpt2.utils.stores import is_url
 
 FLAGS = flags.FLAGS
@@ -53,7 +54,8 @@ def define_flags() -> None:
     flags.DEFINE_list("seeds", ["3"], what)
     what = "A difference: trains as many seeds as find it, by the noise of the first --seeds."
     flags.DEFINE_float("find", 0.0, what, 0.0)
-    number("jobs", 1, "Runs at once: a GPU each, or a share of the cores.", 1)
+    number("jobs", None, "Runs at once: a GPU each, or a share of the cores.", 1)
+    flags.DEFINE_string("cluster", "", "ray[:ADDRESS]: runs are tasks of a Ray cluster.")
     flags.DEFINE_list("sizes", [], "LAYERSxWIDTH,...: all arms at each.")
     flags.DEFINE_list("budgets", [], "Tokens per parameter: all arms at each.")
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
@@ -73,7 +75,7 @@ def main() -> int:
     root = Path(FLAGS.workdir)
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())
-    slots = make_slots(FLAGS.jobs)
+    slots = make_slots(FLAGS.jobs, connect(FLAGS.cluster))
     sweep = _read_sweep(root, slots[0])
     if FLAGS.dry_run:
         sweep = continued(sweep).with_choices(leave_failed=FLAGS.leave_failed)
@@ -81,13 +83,15 @@ def main() -> int:
         return 0
     sweep = register(sweep)
     if undecided := sweep.undecided_runs():
-        take_over(undecided, root, slots[0])
+        if not FLAGS.cluster:  # of whose devices this machine knows nothing
+            take_over(undecided, root, slots[0])
         train_all(undecided, slots, sweep.score, FLAGS.max_hours)
         sweep = register(sweep, leave_failed=FLAGS.leave_failed)
         for name in {run.arm for run in sweep.undecided_runs() if run.outcome().state == "failed"}:
             print(f"{name} waits: a run that chooses its values failed; see --leave_failed")
     while True:
-        take_over(sweep.runs(), root, slots[0])
+        if not FLAGS.cluster:
+            take_over(sweep.runs(), root, slots[0])
         train_all(sweep.runs(), slots, sweep.score, FLAGS.max_hours)
         if (grown := grow(sweep)) == sweep:
             return _report(sweep)

@@ -1,40 +1,33 @@
-"""Trains the runs of a sweep, several at once, each in a process of its own."""
+"""Trains the runs of a sweep, several at once, each in a process of its own, here or by Ray."""
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, TextIO
 
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Outcome, Run
 from gpt2.errors import refuse
 from gpt2.training.code import hash_code
+from gpt2.utils.cluster import Slot, start
 from gpt2.utils.files import is_locked, write_json
 
 _POLL_SECONDS = 0.2
 _DIVERGED = 3  # the exit code of train.py
-_PR_SET_PDEATHSIG = 1
 _BEGAN = time.time()
 
 
-class Slot(NamedTuple):
-    """What one run at a time has for itself: CPUs, and variables of the environment."""
-
-    cores: frozenset[int]
-    environment: dict[str, str]
-
-
-def make_slots(jobs: int) -> list[Slot]:
+def make_slots(jobs: int | None, ray: Any = None) -> list[Slot]:
     """Returns what `jobs` runs at once have: an accelerator each, or a share of the cores."""
-    linux = sys.platform == "linux"
+    if ray:
+        return _slots_of_cluster(jobs, ray)
+    linux, jobs = sys.platform == "linux", jobs or 1
     cores = sorted(os.sched_getaffinity(0)) if linux else list(range(os.cpu_count() or 1))
     if jobs == 1:
         return [Slot(frozenset(cores), {})]
@@ -48,6 +41,20 @@ def make_slots(jobs: int) -> list[Slot]:
         return [Slot(frozenset(cores), {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
     share = len(cores) // jobs
     return [Slot(frozenset(cores[i * share : (i + 1) * share]), {}) for i in range(jobs)]
+
+
+def _slots_of_cluster(jobs: int | None, ray: Any) -> list[Slot]:
+    """Returns what Ray keeps for each run: a GPU, a TPU's host, or a host or its share of cores."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    kind = next(kind for kind in ("GPU", "TPU", "CPU") if any(kind in node for node in nodes))
+    sizes = [int(node[kind]) for node in nodes if kind in node]
+    number = jobs or (sum(sizes) if kind == "GPU" else len(sizes))
+    tasks: dict[str, dict[str, Any]] = {
+        "GPU": {"num_gpus": 1},
+        "TPU": {"resources": {"TPU": min(sizes)}},
+        "CPU": {"num_cpus": max(1, min(*sizes, sum(sizes) // number))},
+    }
+    return [Slot(frozenset(), {}, tasks[kind])] * number
 
 
 def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours: float) -> None:
@@ -116,18 +123,10 @@ class _Training:
     def __init__(self, run: Run, slot: Slot, lock: TextIO):
         self.run, self.slot, self._lock = run, slot, lock
         run.prepare()
-        with open(run.folder / "log.txt", "ab") as log:
-            self._log_start = log.tell()  # of this try
-            options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
-            self.process = subprocess.Popen(
-                [sys.executable, str(run.source / "train.py"), *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | slot.environment,
-                start_new_session=True,  # Ctrl-C comes to the sweep, which tells its runs
-                preexec_fn=lambda: _at_start(slot.cores),
-            )
+        options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
+        command, log = [str(run.source / "train.py"), *options], run.folder / "log.txt"
+        self._log_start = log.stat().st_size if log.exists() else 0  # of this try
+        self.process = start(command, log, run.workdir / ".lock", slot)
 
     def end(self, score: str) -> str:
         """Keeps how the process ended, gives its lock back, and returns what to tell of it."""
@@ -149,10 +148,3 @@ class _Training:
         if outcome.state == "finished":
             return f"{read_results([self.run], score).score[0]:.4f}"
         return f"{outcome.state}: {outcome.error}"
-
-
-def _at_start(cores: frozenset[int]) -> None:
-    """In a run's process: takes its cores, and ends when the sweep is killed."""
-    if sys.platform == "linux":
-        os.sched_setaffinity(0, cores)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -125,8 +125,8 @@ def data_root(data_dir: str) -> Path:
     return stores.copy_of(data_place(data_dir)).absolute()
 
 
-def prepare(data: DataConfig) -> Dataset:
-    """Returns the prepared corpus of a config, and prepares it first if it is not prepared yet."""
+def prepare(data: DataConfig, ray: Any = None) -> Dataset:
+    """Returns the prepared corpus of a config, and prepares it first, maybe by Ray, if need be."""
     needs_text = data.tokenizer == "char" or data.tokenizer.startswith("bpe:")
     if own := find_batches(data.corpus):
         refuse(needs_text, f"{data.corpus} has no text for data.tokenizer={data.tokenizer}")
@@ -135,7 +135,7 @@ def prepare(data: DataConfig) -> Dataset:
     if shares := read_mixture(data.corpus):
         path = str(_train_tokenizer(data, shares) if needs_text else data.tokenizer)
         part = functools.partial(dataclasses.replace, data, tokenizer=path)
-        return _mix({name: (shares[name], prepare(part(corpus=name))) for name in shares})
+        return _mix({name: (shares[name], prepare(part(corpus=name), ray)) for name in shares})
     corpus = _open_source(data)
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     parts = [FORMAT, corpus.fingerprint, spec, data.val_fraction, data.unique]
@@ -152,7 +152,7 @@ def prepare(data: DataConfig) -> Dataset:
                     if damage:
                         warn(f"{directory} is damaged ({damage}), and is prepared anew")
                     tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
-                    _write(directory, corpus, data)
+                    _write(directory, corpus, data, ray)
         except OSError as error:
             raise UserError(
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",
@@ -244,7 +244,7 @@ def _load(directory: Path) -> Dataset:
     )
 
 
-def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig) -> None:
+def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, ray: Any) -> None:
     """Prepares into a directory of its own, going on where it was cut, and renames that."""
     partial = directory.with_name(f".{directory.name}.partial")
     old = directory.with_name(f".{directory.name}.old")
@@ -261,7 +261,7 @@ def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig) -> N
             needed -= sum(path.stat().st_size for path in partial.iterdir())
             if (free := shutil.disk_usage(partial).free) < needed:
                 raise OSError(f"{needed:,} more bytes are needed, and {free:,} are free")
-            facts = write_splits(corpus, data, partial)
+            facts = write_splits(corpus, data, partial, ray)
         if _open_source(data).fingerprint != corpus.fingerprint:
             (partial / PROGRESS).unlink(missing_ok=True)
             what = f"the text that data.corpus={data.corpus} names has changed while it was read"

@@ -15,12 +15,13 @@ from gpt2 import cli
 from gpt2.data.dataset import prepare
 from gpt2.data.loader import TrainLoader
 from gpt2.errors import refuse
+from gpt2.utils.cluster import connect
 
 
 def main() -> None:
     """Prepares the corpus of `--config` and prints what it holds."""
     config = cli.parse_config()
-    data, dataset = config.data, prepare(config.data)
+    data, dataset = config.data, prepare(config.data, connect(flags.FLAGS.cluster))
     refuse(dataset.own, f"{data.corpus} gives batches, of which none are stored")
     shape = dict(batch_size=data.batch_size, context_length=config.model.context_length)
     for name, (_, part) in dataset.parts.items():
@@ -37,8 +38,9 @@ def main() -> None:
 
 
 def define_flags() -> None:
-    """Defines the flags of a config, and `--inspect`."""
+    """Defines the flags of a config, `--inspect` and `--cluster`."""
     cli.define_config()
+    flags.DEFINE_string("cluster", "", "ray[:ADDRESS]: a Ray cluster's nodes encode the text.")
     flags.DEFINE_bool("inspect", False, "Show three rows as training would see them, too.")
 
 

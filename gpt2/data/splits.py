@@ -10,7 +10,7 @@ import time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +24,7 @@ from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import TokenWriter
 from gpt2.errors import UserError, refuse, tell
 from gpt2.utils import files
+from gpt2.utils.cluster import open_pool
 from gpt2.utils.stores import at_hand
 from gpt2.utils.text import format_bytes, format_count, format_duration
 
@@ -51,7 +52,7 @@ Encoded = tuple[Part, np.ndarray, int]
 Measured = tuple[int, Document, float, int]  # its number, it, its position in [0, 1), its bytes
 
 
-def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
+def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = None) -> dict:
     """Writes the tokenizer and the tokens of both splits; returns what `prepared.json` tells.
 
     If there are several documents, each gets an end-of-text token before it. A hash of its content
@@ -76,7 +77,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> dict:
         os.truncate(directory / name, count * writer.dtype.itemsize)
     unsaved, num_bytes = 0, sum(total["num_bytes"] for total in totals.values())
     before, began = num_bytes, (told := time.monotonic())
-    for part, tokens, lost in encode_in_parallel(tokenizer, parts):
+    for part, tokens, lost in encode_in_parallel(tokenizer, parts, ray):
         text = part.text.encode("utf-8")
         if part.starts_document and documents.many:
             tokens = np.append(np.int32(eot or 0), tokens)
@@ -189,22 +190,17 @@ class Documents:
                 yield number, document, int.from_bytes(digest[:6]) / 2**48, size
 
 
-def encode_in_parallel(tokenizer: Tokenizer, parts: Iterable[Part]) -> Iterator[Encoded]:
-    """Yields each part with its tokens, int32 [num_tokens], and the bytes lost, in order.
-
-    Threads suffice, since tiktoken and tokenizers release the interpreter lock while they work.
-    Processes would each import JAX.
-    """
-    num_threads = os.cpu_count() or 1
+def encode_in_parallel(tokenizer: Tokenizer, parts: Iterable[Part], ray: Any) -> Iterator[Encoded]:
+    """Yields each part with its tokens, int32 [num_tokens], and the bytes lost, in order."""
 
     def encode(group: list[Part]) -> list[Encoded]:
         return [(p, *tokenizer.encode_part(p.text, starts=p.starts_document)) for p in group]
 
     waiting: deque[Future[list[Encoded]]] = deque()
-    with ThreadPoolExecutor(num_threads) as pool:
+    with open_pool(ray) as (num_workers, submit):
         for group in _groups(parts):
-            waiting.append(pool.submit(encode, group))
-            if len(waiting) > 2 * num_threads:
+            waiting.append(submit(encode, group))
+            if len(waiting) > 2 * num_workers:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()

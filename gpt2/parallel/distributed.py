@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gpt2.errors import describe_end, refuse, tell, unheard
+from gpt2.utils.cluster import LAUNCHED
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,12 +42,15 @@ def initialize(
 ) -> None:
     """Joins the run's other processes, before JAX has devices.
 
-    Without `coordinator`, HOST:PORT of process 0, Slurm, Open MPI or Cloud TPU tells of them.
+    Without `coordinator`, HOST:PORT of process 0, Slurm, Open MPI or a TPU pod tells of them.
     """
     lacks = {each is None for each in (coordinator, num_processes, process_index)}
     refuse(len(lacks) > 1, "--coordinator, --num_processes, --process_index go together")
-    if coordinator is None and not _started_by_cluster():
+    place = "deactivate" if coordinator else _find_launcher()  # which would hide devices
+    if not place:
         return
+    missing = place == "mpi4py" and importlib.util.find_spec("mpi4py") is None
+    refuse(missing, "Open MPI 5 needs the package mpi4py", "Run `pip install mpi4py`")
     if coordinator and process_index == 0:  # the runtime crashes where the port is taken
         socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
     # The runtime waits for the others silently, and ends the process if they do not come.
@@ -55,7 +59,7 @@ def initialize(
         coordinator,
         num_processes,
         process_index,
-        cluster_detection_method="deactivate" if coordinator else None,  # a launcher hides devices
+        cluster_detection_method=place,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
     # If another process is gone, the runtime says so and aborts. Stacks would bury its words.
@@ -84,13 +88,22 @@ def ends_together() -> Iterator[None]:
         os._exit(code)
 
 
-def _started_by_cluster() -> bool:
-    """Returns whether a launcher that JAX knows has started this process, maybe one of many."""
-    slurm = int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in os.environ
-    open_mpi = "OMPI_MCA_orte_hnp_uri" in os.environ
-    tpu_chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
-    tpu = tpu_chips and importlib.util.find_spec("libtpu") is not None
-    return slurm or open_mpi or (tpu and "TPU_SKIP_MDS_QUERY" not in os.environ)
+def _find_launcher() -> str | None:
+    """Returns JAX's name for what has started this process, maybe as one of several."""
+    given = os.environ
+    several = {name for name in (*LAUNCHED, "MEGASCALE_NUM_SLICES") if int(given.get(name, 1)) > 1}
+    if "OMPI_COMM_WORLD_SIZE" in several:
+        return "ompi" if "OMPI_MCA_orte_hnp_uri" in given else "mpi4py"  # since version 5
+    if "SLURM_NTASKS" in several and "SLURM_STEP_NODELIST" in given:
+        return "slurm"
+    chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
+    if not chips or importlib.util.find_spec("libtpu") is None:
+        return None
+    # Kubernetes names the hosts, Kaggle its only one. Elsewhere Google's server tells, if asked.
+    hosts = given.get("TPU_PROCESS_ADDRESSES") or given.get("TPU_WORKER_HOSTNAMES")
+    if hosts:
+        return "gketpu" if "," in hosts or "MEGASCALE_NUM_SLICES" in several else None
+    return None if "TPU_SKIP_MDS_QUERY" in given else "gcetpu"
 
 
 def only_first(function: Callable[P, R]) -> Callable[P, R | None]:

@@ -1,0 +1,123 @@
+"""Calls and processes on this machine or on a Ray cluster, whose workers import no JAX for it."""
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpt2.errors import refuse
+from gpt2.utils.files import is_locked, lock_for_good
+
+LAUNCHED = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # how many processes a launcher has begun
+_POLL_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+class Slot(NamedTuple):
+    """What one run at a time has for itself: CPUs, and variables of the environment."""
+
+    cores: Set[int]
+    environment: dict[str, str]
+    task: dict[str, Any] | None = None  # in place of both, what a Ray cluster keeps for it
+
+
+def connect(cluster: str) -> Any:
+    """Joins the cluster that ray[:ADDRESS] names, or $RAY_ADDRESS; returns the package, or None."""
+    if not cluster:
+        return None
+    kind, _, address = cluster.partition(":")
+    refuse(kind != "ray", f"--cluster={cluster} is not ray[:ADDRESS]")
+    import ray
+
+    ray.init(address or "auto")
+    return ray
+
+
+@contextlib.contextmanager
+def open_pool(ray: Any) -> Iterator[tuple[int, Callable[..., Future]]]:
+    """Yields how many calls run at once, and the `submit` of an executor: of Ray, or of threads.
+
+    Ray repeats what a lost node had. Threads suffice where calls release the interpreter lock.
+    """
+    if not ray:
+        number = os.cpu_count() or 1
+        with ThreadPoolExecutor(number) as pool:
+            yield number, pool.submit
+        return
+    task = functools.cache(ray.remote(max_retries=-1))
+    number = int(ray.cluster_resources().get("CPU", 1))
+    yield number, lambda function, *arguments: task(function).remote(*arguments).future()
+
+
+def start(command: Sequence[str], log: Path, lock: Path, slot: Slot) -> "subprocess.Popen | Task":
+    """Starts a Python file, which holds `lock`, appends to `log`, and gets SIGTERM when we end."""
+    if slot.task:
+        return Task(command, log, lock, slot.task)
+
+    def prepare() -> None:
+        if sys.platform == "linux":
+            os.sched_setaffinity(0, slot.cores)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | dict.fromkeys(LAUNCHED, "1") | slot.environment,
+            start_new_session=True,  # Ctrl-C comes to this process, which tells its runs
+            preexec_fn=prepare,
+        )
+
+
+class Task:
+    """What `start` starts, on a Ray cluster, as a `subprocess.Popen`; a lost node's starts anew."""
+
+    def __init__(self, command: Sequence[str], log: Path, lock: Path, options: dict[str, Any]):
+        import ray
+
+        run = ray.remote(max_retries=-1, **options)(_run)
+        self._ends = run.remote(command, log, lock, os.getcwd(), options.get("num_cpus"))
+        self.returncode: Any = None
+        self.terminate = functools.partial(ray.cancel, self._ends)
+        self.wait, self._get = (functools.partial(f, [self._ends]) for f in (ray.wait, ray.get))
+
+    def poll(self) -> int | None:
+        """Returns the exit code if it has ended."""
+        if self.wait(timeout=0)[0]:
+            (self.returncode,) = self._get()
+        return self.returncode
+
+
+def _run(command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: int | None) -> int:
+    """Runs what `start` starts, in a Ray worker, and returns the exit code."""
+    os.chdir(folder)
+    while is_locked(lock):  # where an earlier try still saves its state
+        time.sleep(_POLL_SECONDS)
+    process = start(command, log, lock, Slot(_own_cores(num_cores), {}))
+    try:
+        while process.poll() is None:
+            time.sleep(_POLL_SECONDS)  # where Ray can cancel the task
+        return process.returncode
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@functools.cache
+def _own_cores(number: int | None) -> Set[int]:
+    """Returns cores that this process keeps from others of its kind; all, without a number."""
+    cores, mine = os.sched_getaffinity(0), f"{tempfile.gettempdir()}/gpt2-{os.getuid()}-core"
+    free = (core for core in cores if not number or lock_for_good(Path(f"{mine}-{core}")))
+    return set(itertools.islice(free, number)) or cores
