@@ -130,7 +130,7 @@ class _Training:
 
     def end(self, score: str) -> str:
         """Keeps how the process ended, gives its lock back, and returns what to tell of it."""
-        code, outcome = self.process.returncode, Outcome("finished")
+        code, outcome = self.process.poll() or 0, Outcome("finished")
         log = (self.run.folder / "log.txt").read_bytes()[self._log_start :]
         lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error: ")]

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2.errors import refuse
+from gpt2.errors import UserError, refuse
 from gpt2.utils.files import is_locked, lock_for_good
 
 LAUNCHED = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # how many processes a launcher has begun
@@ -37,9 +37,12 @@ def connect(cluster: str) -> Any:
         return None
     kind, _, address = cluster.partition(":")
     refuse(kind != "ray", f"--cluster={cluster} is not ray[:ADDRESS]")
-    import ray
+    try:
+        import ray
 
-    ray.init(address or "auto")
+        ray.init(address or "auto")
+    except (ImportError, ConnectionError) as error:
+        raise UserError(f"no Ray cluster is reached ({error})", "See docs/cluster.md") from None
     return ray
 
 
@@ -89,15 +92,12 @@ class Task:
 
         run = ray.remote(max_retries=-1, **options)(_run)
         self._ends = run.remote(command, log, lock, os.getcwd(), options.get("num_cpus"))
-        self.returncode: Any = None
+        self._ray, self.wait = ray, functools.partial(ray.wait, [self._ends])
         self.terminate = functools.partial(ray.cancel, self._ends)
-        self.wait, self._get = (functools.partial(f, [self._ends]) for f in (ray.wait, ray.get))
 
     def poll(self) -> int | None:
         """Returns the exit code if it has ended."""
-        if self.wait(timeout=0)[0]:
-            (self.returncode,) = self._get()
-        return self.returncode
+        return self._ray.get(self._ends) if self.wait(timeout=0)[0] else None
 
 
 def _run(command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: int | None) -> int:
@@ -107,9 +107,9 @@ def _run(command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: 
         time.sleep(_POLL_SECONDS)
     process = start(command, log, lock, Slot(_own_cores(num_cores), {}))
     try:
-        while process.poll() is None:
+        while (code := process.poll()) is None:
             time.sleep(_POLL_SECONDS)  # where Ray can cancel the task
-        return process.returncode
+        return code
     finally:
         process.terminate()
         process.wait()
