@@ -116,17 +116,14 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
     files = [at_hand(file).absolute() for file in found]
     for place in {str(file).rpartition("/")[0] for file in (*found, *files)}:
         # nanoGPT's, beside ids of characters
-        meta, how = (
-            f"{place}/meta.pkl",
-            f"Use text:{place}/input.txt and --config.data.tokenizer=char",
-        )
+        meta = f"{place}/meta.pkl"
+        how = f"Use text:{place}/input.txt and --config.data.tokenizer=char"
         exists = find(meta) if is_url(meta) else Path(meta).exists()
         refuse(exists, f"{meta} gives the tokens of {data.corpus} another meaning", how)
-    if data.tokenizer != "gpt2" and not is_path(data.tokenizer):
-        raise UserError(
-            f"data.corpus={data.corpus!r} holds GPT-2 tokens and data.tokenizer={data.tokenizer!r}",
-            "Add --config.data.tokenizer=gpt2, or the tokenizer.json that they were made with",
-        )
+    is_other = data.tokenizer != "gpt2" and not is_path(data.tokenizer)
+    what = f"data.corpus={data.corpus!r} holds GPT-2 tokens and data.tokenizer={data.tokenizer!r}"
+    how = "Add --config.data.tokenizer=gpt2, or the tokenizer.json that they were made with"
+    refuse(is_other, what, how)
     shards = {p: _open_shard(p) for p in files}
     dtypes = {dtype for _, dtype in shards.values()}
     refuse(len(dtypes) > 1, f"{data.corpus} matches tokens of 16 and of 32 bits", "Give one kind")
@@ -153,20 +150,16 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> dict:
     splits, crc32 = {}, dict.fromkeys(ready.shards, 0)
     for name, shards in ready.shards.items():
         stream = TokenStream(shards, ready.dtype)
-        if name in data.splits and len(stream) < 2:
-            raise UserError(
-                f"the {name} split of data.corpus has no token to predict",
-                "Choose another --config.data.val_fraction",
-            )
+        is_empty = name in data.splits and len(stream) < 2
+        what = f"the {name} split of data.corpus has no token to predict"
+        refuse(is_empty, what, "Choose another --config.data.val_fraction")
         num_bytes = num_documents = 0
         for start in range(0, len(stream), CHUNK):
             tokens = stream.read(start, CHUNK)
             stored = tokens.astype(ready.dtype)
-            if stored.max() >= tokenizer.vocab_size:
-                raise UserError(
-                    f"the {name} shards hold token {stored.max()}, which {tokenizer.name} lacks",
-                    "Give the --config.data.tokenizer that they were made with",
-                )
+            what = f"the {name} shards hold token {stored.max()}, which {tokenizer.name} lacks"
+            how = "Give the --config.data.tokenizer that they were made with"
+            refuse(stored.max() >= tokenizer.vocab_size, what, how)
             crc32[name] = zlib.crc32(stored.tobytes(), crc32[name])
             num_documents += int((tokens == tokenizer.eot).sum())
             if name == "validation":

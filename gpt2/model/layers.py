@@ -174,11 +174,9 @@ class HyperConnection(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, branch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns what the branch reads [B, T, D], the streams mixed, and weights [n, B, T, 1].
+        """Returns what branch number `branch` reads, the streams mixed, and weights [n, B, T, 1].
 
-        Args:
-            x: [n, B, T, D], the streams.
-            branch: which of all branches it is, int.
+        The streams are `x`, [n, B, T, D]; a branch reads [B, T, D].
         """
         cfg, n = self.config, len(x)
         init = lambda *_: jnp.stack([jnp.eye(n)[branch % n], *jnp.eye(n), jnp.ones(n)])  # noqa: E731
