@@ -70,12 +70,12 @@ the heads of keys are repeated in the wrong order: ops/attention.py, switch_valu
 the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention.py, ops -k scoring
     - 1.0 - (capped / scoring.softcap) ** 2
     + 1.0 - (capped / scoring.softcap)
-post-norm norms the branch, not the sum: model/block.py, switch_values -k post
-    - Norm(cfg, name=name)(x + y) if cfg.norm_position == "post"
-    + x + Norm(cfg, name=name)(y) if cfg.norm_position == "post"
+post-norm leaves the sum as it is: model/block.py, switch_values -k post
+    - Norm(self.config, name=name)(x) if self.config.norm_position == "post"
+    + x if self.config.norm_position == "post"
 a parallel block's MLP reads what attention wrote: model/block.py, switch_values -k parallel_block
-    - read = x if cfg.parallel_block else between
-    + read = between
+    - x if cfg.parallel_block else read
+    + read
 no layer keeps its values for the others: model/attention.py, switch_values -k value_residual
     - jnp.where(layer == 0, v, first_values)
     + first_values
