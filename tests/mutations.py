@@ -193,15 +193,9 @@ relu_squared's derivative without the factor 2: ops/activation.py, ops -k activa
 z-loss has half its gradient: ops/cross_entropy.py, ops -k cross_entropy
     - 1.0 + 2.0 * self.z_loss
     + 1.0 + self.z_loss
-the warm-up ends a step late: optim/schedules.py, optim -k schedules
-    - after], [warmup]
-    + after], [warmup + 1]
 cautious updates are not scaled up: optim/transforms.py, optim -k formulas
     - update * (agrees / jnp.maximum(share, _MIN_SHARE))
     + update * agrees
-four Newton-Schulz iterations: optim/muon.py, optim_matrices -k formula
-    - 5 * ((3.4445
-    + 4 * ((3.4445
 a question of CORE is among its own few-shot examples: evals/core.py, evals -k by_hand
     - self.examples[other + (other >= index)]
     + self.examples[other]
@@ -290,7 +284,7 @@ Kaggle's one host waits for others: parallel/distributed.py, processes -k neighb
     - if hosts:
     + if hosts and hosts != "local":
 a sweep's runs join what a launcher began: utils/cluster.py, cluster -k launcher
-    - | dict.fromkeys(LAUNCHED, "1")
+    - | {ALONE: "1"}
     + | {}
 a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k of_its_parts
     - backend = self._backend if starts else self._rest

@@ -75,7 +75,7 @@ def logits(cfg, params, tokens, factors=()):
     if cfg.backout:
         x = x - params["backout"] * middle
     if cfg.hyper_connections:
-        x = x.sum(0)
+        x = x.mean(0)
     if cfg.norm_position != "post":
         x = norm(cfg, params["ln_f"], x)
     head = params["wte" if cfg.tie_embeddings else "lm_head"]["embedding"]

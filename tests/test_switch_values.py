@@ -73,6 +73,14 @@ def test_slopes_of_alibi_are_the_papers(num_heads):
     np.testing.assert_allclose(alibi_slopes(num_heads), plain.ALIBI[num_heads], rtol=1e-6)
 
 
+def test_hyper_connections_start_as_the_plain_model():
+    models = model_of("hyper_connections"), model_of("default")
+    each = [
+        model.apply(model.init(jax.random.key(0), tokens_of(0)), tokens_of(1)) for model in models
+    ]
+    np.testing.assert_allclose(*each, atol=1e-5)
+
+
 def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
     tokens = tokens_of(6)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}

@@ -102,12 +102,10 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = N
             left = format_duration(max(corpus.num_bytes - num_bytes, 0) / speed)
             line += f"{format_bytes(speed)}/s" + f", {left} left" * (corpus.num_bytes > 0)
             tell(line, sys.stdout)
-    if min(totals[split]["num_tokens"] for split in data.splits) < 2:
-        raise UserError(
-            f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
-            f"empty: it holds {sum(total['num_bytes'] for total in totals.values())} bytes",
-            "Choose a longer text, more documents that differ, or another fraction",
-        )
+    what = f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
+    what += f"empty: it holds {num_bytes} bytes"
+    how = "Choose a longer text, more documents that differ, or another fraction"
+    refuse(min(totals[split]["num_tokens"] for split in data.splits) < 2, what, how)
     return {
         "splits": totals,
         "token_crc32": writer.crc32,

@@ -48,9 +48,10 @@ class TokenWriter:
             shards.append((f"{split}-{len(shards):05}.bin", 0, 0))
         name, _, count = shards[-1]
         if not count or split not in self._files:
-            self._files[split] = (self._directory / name).open("ab" if count else "wb")
-        self._files[split].write(stored)
-        self._files[split].flush()
+            self._files[split] = (self._directory / name).open("ab" if count else "wb", 0)
+        rest = memoryview(stored)
+        while rest:  # a disk that is full takes a part
+            rest = rest[self._files[split].write(rest) :]
         shards[-1] = name, 0, count + len(tokens)
 
 
@@ -196,12 +197,9 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
     elif magic // 10_000 == 2024:  # llm.c dates the formats of its files
         dtype, offset = FORMATS.get((magic, version), dtype), 4 * HEADER
         present = (size - offset) // np.dtype(dtype).itemsize
-        if (magic, version) not in FORMATS or not 0 <= count <= present:
-            raise UserError(
-                f"{file} has {present} tokens, and its header says version {version} and {count} "
-                "tokens",
-                "Download it again, or leave it out of tokens:GLOB",
-            )
+        wrong = (magic, version) not in FORMATS or not 0 <= count <= present
+        what = f"{file} has {present} tokens, and its header says version {version} and {count}"
+        refuse(wrong, f"{what} tokens", "Download it again, or leave it out of tokens:GLOB")
     else:
         count = size // np.dtype(dtype).itemsize
     itemsize = np.dtype(dtype).itemsize

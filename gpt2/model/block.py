@@ -80,8 +80,7 @@ class Block(nn.Module):
 
     def _sandwich(self, name, y):
         """Returns what a branch adds."""
-        cfg = self.config
-        return Norm(cfg, name=name)(y) if cfg.norm_position == "sandwich" else y
+        return Norm(self.config, name=name)(y) if self.config.norm_position == "sandwich" else y
 
     def _after(self, name, x):
         """Returns the stream after a branch, of which `x` is the sum."""

@@ -278,7 +278,7 @@ class GPT(nn.Module):
         x = stream.x
         if stream.middle is not None:
             x = (x - self.backout * stream.middle).astype(cfg.compute_dtype)
-        return x.sum(0) if cfg.hyper_connections else x, layers
+        return x.mean(0) if cfg.hyper_connections else x, layers
 
     def _output(self) -> Embedding:
         """Returns the layer that holds the output embedding."""

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gpt2.errors import describe_end, refuse, tell, unheard
-from gpt2.utils.cluster import LAUNCHED
+from gpt2.utils.cluster import ALONE
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,7 +91,10 @@ def ends_together() -> Iterator[None]:
 def _find_launcher() -> str | None:
     """Returns JAX's name for what has started this process, maybe as one of several."""
     given = os.environ
-    several = {name for name in (*LAUNCHED, "MEGASCALE_NUM_SLICES") if int(given.get(name, 1)) > 1}
+    if ALONE in given:
+        return None
+    numbers = "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES"
+    several = {name for name in numbers if int(given.get(name, 1)) > 1}
     if "OMPI_COMM_WORLD_SIZE" in several:
         return "ompi" if "OMPI_MCA_orte_hnp_uri" in given else "mpi4py"  # since version 5
     if "SLURM_NTASKS" in several and "SLURM_STEP_NODELIST" in given:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gpt2.errors import UserError, refuse
 from gpt2.utils.files import is_locked, lock_for_good
 
-LAUNCHED = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # how many processes a launcher has begun
+ALONE = "GPT2_ALONE"  # a variable of processes that are no part of what a launcher has begun
 _POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 
@@ -78,7 +78,7 @@ def start(command: Sequence[str], log: Path, lock: Path, slot: Slot) -> "subproc
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=os.environ | dict.fromkeys(LAUNCHED, "1") | slot.environment,
+            env=os.environ | {ALONE: "1"} | slot.environment,
             start_new_session=True,  # Ctrl-C comes to this process, which tells its runs
             preexec_fn=prepare,
         )
