@@ -4,12 +4,13 @@ Prepared text and ready shards are read alike: nanoGPT's bare .bin, llm.c's and 
 with a header, build-nanogpt's .npy.
 """
 
+import mmap
 import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -60,13 +61,14 @@ class TokenStream:
 
     def __init__(self, shards: Iterable[Shard], dtype: str, directory: Path = Path()):
         kind = np.dtype(dtype)
-        self._shards = []
+        self._shards, self._maps = list[np.ndarray](), list[Any]()
         for name, skip, count in shards:
             path = directory / name
             with reading(path):
                 offset = kind.itemsize * skip
                 mapped = np.memmap(path, kind, "r", offset, shape=(count,))
                 self._shards.append(mapped.view(np.ndarray))  # of which slices are cheap
+                self._maps.append(mapped.base)
         self._ends = np.cumsum([len(shard) for shard in self._shards])
 
     def __len__(self) -> int:
@@ -94,6 +96,8 @@ class TokenStream:
             ends = start + np.flatnonzero(is_end)
             sizes, last = np.diff(ends, prepend=last), ends.max(initial=last)
             counts += np.bincount(np.searchsorted(LENGTHS, sizes[sizes > 0]), None, len(names))
+            for each in self._maps:  # what is mapped and was read counts as memory
+                each.madvise(mmap.MADV_DONTNEED)
         return dict(zip(names, counts.tolist(), strict=True))
 
 

@@ -67,7 +67,6 @@ class Checkpointer(contextlib.AbstractContextManager):
                 create_directories_asynchronously=False,  # or a read-only disk is tried for minutes
             ),
         )
-        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         self._open()
 
     def _open(self) -> None:
@@ -179,12 +178,6 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Waits until everything saved is on disk, and ends the saving threads."""
         self.wait()
         self._manager.close()
-        sys.unraisablehook = self._hook
-
-    def _unraisable(self, unraisable: Any) -> None:
-        # TensorStore's lines for each write that ends after another one of the same save failed.
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self._hook(unraisable)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or jax.process_count() == 1:  # else a save would wait for the others

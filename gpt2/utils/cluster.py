@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,8 +41,10 @@ def connect(cluster: str) -> Any:
     try:
         import ray
 
+        if port := address.rpartition(":")[2]:  # where nobody answers, Ray would try for minutes
+            socket.create_connection((address.rpartition(":")[0], int(port)), 10).close()
         ray.init(address or "auto")
-    except (ImportError, ConnectionError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise UserError(f"no Ray cluster is reached ({error})", "See docs/cluster.md") from None
     return ray
 
