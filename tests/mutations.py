@@ -245,8 +245,8 @@ a run continues with another optimizer: training/workdir.py, workdir -k continue
     - return not aside and name not in _MAY_CHANGE
     + return name.startswith("model.")
 runs of different code are pooled: ablate/sweep.py, ablate -k different_code
-    - pools = len(seeds) > len(
-    + pools = len(seeds) > 1 + len(
+    - pools = len(labels) > len(
+    + pools = len(labels) > 1 + len(
 steps that a run no longer has count as its own: training/code.py, ablate -k different_code
     - for each in starts if each["step"] < start["step"]] + [start]
     + for each in starts] + [start]

@@ -31,7 +31,7 @@ from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.ablate.tables import _share, reach_table
+from gpt2.ablate.tables import _share, reach_table, sizes_table
 from gpt2.ablate.terms import at_sizes, choose_score, equalize, flops, step_flops
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
@@ -141,6 +141,9 @@ def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
     wanted = first.train.num_steps * step_flops(first)
     assert abs(other.train.num_steps * step_flops(other) - wanted) < step_flops(other)
     assert other.optim.warmup_steps == round(100 * other.train.num_steps / 1000)
+    muon = "optim.name=muon+optim.momentum_warmup=100+loss.ahead=0.5+loss.ahead_fade=50"
+    half = equal(arms(f"{muon}+data.batch_size=32"), "tokens")[1].config
+    assert (half.optim.momentum_warmup, half.loss.ahead_fade) == (50, 25)
     seconds = {"baseline": 0.1, "optim.name=muon": 0.16}
     assert equal(arms("optim.name=muon"), "seconds", seconds)[1].config.train.num_steps == 625
     steps = "optim.schedule=piecewise:500=0.5+optim.end_learning_rate=4e-3+data.batch_size=32"
@@ -294,7 +297,7 @@ def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     table = reach_table(sweep, sweep.results())
     lion, muon = table.tokens
     assert lion == "0.80 (0.80 to 0.80)"  # in a straight line from 8 to 3, 4 is there at 4/5
-    assert list(table.iloc[0])[1:] == [lion] * 4
+    assert list(table.iloc[0])[1:] == [lion] * 3
     assert muon == "reached by 0 of 3"
 
 
@@ -379,6 +382,8 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     grown = continued(sweep_in(tmp_path, "optim.name=lion,adam", num_seeds=2))
     assert names(grown.arms) == [*LOSSES, "optim.name=adam"]
     assert grown.looks == [3]
+    sized = dataclasses.replace(before, arms=tuple(at_sizes(before.arms, ["4x128"], [])))
+    assert names(continued(sized).arms) == [*LOSSES, *(f"4x128,{name}" for name in LOSSES)]
     with pytest.raises(UserError, match="paired=False, not True"):
         continued(sweep_in(tmp_path, "optim.name=lion", paired=True))
     with pytest.raises(UserError, match="score"):
@@ -409,10 +414,16 @@ def train(sweep, losses, rng):
 
 def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
     """A look's verdict is that of its own seeds, whatever is trained later."""
-    rng, muon, lion = np.random.default_rng(1), "optim.name=muon", "optim.name=lion"
+    rng, muon, lion = np.random.default_rng(2), "optim.name=muon", "optim.name=lion"
     sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", looks=[3, 5, 8])
     losses = LOSSES | {lion: 3.0, muon: 3.795, "optim.name=adam": 3.8}
     assert grow(sweep) == sweep  # nothing has ended
+    for run in sweep.runs():
+        write_run(run, losses[run.arm], "failed" if run.arm == muon else "finished", noise=rng)
+    assert grow(sweep).seeds == {"baseline": 5, "optim.name=adam": 5}
+    for run in sweep.runs()[2::4]:
+        (run.folder / "outcome.json").unlink()
+    assert judge(sweep, sweep.results())[lion].words == "to be decided"
     seen = train(sweep, losses, rng)
     assert seen.seeds == {"baseline": 5, muon: 5, "optim.name=adam": 5}
     first = judge(seen, seen.results())
@@ -427,6 +438,8 @@ def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
     done.save()
     assert continued(sweep) == dataclasses.replace(done, raised_from=0)
     assert "3 or 5 or 8 seeds each" in report_of(done)
+    more = continued(sweep_in(tmp_path, "optim.name=soap", looks=[3, 5, 8])).with_choices()
+    assert train(more, losses | {"optim.name=soap": 3.795}, rng).seeds["optim.name=soap"] == 5
     for other in ([8], [3, 8]):
         with pytest.raises(UserError, match=r"seeds=\[3, 5, 8\], not"):
             continued(dataclasses.replace(sweep, looks=other))
@@ -435,7 +448,7 @@ def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
 def test_seeds_are_planned_by_the_noise_of_the_first(tmp_path, capsys):
     rng, sweep = np.random.default_rng(0), sweep_in(tmp_path, "optim.name=lion,muon", find=0.006)
     planned = train(sweep, LOSSES, rng)
-    told = re.search(r"0\.006 takes (\d+) seeds of baseline", capsys.readouterr().out)
+    told = re.search(r"2 of 2 arms go on to (\d+) seeds", capsys.readouterr().out)
     assert set(planned.seeds.values()) == {int(told[1])} and 3 < int(told[1]) < 40
     assert train(planned, LOSSES, rng) == planned
     assert "planned to find 0.006" in report_of(planned)
@@ -445,6 +458,18 @@ def test_seeds_are_planned_by_the_noise_of_the_first(tmp_path, capsys):
     smaller = continued(dataclasses.replace(sweep, find=0.004))
     assert smaller.raised_from == 3 and smaller.seeds == {}  # to be planned again
     assert grow(smaller).num_seeds(sweep.arms[0]) > int(told[1])
+    with pytest.raises(UserError, match="a larger --find"):
+        grow(dataclasses.replace(planned, find=1e-4))
+    larger = dataclasses.replace(planned, find=0.007, seeds={"baseline": 99})
+    assert continued(larger).seeds == planned.seeds
+    with pytest.raises(UserError, match=r"seeds=\[3\], not \[5\]"):
+        continued(dataclasses.replace(sweep, looks=[5]))
+    more = continued(sweep_in(tmp_path, "optim.name=adam,soap", find=0.006)).with_choices()
+    for run in more.runs():
+        if "soap" in run.arm:
+            write_run(run, 3.8, "diverged")
+    seeds = train(more, LOSSES | {"optim.name=adam": 3.8}, rng).seeds
+    assert seeds["optim.name=adam"] > 3 and "optim.name=soap" not in seeds
 
 
 def test_runs_on_another_text_are_not_compared(tmp_path):
@@ -468,7 +493,7 @@ def test_runs_of_different_code_are_not_pooled(tmp_path):
     two.check_runs("new")  # nothing is to come
     three.check_runs("old")
     assert "All runs are of the code `old`." in report_of(two)
-    with pytest.raises(UserError, match=r"old has baseline seeds \[0, 1\], .* new has .* \[2\]"):
+    with pytest.raises(UserError, match=r"4 of old, such as baseline seed 0; 2 of new"):
         three.check_runs("new")
     first = two.runs()[0]
     began(first, (0, "new"), (0, "old"), (20, "new"), (10, "old"))
@@ -486,7 +511,7 @@ def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_wit
     sweep.check_runs("new")
     (run.workdir / "checkpoints" / "20").mkdir(parents=True)
     sweep.check_runs("old")
-    with pytest.raises(UserError, match=r"old has baseline seeds \[0\]"):
+    with pytest.raises(UserError, match="1 of old"):
         sweep.check_runs("new")
     sweep.check_runs()  # its steps are not compared
 
@@ -582,7 +607,7 @@ def test_sizes_keep_the_width_of_heads_and_the_tokens_per_parameter():
     ratios = [arm.config.train.num_steps / size for arm, size in zip(found, sizes, strict=True)]
     assert max(ratios) / min(ratios) < 1.01
     assert {arm.config.model.head_size for arm in found} == {BASE.model.head_size}
-    for sizes, budgets in ((["2x64", "6"], []), (["4x8"], []), ([], ["5", "a"])):
+    for sizes, budgets in ((["2x64", "6"], []), (["4x8"], []), ([], ["5", "a"]), ([], ["0"])):
         with pytest.raises(UserError, match=r"size|budget"):
             at_sizes(arms("optim.name=lion"), sizes, budgets)
 
@@ -595,8 +620,8 @@ def test_budgets_are_tokens_per_parameter_of_the_baseline():
         assert other.config.train.num_steps == steps
         ratio = first.config.shapes.tokens(steps) / count_compute_parameters(first.config.gpt())
         assert ratio == pytest.approx(float(first.size.partition("@")[2]), rel=0.01)
-    alone = at_sizes(arms("optim.name=lion"), [], ["5"])
-    assert names(alone)[1] == "4x128@5,optim.name=lion" and alone[0].config.model == BASE.model
+    alone = at_sizes(arms("optim.name=lion"), [], ["5", "5"])
+    assert names(alone)[1:] == ["4x128@5,optim.name=lion"] and alone[0].config.model == BASE.model
 
 
 def test_a_power_law_and_what_it_saves_are_found():
@@ -653,7 +678,7 @@ def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
     text = report_of(sweep)
     row = re.compile(r"^\| \dx\d+,optim\.name=lion \| 3 .* worse \|$", re.MULTILINE)
     assert len(row.findall(text)) == 3
-    law = r"^\| optim\.name=lion \| 9 \| .* \| 0\.\d+ ± .* \| (\S+) \("
+    law = r"^\| optim\.name=lion \| .* to .* \| 0\.\d+ ± .* \| (\S+) \("
     assert float(re.search(law, text, re.MULTILINE)[1]) > 1.2
     assert (tmp_path / "sizes.png").exists()
     assert re.search(r"^\| optim\.name=lion \|( \+0\.\d+ \(.* worse \|){3} agree \| ", text, re.M)
@@ -663,6 +688,11 @@ def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
     assert [each["verdicts"] for each in told] == ["agree", "DISAGREE"]
     p_values = [each["p, if one difference"] for each in told]
     assert p_values[0] > 0.05 and p_values[1] < 1e-3
+    write_run(sweep.runs()[1], 4.7, "diverged")  # lion at the first size
+    results, looked = sweep.results(), dataclasses.replace(sweep, looks=[2, 3])
+    told = sizes_table(sweep, judge(sweep, results))
+    assert list(told.verdicts) == ["not everywhere", "DISAGREE"]
+    assert not {*told} <= {*sizes_table(looked, judge(looked, results))}  # they choose what differs
 
 
 # Real runs

@@ -66,10 +66,6 @@ def assert_rate_at_most(count, num, rate):
     assert p_value > 0.01, f"{count} of {num} is more than {rate:.1%}"
 
 
-def assert_rate(count, num, rate):
-    assert stats.binomtest(count, num, rate).pvalue > 0.01, f"{count} of {num} is not {rate:.1%}"
-
-
 # Rates in simulation.
 
 
@@ -96,18 +92,6 @@ def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
 
 
 @each_size
-@pytest.mark.parametrize("num", [3, 5])
-def test_intervals_hold_together(num, num_sweeps):
-    rng, missed = np.random.default_rng(1), 0
-    for _ in range(num_sweeps):
-        truth = dict(zip(NAMES, rng.normal(0.0, 2.0, NUM_ARMS), strict=True))
-        baseline, arms = draw_sweep(rng, (num, num, 1.0, (1.0,) * 5))
-        verdicts = judge(7 + baseline, {name: 7 + truth[name] + x for name, x in arms.items()})
-        missed += not all(v.low <= truth[name] <= v.high for name, v in verdicts.items())
-    assert_rate_at_most(missed, num_sweeps, 0.05)
-
-
-@each_size
 @pytest.mark.parametrize("shift", [0.0, -50.0], ids=["no difference", "much lower scores"])
 def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(shift, num_sweeps):
     """The run with the highest score diverges, so that survivors look good."""
@@ -125,27 +109,11 @@ def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(shi
     assert_rate_at_most(false, num_sweeps, 0.05)
 
 
-def draw_pairs(rng, num, shift=0.0):
+def draw_pairs(rng, num):
     """Scores that correlate by 0.8 between arms; a difference has variance 2 (1 - 0.8)."""
     common, own = rng.standard_normal(num), rng.standard_normal((1 + NUM_ARMS, num))
     scores = math.sqrt(0.8) * common + math.sqrt(0.2) * own
-    scores[1] += shift
     return scores[0], dict(zip(NAMES, scores[1:], strict=True))
-
-
-@each_size
-@pytest.mark.parametrize("num", [3, 5])
-def test_pairs_keep_their_rates(num, num_sweeps):
-    rng, false, found = np.random.default_rng(5), 0, 0
-    shift = 3 * math.sqrt(0.4 / num)
-    quantile = stats.t.ppf((1 + 0.95 ** (1 / NUM_ARMS)) / 2, num - 1)
-    expected = stats.nct.sf(quantile, num - 1, 3)
-    for _ in range(num_sweeps):
-        false += any(map(is_found, judge(*draw_pairs(rng, num), paired=True).values()))
-        verdict = judge(*draw_pairs(rng, num, shift), paired=True)[NAMES[0]]
-        found += verdict.words == "worse"
-    assert_rate_at_most(false, num_sweeps, 0.05)
-    assert_rate(found, num_sweeps, expected)
 
 
 # Looks, and planned seeds.

@@ -13,6 +13,7 @@ from gpt2.ablate.arms import Arm
 from gpt2.ablate.power import LEVEL, POWER
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict, compare
+from gpt2.errors import refuse
 from gpt2.utils.text import counted
 
 # Of planned sweeps: a pilot that is calm by chance ends them early, which makes up to 7 % of 5
@@ -60,9 +61,9 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
             arms = {arm.name: each for arm, each in zip(group[1:], seen[1:], strict=True)}
             found = compare(seen[0], arms, paired=sweep.paired, level=level)
             waits = several and any(
-                0 < len(each.scores) < look - each.diverged - last * each.failed
+                len(each.scores) + each.diverged + each.failed < look
                 for arm, each in zip(group, seen, strict=True)
-                if arm.name not in ends
+                if arm.name not in ends and sweep.chosen.get(arm.name, {}) is not None
             )
             for name in [name for name in arms if name not in ends]:
                 verdict = found[name]
@@ -81,24 +82,30 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 
 
 def grow(sweep: Sweep) -> Sweep:
-    """Returns the sweep with the seeds that its looks or its plan add, once all runs have ended."""
-    results = sweep.results()
-    states = set(results[results.purpose == "compare"].state)
-    if states & {"waiting", "failed"} or len(sweep.chosen) < len(sweep.arms):
-        return sweep
-    verdicts, seeds = judge(sweep, results), dict(sweep.seeds)
+    """Returns the sweep with the seeds that looks or a plan add to sizes whose runs have ended."""
+    waiting = {run.arm for run in sweep.runs() if run.outcome().state == "waiting"}
+    results, seeds = sweep.results(), dict(sweep.seeds)
+    if sweep.find:  # a plan is by the first seeds, also that of arms added later
+        results = results[results.seed < sweep.arms[0].config.seed + sweep.looks[0]]
+    verdicts = judge(sweep, results)
     for baseline, *arms in sweep.groups():
-        number = sweep.num_seeds(baseline)
         goes_on = [arm for arm in arms if verdicts[arm.name].words == _OPEN]
-        errors = np.array([verdicts[arm.name].error for arm in arms])
-        if goes_on:
-            number = min(look for look in sweep.looks if look > number)
+        if sweep.find:
+            goes_on = [arm for arm in arms if math.isfinite(verdicts[arm.name].error)]
+        ended = {arm.name for arm in (baseline, *arms)} <= sweep.chosen.keys() - waiting
+        if not goes_on or not ended:
+            continue
+        if sweep.find:
+            errors = np.array([verdicts[arm.name].error for arm in goes_on])
+            number = int(seeds_to_find(sweep.find, errors, sweep.looks[0], sweep.paired))
+            what = f"{sweep.find:g} takes {number} seeds of {baseline.name}, as noisy as the first"
+            refuse(number > CHOOSING_SEEDS, what, "Give another --workdir, and a larger --find")
+        else:
+            least = min(map(sweep.num_seeds, goes_on))  # an arm that was added has fewer
+            number = min(look for look in sweep.looks if look > least)
+        if more := [arm for arm in (baseline, *goes_on) if sweep.num_seeds(arm) < number]:
             print(f"{len(goes_on)} of {counted(len(arms), 'arm')} go on to {number} seeds")
-        elif sweep.find and baseline.name not in seeds and np.isfinite(errors).any():
-            goes_on, errors = arms, errors[np.isfinite(errors)]
-            number = int(seeds_to_find(sweep.find, errors, number, sweep.paired))
-            print(f"{sweep.find:g} takes {number} seeds of {baseline.name}, as noisy as the first")
-        seeds |= {arm.name: number for arm in (baseline, *goes_on) if goes_on}
+            seeds |= {arm.name: number for arm in more}
     return replace(sweep, seeds=seeds)
 
 
@@ -133,4 +140,4 @@ def seeds_to_find(find: float, errors: Any, pilot: int, paired: bool = False) ->
     spread = np.maximum(spreads, spreads.mean(-1, keepdims=True)).mean(-1)
     tails, df = (PLANNED_LEVEL / 2 / num_arms, 1 - POWER), (pilot - 1) * (num_arms + (not paired))
     needed = np.ceil(scipy.stats.t.isf(tails, df).sum() ** 2 * spread / find**2)
-    return np.clip(needed, pilot, CHOOSING_SEEDS).astype(int)
+    return np.maximum(needed, pilot).astype(int)

@@ -55,8 +55,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
         row |= {name: last.get(name) for name in ("eval/loss", "eval/bits_per_byte", "train/loss")}
         row |= {"error": outcome.error, "folder": run.folder, "run": run.label, "curve": curve}
         row["seconds"] = curve.seconds[-1] if len(curve.seconds) else math.nan
-        row["score"] = last[score] if outcome.state == "finished" else math.nan
-        rows.append(row)
+        rows.append(row | {"score": last[score] if outcome.state == "finished" else math.nan})
     return pd.DataFrame(rows)
 
 

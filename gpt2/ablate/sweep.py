@@ -133,21 +133,17 @@ class Sweep:
         Runs to come are left out where `now` is "", the hash of the working tree.
         """
         texts: dict[Any, tuple[str, Run]] = {}
-        seeds: dict[tuple[Path, str], dict[str, list[int]]] = {}  # of the arms of each code
+        labels: dict[tuple[Path, str], list[str]] = {}  # of the runs of each code
         for run in (*self.choosing_runs(), *self.runs()):
             for code in run.codes(hash_code(run.source) if now and run.source != SOURCE else now):
-                of_code = seeds.setdefault((run.source, code), {})
-                of_code.setdefault(run.arm, []).append(run.config.seed)
+                labels.setdefault((run.source, code), []).append(run.label)
             if (path := run.workdir / "data.json").exists():
                 text, first = texts.setdefault(run.config.data, (path.read_text(), run))
                 what = f"{run.folder} was trained on another text than {first.folder}"
                 refuse(text != path.read_text(), what, "Give another --workdir")
-        told = [
-            f"{code} has {', '.join(f'{arm} seeds {of_arm}' for arm, of_arm in arms.items())}"
-            for (_, code), arms in seeds.items()
-        ]
+        told = [f"{len(runs)} of {code}, such as {runs[0]}" for (_, code), runs in labels.items()]
         what = f"{self.root} would pool runs of different code ({'; '.join(told)})"
-        pools = len(seeds) > len({source for source, _ in seeds})
+        pools = len(labels) > len({source for source, _ in labels})
         refuse(pools, what, "Put the code back, or give another --workdir")
 
     def save(self) -> None:
@@ -190,10 +186,10 @@ def continued(sweep: Sweep) -> Sweep:
         if arm.name in known:
             clashes |= differences(known[arm.name].config, arm.config)
             clashes[f"commits of {arm.name}"] = known[arm.name].commit, arm.commit
-        elif all((arm.config, arm.commit) != (each.config, each.commit) for each in before.arms):
+        elif all(dataclasses.replace(arm, change=each.change) != each for each in before.arms):
             arms.append(arm)
     clashes["score"] = before.score, choose_score(arms)
-    if max(len(before.looks), len(sweep.looks)) > 1:
+    if max(len(before.looks), len(sweep.looks)) > 1 or before.find:
         clashes["seeds"] = before.looks, sweep.looks
     for name, (old, new) in clashes.items():
         what = f"{sweep.root} holds a sweep with {name}={old}, not {new}"
@@ -201,8 +197,7 @@ def continued(sweep: Sweep) -> Sweep:
     seen = any(run.outcome().state != "waiting" for run in before.runs())
     find = min(filter(None, (before.find, sweep.find)), default=0.0)
     raised = seen and (sweep.looks > before.looks or find != before.find)
-    planned = before.seeds if find == before.find else {}
-    seeds = [*planned.items(), *sweep.seeds.items()]
+    seeds = [pair for s in (before, sweep) if s.find == find for pair in s.seeds.items()]
     return dataclasses.replace(
         sweep,
         commands=list(dict.fromkeys([*before.commands, *sweep.commands])),

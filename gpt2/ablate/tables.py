@@ -14,7 +14,6 @@ from gpt2.ablate.results import amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.terms import step_tokens
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict
 from gpt2.utils.text import format_count
 
@@ -30,7 +29,7 @@ def verdict_table(by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict])
         if verdict := verdicts.get(name):
             row |= {
                 "difference": _number(verdict.difference, "+.4f"),
-                "95 % interval": _interval(verdict.low, verdict.high, "+.4f"),
+                "interval": _interval(verdict.low, verdict.high, "+.4f"),
                 "p": _number(verdict.p_value, ".2g"),
                 "could find": _number(verdict.detectable(), ".4f"),
                 "verdict": verdict.words,
@@ -42,22 +41,24 @@ def verdict_table(by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict])
 def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
     """Returns each change's difference by size and budget, and whether its verdicts agree.
 
-    The p-value is that of true differences that are all one, for all changes together.
+    The p-value, without looks, is that of true differences that are all one, for all changes.
     """
     rows, changes = [], dict.fromkeys(arm.change for arm in sweep.arms if arm.name in verdicts)
     for change in changes if len(sweep.groups()) > 1 else ():
-        row, tested, told = {"arm": change}, [], set()
+        row, tested, told = dict[str, object](arm=change), [], set()
         for arm in [arm for arm in sweep.arms if arm.change == change]:
             row[arm.size] = (verdict := verdicts[arm.name]).words
             if interval := _interval(verdict.low, verdict.high, "+.4f"):
                 told.add(word := verdict.words if verdict.words in FOUND else "")
                 row[arm.size] = f"{verdict.difference:+.4f} {interval} {word}".strip()
                 tested.append((verdict.difference, verdict.error, verdict.df))
-        p_value = float(same_difference(*np.array(tested).T)) if len(tested) > 1 else math.nan
-        p_value = min(len(changes) * p_value, 1.0)
-        some = "not everywhere" if len(told) > 1 else "agree"
+        alike = len(told) == 1 and len(tested) == len(sweep.groups())
+        some = "agree" if alike else "not everywhere"
         row["verdicts"] = "DISAGREE" if told >= set(FOUND) else some
-        rows.append(row | {"p, if one difference": float(f"{p_value:.2g}")})
+        if len(tested) > 1 and len(sweep.looks) == 1:  # a look ends at differences that seem large
+            p_value = len(changes) * float(same_difference(*np.array(tested).T))
+            row["p, if one difference"] = float(f"{min(p_value, 1.0):.2g}")
+        rows.append(row)
     return pd.DataFrame(rows).fillna("")
 
 
@@ -68,10 +69,8 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
         first = compared(results, baseline, "finished")
         for arm in others if len(first) else ():
             row, runs = {"arm": arm.name}, compared(results, arm, "finished")
-            by_step = step_tokens(baseline.config) / step_tokens(arm.config)
-            titles = {"steps": "tokens", "tokens": "tokens", "FLOPs": "flops", "time": "seconds"}
-            for title, amount in titles.items():
-                unit = first[amount].mean() / (by_step if title == "steps" else 1.0)
+            for title, amount in {"tokens": "tokens", "FLOPs": "flops", "time": "seconds"}.items():
+                unit = first[amount].mean()
                 shares = [
                     [amount_to_reach(getattr(curve, amount), curve.scores, score) / unit]
                     for curve in runs.curve
@@ -141,7 +140,6 @@ def scaling_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
         table.append(
             {
                 "arm": change,
-                "runs": f"{len(flops)}",
                 "FLOPs": f"{format_count(min(flops))} to {format_count(max(flops))}",
                 "exponent": f"{-fit.slope:.4f} ± {fit.error:.4f}",
                 "off the law": f"{math.expm1(fit.farthest):.1%}",

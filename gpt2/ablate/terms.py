@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gpt2.ablate.arms import Arm
-from gpt2.config import Config, with_options
+from gpt2.config import Config, option, with_options
 from gpt2.errors import refuse
 from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
+_DURATIONS = "optim.warmup_steps", "optim.decay_steps", "optim.momentum_warmup", "loss.ahead_fade"
 LOSS, BITS_PER_BYTE = "eval/loss", "eval/bits_per_byte"
 
 
@@ -62,8 +63,8 @@ def at_sizes(arms: Sequence[Arm], sizes: Sequence[str], budgets: Sequence[str]) 
         return list(arms)
     own = base.train.num_steps * step_tokens(base) / count_compute_parameters(base.gpt())
     own_size = f"{base.model.num_layers}x{base.model.embed_dim}"
-    for size, budget in itertools.product(dict.fromkeys(sizes or [""]), budgets or [""]):
-        no_number = budget and not re.fullmatch(r"\d+(\.\d+)?", budget)
+    for size, budget in dict.fromkeys(itertools.product(sizes or [""], budgets or [""])):
+        no_number = budget and not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?", budget)
         refuse(no_number, f"{budget} is no budget", "Write tokens per parameter, such as 5,20")
         label = f"{size or own_size}@{budget}" if budget else size
         configs = [_with_size(arm, size) if size else arm.config for arm in arms]
@@ -75,15 +76,15 @@ def at_sizes(arms: Sequence[Arm], sizes: Sequence[str], budgets: Sequence[str]) 
 
 
 def with_length(arm: Arm, num_steps: int) -> Arm:
-    """Returns an arm whose runs are longer or shorter, warm-up and decay in proportion."""
+    """Returns an arm whose runs are longer or shorter, what lasts for steps in proportion."""
     optim, before = arm.config.optim, arm.config.train.num_steps
     named = optim.schedule.startswith("piecewise") or len(arm.config.shapes.pieces) > 1
     what = f"a schedule of {arm.change} names steps of a run of {before}, not of {num_steps}"
     refuse(named and num_steps != before, what)
     options = {"train.num_steps": max(1, num_steps)}
-    for name in ("warmup_steps", "decay_steps"):
-        if steps := getattr(optim, name):
-            options[f"optim.{name}"] = max(1, round(steps * num_steps / before))
+    for name in _DURATIONS:
+        if steps := option(arm.config, name):
+            options[name] = max(1, round(steps * num_steps / before))
     return replace(arm, config=with_options(arm.config, options))
 
 
