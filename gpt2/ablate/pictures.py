@@ -117,16 +117,16 @@ def plot_sizes(
     changes = list(dict.fromkeys(arm.change for _, *arms in groups for arm in arms))
     figure, (axes,) = _figure(height=4.8 + 0.15 * len(changes))
     axes.axhline(0, color=_BASELINE, linewidth=1.2)
+    places = [flops(first.config, first.config.train.num_steps) for first, *_ in groups]
     for i, change in enumerate(changes, start=1):
-        points = sorted(
-            (flops(first.config, first.config.train.num_steps), v.difference, v.high)
-            for first, *arms in groups
-            for v in [verdicts[arm.name] for arm in arms if arm.change == change]
-        )
-        x, middles, highs = np.array(points).T
-        beside = 1.03 ** (i - len(changes) / 2)  # the bars of others
-        axes.errorbar(x * beside, middles, highs - middles, marker="D", label=change, **_style(i))
-    axes.set(xscale="log", xlabel="FLOPs of the baseline, by the model's formula")
+        each = zip(places, groups, strict=True)
+        found = [(x, verdicts[a.name]) for x, arms in each for a in arms[1:] if a.change == change]
+        x, middles, highs = np.array([(x, v.difference, v.high) for x, v in found]).T
+        x = x * 1.03 ** (i - len(changes) / 2)  # beside others' bars
+        axes.errorbar(x, middles, highs - middles, fmt="D", label=change, color=_style(i)["color"])
+    axes.set(xscale="log", xlabel="size, over its baseline's FLOPs")
+    axes.set_xticks(places, [first.size for first, *_ in groups])
+    axes.set_xticks([], minor=True)
     axes.set_ylabel(f"difference from the baseline ({unit})")
     _save(figure, png)
 

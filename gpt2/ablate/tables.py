@@ -14,6 +14,7 @@ from gpt2.ablate.results import amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
+from gpt2.ablate.terms import step_tokens
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict
 from gpt2.utils.text import format_count
 
@@ -69,8 +70,10 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
         first = compared(results, baseline, "finished")
         for arm in others if len(first) else ():
             row, runs = {"arm": arm.name}, compared(results, arm, "finished")
-            for title, amount in {"tokens": "tokens", "FLOPs": "flops", "time": "seconds"}.items():
-                unit = first[amount].mean()
+            by_step = step_tokens(baseline.config) / step_tokens(arm.config)
+            titles = {"steps": "tokens", "tokens": "tokens", "FLOPs": "flops", "time": "seconds"}
+            for title, amount in titles.items():
+                unit = first[amount].mean() / (by_step if title == "steps" else 1.0)
                 shares = [
                     [amount_to_reach(getattr(curve, amount), curve.scores, score) / unit]
                     for curve in runs.curve

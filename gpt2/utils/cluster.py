@@ -21,7 +21,6 @@ from gpt2.utils.files import is_locked, lock_for_good
 
 ALONE = "GPT2_ALONE"  # a variable of processes that are no part of what a launcher has begun
 _POLL_SECONDS = 0.2
-_PR_SET_PDEATHSIG = 1
 
 
 class Slot(NamedTuple):
@@ -73,7 +72,7 @@ def start(command: Sequence[str], log: Path, lock: Path, slot: Slot) -> "subproc
     def prepare() -> None:
         if sys.platform == "linux":
             os.sched_setaffinity(0, slot.cores)
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
     with open(log, "ab") as file:
         return subprocess.Popen(
