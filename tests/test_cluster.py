@@ -95,7 +95,7 @@ def test_a_cluster_prepares_what_one_machine_does_though_a_node_is_killed(nodes,
     assert content_of(tmp_path / "spread") == content_of(tmp_path / "alone")
 
 
-@pytest.mark.peers
+@pytest.mark.slow  # and by the clock: a node dies while both runs train
 def test_a_cluster_sweeps_as_one_machine_does_though_a_node_is_killed(nodes, tmp_path):
     command = ["gpt2.ablate", *TINY, "--config.train.num_steps=900", "--config.train.eval_every=0"]
     command += ["--config.train.checkpoint_every=150", "--config.train.log_every=300"]
