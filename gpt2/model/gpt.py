@@ -220,8 +220,14 @@ class GPT(nn.Module):
             positions = positions + cache.length[:, None]
         x = self._add_before(x, tokens, positions, cache)
         if cfg.position == "learned":
-            from_start = cache is None and segments is None
-            x = x + (self.wpe.first(T) if from_start else self.wpe(positions))
+            if cache is None and segments is None:
+                # Spread by a product, whose gradient is one too. For a sum over 32 sequences or
+                # more, XLA:GPU stores the stream with the batch innermost, and transposes it for
+                # every linear map (H200: 11 % of a step).
+                first = self.wpe.first(T)
+                x = x + jnp.einsum("b,td->btd", jnp.ones(B, first.dtype), first)
+            else:
+                x = x + self.wpe(positions)
         elif cfg.position == "sinusoidal":
             # The embedding is scaled too (Vaswani et al. 2017, section 3.4), under muP as at its
             # base width.

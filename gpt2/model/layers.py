@@ -17,7 +17,6 @@ from gpt2.config import GPTConfig
 from gpt2.ops import ACTIVATIONS, GATES, linear, linear_parts, norm, pad_rows
 from gpt2.parallel.fsdp import gather_parameter, look_up
 from gpt2.parallel.rules import constrain, param_shards, vocab_multiple
-from gpt2.utils.remat import KEPT
 
 
 def named_param(
@@ -39,7 +38,6 @@ class Linear(nn.Module):
         in_parts: whether to return a list of results, one for each index of the first new axis.
         is_projection: whether it is a branch's last map, whose result joins the residual stream.
         activation: applied to the input first, elementwise.
-        follows_product: as for `linear`.
     """
 
     config: GPTConfig
@@ -49,7 +47,6 @@ class Linear(nn.Module):
     in_parts: bool = False
     is_projection: bool = False
     activation: Callable[[jax.Array], jax.Array] | None = None
-    follows_product: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:
@@ -73,7 +70,6 @@ class Linear(nn.Module):
                 bias,
                 num_contract=contracted,
                 activation=self.activation,
-                follows_product=self.follows_product,
                 **how,
             )
         return checkpoint_name(y, "/".join(self.path[-2:]))
@@ -277,7 +273,6 @@ class MLP(nn.Module):
             ("mlp", "embed"),
             is_projection=True,
             activation=None if cfg.is_gated else ACTIVATIONS[cfg.activation],
-            follows_product=not (cfg.is_gated or "mlp/c_fc" in KEPT.get(cfg.remat, ())),
             name="c_proj",
         )
         return c_proj(hidden)

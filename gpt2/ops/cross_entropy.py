@@ -245,9 +245,10 @@ def _softmax(logits):
         return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
 
     def join(one, other):  # a sum is scaled when the maximum grows (Milakov and Gimelshein 2018)
-        highest = jnp.maximum(one[0], other[0])
-        scaled = (total * jnp.exp(top - highest) for top, total in (one, other))
-        return highest, sum(scaled)
+        (top, total), (top_2, total_2) = one, other
+        scale = jnp.exp(-jnp.abs(top - top_2))  # of the sum with the lower maximum
+        sums = jnp.where(top > top_2, total + scale * total_2, scale * total + total_2)
+        return jnp.maximum(top, top_2), sums
 
     ones = jnp.ones_like(logits)
     least = jnp.float32(jnp.finfo(jnp.float32).min)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gpt2.ops.activation import gelu_tanh
 from gpt2.ops.arrays import bias_gradient, bits, dot, floats, result_type, sum_rows
 from gpt2.ops.variants import variants
 from gpt2.utils.platform import target
@@ -29,7 +28,6 @@ def linear(
     activation: Callable[[jax.Array], jax.Array] | None = None,  # elementwise
     dtype: DTypeLike | None = None,  # of operands and result; that of `x` if not given
     shards: Any = None,  # `gpt2.parallel.fsdp.Shards`, if `kernel` is a shard
-    follows_product: bool = False,  # `x` is what a product gave, and is not saved by a remat policy
 ) -> jax.Array:
     """Contracts `activation(x)` with `kernel`, in float32, and adds `bias`: `[..., O1, .., Om]`.
 
@@ -40,10 +38,8 @@ def linear(
     dtype = jnp.dtype(dtype or x.dtype)
     if target().plain and shards is None:
         return linear_reference(x, kernel, bias, num_contract, activation, dtype)
-    joins = follows_product and activation is gelu_tanh and variants().gelu_in_product
-    joins = joins and dtype.itemsize == 2  # of float32 products XLA joins some, and pads none
     x = x.astype(dtype)
-    return _linear(x, kernel, bias, num_contract, activation, dtype, shards, joins)
+    return _linear(x, kernel, bias, num_contract, activation, dtype, shards)
 
 
 def linear_parts(
@@ -103,26 +99,20 @@ def _product(x, kernel, bias, num_contract, dtype, shards):
     return y.astype(dtype).reshape(*rows, *outputs)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
-def _linear(x, kernel, bias, num_contract, activation, dtype, shards, joins):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _linear(x, kernel, bias, num_contract, activation, dtype, shards):
     x = activation(x) if activation else x
     return _product(x, kernel, bias, num_contract, dtype, shards)
 
 
-def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, shards, joins):
-    if joins:
-        # XLA looks for this formula on the product's own result, which is a matrix.
-        flat = x.reshape(-1, math.prod(kernel.shape[:num_contract]))
-        activated = jax.nn.gelu(flat, approximate=True).reshape(x.shape)
-    else:
-        activated = activation(x) if activation else x
-    kept = activated if activation and variants().keep_activations else None
+def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, shards):
+    activated = activation(x) if activation else x
     y = _product(activated, kernel, bias, num_contract, dtype, shards)
-    return y, (bits(x), kept, kernel, bias)
+    return y, (bits(x), kernel, bias)
 
 
-def _linear_bwd(num_contract, activation, dtype, shards, joins, residuals, dy):
-    x, kept, kernel, bias = residuals
+def _linear_bwd(num_contract, activation, dtype, shards, residuals, dy):
+    x, kernel, bias = residuals
     if shards:
         kernel, dy = shards.before_backward(kernel, dy)
     x_shape, kernel_type = x.shape, kernel.dtype
@@ -132,7 +122,7 @@ def _linear_bwd(num_contract, activation, dtype, shards, joins, residuals, dy):
     rows = range(x.ndim - num_contract)  # the axes over which examples and positions run
     dy = dy.reshape(*(x.shape[axis] for axis in rows), *kernel.shape[num_contract:])
     outputs = range(len(rows), dy.ndim)
-    if activation and kept is None:
+    if activation:
         # The barrier makes XLA compute the activation again (docs/performance.md, XLA:CPU note 5).
         # It stands before the product, which XLA:TPU lets compute the derivative.
         x, dy = jax.lax.optimization_barrier((x, dy))
@@ -141,7 +131,6 @@ def _linear_bwd(num_contract, activation, dtype, shards, joins, residuals, dy):
     if activation:
         x, derive = jax.vjp(activation, x)
         (dx,) = derive(dx)
-        x = x if kept is None else kept.reshape(x.shape)
     dkernel = dot(x, dy, rows, rows).astype(kernel_type).reshape(kernel_shape)
     if shards:
         dkernel = shards.scatter(dkernel)
@@ -170,9 +159,9 @@ def _parts_fwd(x, kernels, bias, dtype, shards):
 def _parts_bwd(dtype, shards, residuals, dys):
     """Adds up gradients of `x` inside the products, as cuBLAS can."""
     x, kernels, bias = residuals
-    dx, dkernels, options = None, [], (1, None, dtype, shards, False)
+    dx, dkernels, options = None, [], (1, None, dtype, shards)
     for kernel, dy in zip(kernels, dys, strict=True):
-        dx_part, dkernel, _ = _linear_bwd(*options, (x, None, kernel, None), dy)
+        dx_part, dkernel, _ = _linear_bwd(*options, (x, kernel, None), dy)
         dx = dx_part if dx is None else dx_part + dx  # in this order XLA adds in the product
         dkernels.append(dkernel)
     if bias is None:

@@ -1,39 +1,35 @@
 """Variants of operations by platform: all compute the same, and XLA's compilers differ in them.
 
-In brackets: what 124M's step takes more without, in bytes on an H100 or estimated time on a v5e.
+In brackets: how much longer 124M's step takes without, on an H200, or by estimate on a v5e.
 """
 
 import dataclasses
 from typing import Any
 
-from gpt2.utils.platform import leaves_products_to_cublas, target
+from gpt2.utils.platform import target
 
 
 @dataclasses.dataclass(frozen=True)
 class Variants:
     """How operations are written for a platform."""
 
-    # Products of 16-bit operands return their type, and add up in float32 (H100 28 %, v5e 2 %).
+    # Products of 16-bit operands return their type, and add up in float32 (H200 8 %, v5e 2 %).
     narrow_results: bool = False
-    # Linear maps are products of two matrices. The bias then joins the product (H100 3 %).
+    # Linear maps are products of two matrices. The bias then joins the product (H200 4 %).
     flat: bool = False
-    # Queries, keys and values are a product each: none is copied (H100 2 %, v5e 17 %).
+    # Queries, keys and values are a product each: none is copied (H200 2 %, v5e 17 %).
     apart: bool = False
     # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6). XLA:TPU
     # would join a sum, or one row, with what else could join the product before (v5e 6 %).
     ones_for_bias: int = 0
     # 16-bit floats are kept as integers.
     bits: bool = False
-    # The backward pass keeps an activation's value beside its input (H100 2 %).
-    keep_activations: bool = False
-    # In a step of 16 bits, GELU of a product is written as XLA looks for it, for cuBLAS (H100 2 %).
-    gelu_in_product: bool = False
     # The gradient of the head's table adds up as [D, V], less to transpose than logits.
     head_by_width: bool = False
-    # Statistics of a row take one pass, for exponentials in softmax, divisions in norms (H100 7 %).
+    # Statistics of a row, in softmax and norms, take one pass (H200 3 %).
     one_pass: bool = False
     # Sums over rows take two stages, of which the second joins its reader. Sums for the biases of
-    # queries, keys, values are one, so are squares of small gradients (H100 154 kernels).
+    # queries, keys, values are one, so are squares of small gradients (H200 3 %).
     joint_sums: bool = False
     # Products of float32 round their operands; what stands beside one has to come from it.
     rounds_float32: bool = False
@@ -45,8 +41,6 @@ _VARIANTS = {
         narrow_results=True,
         flat=True,
         apart=True,
-        keep_activations=True,
-        gelu_in_product=True,
         one_pass=True,
         joint_sums=True,
         rounds_float32=True,
@@ -63,8 +57,6 @@ def variants() -> Variants:
     if traced.several:
         # One norm would gather shards of gradients. What joins its reader is sent late.
         changes |= dict(joint_sums=False)
-    if traced.splits_axes or not leaves_products_to_cublas():
-        changes |= dict(gelu_in_product=False)
     if traced.splits_axes:
         # The partitioner cannot follow an axis that it splits into a flat one, and it would add up
         # the devices' results in the type of a product.

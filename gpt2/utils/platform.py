@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -72,10 +71,3 @@ def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[]
     if target().platform == "cpu":  # a GPU would wait for the host to choose
         return jax.lax.cond(condition, function, other)
     return jax.tree.map(partial(jnp.where, condition), function(), other())
-
-
-def leaves_products_to_cublas() -> bool:
-    """Returns whether XLA_FLAGS, as `launch` sets them, keep XLA:GPU from products of its own."""
-    flags = os.environ.get("XLA_FLAGS", "").lower().split()
-    off = {flag.partition("=")[0] for flag in flags if flag.endswith(("=false", "=0"))}
-    return "--xla_gpu_enable_triton_gemm" in off and "--xla_gpu_enable_cublaslt" not in off
