@@ -34,12 +34,14 @@ TEXT = """HloModule jit_step, is_scheduled=true
   %cut = f32[4,8]{1,0} fusion(%a), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/jvp(GPT)/while/body/h/mlp/c_fc/slice"}
   %dot.1 = f32[4,16]{1,0} dot(%cut, %b), metadata={op_name="jit(step)/transpose(jvp(GPT))/while/body/h/mlp/c_fc/dot_general"}
   %gather = f32[8] all-gather-start(%x)
+  %mm.7 = f32[4,16] custom-call(%cut), custom_call_target="__cublas$gemm"
   ROOT %keep = f32[7,4,16]{2,1,0} fusion(%dot.1), kind=kLoop, calls=%fused_dot
 }
 
 ENTRY %main (x: (f32[28,8])) -> (f32[28,8]) {
   %call = f32[8] call(%x), to_apply=%fused, attributes={xla_cpu_small_call="true"}
-  ROOT %while.3 = (f32[28,8]) while(%x), condition=%condition, body=%body, metadata={op_name="jit(step)/jvp(GPT)/while"}
+  %call.2 = f32[8] fusion(%x), calls=%fused
+  ROOT %while.3 = (f32[28,8]) while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"2"}}, metadata={op_name="jit(step)/jvp(GPT)/while"}
 }
 """  # noqa: E501
 
@@ -52,6 +54,10 @@ def test_operations_are_known_by_part_kind_and_path():
     assert program.find("dot.1") == ("product", "mlp backward", "mlp/c_fc/dot_general")
     assert program.find("keep") == ("product", "mlp backward", "")  # as what is inside
     assert program.find("gather") == ("collective", "other", "")
+    # Kernels of a GPU: equal ones share a name, and the loop turns twice.
+    turn = {"cut_3": "cut", "Memset 0": "cut", "nvjet_sm90": "mm.7", "own": "own", "keep": "keep"}
+    kernels = ["call_9", "call_9", *turn, *turn, "call_9"]
+    assert [*program.place(kernels)] == ["call", "call.2", *turn.values(), *turn.values(), "call"]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def make_parts(output: Path) -> list[Part]:
     root = Path(__file__).parents[2]
 
     def options(size: str, rows: int) -> tuple[str, ...]:
-        layers = {"124m": 12, "1558m": 48}.get(size, 24)  # stacked, and no loop
+        layers = {"124m": 12, "1558m": 48}[size]  # stacked, and no loop
         given = {"train.accumulate_steps": 1, "data.batch_size": rows, "memory.remat": "none"}
         given |= {"memory.scan_layers": True, "memory.scan_unroll": layers}
         flags = (f"--config.{name}={value}" for name, value in given.items())
@@ -53,35 +53,25 @@ def make_parts(output: Path) -> list[Part]:
     def train(size: str, rows: int, *more: str) -> tuple[str, ...]:
         return measure("train", *options(size, rows), *more)
 
-    def loop(name: str, *more: str) -> tuple[str, ...]:
-        limits = dict(num_steps=100, eval_every=0, checkpoint_every=0, eval_batches=4)
-        given = (f"--config.train.{name}={value}" for name, value in limits.items())
-        corpus = "--config.data.corpus=pystdlib"
-        run = f"{root}/train.py", f"--workdir={output / name}"
-        return (*run, *options("124m", 32), corpus, *given, *more)
-
-    cudnn = "--config.model.attention=cudnn"
+    limits = dict(num_steps=100, eval_every=0, checkpoint_every=0, eval_batches=4)
+    loop = f"{root}/train.py", f"--workdir={output / 'loop'}", *options("124m", 32)
+    loop += "--config.data.corpus=pystdlib", "--config.logging.profile_start=50"
+    loop += tuple(f"--config.train.{name}={value}" for name, value in limits.items())
     peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
-    trace = ("--config.logging.profile_start=50", "--config.logging.profile_steps=5")
     forms = (
         "--vary=memory.scan_layers=False,memory.scan_unroll=1",
         "--vary=precision.logits=bfloat16",
         "--vary=data.document_mask=True",
     )
-    return [  # a quarter of an hour decides most
+    return [  # a quarter of an hour in all
         Part("machine", 30, measure("machine", f"--output={output}")),
         Part("124m-32", 120, train("124m", 32, *peers)),
         Part("1558m", 150, train("1558m", 16)),
-        Part("attention", 120, measure("attention", *options("124m", 8), cudnn)),
+        Part("attention", 120, measure("attention", *options("124m", 8))),
         Part("forms", 150, train("124m", 32, *forms)),
-        Part("loop", 90, loop("loop")),
-        Part("trace", 90, loop("trace", *trace)),
+        Part("loop", 120, loop),
         Part("124m-8", 80, train("124m", 8, *peers)),
         Part("124m-64", 60, train("124m", 64)),
-        # From here on, what is good to know.
-        Part("tf32", 150, train("124m", 16, "--config.precision.compute=float32")),
-        Part("1558m-remat", 200, train("1558m", 16, "--config.memory.remat=full")),
-        Part("355m", 120, train("355m", 16)),
     ]
 
 

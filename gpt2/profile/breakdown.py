@@ -41,7 +41,11 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     for ran in trace.operations:
         by_module[ran.module] += ran.end - ran.start
     module = program.module or max(by_module, key=by_module.__getitem__, default="")
-    runs = _runs([ran for ran in trace.operations if ran.module == module])
+    own = [ran for ran in trace.operations if ran.module == module]
+    placed = program.place(ran.name for ran in own if ran.in_graph)
+    names = {ran: next(placed) for ran in own if ran.in_graph}
+    every = [ran._replace(name=names.get(ran, ran.name)) for ran in trace.operations]
+    runs = _runs([ran for ran in every if ran.module == module])
     if not runs:
         raise ValueError("the trace holds no step")
     steps, borders = len(runs), max(1, len(runs) - 1)
@@ -49,7 +53,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     gaps = defaultdict[tuple[str, str, str], float](float)
     idle, busy, busy_until = 0.0, 0.0, runs[0][0]
     ended = max(end for _, end in runs)
-    for ran in trace.operations:
+    for ran in every:
         if program.is_container(ran.name) or ran.end <= runs[0][0] or ran.start >= ended:
             continue
         taken[ran.module, ran.name] += ran.end - ran.start
@@ -80,10 +84,12 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
 def _runs(own: list[Ran]) -> list[tuple[float, float]]:
     """Returns start and end of each run of the step, on the first device."""
     spans: dict[int, tuple[float, float]] = {}
-    # Where a GPU's trace numbers no runs, one begins where the first operation comes again.
+    # Where a GPU's trace numbers no runs, one begins with the first of what each runs once.
+    counts = Counter(ran.name for ran in own)
+    once = next((name for name in counts if counts[name] == min(counts.values())), "")
     again, device = 0, min((ran.device for ran in own), default=0)
     for ran in own:
-        again += ran.name == own[0].name
+        again += ran.name == once
         if ran.device == device:
             run = ran.run or again
             start, end = spans.get(run, (ran.start, ran.end))

@@ -2,8 +2,9 @@
 
 import functools
 import re
-from collections import Counter
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from gpt2.plan.collectives import called_by, split_computations
@@ -25,6 +26,9 @@ _WRAPPER = re.compile(
 )
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CONTAINER = re.compile(r" (while|call|conditional)\(")
+# A library's kernel by its name -> what the instruction holds that it runs for.
+_LIBRARIES = {r"nvjet|.*gemm|cutlass": "__cublas", r".*cudnn": "__cudnn$", "memcpy": " copy("}
+_HELPER = re.compile(r"Memset|.*splitKreduce")  # of the kernel beside it
 
 
 class Operation(NamedTuple):
@@ -46,7 +50,7 @@ class ProgramText:
         if text and not header:
             raise ValueError("no HLO text")
         self.module = header[1] if header else ""
-        self._computations, _ = split_computations(text)
+        self._computations, self._entry = split_computations(text)
         lines = (line for lines in self._computations.values() for line in lines)
         self._lines = {name[1]: line for line in lines if (name := _INSTRUCTION.match(line))}
 
@@ -64,9 +68,40 @@ class ProgramText:
         inside = list(self._inside(line := self._lines[name]))
         kind = next((k for k, x in _KINDS.items() if any(re.search(x, i) for i in inside)), "other")
         # XLA names some fusions by nothing of the model: then the commonest inside.
-        named = Counter(part for i in inside if (part := part_of(i)) != "other").most_common(1)
+        parts = (part for part in map(part_of, inside) if not part.startswith("other"))
+        named = Counter(parts).most_common(1)
         part = part_of(line) if part_of(line) != "other" or not named else named[0][0]
         return Operation(kind, part, "/".join(_path(line).split("/")[-3:]))
+
+    def place(self, kernels: Iterable[str]) -> Iterator[str]:
+        """Yields which instruction each kernel of CUDA graphs ran for, or else its own name.
+
+        A graph tells names alone, such as `loop_add_fusion_3`, which several fusions share. Kernels
+        run in the order of the text, so each belongs to the next instruction that fits.
+        """
+        order, places = list(self._schedule(self._entry)), defaultdict[str, list[int]](list)
+        for i, name in enumerate(order):
+            inside = "".join(self._inside(self._lines[name]))
+            for key in (name.partition(".")[0], *(x for x in _LIBRARIES.values() if x in inside)):
+                places[key].append(i)
+        at = latest = -1
+        for kernel in kernels:
+            own = re.sub(r"_\d+$", "", kernel)
+            key = next((x for like, x in _LIBRARIES.items() if re.match(like, kernel)), own)
+            stays = _HELPER.match(kernel) or (key == "__cudnn$" and at in places[key])
+            if not stays and (fitting := places[key]):
+                latest = fitting[bisect_right(fitting, at) % len(fitting)]
+                at = at if key == " copy(" else latest  # graphs copy early what they can
+            yield order[latest] if (stays or places[key]) and order else kernel
+
+    def _schedule(self, computation: str) -> Iterator[str]:
+        """Yields the instructions in their order, those of a loop as often as it turns."""
+        for line in self._computations.get(computation, ()):
+            if loop := re.search(r"body=%?([\w.\-]+)", line):
+                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+                yield from [*self._schedule(loop[1])] * (int(turns[1]) if turns else 1)
+            elif name := _INSTRUCTION.match(line):
+                yield name[1]
 
     def _inside(self, line: str) -> Iterator[str]:
         """Yields the line of an instruction, and those that are fused into it."""

@@ -39,6 +39,7 @@ class Ran(NamedTuple):
     module: str = ""
     run: int = 0
     device: int = 0
+    in_graph: bool = False  # of CUDA, and `name` is a kernel's
 
 
 class Trace(NamedTuple):
@@ -97,12 +98,15 @@ def _operations(plane: Any) -> Iterator[Ran]:
     for line in chosen or lines:
         for event in line.events:
             stats = dict(event.stats)
-            if name := stats.get("hlo_op") or (event.name if chosen else ""):
+            name = str(stats.get("hlo_op", ""))
+            in_graph = name.startswith("command_buffer")
+            if name := event.name if in_graph or (chosen and not name) else name:
                 yield Ran(
-                    str(name).partition(" = ")[0].lstrip("%"),
+                    name.partition(" = ")[0].lstrip("%"),
                     1e-9 * event.start_ns,
                     1e-9 * event.end_ns,
                     module=str(stats.get("hlo_module", "")),
                     run=int(stats.get("run_id", 0)),
                     device=int(stats.get("device_ordinal", 0)),
+                    in_graph=in_graph,
                 )
