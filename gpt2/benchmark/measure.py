@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -41,7 +42,7 @@ class Case:
         if text.startswith("XLA_FLAGS="):
             flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
             return dataclasses.replace(self, variables={"XLA_FLAGS": flags})
-        settings = [setting.partition("=") for setting in text.split(",")]
+        settings = [setting.partition("=") for setting in re.split(r",(?=[\w.]+=)", text)]
         options = {name: read_option(name, value) for name, _, value in settings}
         return dataclasses.replace(self, config=with_options(self.config, options))
 

@@ -58,11 +58,7 @@ def make_parts(output: Path) -> list[Part]:
     loop += "--config.data.corpus=pystdlib", "--config.logging.profile_start=50"
     loop += tuple(f"--config.train.{name}={value}" for name, value in limits.items())
     peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
-    forms = (
-        "--vary=memory.scan_layers=False,memory.scan_unroll=1",
-        "--vary=precision.logits=bfloat16",
-        "--vary=data.document_mask=True",
-    )
+    forms = "--vary=precision.logits=bfloat16", "--vary=data.document_mask=True"
     return [  # a quarter of an hour in all
         Part("machine", 30, measure("machine", f"--output={output}")),
         Part("124m-32", 120, train("124m", 32, *peers)),

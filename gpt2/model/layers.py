@@ -183,7 +183,8 @@ class HyperConnection(nn.Module):
         moved = jnp.tanh(jnp.moveaxis(Norm(cfg, name="norm")(x) @ by_stream, -1, 0))
         moved = jnp.concatenate([scales[0] * moved[:-1], scales[1] * moved[-1:]])
         weights = (weights[..., None, None] + moved)[..., None]
-        read, *mixed = jnp.sum(weights[:-1] * x, axis=1).astype(cfg.compute_dtype)
+        sums: Any = (sum(map(jnp.multiply, w, x)) for w in weights[:-1])
+        read, *mixed = (y.astype(cfg.compute_dtype) for y in sums)
         return read, jnp.stack(mixed), weights[-1].astype(cfg.compute_dtype)
 
 
