@@ -155,8 +155,8 @@ the stream of another layer is backed out: model/block.py, switch_values -k back
     - layer == cfg.num_layers // 2, x
     + layer == 0, x
 a stream is mixed by another's weights: model/layers.py, switch_values -k hyper
-    - weights[:-1] * x
-    + weights[:-1] * jnp.roll(x, 1, axis=0)
+    - sum(map(jnp.multiply, w, x))
+    + sum(map(jnp.multiply, w, jnp.roll(x, 1, axis=0)))
 the part along the value is not squared: model/attention.py, switch_values -k exclusive
     - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
     + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))

@@ -208,10 +208,9 @@ def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
 def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
     case = measure.Case(make_config())
-    text = "model.position=rope,loss.ahead=0.5,0.25,model.bias=False,optim.eps=1"
-    assert case.varied(text).config == make_config(
-        model__position="rope", loss__ahead="0.5,0.25", model__bias=False, optim__eps=1.0
-    )
+    text = "model.position=rope,optim.layer_rates=h_0/=0.5,wte=2,model.bias=False,optim.eps=1"
+    options = dict(model__position="rope", optim__layer_rates="h_0/=0.5,wte=2", model__bias=False)
+    assert case.varied(text).config == make_config(**options, optim__eps=1.0)
     assert case.varied("XLA_FLAGS=--b=2").variables == {"XLA_FLAGS": "--a=1 --b=2"}
     with pytest.raises(UserError):
         case.varied("model.positron=rope")

@@ -234,11 +234,9 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
 def test_the_stream_is_rows_on_chips_that_are_not_here(tmp_path):
     pytest.importorskip("jax_cuda12_plugin")
     text = tmp_path / "step.hlo"
-    options = """
-        --config.data.batch_size=32 --config.model.context_length=128 --config.model.embed_dim=512
-        --config.precision.compute=bfloat16"""
-    flags = "--plan_chips=h100-1", f"--plan_text={text}", *TINY, *options.split()
-    code, _, stderr = run(None, *flags, imports=True)
-    assert code == 0, stderr
+    sizes = "--config.model.context_length=128", "--config.model.embed_dim=512"
+    sizes += "--config.data.batch_size=32", "--config.precision.compute=bfloat16"
+    flags = "--plan_chips=h100-1", f"--plan_text={text}", *TINY, *sizes
+    assert run(None, *flags, imports=True)[0] == 0
     # By the gradient of positions as a sum over 32 sequences, XLA would store them innermost.
     assert "bf16[32,128,512]" in text.read_text() and "[128,512,32]" not in text.read_text()

@@ -56,8 +56,8 @@ def test_operations_are_known_by_part_kind_and_path():
     assert program.find("gather") == ("collective", "other", "")
     # Kernels of a GPU: equal ones share a name, and the loop turns twice.
     turn = {"cut_3": "cut", "Memset 0": "cut", "nvjet_sm90": "mm.7", "own": "own", "keep": "keep"}
-    kernels = ["call_9", "call_9", *turn, *turn, "call_9"]
-    assert [*program.place(kernels)] == ["call", "call.2", *turn.values(), *turn.values(), "call"]
+    placed = [*program.place(["call_9", "call_9", *turn, *turn, "call_9"])]
+    assert placed == ["call", "call.2", *turn.values(), *turn.values(), "call"]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,9 @@ def test_a_trace_of_a_gpu_is_read_by_its_streams(tmp_path):
     found = break_down(trace, ProgramText(TEXT))
     assert found.steps == 2 and found.seconds == pytest.approx(5e-6)
     assert found.operations["dot.1"].seconds == pytest.approx(2e-6)
+    graph = GPU.replace('"dot.1"', '"command_buffer_3"')
+    file.write_bytes(ProfileData.text_proto_to_serialized_xspace(graph))
+    assert {*break_down(read_trace(file), ProgramText(TEXT)).operations} == {"mm.7"}
     file.write_bytes(b"\x0a\xff\xff")
     with pytest.raises(UserError, match="damaged"):
         read_trace(file)

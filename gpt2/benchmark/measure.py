@@ -42,7 +42,7 @@ class Case:
         if text.startswith("XLA_FLAGS="):
             flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
             return dataclasses.replace(self, variables={"XLA_FLAGS": flags})
-        settings = [setting.partition("=") for setting in re.split(r",(?=[\w.]+=)", text)]
+        settings = [setting.partition("=") for setting in re.split(r",(?=[a-z]+\.\w+=)", text)]
         options = {name: read_option(name, value) for name, _, value in settings}
         return dataclasses.replace(self, config=with_options(self.config, options))
 

@@ -53,10 +53,11 @@ def make_parts(output: Path) -> list[Part]:
     def train(size: str, rows: int, *more: str) -> tuple[str, ...]:
         return measure("train", *options(size, rows), *more)
 
-    limits = dict(num_steps=100, eval_every=0, checkpoint_every=0, eval_batches=4)
-    loop = f"{root}/train.py", f"--workdir={output / 'loop'}", *options("124m", 32)
-    loop += "--config.data.corpus=pystdlib", "--config.logging.profile_start=50"
-    loop += tuple(f"--config.train.{name}={value}" for name, value in limits.items())
+    train_for = dict(num_steps=100, eval_every=0, checkpoint_every=0, eval_batches=4)
+    more = {"data.corpus": "pystdlib", "logging.profile_start": 50, "logging.profile_steps": 5}
+    more |= {f"train.{name}": value for name, value in train_for.items()}
+    flags = (f"--config.{name}={value}" for name, value in more.items())
+    loop = f"{root}/train.py", f"--workdir={output / 'loop'}", *options("124m", 32), *flags
     peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
     forms = "--vary=precision.logits=bfloat16", "--vary=data.document_mask=True"
     return [  # a quarter of an hour in all

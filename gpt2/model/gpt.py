@@ -221,11 +221,10 @@ class GPT(nn.Module):
         x = self._add_before(x, tokens, positions, cache)
         if cfg.position == "learned":
             if cache is None and segments is None:
-                # Spread by a product, whose gradient is one too. For a sum over 32 sequences or
-                # more, XLA:GPU stores the stream with the batch innermost, and transposes it for
-                # every linear map (H200: 11 % of a step).
+                # A product, and so is its gradient: for a sum over 32 sequences, XLA:GPU stores the
+                # stream with the batch innermost, and transposes it for every linear map (11 %).
                 first = self.wpe.first(T)
-                x = x + jnp.einsum("b,td->btd", jnp.ones(B, first.dtype), first)
+                x += jnp.einsum("b,td->btd", jnp.ones(B, x.dtype), first, precision="highest")
             else:
                 x = x + self.wpe(positions)
         elif cfg.position == "sinusoidal":

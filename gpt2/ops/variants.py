@@ -15,7 +15,7 @@ class Variants:
 
     # Products of 16-bit operands return their type, and add up in float32 (H200 8 %, v5e 2 %).
     narrow_results: bool = False
-    # Linear maps are products of two matrices. The bias then joins the product (H200 4 %).
+    # Linear maps are products of two matrices. The bias then joins the product (H200 3 %).
     flat: bool = False
     # Queries, keys and values are a product each: none is copied (H200 2 %, v5e 17 %).
     apart: bool = False

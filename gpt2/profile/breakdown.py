@@ -45,7 +45,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     placed = program.place(ran.name for ran in own if ran.in_graph)
     names = {ran: next(placed) for ran in own if ran.in_graph}
     every = [ran._replace(name=names.get(ran, ran.name)) for ran in trace.operations]
-    runs = _runs([ran for ran in every if ran.module == module])
+    runs = _runs([ran for ran in every if ran.module == module], len(trace.steps))
     if not runs:
         raise ValueError("the trace holds no step")
     steps, borders = len(runs), max(1, len(runs) - 1)
@@ -81,17 +81,18 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     return Breakdown(total, steps, numbers, operations, idle, dict(gaps))
 
 
-def _runs(own: list[Ran]) -> list[tuple[float, float]]:
-    """Returns start and end of each run of the step, on the first device."""
+def _runs(own: list[Ran], steps: int) -> list[tuple[float, float]]:
+    """Returns start and end of each run of the step, on the first device; the host saw `steps`."""
     spans: dict[int, tuple[float, float]] = {}
     # Where a GPU's trace numbers no runs, one begins with the first of what each runs once.
     counts = Counter(ran.name for ran in own)
-    once = next((name for name in counts if counts[name] == min(counts.values())), "")
+    least = min(counts, key=counts.__getitem__, default="")
+    once = next((name for name in counts if counts[name] == steps), least)
     again, device = 0, min((ran.device for ran in own), default=0)
     for ran in own:
         again += ran.name == once
         if ran.device == device:
-            run = ran.run or again
+            run = ran.run or max(again, 1)
             start, end = spans.get(run, (ran.start, ran.end))
             spans[run] = min(start, ran.start), max(end, ran.end)
     return sorted(spans.values())

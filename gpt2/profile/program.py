@@ -27,7 +27,7 @@ _WRAPPER = re.compile(
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CONTAINER = re.compile(r" (while|call|conditional)\(")
 # A library's kernel by its name -> what the instruction holds that it runs for.
-_LIBRARIES = {r"nvjet|.*gemm|cutlass": "__cublas", r".*cudnn": "__cudnn$", "memcpy": " copy("}
+_LIBRARIES = {"nvjet|.*(gem[mv]|cutlass)": "__cublas", ".*cudnn": "__cudnn$", "memcpy": " copy("}
 _HELPER = re.compile(r"Memset|.*splitKreduce")  # of the kernel beside it
 
 
@@ -87,12 +87,13 @@ class ProgramText:
         at = latest = -1
         for kernel in kernels:
             own = re.sub(r"_\d+$", "", kernel)
-            key = next((x for like, x in _LIBRARIES.items() if re.match(like, kernel)), own)
+            like = (x for pattern, x in _LIBRARIES.items() if re.match(pattern, kernel))
+            key = own if own in places else next(like, own)
             stays = _HELPER.match(kernel) or (key == "__cudnn$" and at in places[key])
             if not stays and (fitting := places[key]):
                 latest = fitting[bisect_right(fitting, at) % len(fitting)]
                 at = at if key == " copy(" else latest  # graphs copy early what they can
-            yield order[latest] if (stays or places[key]) and order else kernel
+            yield order[latest] if (stays or places[key]) and latest >= 0 else kernel
 
     def _schedule(self, computation: str) -> Iterator[str]:
         """Yields the instructions in their order, those of a loop as often as it turns."""
