@@ -43,7 +43,7 @@ def define_flags() -> None:
     """Defines the flags of all commands."""
     cli.define_config()
     flags.DEFINE_list("peers", [], "train: torch, torch_compile or both.")
-    about = "train: our side with OPTION=VALUE,... or XLA_FLAGS=...; a flag for each."
+    about = "train: one more side, with OPTION=VALUE,OPTION=VALUE or XLA_FLAGS=...; a flag a side."
     flags.DEFINE_multi_string("vary", [], about)
     flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
     flags.DEFINE_float("seconds", 2.0, "Least length of a turn after its first step.")

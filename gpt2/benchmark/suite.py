@@ -53,9 +53,8 @@ def make_parts(output: Path) -> list[Part]:
     def train(size: str, rows: int, *more: str) -> tuple[str, ...]:
         return measure("train", *options(size, rows), *more)
 
-    train_for = dict(num_steps=100, eval_every=0, checkpoint_every=0, eval_batches=4)
-    more = {"data.corpus": "pystdlib", "logging.profile_start": 50, "logging.profile_steps": 5}
-    more |= {f"train.{name}": value for name, value in train_for.items()}
+    more = {"data.corpus": "pystdlib", "logging.profile_steps": 5, "train.eval_batches": 4}
+    more |= {"train.num_steps": 100, "train.eval_every": 0, "logging.profile_start": 50}
     flags = (f"--config.{name}={value}" for name, value in more.items())
     loop = f"{root}/train.py", f"--workdir={output / 'loop'}", *options("124m", 32), *flags
     peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
