@@ -109,8 +109,7 @@ def _describe(platform: str, extra: str, **options: Any) -> list[jax.Device]:
     except Exception as error:  # of several kinds, by what is missing
         reason = str(error).strip().partition("\n")[0]
         what = f"there is no compiler for {platform} devices here ({reason})"
-        by = ", for the version of JAX that wrote the file" * ("parse" in reason)
-        raise UserError(what, f"Install it{by}: pip install -e '.[{extra}]'") from error
+        raise UserError(what, f"Install it: pip install -e '.[{extra}]'") from error
 
 
 def _target(gpu: _Gpu) -> str:
