@@ -78,10 +78,8 @@ def main() -> int:
     tasks = RunTasks(config, dataset.tokenizer, program.backend.mesh)
 
     # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
-    start = distributed.from_first(distributed.only_first(folder.find_start)(workdir) or 0)
-    if distributed.from_first(folder.is_finished(workdir, config, start)):
-        line = f"{workdir} is finished at step {start}; raise --config.train.num_steps to continue"
-        distributed.only_first(tell)(line, sys.stdout)
+    start = folder.find_start(workdir)
+    if folder.is_finished(workdir, config, start):
         with mirror:
             return 0
     state = None if start else first_state(program, dataset)

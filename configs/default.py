@@ -267,8 +267,6 @@ def get_config() -> ConfigDict:
             keep_every=0,  # steps whose multiples stay as checkpoints for good; 0: none
             skip_bad_steps=0,  # steps in a row whose loss or gradients are not finite that may be
             # skipped; 0: the first one ends the run
-            skip_outliers=0.0,  # standard deviations above recent losses or gradient norms beyond
-            # which a step is skipped, for example 6 (OLMo-core's SkipStepOptimizer); 0: off
             hang_seconds=60.0,  # without a step, and ten times as long as a step takes, after which
             # a run counts as hanging and ends; 0: never
             init_from="",  # hf:DIR, run:DIR or run:DIR@STEP; empty: from scratch

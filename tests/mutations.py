@@ -43,9 +43,6 @@ a skipped step keeps its moments: training/steps.py, guard -k never_been
 a bad step that is skipped lowers the loss scale: training/steps.py, guard -k float16
     - loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
     + pass
-outliers are told by all values, known or not: training/guard.py, guard -k rule
-    - std = jnp.std(self.recent, axis=1, ddof=1, where=known)
-    + std = jnp.std(self.recent, axis=1, ddof=1)
 the gradient that is named is the last that broke: training/diagnosis.py, diagnosis -k gradient
     - sorted(grads, key=place, reverse=True)
     + sorted(grads, key=place)
@@ -236,7 +233,7 @@ altered values are not noticed: training/checkpoint_files.py, checkpoint -k dama
     - files.find_damage(folder, found, read=read)
     + files.find_damage(folder, found, read=False)
 a run that was killed begins anew: train.py, train -k killed
-    - start = distributed.from_first(distributed.only_first(folder.find_start)(workdir) or 0)
+    - start = folder.find_start(workdir)
     + start = 0
 small programs are compiled at every start: utils/launch.py, train -k second_start
     - cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -12,7 +12,7 @@ import pytest
 from gpt2.config import MemoryConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from gpt2.model import layers
 from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.guard import LEAST, WINDOW, Guard
+from gpt2.training.guard import Guard
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
 from tests.helpers import thorough
@@ -168,7 +168,7 @@ def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
 
 @pytest.mark.thorough
 def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
-    program = make_program(skip_bad_steps=3, skip_outliers=6.0)
+    program = make_program(skip_bad_steps=3)
     whole, metrics = train(program, range(6), {1, 2, 3})
     with Checkpointer(tmp_path) as checkpointer:
         state, _ = train(program, range(3), {1, 2, 3})
@@ -192,37 +192,6 @@ def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
         assert saved.guard.bad_in_a_row == 3
         checkpointer.save(saved.replace(step=jnp.int32(5)), 5)
         checkpointer.wait()
-        lower = make_program(skip_bad_steps=1, skip_outliers=6.0)
+        lower = make_program(skip_bad_steps=1)
         after, seen = train(lower, [4], (), checkpointer.restore(5, lower.state_shapes))
         assert (seen[0]["skipped"], after.guard.bad_in_a_row) == (0, 0)
-
-
-def judge(guard, pairs):
-    """Returns whether each pair of loss and gradient norm is kept, and the last guard."""
-    step, kept = jax.jit(lambda guard, pair: guard.judge(*pair)), []
-    for pair in pairs:
-        keep, guard = step(guard, jnp.float32(pair))
-        kept.append(bool(keep))
-    return kept, guard
-
-
-def numpy_rule(pairs, z):
-    """Which pairs are kept, by numpy: no value above the mean of those before by z deviations."""
-    kept = []
-    for i, pair in enumerate(pairs):
-        window = np.float64(pairs[max(0, i - WINDOW) : i])
-        enough = len(window) >= LEAST
-        limit = window.mean(0) + z * window.std(0, ddof=1) if enough else np.inf
-        kept.append(bool((np.float64(pair) <= limit).all()))
-    return kept
-
-
-def test_outliers_are_those_of_the_rule():
-    pairs = np.random.default_rng(0).normal((3.0, 1.0), (0.1, 0.2), (2 * WINDOW + 40, 2))
-    pairs[[LEAST - 9, 150, 151]] = 9, 1
-    pairs[[LEAST + 4, LEAST + 9, 290]] = (3, 3), (3, 9), (0.1, 0.01)
-    kept, guard = judge(Guard.create(TrainConfig(skip_outliers=6.0)), pairs)
-    assert kept == numpy_rule(pairs, 6.0)
-    skipped = {index for index, keep in enumerate(kept) if not keep}
-    assert {LEAST + 4, LEAST + 9, 150} <= skipped and not skipped & {LEAST - 9, 290}
-    assert guard.skipped == len(skipped) and guard.bad_in_a_row == 0

@@ -40,7 +40,7 @@ LAUNCHERS = {
 class Pair:
     """Two processes of train.py, each with four simulated devices."""
 
-    def __init__(self, workdir, *flags, launcher=None):
+    def __init__(self, workdir, *flags, launcher=None, variables=""):
         self.workdir = workdir
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
@@ -50,11 +50,11 @@ class Pair:
         self.processes = []
         for index, log in enumerate(self.logs):
             own = [*command, *flags, *([] if launcher else told.format(index).split())]
-            variables = LAUNCHERS.get(launcher, "").format(index).split()
-            variables = dict(each.split("=", 1) for each in variables)
-            variables |= environment(4) | {"JAX_COORDINATOR_PORT": str(port)}
+            given = f"{LAUNCHERS.get(launcher, '')} {variables}".format(index).split()
+            own_variables = environment(4) | dict(each.split("=", 1) for each in given)
+            own_variables["JAX_COORDINATOR_PORT"] = str(port)
             with log.open("w") as out:
-                place = dict(cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT)
+                place = dict(cwd=ROOT, env=own_variables, stdout=out, stderr=subprocess.STDOUT)
                 self.processes.append(subprocess.Popen(own, **place))
 
     def __enter__(self):

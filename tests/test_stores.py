@@ -17,6 +17,7 @@ from gpt2.data.dataset import prepare
 from gpt2.errors import UserError
 from gpt2.utils import stores
 from tests.helpers import SECONDS, TINY, metrics_of, params_of, run, start
+from tests.test_processes import FLAGS, Pair, losses
 
 DIGESTS = "checkpoints/{}/digests/digests"
 
@@ -218,8 +219,9 @@ def test_a_url_that_nothing_opens_is_a_line(store, url, told):
         stores.fetch(url)
 
 
-@pytest.mark.thorough
-def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(tmp_path, monkeypatch):
+@pytest.fixture
+def bucket(monkeypatch):
+    """The file system of a real server's s3://bucket."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0)
     s3fs = pytest.importorskip("s3fs")
     server.start()
@@ -228,8 +230,15 @@ def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(tmp_path, monkeypatch):
     variables |= {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for name, value in variables.items():
         monkeypatch.setenv(f"AWS_{name}", value)
+    s3fs.S3FileSystem.clear_instance_cache()  # which hold another server's address
     bucket = s3fs.S3FileSystem(use_listings_cache=False)
     bucket.mkdir("bucket")
+    yield bucket
+    server.stop()
+
+
+@pytest.mark.thorough
+def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(bucket, tmp_path, monkeypatch):
     options = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=60"]
     options += ["--config.train.eval_batches=1", "--config.train.eval_every=20"]
     assert run(tmp_path / "whole", *options)[0] == 0
@@ -250,4 +259,19 @@ def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(tmp_path, monkeypatch):
     ]
     one, other = params_of(folder), params_of(tmp_path / "whole")
     assert all(np.array_equal(one[name], other[name]) for name in one)
-    server.stop()
+
+
+@pytest.mark.thorough
+def test_processes_without_a_common_disk_go_on_from_a_bucket(bucket, tmp_path):
+    options = ["--config.train.num_steps=30", "--config.train.keep_checkpoints=9"]
+    spread = [*options, "--workdir=s3://bucket/run", "--config.parallel.fsdp=8"]
+    disks = f"XDG_CACHE_HOME={tmp_path}/disk-{{0}}"
+    with Pair(tmp_path / "pair", *spread, variables=disks):
+        wait_until(lambda: bucket.exists("bucket/run/" + DIGESTS.format(5)))
+    with Pair(tmp_path / "pair", *spread, variables=f"{disks}-anew") as pair:
+        assert pair.ends(300) == [0, 0], pair.output()
+    folder = stores.fetch("s3://bucket/run")
+    assert len((folder / "environment.jsonl").read_text().splitlines()) == 2
+    assert run(tmp_path / "one", *TINY, *FLAGS.split(), *options)[0] == 0
+    assert len(losses(folder)) == 30
+    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

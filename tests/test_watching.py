@@ -162,7 +162,7 @@ WATCHED = """
     --config.train.eval_batches=8 --config.train.checkpoint_every=0
 """  # more batches would be waited for, at the end
 GUARDED = """
-    --config.train.skip_bad_steps=2 --config.train.skip_outliers=6.0 --config.logging.watch_every=3
+    --config.train.skip_bad_steps=2 --config.logging.watch_every=3
 """
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
@@ -28,7 +29,7 @@ from gpt2.parallel import distributed
 from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.utils import files
+from gpt2.utils import files, stores
 from gpt2.utils.files import digest_folder
 from gpt2.utils.scan import in_layout, is_scanned
 
@@ -116,6 +117,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._warn(step, "no room is left on the disk")  # a save would fill it, and fail
             return
         self._saving = step
+        if jax.process_count() > 1 and stores.url_of(self._workdir):  # each has a disk of its own
+            state = jax.tree.map(partial(process_allgather, tiled=True), state)
         layout: dict[str, Any] = dict(scan_layers=is_scanned(state.params))
         layout |= dict(guard=state.guard is not None, position=list(position))
         try:

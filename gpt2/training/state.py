@@ -40,7 +40,7 @@ class TrainState(struct.PyTreeNode):
     params: Any  # plain nested dictionaries
     opt_state: optax.OptState
     loss_scale: LossScale | None  # for float16
-    guard: Guard | None = None  # for `train.skip_bad_steps` and `train.skip_outliers`
+    guard: Guard | None = None  # for `train.skip_bad_steps`
 
     @classmethod
     def create(

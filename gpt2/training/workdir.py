@@ -26,7 +26,7 @@ from gpt2.config import Config, flatten, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, data_root, refuse_other
 from gpt2.data.tokenizer import is_path
-from gpt2.errors import UserError, refuse, warn
+from gpt2.errors import UserError, refuse, tell, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, metrics
 from gpt2.telemetry.reference import read_reference
@@ -46,15 +46,12 @@ _ASIDE = (
 )
 # Options that decide what the model learns, and may change when a run continues all the same: the
 # end of the schedule moves, and a run that diverged may skip steps.
-_MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps", "train.skip_outliers")
+_MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps")
 
 
 def mirror(place: str) -> stores.Mirror:
-    """Returns the mirror of a run's folder or URL."""
-    several = stores.is_url(place) and jax.process_count() > 1
-    how = "Mount the bucket, and give its folder"
-    refuse(several, "the processes of a run need a folder that they share", how)
-    return stores.Mirror(place)
+    """Returns the mirror of a run's folder or URL, which one of its processes sends."""
+    return stores.Mirror(place, sends=jax.process_index() == 0)
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -123,7 +120,16 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 
 
 def find_start(workdir: Path) -> int:
-    """Returns the step of the newest whole checkpoint, 0 without any, and tells of those after."""
+    """Returns the step of the newest whole checkpoint, 0 without any, as process 0 finds it."""
+    start = distributed.from_first(distributed.only_first(_find_start)(workdir) or 0)
+    if start and jax.process_index() and stores.url_of(workdir):  # this one reads its own copy
+        stores.refresh(workdir)
+        refuse(damage := find_damage(workdir, start), damage, "Start all processes again")
+    return start
+
+
+def _find_start(workdir: Path) -> int:
+    """Returns it, and tells of damaged ones after it."""
     stores.refresh(workdir)  # another run may have saved while this one prepared
     start, damage = 0, list[str]()
     for step in reversed(saved_steps(workdir)):
@@ -140,8 +146,12 @@ def find_start(workdir: Path) -> int:
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
-    """Returns whether a run stands at its last step and has written its last file, the samples."""
-    return start == config.train.num_steps and (workdir / "samples.txt").exists()
+    """Says whether a run stands at its last step and has written its last file, the samples."""
+    ends = start == config.train.num_steps and (workdir / "samples.txt").exists()
+    line = f"{workdir} is finished at step {start}; raise --config.train.num_steps to continue"
+    if ends := bool(distributed.from_first(ends)):
+        distributed.only_first(tell)(line, sys.stdout)
+    return ends
 
 
 def describe_results(workdir: Path, scores: dict[str, float], clock: StepClock) -> str:

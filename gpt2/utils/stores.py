@@ -112,9 +112,14 @@ def fetch(place: str | Path, only: str = "") -> Path:
     return folder
 
 
+def url_of(folder: Path) -> str:
+    """Returns the URL of a working copy, of another folder an empty text."""
+    return _read_record(folder)[0]
+
+
 def refresh(folder: Path) -> None:
     """Brings a working copy up to date; another folder stays as it is."""
-    if url := _read_record(folder)[0]:
+    if url := url_of(folder):
         fetch(url)
 
 
@@ -184,8 +189,9 @@ class Mirror(contextlib.AbstractContextManager):
     A run that begins later elsewhere takes the URL over; this one then stops as by SIGTERM.
     """
 
-    def __init__(self, place: str | Path):
-        self._place, self.folder, self._is_lost = place, fetch(place), False
+    def __init__(self, place: str | Path, sends: bool = True):
+        self.folder, self._is_lost = fetch(place), False
+        self._place = place if sends else self.folder
         self._key, self._ends = secrets.token_bytes(8), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
 
