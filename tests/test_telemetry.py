@@ -175,7 +175,7 @@ def losses(*values, **more):
 def test_a_line_has_the_mean_loss_since_the_last_line_and_all_that_a_step_gives():
     kept, _ = report(losses(1.0, 2.0, 6.0, 5.0, 7.0, 12.0, 4.0, **{"train/entropy": 2.5}))
     told = {step: line["train/loss"] for step, line in kept.lines.items()}
-    assert told == {3: 3.0, 6: 8.0, 7: 4.0} and kept.said == ["note 1"]
+    assert told == {1: 1.0, 3: 4.0, 6: 8.0, 7: 4.0} and kept.said == ["note 1"]
     assert kept.lines[3]["train/entropy"] == 2.5 and kept.lines[3]["tokens"] == 30
 
 
@@ -186,7 +186,7 @@ def test_skipped_steps_are_told_and_no_part_of_the_mean():
     steps[3] |= {"skipped": 1.0}
     kept, error = report(steps, skip_bad_steps=1)
     assert error is None
-    assert kept.lines[3]["train/loss"] == 2.0 and kept.lines[3]["train/skipped_steps"] == 1.0
+    assert kept.lines[3]["train/loss"] == 3.0 and kept.lines[3]["train/skipped_steps"] == 1.0
     assert not {"skipped", "bad_in_a_row"} & kept.lines[3].keys()
     assert [re.match(r"step \d is skipped", said) is not None for said in kept.said[1:]] == [
         True

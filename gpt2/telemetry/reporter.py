@@ -24,7 +24,7 @@ from gpt2.telemetry.writers import EventFile, Wandb, Writer
 class Reporter(AbstractContextManager):
     """Fetches the metrics of each step while the next one runs, so that no device waits for them.
 
-    Each scalar is logged under its name, every `log_every` steps and at the last.
+    Each scalar is logged under its name, every `log_every` steps, at the first and at the last.
     """
 
     def __init__(self, writers: Sequence[Writer], clock: StepClock, options: TrainConfig):
@@ -70,7 +70,7 @@ class Reporter(AbstractContextManager):
         if note:
             self._each("say", note)
         self._each("step", step)
-        if step % self._options.log_every == 0 or step == self._options.num_steps:
+        if step % self._options.log_every == 0 or step in (1, self._options.num_steps):
             # NaN if all steps since the last line are skipped.
             values["train/loss"] = statistics.fmean(self._losses or [math.nan])
             self._losses = []
