@@ -187,8 +187,7 @@ def train(
     params = gather_whole(state.eval_params, program.backend.mesh)
     if jax.process_index() == 0:
         plot_losses(workdir, clock.shares(), config.logging.reference)
-        tokenizer, path = batches.dataset.tokenizer, workdir / "samples.txt"
-        write_samples(path, params, config.gpt(), tokenizer, config.seed)
+        write_samples(workdir, params, config.gpt(), batches.dataset.tokenizer, config.seed)
         tell(folder.describe_results(workdir, scores, clock), sys.stdout)
     return 0
 

@@ -137,14 +137,16 @@ def generate(
     return [list(itertools.takewhile(lambda token: token != end, row)) for row in rows]
 
 
-def write_samples(path: Path, params: Any, cfg: GPTConfig, tokenizer: Tokenizer, seed: int) -> None:
-    """Writes three texts of up to 256 tokens, from no prompt, into a file."""
+def write_samples(
+    workdir: Path, params: Any, cfg: GPTConfig, tokenizer: Tokenizer, seed: int
+) -> None:
+    """Writes three texts of up to 256 tokens, from no prompt, into `workdir/samples.txt`."""
     first, length = tokenizer.eot or 0, min(256, cfg.context_length - 1)
     how: Any = dict(max_new_tokens=length, sampling=Sampling(temperature=0.8, top_k=50), seed=seed)
     how |= dict(eot=tokenizer.eot, vocab_size=tokenizer.vocab_size)
     texts = generate(params, cfg, [[first]] * 3, **how)
     rule = "\n" + "-" * 80 + "\n"
-    write_text(path, rule.join(map(tokenizer.decode, texts)) + "\n")
+    write_text(workdir / "samples.txt", rule.join(map(tokenizer.decode, texts)) + "\n")
 
 
 @partial(jax.jit, static_argnames=("cache_length", "cfg", "sampling", "vocab_size"))
