@@ -153,10 +153,12 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
     with monkeypatch.context() as patch, lost as caught, stores.Mirror("memory://run"):
         patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
         save(mirror.folder, 2)
+        mirror.folder.with_name(f".{mirror.folder.name}.sending").mkdir()
         memory.pipe_file("/run/metrics.jsonl", b"1\n2\n")  # sent before the outage
     assert caught.value.exit_code == 5
     with stores.Mirror("memory://run"):  # the same command
         assert DIGESTS.format(2) in names(memory)
+    assert not [*mirror.folder.parent.glob(".*.sending")]  # as a killed process leaves it
 
 
 def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):

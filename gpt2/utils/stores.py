@@ -146,24 +146,23 @@ def push(place: str | Path, folder: Path) -> None:
     gone = {n for n in record if n not in found and (record[n][0] or _mark(n) not in found)}
     if not changed and not gone:
         return
-    with (
-        _exchange(str(place), folder) as (store, root, record),
-        tempfile.TemporaryDirectory(prefix=".sending-", dir=folder.parent) as scratch,
-    ):
-        for name in changed:  # what the run removes meanwhile stays here until it is sent
-            link = Path(scratch, name)
-            link.parent.mkdir(parents=True, exist_ok=True)
+    kept = folder.with_name(f".{folder.name}.sending")
+    with _exchange(str(place), folder) as (store, root, record):
+        shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
+        for name in changed:  # what the run removes meanwhile stays there until it is sent
+            (kept / name).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                os.link(folder / name, link)
-        missed = {_mark(name) for name in changed if not Path(scratch, name).exists()}
+                os.link(folder / name, kept / name)
+        missed = {_mark(name) for name in changed if not (kept / name).exists()}
         changed = {name for name in changed if _mark(name) not in missed}
-        _in_order(lambda name: _put(store, Path(scratch, name), f"{root}/{name}"), changed)
+        _in_order(lambda name: _put(store, kept / name, f"{root}/{name}"), changed)
         _in_order(lambda name: _remove(store, f"{root}/{name}"), gone, backwards=True)
         theirs = _versions(store, root)
         record.clear()
         record.update(
             (n, [*found.get(n, [0, 0]), theirs[n]]) for n in theirs if n in found or _STEP.match(n)
         )
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 @contextlib.contextmanager
