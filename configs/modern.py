@@ -23,6 +23,8 @@ def get_config() -> ConfigDict:
     )
     config.optim.update(
         name="muon",  # 0.15: against AdamW with embeddings as fast as below
-        adam_learning_rate=4e-2,  # 0.22: of embeddings, norms and biases, ten times that of kernels
+        adam_learning_rate=4e-2,  # 0.22: of embeddings, norms and biases; 4e-3 without
+        learning_rate=1.2e-2,  # of kernels: 0.10 at 150 steps, with the next, against 8e-3 and 2e-4
+        end_learning_rate=2e-3,
     )
     return config
