@@ -50,7 +50,7 @@ class Pair:
         self.processes = []
         for index, log in enumerate(self.logs):
             own = [*command, *flags, *([] if launcher else told.format(index).split())]
-            given = f"{LAUNCHERS.get(launcher, '')} {variables}".format(index).split()
+            given = f"{LAUNCHERS.get(launcher, '')} {variables}".format(index, 1 - index).split()
             own_variables = environment(4) | dict(each.split("=", 1) for each in given)
             own_variables["JAX_COORDINATOR_PORT"] = str(port)
             with log.open("w") as out:

@@ -265,12 +265,12 @@ def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(bucket, tmp_path, monkeyp
 
 @pytest.mark.thorough
 def test_processes_without_a_common_disk_go_on_from_a_bucket(bucket, tmp_path):
-    options = ["--config.train.num_steps=30", "--config.train.keep_checkpoints=9"]
+    options = ["--config.train.num_steps=30", "--config.train.eval_every=2"]
     spread = [*options, "--workdir=s3://bucket/run", "--config.parallel.fsdp=8"]
-    disks = f"XDG_CACHE_HOME={tmp_path}/disk-{{0}}"
-    with Pair(tmp_path / "pair", *spread, variables=disks):
+    own, other = (f"XDG_CACHE_HOME={tmp_path}/disk-{{{which}}}" for which in (0, 1))
+    with Pair(tmp_path / "pair", *spread, variables=own):
         wait_until(lambda: bucket.exists("bucket/run/" + DIGESTS.format(5)))
-    with Pair(tmp_path / "pair", *spread, variables=f"{disks}-anew") as pair:
+    with Pair(tmp_path / "pair", *spread, variables=other) as pair:
         assert pair.ends(300) == [0, 0], pair.output()
     folder = stores.fetch("s3://bucket/run")
     assert len((folder / "environment.jsonl").read_text().splitlines()) == 2

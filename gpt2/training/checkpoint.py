@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec
@@ -91,8 +92,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     def improves(self, eval_loss: float) -> bool:
         """Says whether a validation loss is below that of every checkpoint so far."""
         self.wait()  # which tells of a save that has failed meanwhile
-        best = self.best()
-        return best is None or eval_loss < best[1]
+        best = self.best()  # of which other processes may lack the file
+        return bool(distributed.from_first(best is None or eval_loss < best[1]))
 
     def all_steps(self) -> list[int]:
         """Returns the steps saved, ascending."""
@@ -117,11 +118,11 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._warn(step, "no room is left on the disk")  # a save would fill it, and fail
             return
         self._saving = step
-        if jax.process_count() > 1 and stores.url_of(self._workdir):  # each has a disk of its own
-            state = jax.tree.map(partial(process_allgather, tiled=True), state)
         layout: dict[str, Any] = dict(scan_layers=is_scanned(state.params))
         layout |= dict(guard=state.guard is not None, position=list(position))
         try:
+            if jax.process_count() > 1 and stores.url_of(self._workdir):  # disks of their own
+                state = jax.tree.map(_gathered, state)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -269,6 +270,12 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
         found = {name: found[name] for name in found if name.split("/")[0] in ITEMS}
         (folder / "digests").write_text(json.dumps(files.seal({"files": found})))
         files.sync_tree(folder.parent)  # before a rename makes them visible
+
+
+def _gathered(leaf: jax.Array) -> np.ndarray:
+    """Returns the whole of an array in the first process, which alone writes; a zero elsewhere."""
+    whole = process_allgather(leaf, tiled=True)
+    return whole if jax.process_index() == 0 else np.zeros((), leaf.dtype)
 
 
 def _first_line(error: Exception) -> str:

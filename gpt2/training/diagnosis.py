@@ -25,6 +25,7 @@ from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, evaluation_loss, on_one_device
+from gpt2.training.workdir import find_start
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import in_layout, report
@@ -63,7 +64,7 @@ class Diagnosis:
             shapes = program.config.shapes
             if state.guard is None:  # else it is as it was before the step
                 jax.tree.map(lambda leaf: leaf.delete(), state)  # no device may hold two
-                start, like = latest_step(self.workdir) or 0, program.state_shapes
+                start, like = find_start(self.workdir), program.state_shapes
                 state = self.checkpointer.restore(start, like) if start else self.first_state()
                 for count, batch in enumerate(self.batches.train(start, step), start + 1):
                     state, _ = self.steps[shapes.find(count, batch)][0](state, batch)

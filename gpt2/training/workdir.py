@@ -7,6 +7,7 @@ environment.jsonl   with what the run was made, a line for each start
 .lock               held by the process that trains here, so that no second one does
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -131,6 +132,7 @@ def find_start(workdir: Path) -> int:
 def _find_start(workdir: Path) -> int:
     """Returns it, and tells of damaged ones after it."""
     stores.refresh(workdir)  # another run may have saved while this one prepared
+    stores.push(stores.url_of(workdir), workdir)  # what a kill left unsent
     start, damage = 0, list[str]()
     for step in reversed(saved_steps(workdir)):
         if not (found := find_damage(workdir, step)):
@@ -164,16 +166,23 @@ def describe_results(workdir: Path, scores: dict[str, float], clock: StepClock) 
     return f"time: {spent}\n{line}\nsee loss.png and samples.txt in {workdir}"
 
 
-@distributed.only_first
-def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> dict[str, float]:
+def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> dict[str, float] | None:
     """Locks the directory, writes a start's files, and returns the seconds so far, by phase."""
-    lock(workdir, start)
+    seconds = _begin(workdir, config, dataset, start)
+    distributed.from_first(0)  # the directory is locked
     for step in saved_steps(workdir):
         if step > start or find_damage(workdir, step, ("metrics",)):
             (workdir / "damaged").mkdir(exist_ok=True)
             target = workdir / "damaged" / f"{step}-{time.time_ns()}"
-            (workdir / "checkpoints" / str(step)).rename(target)
-            warn(f"the checkpoint of step {step} is now {target}")
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                (workdir / "checkpoints" / str(step)).rename(target)
+                warn(f"the checkpoint of step {step} is now {target}")
+    return seconds
+
+
+@distributed.only_first
+def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> dict[str, float]:
+    lock(workdir, start)
     (workdir / "samples.txt").unlink(missing_ok=True)  # of an earlier end: see `is_finished`
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
