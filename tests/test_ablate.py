@@ -85,6 +85,7 @@ def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
     ("vary", "message"),
     [
         ("optim.name", "names no values"),
+        ("train.num_steps=60,80", "follows from --equal"),
         ("optm.name=lion", r"optm\.name"),
         ("optim.name=muonn", r"the arm optim\.name=muonn cannot work"),
         ("seed=1,2", "--seeds"),

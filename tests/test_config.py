@@ -142,7 +142,7 @@ WRONG = [  # options and a word of the message
     ("train.context_schedule='0=8,1=1024' train.batch_schedule='0=1'", "8 tokens"),
     ("train.window_schedule='9=2048'", "window"),
     ("train.context_schedule='0=100'", "100"),
-    ("train.window_schedule='9=64' train.num_steps=9", "last one"),
+    ("train.window_schedule='9=64' train.num_steps=9", "past the end"),
     ("loss.ahead='1.2.3'", "ahead"),
     ("train.context_schedule='9=512' data.packing='bos'", "bos"),
     ("optim.layer_rates='wte'", "layer_rates"),

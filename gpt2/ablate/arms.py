@@ -89,7 +89,7 @@ def _read_axis(text: str) -> list[Value]:
     """Reads `OPTION=VALUE,...`."""
     name, _, rest = text.partition("=")
     values = next(csv.reader([rest]), [])
-    refuse(not values or not all(values), f"{text} names no values", "Write OPTION=VALUE,...")
+    refuse(not values or not all(values), f"{text} names no values", "Write OPTION=VALUE1,VALUE2")
     if name in (_RECIPE, _CODE):
         return [{name: value} for value in values]
     return [_read_value(f"{name}={value}") for value in values]
@@ -97,10 +97,10 @@ def _read_axis(text: str) -> list[Value]:
 
 def _read_value(text: str) -> Value:
     """Reads `OPTION=VALUE`, and `+OPTION=VALUE` behind it."""
-    settings = re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text)
-    pairs = [setting.split("=", 1) for setting in settings]
+    pairs = [each.split("=", 1) for each in re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text)]
     options = {name: read_option(name, value) for name, value in pairs}
     refuse("seed" in options, "seed cannot be varied", "Use --seeds=N")
+    refuse("train.num_steps" in options, "train.num_steps follows from --equal", "Use --budgets")
     return options
 
 

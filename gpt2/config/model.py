@@ -36,7 +36,7 @@ class ModelConfig(Options, group="model"):
         refuse("window_pattern" in given and not self.window, "window_pattern needs model.window")
         refuse(not pattern or set(pattern) - {"S", "L"}, "model.window_pattern has other than S, L")
         hides = "S" in pattern and self.window < self.context_length
-        refuse(self.window and not hides, "model.window hides nothing from any layer")
+        refuse(self.window and not hides, f"model.window={self.window} hides nothing")
         drops = self.dropout and self.attention not in ("auto", "reference")
         refuse(drops, f"model.attention={self.attention} has no weights for model.dropout to drop")
         wants_two = self.norm_position == "post" or self.hyper_connections

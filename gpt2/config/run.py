@@ -200,7 +200,7 @@ class Config(Options, group=""):
         moved = train.context_schedule or train.batch_schedule * (data.packing == "pad")
         refuse(moved and data.packing != "concat", f"data.packing={data.packing} keeps its shapes")
         pieces = self.shapes.pieces
-        refuse(max(pieces) >= train.num_steps, "a schedule names steps after the last one")
+        refuse(max(pieces) >= train.num_steps, f"a schedule names step {max(pieces)}, past the end")
         for start, shape in pieces.items() if any(getattr(train, n) for n in SCHEDULES) else ():
             self.at(shape)  # which refuses what no run may have
             length, done = shape.context_length, self.shapes.tokens(start)
