@@ -35,8 +35,8 @@ published losses lie at other steps: telemetry/plots.py, recipes -k as_much
     - steps = points[:, 0] / per_step
     + steps = points[:, 0] / last
 a guard keeps NaN and Inf: training/guard.py, guard -k never_been
-    - goes_on = finite & (
-    + goes_on = (
+    - keep = finite & (
+    + keep = (
 a skipped step keeps its moments: training/steps.py, guard -k never_been
     - return state.params, state.opt_state, jax.tree.map(
     + return state.params, take()[1], jax.tree.map(
