@@ -234,6 +234,8 @@ def bucket(monkeypatch):
         monkeypatch.setenv(f"AWS_{name}", value)
     s3fs.S3FileSystem.clear_instance_cache()  # which hold another server's address
     bucket = s3fs.S3FileSystem(use_listings_cache=False)
+    if bucket.exists("bucket"):  # what moto holds outlives its server
+        bucket.rm("bucket", recursive=True)
     bucket.mkdir("bucket")
     yield bucket
     server.stop()
