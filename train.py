@@ -80,6 +80,8 @@ def main() -> int:
     # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
     start = folder.find_start(workdir)
     if folder.is_finished(workdir, config, start):
+        line = f"{workdir} is finished at step {start}; raise --config.train.num_steps to continue"
+        distributed.only_first(tell)(line, sys.stdout)
         with mirror:
             return 0
     state = None if start else first_state(program, dataset)

@@ -233,9 +233,12 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     if spec is not None and spec.origin is not None:
         base = str(Path(spec.origin).parent / "data")
     try:
-        (vocab, sha), (encoder, other_sha) = GPT2_FILES.items()
-        files_there = f"{base}/{vocab}", f"{base}/{encoder}"
-        ranks = data_gym_to_mergeable_bpe_ranks(*files_there, sha, other_sha)
+        ranks = data_gym_to_mergeable_bpe_ranks(
+            f"{base}/vocab.bpe",
+            f"{base}/encoder.json",
+            GPT2_FILES["vocab.bpe"],
+            GPT2_FILES["encoder.json"],
+        )
     except (OSError, ValueError) as error:  # network and hash errors
         raise UserError(
             f"GPT-2's vocabulary cannot be read from {base} ({type(error).__name__})",

@@ -27,7 +27,7 @@ from gpt2.config import Config, flatten, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, data_root, refuse_other
 from gpt2.data.tokenizer import is_path
-from gpt2.errors import UserError, refuse, tell, warn
+from gpt2.errors import UserError, refuse, warn
 from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, metrics
 from gpt2.telemetry.reference import read_reference
@@ -148,12 +148,9 @@ def _find_start(workdir: Path) -> int:
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
-    """Says whether a run stands at its last step and has written its last file, the samples."""
+    """Returns whether a run stands at its last step and has written its last file, the samples."""
     ends = start == config.train.num_steps and (workdir / "samples.txt").exists()
-    line = f"{workdir} is finished at step {start}; raise --config.train.num_steps to continue"
-    if ends := bool(distributed.from_first(ends)):
-        distributed.only_first(tell)(line, sys.stdout)
-    return ends
+    return bool(distributed.from_first(ends))
 
 
 def describe_results(workdir: Path, scores: dict[str, float], clock: StepClock) -> str:
