@@ -29,7 +29,6 @@ from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.power import same_difference
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
-from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import _share, reach_table, sizes_table
 from gpt2.ablate.terms import at_sizes, choose_score, equalize, flops, step_flops
@@ -625,38 +624,6 @@ def test_budgets_are_tokens_per_parameter_of_the_baseline():
     assert names(alone)[1:] == ["4x128@5,optim.name=lion"] and alone[0].config.model == BASE.model
 
 
-def test_a_power_law_and_what_it_saves_are_found():
-    flops = np.repeat([1e12, 1e13, 1e14], 3)
-    noise = 1 + 1e-4 * np.random.default_rng(0).standard_normal(len(flops))
-    fit = fit_power_law(flops, 20 * flops**-0.05 * noise)
-    assert abs(-fit.slope - 0.05) < fit.error < 1e-3
-    loss = math.exp(fit.height + fit.slope * (math.log(1e15) - fit.middle))
-    np.testing.assert_allclose(loss, 20 * 1e15**-0.05, rtol=1e-3)
-
-    # An arm that needs 0.7 of the compute for the same loss.
-    arm = fit_power_law(flops, 20 * (flops / 0.7) ** -0.05 * noise)
-    middle, low, high = compute_to_match(fit, arm, 1e14)
-    assert low < 0.7 < high and high - low < 0.05
-    np.testing.assert_allclose(middle, 0.7, rtol=1e-3)
-    # Where its loss does not fall, or may not, no compute is known to reach the baseline's.
-    rising = dataclasses.replace(arm, slope=0.01)
-    assert np.isnan(compute_to_match(fit, rising, 1e14)).all()
-    unsure = dataclasses.replace(arm, slope_error=0.05)
-    assert np.isnan(compute_to_match(fit, unsure, 1e14)).all()
-
-
-@pytest.mark.parametrize("num", [1, 3, 5])
-def test_the_interval_of_compute_holds_the_truth_at_95_percent(num):
-    rng, held = np.random.default_rng(0), 0
-    flops = np.repeat([1e12, 8e12, 27e12], num)
-    for _ in range(400):
-        losses = 5 * flops**-0.08 * np.exp(0.004 * rng.standard_normal((2, len(flops))))
-        laws = [fit_power_law(flops, each) for each in losses]
-        _, low, high = compute_to_match(*laws, flops[-1])
-        held += low < 1 < high
-    assert stats.binomtest(held, 400, 0.95).pvalue > 0.01
-
-
 def test_one_difference_at_two_sizes_has_welchs_t_test():
     rng = np.random.default_rng(0)
     first, second = rng.normal(0, 1, 4), rng.normal(1, 3, 6)
@@ -665,7 +632,7 @@ def test_one_difference_at_two_sizes_has_welchs_t_test():
     assert same_difference(*map(np.array, numbers)) == pytest.approx(expected)
 
 
-def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
+def test_the_report_compares_at_each_size(tmp_path):
     sizes = ["2x64", "4x128", "6x192"]
     scaled = at_sizes(arms("optim.name=lion,muon"), sizes, [])
     sweep = dataclasses.replace(sweep_in(tmp_path), arms=tuple(scaled)).with_choices()
@@ -679,8 +646,6 @@ def test_the_report_compares_at_each_size_and_draws_the_law(tmp_path):
     text = report_of(sweep)
     row = re.compile(r"^\| \dx\d+,optim\.name=lion \| 3 .* worse \|$", re.MULTILINE)
     assert len(row.findall(text)) == 3
-    law = r"^\| optim\.name=lion \| .* to .* \| 0\.\d+ ± .* \| (\S+) \("
-    assert float(re.search(law, text, re.MULTILINE)[1]) > 1.2
     assert (tmp_path / "sizes.png").exists()
     assert re.search(r"^\| optim\.name=lion \|( \+0\.\d+ \(.* worse \|){3} agree \| ", text, re.M)
     muon = r"^\| optim\.name=muon \| -.* better \| .* worse \| DISAGREE \| \S+e-\d+ \|$"

@@ -1,5 +1,6 @@
 """Batches: functions of (seed, step), every window once an epoch, every token once a validation."""
 
+import dataclasses
 import time
 from types import SimpleNamespace
 
@@ -42,13 +43,6 @@ def counting(make):
     return make(np.arange(5000), np.arange(101))
 
 
-def _epoch(loader, epoch):
-    """The rows of one epoch, where batches do not straddle epochs."""
-    steps, rest = divmod(loader.sources[""].num_rows, len(loader.batch(0)["tokens"]))
-    assert rest == 0
-    return [loader.batch(step) for step in range(epoch * steps, (epoch + 1) * steps)]
-
-
 def test_batch_has_the_static_shape_and_shifted_targets(counting):
     loader = TrainLoader(counting, batch_size=4, context_length=16, seed=0)
     batch = loader.batch(3)
@@ -59,14 +53,18 @@ def test_batch_has_the_static_shape_and_shifted_targets(counting):
     np.testing.assert_array_equal(np.diff(batch["tokens"], axis=1), 1)
 
 
-def test_an_epoch_visits_every_window_once(counting):
-    loader = TrainLoader(counting, batch_size=7, context_length=16, seed=0)
-    assert loader.sources[""].num_rows == 311
-    loader = TrainLoader(counting, batch_size=311, context_length=16, seed=0)
+@pytest.mark.parametrize("block, size, num_orders", [(0, 311, 3), (1000, 63, 15)])
+def test_an_epoch_visits_every_window_once(counting, block, size, num_orders):
+    """With `block`, of tokens, it visits one block of windows, of that size, after another."""
+    dataset, orders = dataclasses.replace(counting, block=block), set()
+    loader = TrainLoader(dataset, batch_size=311, context_length=16, seed=0)
     for epoch in range(3):
-        starts = np.sort(np.concatenate([b["tokens"][:, 0] for b in _epoch(loader, epoch)]))
-        np.testing.assert_array_equal(np.diff(starts), 16)
-        assert len(starts) == 311
+        starts = loader.batch(epoch)["tokens"][:, 0]
+        order = (starts - starts.min()) // 16
+        assert sorted(order) == [*range(311)] == [*range(loader.sources[""].num_rows)]
+        np.testing.assert_array_equal(order // size, np.arange(311) // size)
+        orders |= {tuple(each % size) for each in np.split(order, range(size, 311, size))}
+    assert len(orders) == num_orders
 
 
 def test_a_schedule_cuts_the_rows_of_the_same_epochs_into_other_batches(counting):

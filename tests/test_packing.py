@@ -125,7 +125,7 @@ def test_a_mixture_keeps_to_its_weights_and_each_part_visits_its_rows_once(mixtu
 
 def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp_path):
     one, two = (write_words(tmp_path / str(words), 40, words) for words in (60, 250))
-    data = dict(tokenizer="bpe:300", val_fraction=0.1, data_dir=str(tmp_path / "data"))
+    data = dict(tokenizer="byte", val_fraction=0.1, data_dir=str(tmp_path / "data"))
     data |= dict(corpus=f"0.5*text:{one}+1.5*text:{two}", packing="pad")
     options = [f"--config.data.{name}={value}" for name, value in data.items()]
     code, output, error = run(
@@ -143,9 +143,11 @@ def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp
     )
     bits = last["eval/loss"] / np.log(2) / bytes_per_target
     assert last["eval/bits_per_byte"] == pytest.approx(bits)
-    for other, message in ((f"1*text:{tmp_path}/no", "no file"), ("0*synthetic", "no weight")):
+    lacks, unweighed = (dict(corpus=f"1*text:{one}+{n}") for n in ("1*text:/no", "0*synthetic"))
+    made = dict(tokenizer="bpe:300"), "is made from one corpus"
+    for change, message in ((lacks, "no file"), (unweighed, "no weight"), made):
         with pytest.raises(UserError, match=message):
-            prepare.prepare(DataConfig(**data | {"corpus": f"1*text:{one}+{other}"}))
+            prepare.prepare(DataConfig(**data | change))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import shutil
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,9 @@ import pytest
 from gpt2.config import DataConfig
 from gpt2.data import dataset, splits, tokens
 from gpt2.data.corpus import open_corpus
+from gpt2.data.loader import TrainLoader, ValidationLoader
 from gpt2.errors import UserError
+from gpt2.training import Batches
 from tests.forks import run_command
 
 BOOK = """
@@ -109,6 +112,33 @@ def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(tmp_path,
     assert next(calls) < 2000 + 2200  # of 4000 documents
     make("whole")
     assert content_of(tmp_path / "full") == content_of(tmp_path / "whole")
+
+
+def test_batches_are_read_while_later_ones_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.setattr(splits, "SAVED_TOKENS", 10_000)
+    options = dict(corpus="synthetic", tokenizer="byte", shuffle_block=20_000, val_fraction=0.2)
+    data, other = (DataConfig(**options, data_dir=str(tmp_path / n)) for n in ("whole", "part"))
+    whole, allowed = dataset.prepare(data), threading.Semaphore(400)  # of 4000 documents
+    append = tokens.TokenWriter.append
+    slowly = lambda *given: allowed.acquire() and append(*given)  # noqa: E731
+    monkeypatch.setattr(tokens.TokenWriter, "append", slowly)
+    part = dataset.prepare(other, ahead=True)
+    assert part.growth and not whole.growth and whole.describe() != part.describe()
+    assert part.describe()["keys"] == whole.keys
+    shape = dict(batch_size=16, context_length=100)
+    one, other = (TrainLoader(each, seed=1, **shape) for each in (whole, part))
+    held, out = (ValidationLoader(each, num_batches=3, **shape) for each in (whole, part))
+    assert len(out) == 3 and not out.is_whole
+    np.testing.assert_equal(out.batch(2), held.batch(2))
+    for step in range(12):  # of the first block, all of it
+        np.testing.assert_equal(other.batch(step), one.batch(step))
+    assert other.epochs(12)[""] < 1 and not part.growth.whole.done()
+    assert Batches.phase.fget(SimpleNamespace(dataset=part)) == "preparation"  # which may last
+    allowed.release(10**6)
+    for step in range(12, 2 * one.sources[""].num_rows // 16, 9):
+        np.testing.assert_equal(other.batch(step), one.batch(step))
+    assert part.whole().describe() == whole.describe() and other.epochs(step) == one.epochs(step)
+    assert part.targets_per_byte == whole.targets_per_byte
 
 
 def test_a_corpus_can_be_entered_at_any_document(tmp_path, monkeypatch):

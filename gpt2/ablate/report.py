@@ -53,7 +53,6 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         "has_curves": has_curves,
         "reach": tables.reach_table(sweep, results),
         "by_size": by_size,
-        "scaling": tables.scaling_table(sweep, results),
         "tuning": tables.tuning_table(sweep),
         "tuning_pictures": _draw_tuning(sweep),
         "broken": broken[["run", "state", "steps", "error"]].astype(str),

@@ -12,11 +12,9 @@ from gpt2.ablate.judge import compared
 from gpt2.ablate.power import same_difference, welch
 from gpt2.ablate.results import amount_to_reach
 from gpt2.ablate.runs import describe
-from gpt2.ablate.scaling import compute_to_match, fit_power_law
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.terms import step_tokens
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict
-from gpt2.utils.text import format_count
 
 
 def verdict_table(by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
@@ -118,38 +116,6 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
         row = {"arm": name, "chosen": describe(choice), "score": f"{score:.4f}", "remark": edge}
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
-
-
-def scaling_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Returns the power law of each change and budget, and what it saves of the baseline's compute.
-
-    Those count that have finished runs at every size, of three or more: fewer show no law.
-    """
-    law = {arm.name: arm.change + "".join(arm.size.partition("@")[1:]) for arm in sweep.arms}
-    baselines = {law[arm.name]: law[group[0].name] for group in sweep.groups() for arm in group}
-    found = [(law[arm.name], compared(results, arm, "finished")) for arm in sweep.arms]
-    lacking = {change for change, rows in found if rows.empty}
-    points: dict[str, list[tuple[float, float]]] = {}
-    for change, rows in found:
-        if change not in lacking and list(law.values()).count(change) > 2:
-            points.setdefault(change, []).extend(zip(rows.flops, rows.score, strict=True))
-    laws = {change: fit_power_law(*zip(*runs, strict=True)) for change, runs in points.items()}
-    table = []
-    for change, fit in laws.items():
-        flops, share = [flops for flops, _ in points[change]], ""
-        if (baseline := baselines[change]) in laws and change != baseline:
-            middle, *ends = compute_to_match(laws[baseline], fit, max(points[baseline])[0])
-            share = f"{_number(middle, '.2f')} {_interval(ends[0], ends[1], '.2f')}"
-        table.append(
-            {
-                "arm": change,
-                "FLOPs": f"{format_count(min(flops))} to {format_count(max(flops))}",
-                "exponent": f"{-fit.slope:.4f} ± {fit.error:.4f}",
-                "off the law": f"{math.expm1(fit.farthest):.1%}",
-                "compute for the baseline's loss": share,
-            }
-        )
-    return pd.DataFrame(table)
 
 
 def _number(value: float, form: str) -> str:

@@ -199,6 +199,8 @@ class Config(Options, group=""):
         refuse(holds, "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1")
         moved = train.context_schedule or train.batch_schedule * (data.packing == "pad")
         refuse(moved and data.packing != "concat", f"data.packing={data.packing} keeps its shapes")
+        in_blocks = data.shuffle_block and data.packing != "concat"
+        refuse(in_blocks, f"data.packing={data.packing} would ignore data.shuffle_block")
         pieces = self.shapes.pieces
         refuse(max(pieces) >= train.num_steps, f"a schedule names step {max(pieces)}, past the end")
         for start, shape in pieces.items() if any(getattr(train, n) for n in SCHEDULES) else ():

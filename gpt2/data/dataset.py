@@ -22,8 +22,9 @@ from typing import Any
 from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
+from gpt2.data.growth import GrowingStream, Growth
 from gpt2.data.own import find_batches
-from gpt2.data.splits import PROGRESS, SPLITS, Documents, training_texts, weave, write_splits
+from gpt2.data.splits import PROGRESS, SPLITS, write_splits
 from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_tokens
 from gpt2.errors import UserError, refuse, tell, warn
 from gpt2.utils import files, stores
@@ -73,6 +74,9 @@ class Dataset:
     dtype: str  # of stored tokens
     mixed: dict[str, tuple[Fraction, "Dataset"]] = dataclasses.field(default_factory=dict)
     own: Callable | None = None  # the user's function that gives batches, where there is no text
+    key: str = ""  # a hash of all that it depends on
+    block: int = 0  # tokens that are shuffled among themselves; 0: all
+    growth: Growth | None = None  # where this is a first part of a corpus
 
     @property
     def parts(self) -> dict[str, tuple[Fraction, "Dataset"]]:
@@ -83,7 +87,8 @@ class Dataset:
     def targets_per_byte(self) -> float | None:
         """Tokens to predict for each byte of held-out text, where parts have their shares."""
         each = [
-            (share, p.splits["validation"].targets_per_byte) for share, p in self.parts.values()
+            (share, part.whole().splits["validation"].targets_per_byte)
+            for share, part in self.parts.values()
         ]
         if any(ratio is None for _, ratio in each):
             return None
@@ -91,23 +96,37 @@ class Dataset:
 
     def open(self, split: str) -> TokenStream:
         """Returns the token stream of `train` or `validation`."""
+        if self.growth:
+            return GrowingStream(self.growth, split)
         return TokenStream(self.shards[split], self.dtype, self.directory)
+
+    def whole(self) -> "Dataset":
+        """Returns the corpus, all of which is prepared then."""
+        return self.growth.whole.result() if self.growth else self
 
     def describe(self) -> dict:
         """Returns what the corpus holds, not where it lies, for a run's data.json."""
-        return {
-            "splits": {name: dataclasses.asdict(split) for name, split in self.splits.items()},
-            "token_crc32": self.token_crc32,
+        facts = {
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
         }
+        if any(part.growth for _, part in self.parts.values()):
+            return facts | {"keys": self.keys}
+        splits = {name: dataclasses.asdict(split) for name, split in self.splits.items()}
+        return facts | {"splits": splits, "token_crc32": self.token_crc32}
+
+    @property
+    def keys(self) -> list[str]:
+        """The hashes of its parts."""
+        return [part.key for _, part in self.parts.values()]
 
 
 def refuse_other(path: Path, dataset: Dataset) -> bool:
     """Refuses a corpus that is not the one of a run's data.json; returns if that tells anything."""
     saved = files.read_sealed(path) or {}
-    found = dataset.describe() if saved else {}
-    if differing := {name for name in found if saved.get(name) != found[name]}:
+    known = dataset.whole() if "splits" in saved else dataset
+    found = known.describe() | {"keys": dataset.keys} if saved else {}
+    if differing := {name for name in saved if name in found and saved[name] != found[name]}:
         other = differing & {"tokenizer", "tokenizer_sha256"}
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
         what = f"{name} names is no longer what {path.parent} was trained on"
@@ -125,23 +144,32 @@ def data_root(data_dir: str) -> Path:
     return stores.copy_of(data_place(data_dir)).absolute()
 
 
-def prepare(data: DataConfig, ray: Any = None) -> Dataset:
-    """Returns the prepared corpus of a config, and prepares it first, maybe by Ray, if need be."""
+def prepare(data: DataConfig, ray: Any = None, *, ahead: bool = False) -> Dataset:
+    """Returns the prepared corpus of a config, and prepares it first, maybe by Ray, if need be.
+
+    `ahead` may return it once a first `data.shuffle_block` is prepared, and a thread goes on.
+    """
     needs_text = data.tokenizer == "char" or data.tokenizer.startswith("bpe:")
     if own := find_batches(data.corpus):
         refuse(needs_text, f"{data.corpus} has no text for data.tokenizer={data.tokenizer}")
         tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
         return Dataset(Path(), tokenizer, {}, {}, {}, "", own=own)
     if shares := read_mixture(data.corpus):
-        path = str(_train_tokenizer(data, shares) if needs_text else data.tokenizer)
-        part = functools.partial(dataclasses.replace, data, tokenizer=path)
-        return _mix({name: (shares[name], prepare(part(corpus=name), ray)) for name in shares})
+        what = f"data.tokenizer={data.tokenizer} is made from one corpus, and this is a mixture"
+        refuse(needs_text, what, "Prepare a part, and name the tokenizer.json of its folder")
+        one = functools.partial(dataclasses.replace, data)
+        each = {name: prepare(one(corpus=name), ray, ahead=ahead) for name in shares}
+        return _mix({name: (shares[name], each[name]) for name in shares})
     corpus = _open_source(data)
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     parts = [FORMAT, corpus.fingerprint, spec, data.val_fraction, data.unique]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
-    place = f"{data_place(data.data_dir)}/{label}-{_hash(parts)}"
+    known: dict[str, Any] = dict(key=_hash(parts), block=data.shuffle_block)
+    place = f"{data_place(data.data_dir)}/{label}-{known['key']}"
     directory = stores.copy_of(place).absolute()
+    if ahead and data.shuffle_block and _find_damage(directory) is not None:
+        growth = Growth(functools.partial(prepare, data, ray), functools.partial(_begun, directory))
+        return dataclasses.replace(growth.wait("train", data.shuffle_block), **known)
     if _find_damage(directory) is not None:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
@@ -160,7 +188,8 @@ def prepare(data: DataConfig, ray: Any = None) -> Dataset:
                 "$GPT2_DATA_DIR name another place",
             ) from error
     stores.push(place, directory)
-    dataset = _load(directory)
+    tree = json.loads((directory / "prepared.json").read_text(encoding="utf-8"))
+    dataset = dataclasses.replace(_load(directory, tree), **known)
     if lost := sum(split.num_lost for split in dataset.splits.values()):
         share = lost / sum(split.num_bytes for split in dataset.splits.values())
         what = f"{share:.2%} of the bytes of {data.corpus} ({lost:,})"
@@ -181,20 +210,6 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
     wrong = len(weights) < len(pairs) or not all(weights.values())
     refuse(wrong, f"data.corpus={spec!r} has a part of no weight, or one twice")
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
-
-
-def _train_tokenizer(data: DataConfig, shares: dict[str, Fraction]) -> Path:
-    """Trains the tokenizer of a mixture on the training text of all parts, once."""
-    corpora = [open_corpus(name) for name in shares]
-    options = [data.tokenizer, data.val_fraction, data.unique, str(shares)]
-    key = _hash([*options, [c.fingerprint for c in corpora]])
-    path = data_root(data.data_dir) / f"{data.tokenizer.replace(':', '-')}-{key}.json"
-    with files.locked(path.with_name(f".{path.name}.lock")):
-        if not path.exists():
-            parts = (Documents(corpus, data).parts() for corpus in corpora)
-            texts = [training_texts(data.tokenizer, each) for each in parts]
-            tokenizers.build(data.tokenizer, weave(texts, [*shares.values()])).save(path)
-    return path
 
 
 def _mix(mixed: dict[str, tuple[Fraction, Dataset]]) -> Dataset:
@@ -233,8 +248,7 @@ def _find_damage(directory: Path) -> str | None:
     return files.find_damage(directory, tree["files"], read=total <= _READ_BYTES) or None
 
 
-def _load(directory: Path) -> Dataset:
-    tree = json.loads((directory / "prepared.json").read_text(encoding="utf-8"))
+def _load(directory: Path, tree: dict[str, Any]) -> Dataset:
     facts = {name: tree[name] for name in ("token_crc32", "shards", "dtype")}
     return Dataset(
         directory=directory,
@@ -244,9 +258,19 @@ def _load(directory: Path) -> Dataset:
     )
 
 
+def _partial(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def _begun(directory: Path) -> Dataset | None:
+    """Returns the part of a corpus that is prepared for good, if any."""
+    tree = files.read_sealed(_partial(directory) / PROGRESS)
+    return _load(_partial(directory), tree) if tree else None
+
+
 def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, ray: Any) -> None:
     """Prepares into a directory of its own, going on where it was cut, and renames that."""
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial = _partial(directory)
     old = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)  # left by a process that stopped halfway
     if not (partial / PROGRESS).exists():

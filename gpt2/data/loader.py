@@ -6,6 +6,7 @@ document's number within the row.
 """
 
 import abc
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -94,7 +95,8 @@ class TrainLoader(_Loader):
             if number:  # else parts of equal size would have one order
                 seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
             rows = PACKINGS[packing](part, length, size, seed)
-            if rows.num_rows < (needed := math.ceil(self._shapes.largest.tokens // length * share)):
+            needed = math.ceil(self._shapes.largest.tokens // length * share)
+            if rows.wait(needed) < needed:
                 tokens = part.splits["train"].num_tokens
                 raise UserError(
                     f"the training split of {tokens} tokens has {rows.num_rows} rows of "
@@ -146,19 +148,25 @@ class ValidationLoader(_Loader):
     """Validation batches, in order: every token but the first is a target exactly once.
 
     The last batch is filled with rows that have nothing to predict. `num_batches` are at most
-    taken, 0: all. `is_whole` tells whether they hold the whole split.
+    taken, 0: all.
     """
 
     def __init__(self, dataset: Dataset, *, num_batches: int = 0, **shape: Any):
         super().__init__(dataset, **shape)
-        self._stream = dataset.open("validation")
-        num_windows = -(-(len(self._stream) - 1) // self._context_length)
-        whole = -(-num_windows // self._batch_size)
-        self._num_batches = min(num_batches, whole) if num_batches else whole
-        self.is_whole = self._num_batches == whole
+        self._stream, self._most = dataset.open("validation"), num_batches or math.inf
+
+    @functools.cached_property
+    def _num_whole(self) -> int:
+        size = self._batch_size * self._context_length
+        return -(-(self._stream.wait((self._most + 1) * size) - 1) // size)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the batches hold the whole split."""
+        return self._most >= self._num_whole
 
     def __len__(self) -> int:
-        return self._num_batches
+        return int(min(self._most, self._num_whole))
 
     def _read(self, place: int, length: int) -> np.ndarray:
         return self._stream.read(place, length + 1)

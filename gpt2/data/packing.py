@@ -25,32 +25,47 @@ LEAST_SHARE = 0.1  # of the rows that a length needs, since each length is compi
 class Rows:
     """The training rows of a corpus, in the order of a run."""
 
-    num_rows: int  # in an epoch
+    wait: Callable[[int], int]  # waits until so many are prepared, or all; returns how many are
     read: Callable[[int], np.ndarray]  # the tokens of a row, at most a batch's length + 1
     length: Callable[[int], int]  # of the batch that begins with a row, in targets
     lengths: Sequence[int]  # that batches may have
     mean_length: float
     note: str = ""  # the share of tokens that is cropped or padded
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows an epoch has, of what is prepared."""
+        return self.wait(0)
+
 
 def concat(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     """Windows of the joined documents, wherever these end; neighbours share one token.
 
     Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
+    Under `data.shuffle_block`, an epoch visits one block of windows after another.
     """
-    stream = dataset.open("train")
-    # One window less than would fit leaves room for the offset.
-    num_rows = max(len(stream) // length - 1, 0)
-    order = shuffled(num_rows, seed)
+    stream, block = dataset.open("train"), -(-dataset.block // length)  # of rows, if not 0
+    order = functools.lru_cache(2)(functools.partial(shuffled, seed=seed))
 
     @functools.lru_cache(8)
     def offset(epoch: int) -> int:
         return int(np.random.default_rng((seed, epoch)).integers(length))
 
-    def read(row: int) -> np.ndarray:
-        return stream.read(offset(row // num_rows) + length * order(row), length + 1)
+    def wait(number: int) -> int:
+        # One window less than would fit leaves room for the offset.
+        return max(stream.wait((number + 2) * length) // length - 1, 0)
 
-    return Rows(num_rows, read, lambda row: length, [length], length)
+    def read(row: int) -> np.ndarray:
+        num_rows = wait(row - row % block + block if block else 0)
+        size = block or num_rows
+        epoch, within = divmod(row, num_rows)  # the first one while there is more to come
+        number, place = divmod(within, size)
+        here = min(size, num_rows - number * size)
+        drawn = epoch * -(-num_rows // size) + number  # blocks before this one
+        place = number * size + order(here)(drawn * here + place)
+        return stream.read(offset(epoch) + length * place, length + 1)
+
+    return Rows(wait, read, lambda row: length, [length], length)
 
 
 def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
@@ -73,7 +88,7 @@ def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
 
     used = int(kept.sum())
     note = f"{1 - used / len(stream):.1%} cropped, {1 - used / room:.1%} padded"
-    return Rows(num_rows, read, lambda row: length, [length], length, note)
+    return Rows(lambda _: num_rows, read, lambda row: length, [length], length, note)
 
 
 def best_fit(sizes: Sequence[int], room: int) -> tuple[list[int], list[int], list[int]]:
@@ -136,7 +151,7 @@ def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
 
     note, lengths = f"{1 - sizes.sum() / room:.1%} padded", np.unique(batch_lengths).tolist()
     each = lambda row: int(batch_lengths[order(row // batch_size)])  # noqa: E731
-    return Rows(len(ranks), read, each, lengths, room / len(ranks), note)
+    return Rows(lambda _: len(ranks), read, each, lengths, room / len(ranks), note)
 
 
 def choose_lengths(sizes: np.ndarray, longest: int) -> list[int]:

@@ -9,10 +9,9 @@ import sys
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -64,7 +63,8 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = N
     done, parts = _resume(directory, documents)
     totals = done["splits"]
     if not done["parts"]:
-        texts = training_texts(data.tokenizer, documents.parts())
+        everything = data.tokenizer == "char"  # of which validation may lack no character
+        texts = (p.text for p in documents.parts() if everything or p.split == "train")
         options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
         build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
     tokenizer = load(directory / "tokenizer.json")
@@ -73,6 +73,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = N
         raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
     writer = TokenWriter(directory, tokenizer.vocab_size)
     writer.shards, writer.crc32 = done["shards"], done["token_crc32"]
+    done["dtype"] = writer.dtype.name
     for name, _, count in itertools.chain(*(shards[-1:] for shards in writer.shards.values())):
         os.truncate(directory / name, count * writer.dtype.itemsize)
     unsaved, num_bytes = 0, sum(total["num_bytes"] for total in totals.values())
@@ -128,23 +129,6 @@ def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], It
     new: dict[str, Any] = dict(document=0, parts=0)  # the last document's number, parts of it
     new |= dict(shards={s: [] for s in SPLITS}, token_crc32=dict.fromkeys(SPLITS, 0))
     return new | {"splits": {s: dict(totals) for s in SPLITS}}, documents.parts()
-
-
-def training_texts(tokenizer: str, parts: Iterable[Part]) -> Iterator[str]:
-    """Yields the text that a tokenizer is made of: that of the training split, for `char` all."""
-    return (part.text for part in parts if tokenizer == "char" or part.split == "train")
-
-
-def weave(texts: Sequence[Iterator[str]], shares: Sequence[Fraction]) -> Iterator[str]:
-    """Yields texts of several sources, by their shares of the characters while all last."""
-    given = dict.fromkeys(range(len(texts)), 0.0)
-    while given:
-        source = min(given, key=given.__getitem__)
-        if (text := next(texts[source], None)) is None:
-            del given[source]
-        else:
-            given[source] += len(text) / shares[source]
-            yield text
 
 
 class Documents:

@@ -61,22 +61,27 @@ class TokenStream:
 
     def __init__(self, shards: Iterable[Shard], dtype: str, directory: Path = Path()):
         kind = np.dtype(dtype)
-        self._shards, self._maps = list[np.ndarray](), list[Any]()
+        views, maps = list[np.ndarray](), list[Any]()
         for name, skip, count in shards:
             path = directory / name
             with reading(path):
                 offset = kind.itemsize * skip
                 mapped = np.memmap(path, kind, "r", offset, shape=(count,))
-                self._shards.append(mapped.view(np.ndarray))  # of which slices are cheap
-                self._maps.append(mapped.base)
-        self._ends = np.cumsum([len(shard) for shard in self._shards])
+                views.append(mapped.view(np.ndarray))  # of which slices are cheap
+                maps.append(mapped.base)
+        self._shards, self._maps = views, maps
+        self._ends = np.cumsum([len(shard) for shard in views])  # last: `len` may be asked now
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._shards else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def wait(self, num_tokens: float) -> int:
+        """Waits until so many tokens, or all, are prepared; returns how many are."""
+        return len(self)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Returns tokens [start, start + length), int32; fewer where the stream ends."""
-        stop = min(start + length, len(self))
+        stop = min(start + length, self.wait(start + length))
         parts: list[np.ndarray] = [np.empty(0, np.int32)]
         while start < stop:
             number = int(np.searchsorted(self._ends, start, side="right"))

@@ -51,6 +51,12 @@ class Batches:
         """Returns the tokens of a step of a shape."""
         return shape.tokens if self.dataset.own else self._train.tokens_of(shape)
 
+    @property
+    def phase(self) -> str:
+        """What a wait for a batch counts as: it may take as long as a preparation."""
+        growths = [part.growth for _, part in self.dataset.parts.values() if part.growth]
+        return "data wait" if all(each.whole.done() for each in growths) else "preparation"
+
     def _read(self, step: int) -> Any:
         rows = self._local_rows(self._shapes.at(step + 1).batch_size)
         return self._put(self._train.batch(step, rows))
@@ -82,7 +88,7 @@ class Batches:
             name: (share, prefetch(partial(read, part), range(number or len(part))))
             for name, (share, part) in self._held_out.items()
         }
-        is_whole = all(loader.is_whole for _, loader in self._held_out.values())
+        is_whole = not number and all(loader.is_whole for _, loader in self._held_out.values())
         return held_out, self.dataset.targets_per_byte if is_whole else None
 
     def examples(self, start: int = 0) -> tuple[dict[Shape, Any], Any]:
@@ -109,6 +115,8 @@ class Batches:
             splits, note = self.dataset.parts[name][1].splits, self._train.sources[name].note
             tokens, held = (format_count(splits[n].num_tokens) for n in ("train", "validation"))
             text = f"{tokens} tokens, seen {epochs:.2g} times; {held} held out"
+            if self.dataset.parts[name][1].growth:
+                text = f"{tokens} tokens so far, {held} held out; more are being prepared"
             lines.append(f"{name}: " * bool(name) + text + f"; {note}" * bool(note))
         return f"\n{'':9}".join(lines) or "batches of its own"
 
