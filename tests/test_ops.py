@@ -359,7 +359,7 @@ def test_the_variants_of_every_platform_equal_the_references(monkeypatch, platfo
     whole = lambda *a: jnp.moveaxis(linear_reference(*a, dtype=dtype), 2, 0)  # noqa: E731
     parts = lambda *a: jnp.stack(linear_parts(*a, dtype=dtype))  # noqa: E731
     assert_equal(parts, whole, (x, kernel, bias), dtype)
-    for kind, mean in (("layernorm", 10.0), ("layernorm", 300.0), ("rmsnorm", 10.0)):
+    for kind, mean in (("layernorm", 10.0), ("layernorm", 100.0), ("rmsnorm", 10.0)):
         if mean < 100 or dtype == "float32":
             test_norm_equals_reference(8, 40, mean, kind, (dtype, dtype))
     huge = jnp.full((1, 1, 40), 3e19, dtype).at[..., -1].set(0.0)  # whose squares overflow

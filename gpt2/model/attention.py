@@ -102,14 +102,8 @@ class Attention(nn.Module):
             gate = Linear(cfg, (D, N), ("embed", "heads"), name="c_gate")(x)
             y = y * jax.nn.sigmoid(constrain(gate, "batch", "length", "heads"))[..., None]
         y = constrain(y, "batch", "length", "heads", "head_size")
-        c_proj = Linear(
-            cfg,
-            (N, H, D),
-            ("heads", "head_size", "embed"),
-            num_contract=2,
-            is_projection=True,
-            name="c_proj",
-        )
+        axes = "heads", "head_size", "embed"
+        c_proj = Linear(cfg, (N, H, D), axes, num_contract=2, is_projection=True, name="c_proj")
         return c_proj(y), cache, first_values
 
     def _project(self, x):
@@ -165,17 +159,9 @@ def spread_attention(
     name = resolve(implementation, *sizes, scoring=scoring, **given)
     heads = "batch", "length", "heads", "head_size"
     others = ("batch", "length"), ("heads",), ("heads",)
-    return attention(
-        q,
-        k,
-        v,
-        implementation=name,
-        scoring=scoring,
-        slopes=slopes,
-        sinks=sinks,
-        map_kernel=lambda kernel: map_devices(kernel, heads, others),
-        **options,
-    )
+    options |= dict(implementation=name, scoring=scoring, slopes=slopes, sinks=sinks)
+    options |= dict(map_kernel=lambda kernel: map_devices(kernel, heads, others))
+    return attention(q, k, v, **options)
 
 
 def without_own(y: jax.Array, v: jax.Array) -> jax.Array:

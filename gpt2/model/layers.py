@@ -64,14 +64,7 @@ class Linear(nn.Module):
         if self.in_parts:
             y: Any = linear_parts(x, kernel, bias, **how)
         else:
-            y = linear(
-                x,
-                kernel,
-                bias,
-                num_contract=contracted,
-                activation=self.activation,
-                **how,
-            )
+            y = linear(x, kernel, bias, num_contract=contracted, activation=self.activation, **how)
         return checkpoint_name(y, "/".join(self.path[-2:]))
 
     def _stddev(self) -> float:
@@ -268,12 +261,6 @@ class MLP(nn.Module):
         if cfg.is_gated:
             gate = Linear(cfg, (D, F), ("embed", "mlp"), name="c_gate")(x)
             hidden = GATES[cfg.activation](gate) * hidden
-        c_proj = Linear(
-            cfg,
-            (F, D),
-            ("mlp", "embed"),
-            is_projection=True,
-            activation=None if cfg.is_gated else ACTIVATIONS[cfg.activation],
-            name="c_proj",
-        )
-        return c_proj(hidden)
+        activation = None if cfg.is_gated else ACTIVATIONS[cfg.activation]
+        how: dict[str, Any] = dict(is_projection=True, activation=activation, name="c_proj")
+        return Linear(cfg, (F, D), ("mlp", "embed"), **how)(hidden)

@@ -45,23 +45,16 @@ def norm_reference(x, scale, bias=None, *, center=True, eps=1e-5, dtype=None):
 
 
 def _norm_fwd(x, scale, bias, center, eps, input_dtype, dtype):
-    one_pass = center and variants().one_pass
     x32 = x.astype(jnp.float32)
-    if one_pass:
+    if center and variants().one_pass:
         mean, variance = _moments(x32)
     else:
         mean = x32.mean(axis=-1, keepdims=True) if center else 0.0
         variance = jnp.square(x32 - mean).mean(axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(variance + eps)
-    shift = mean * inverse if one_pass else mean
-    y = _normed(x32, shift, inverse) * scale
+    y = (x32 - mean) * inverse * scale
     y = (y if bias is None else y + bias).astype(dtype)
-    return y, (bits(x), scale, bias, shift, inverse)
-
-
-def _normed(x, shift, inverse):
-    """Returns normalised rows; in one pass `shift` is the mean times `inverse`."""
-    return x * inverse - shift if variants().one_pass else (x - shift) * inverse
+    return y, (bits(x), scale, bias, mean, inverse)
 
 
 def _moments(x):
@@ -76,11 +69,14 @@ def _moments(x):
 
 
 def _norm_bwd(center, eps, input_dtype, dtype, residuals, dy):
-    x, scale, bias, shift, inverse = residuals
+    x, scale, bias, mean, inverse = residuals
     # The barrier makes XLA compute the normalised rows again (XLA:CPU note 5).
-    x, dy = jax.lax.optimization_barrier((x, dy))
+    if variants().norm_joins:
+        x = jax.lax.optimization_barrier(x)
+    else:
+        x, dy = jax.lax.optimization_barrier((x, dy))
     x = floats(x, input_dtype)
-    normed = _normed(x.astype(jnp.float32), shift, inverse)
+    normed = (x.astype(jnp.float32) - mean) * inverse
     dy = dy.astype(jnp.float32)
     dnormed = dy * scale
     dx = dnormed - normed * (dnormed * normed).mean(axis=-1, keepdims=True)

@@ -22,7 +22,7 @@ class Variants:
     # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6). XLA:TPU
     # would join a sum, or one row, with what else could join the product before (v5e 6 %).
     ones_for_bias: int = 0
-    # 16-bit floats are kept as integers.
+    # 16-bit floats are kept as integers (Zen 3, layers in bfloat16: 2 %).
     bits: bool = False
     # The gradient of the head's table adds up as [D, V], less to transpose than logits.
     head_by_width: bool = False
@@ -31,6 +31,8 @@ class Variants:
     # Sums over rows take two stages, of which the second joins its reader. Sums for the biases of
     # queries, keys, values are one, so are squares of small gradients (H200 3 %).
     joint_sums: bool = False
+    # A norm's derivative joins the product that gives its operand (v5e 3 %).
+    norm_joins: bool = False
     # Products of float32 round their operands; what stands beside one has to come from it.
     rounds_float32: bool = False
 
@@ -45,7 +47,13 @@ _VARIANTS = {
         joint_sums=True,
         rounds_float32=True,
     ),
-    "tpu": Variants(narrow_results=True, apart=True, ones_for_bias=2, rounds_float32=True),
+    "tpu": Variants(
+        narrow_results=True,
+        apart=True,
+        ones_for_bias=2,
+        norm_joins=True,
+        rounds_float32=True,
+    ),
 }
 
 
