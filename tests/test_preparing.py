@@ -26,7 +26,7 @@ import os, signal
 from pathlib import Path
 from gpt2.data import splits
 
-splits.SAVED_TOKENS, splits.PART_CHARACTERS, os.cpu_count = 5000, 500, lambda: 2
+splits.SAVED_TOKENS, splits.PART_CHARACTERS, splits.AHEAD, os.cpu_count = 5000, 500, 0, lambda: 2
 
 def pages():
     edition = Path("edition").read_text()

@@ -29,6 +29,7 @@ from gpt2.utils.text import format_bytes, format_count, format_duration
 
 SPLITS = ("train", "validation")
 PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
+AHEAD = 32  # groups of parts to encode while a save waits for the disk
 WEIGHED = 2**14  # documents; corpora of up to as many are read once more, for their sizes
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
 SECONDS = 10  # between lines that tell how far it is
@@ -182,7 +183,7 @@ def encode_in_parallel(tokenizer: Tokenizer, parts: Iterable[Part], ray: Any) ->
     with open_pool(ray) as (num_workers, submit):
         for group in _groups(parts):
             waiting.append(submit(encode, group))
-            if len(waiting) > 2 * num_workers:
+            if len(waiting) > 2 * num_workers + AHEAD:
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()

@@ -19,12 +19,14 @@ class Variants:
     flat: bool = False
     # Queries, keys and values are a product each: none is copied (H200 2 %, v5e 17 %).
     apart: bool = False
-    # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6). XLA:TPU
-    # would join a sum, or one row, with what else could join the product before (v5e 6 %).
+    # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6), by which
+    # unrolled layers keep 6 % less. XLA:TPU would join a sum, or one row, with what else could join
+    # the product before (v5e 6 %).
     ones_for_bias: int = 0
     # 16-bit floats are kept as integers (Zen 3, layers in bfloat16: 2 %).
     bits: bool = False
-    # The gradient of the head's table adds up as [D, V], less to transpose than logits.
+    # The gradient of the head's table adds up as [D, V], less to transpose than logits (Zen 3, two
+    # layers in float32: 6 %).
     head_by_width: bool = False
     # Statistics of a row, in softmax and norms, take one pass (H200 3 %).
     one_pass: bool = False
