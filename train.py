@@ -59,7 +59,7 @@ def main() -> int:
         check_source(config.train.init_from)
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
-    dataset = prepare(config.data, ahead=True)
+    dataset = prepare(config.data, ahead=jax.process_count() == 1)
     leave_at_interrupt("the same command continues")
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)

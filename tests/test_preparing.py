@@ -123,8 +123,7 @@ def test_batches_are_read_while_later_ones_are_prepared(tmp_path, monkeypatch):
     slowly = lambda *given: allowed.acquire() and append(*given)  # noqa: E731
     monkeypatch.setattr(tokens.TokenWriter, "append", slowly)
     part = dataset.prepare(other, ahead=True)
-    assert part.growth and not whole.growth and whole.describe() != part.describe()
-    assert part.describe()["keys"] == whole.keys
+    assert part.growth and whole.describe().items() > part.describe().items()  # a CRC among them
     shape = dict(batch_size=16, context_length=100)
     one, other = (TrainLoader(each, seed=1, **shape) for each in (whole, part))
     held, out = (ValidationLoader(each, num_batches=3, **shape) for each in (whole, part))

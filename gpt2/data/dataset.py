@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -74,7 +75,6 @@ class Dataset:
     dtype: str  # of stored tokens
     mixed: dict[str, tuple[Fraction, "Dataset"]] = dataclasses.field(default_factory=dict)
     own: Callable | None = None  # the user's function that gives batches, where there is no text
-    key: str = ""  # a hash of all that it depends on
     block: int = 0  # tokens that are shuffled among themselves; 0: all
     growth: Growth | None = None  # where this is a first part of a corpus
 
@@ -87,8 +87,8 @@ class Dataset:
     def targets_per_byte(self) -> float | None:
         """Tokens to predict for each byte of held-out text, where parts have their shares."""
         each = [
-            (share, part.whole().splits["validation"].targets_per_byte)
-            for share, part in self.parts.values()
+            (share, part.splits["validation"].targets_per_byte)
+            for share, part in self.whole().parts.values()
         ]
         if any(ratio is None for _, ratio in each):
             return None
@@ -102,31 +102,27 @@ class Dataset:
 
     def whole(self) -> "Dataset":
         """Returns the corpus, all of which is prepared then."""
+        if self.mixed:
+            return _mix({name: (share, part.whole()) for name, (share, part) in self.mixed.items()})
         return self.growth.whole.result() if self.growth else self
 
     def describe(self) -> dict:
         """Returns what the corpus holds, not where it lies, for a run's data.json."""
-        facts = {
-            "tokenizer": self.tokenizer.name,
-            "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
-        }
-        if any(part.growth for _, part in self.parts.values()):
-            return facts | {"keys": self.keys}
+        tokenizer, parts = self.tokenizer, [part for _, part in self.parts.values()]
+        facts: dict[str, Any] = dict(tokenizer=tokenizer.name)
+        facts["tokenizer_sha256"] = tokenizers.fingerprint(tokenizer)
+        facts["first_crc32"] = [p.open("train").crc32(p.block) for p in parts if p.block]
+        if any(part.growth for part in parts):
+            return facts
         splits = {name: dataclasses.asdict(split) for name, split in self.splits.items()}
         return facts | {"splits": splits, "token_crc32": self.token_crc32}
-
-    @property
-    def keys(self) -> list[str]:
-        """The hashes of its parts."""
-        return [part.key for _, part in self.parts.values()]
 
 
 def refuse_other(path: Path, dataset: Dataset) -> bool:
     """Refuses a corpus that is not the one of a run's data.json; returns if that tells anything."""
     saved = files.read_sealed(path) or {}
-    known = dataset.whole() if "splits" in saved else dataset
-    found = known.describe() | {"keys": dataset.keys} if saved else {}
-    if differing := {name for name in saved if name in found and saved[name] != found[name]}:
+    found = dataset.describe() if saved else {}
+    if differing := {name for name in found if saved.get(name, found[name]) != found[name]}:
         other = differing & {"tokenizer", "tokenizer_sha256"}
         name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
         what = f"{name} names is no longer what {path.parent} was trained on"
@@ -164,12 +160,11 @@ def prepare(data: DataConfig, ray: Any = None, *, ahead: bool = False) -> Datase
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     parts = [FORMAT, corpus.fingerprint, spec, data.val_fraction, data.unique]
     label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
-    known: dict[str, Any] = dict(key=_hash(parts), block=data.shuffle_block)
-    place = f"{data_place(data.data_dir)}/{label}-{known['key']}"
+    place = f"{data_place(data.data_dir)}/{label}-{_hash(parts)}"
     directory = stores.copy_of(place).absolute()
     if ahead and data.shuffle_block and _find_damage(directory) is not None:
-        growth = Growth(functools.partial(prepare, data, ray), functools.partial(_begun, directory))
-        return dataclasses.replace(growth.wait("train", data.shuffle_block), **known)
+        find = functools.partial(_begun, directory, data, time.time_ns())
+        return Growth(functools.partial(prepare, data, ray), find).wait("train", data.shuffle_block)
     if _find_damage(directory) is not None:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
@@ -189,7 +184,7 @@ def prepare(data: DataConfig, ray: Any = None, *, ahead: bool = False) -> Datase
             ) from error
     stores.push(place, directory)
     tree = json.loads((directory / "prepared.json").read_text(encoding="utf-8"))
-    dataset = dataclasses.replace(_load(directory, tree), **known)
+    dataset = _load(directory, tree, data)
     if lost := sum(split.num_lost for split in dataset.splits.values()):
         share = lost / sum(split.num_bytes for split in dataset.splits.values())
         what = f"{share:.2%} of the bytes of {data.corpus} ({lost:,})"
@@ -248,12 +243,13 @@ def _find_damage(directory: Path) -> str | None:
     return files.find_damage(directory, tree["files"], read=total <= _READ_BYTES) or None
 
 
-def _load(directory: Path, tree: dict[str, Any]) -> Dataset:
+def _load(directory: Path, tree: dict[str, Any], data: DataConfig) -> Dataset:
     facts = {name: tree[name] for name in ("token_crc32", "shards", "dtype")}
     return Dataset(
         directory=directory,
         tokenizer=tokenizers.load(directory / "tokenizer.json"),
         splits={name: Split(**tree["splits"][name]) for name in SPLITS},
+        block=data.shuffle_block,
         **facts,
     )
 
@@ -262,10 +258,14 @@ def _partial(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def _begun(directory: Path) -> Dataset | None:
-    """Returns the part of a corpus that is prepared for good, if any."""
-    tree = files.read_sealed(_partial(directory) / PROGRESS)
-    return _load(_partial(directory), tree) if tree else None
+def _begun(
+    directory: Path, data: DataConfig, began: int, split: str, num_tokens: float
+) -> Dataset | None:
+    """Returns what is prepared, if it was told since `began` and has so many tokens of a split."""
+    told = _partial(directory) / PROGRESS
+    tree = files.read_sealed(told) if told.stat().st_mtime_ns > began else None
+    enough = tree and tree["splits"][split]["num_tokens"] >= num_tokens
+    return _load(told.parent, tree, data) if tree and enough else None
 
 
 def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, ray: Any) -> None:

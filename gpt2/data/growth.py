@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Growth:
     """A thread that prepares the `whole`, of which `find` returns the part that is on disk."""
 
-    def __init__(self, prepare: "Callable[[], Dataset]", find: "Callable[[], Dataset | None]"):
+    def __init__(self, prepare: "Callable[[], Dataset]", find: "Callable[..., Dataset | None]"):
         self._find, self.whole = find, Future["Dataset"]()
 
         def run() -> None:
@@ -32,9 +32,8 @@ class Growth:
     def wait(self, split: str, num_tokens: float) -> "Dataset":
         """Returns a part with so many tokens of a split, else the corpus; raises as `prepare`."""
         while not self.whole.done():
-            with contextlib.suppress(OSError):  # it has just been renamed
-                part = self._find()
-                if part and part.splits[split].num_tokens >= num_tokens:
+            with contextlib.suppress(OSError, UserError):  # it has just been renamed
+                if part := self._find(split, num_tokens):
                     return dataclasses.replace(part, growth=self)
             time.sleep(0.2)
         return self.whole.result()

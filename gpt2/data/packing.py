@@ -169,7 +169,8 @@ PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 def document_start(dataset: Dataset, option: str) -> int:
     """Returns the token that opens each document; refuses an option that needs several."""
     eot = dataset.tokenizer.eot
-    if eot is None or dataset.splits["train"].num_documents < 2:
+    few = dataset.splits["train"].num_documents < 2 and dataset.whole().splits["train"]
+    if eot is None or (few and few.num_documents < 2):
         raise UserError(f"{option} needs several documents, and the corpus is one", "Leave it out")
     return eot
 

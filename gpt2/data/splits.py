@@ -123,6 +123,7 @@ def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], It
         parts = documents.parts(done["document"])
         last = deque(itertools.islice(parts, done["parts"]), 1)
         if last and zlib.crc32(last[0].text.encode()) == done["text_crc32"]:
+            (directory / PROGRESS).touch()  # which others may believe
             tell(f"going on after document {done['document']:,}", sys.stdout)
             return done, parts
     (directory / PROGRESS).unlink(missing_ok=True)

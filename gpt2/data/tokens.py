@@ -69,11 +69,12 @@ class TokenStream:
                 mapped = np.memmap(path, kind, "r", offset, shape=(count,))
                 views.append(mapped.view(np.ndarray))  # of which slices are cheap
                 maps.append(mapped.base)
-        self._shards, self._maps = views, maps
-        self._ends = np.cumsum([len(shard) for shard in views])  # last: `len` may be asked now
+        self._maps = maps
+        self._shards = views, np.cumsum([len(shard) for shard in views])  # at once: it may grow
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        _, ends = self._shards
+        return int(ends[-1]) if len(ends) else 0
 
     def wait(self, num_tokens: float) -> int:
         """Waits until so many tokens, or all, are prepared; returns how many are."""
@@ -82,14 +83,21 @@ class TokenStream:
     def read(self, start: int, length: int) -> np.ndarray:
         """Returns tokens [start, start + length), int32; fewer where the stream ends."""
         stop = min(start + length, self.wait(start + length))
-        parts: list[np.ndarray] = [np.empty(0, np.int32)]
+        (shards, ends), parts = self._shards, [np.empty(0, np.int32)]
         while start < stop:
-            number = int(np.searchsorted(self._ends, start, side="right"))
-            shard, end = self._shards[number], int(self._ends[number])
+            number = int(np.searchsorted(ends, start, side="right"))
+            shard, end = shards[number], int(ends[number])
             first = len(shard) - (end - start)
             parts.append(shard[first : first + stop - start])
             start = end
         return np.concatenate(parts, dtype=np.int32)
+
+    def crc32(self, length: int) -> int:
+        """Returns the CRC-32 of the first tokens, as int32."""
+        crc = 0
+        for start in range(0, length, CHUNK):
+            crc = zlib.crc32(self.read(start, min(CHUNK, length - start)).tobytes(), crc)
+        return crc
 
     def count_documents(self, eot: int | None) -> dict[str, int]:
         """Returns how many documents have so many tokens, their end-of-text token included."""
