@@ -200,7 +200,7 @@ class Config(Options, group=""):
         moved = train.context_schedule or train.batch_schedule * (data.packing == "pad")
         refuse(moved and data.packing != "concat", f"data.packing={data.packing} keeps its shapes")
         in_blocks = data.shuffle_block and data.packing != "concat"
-        refuse(in_blocks, f"data.packing={data.packing} would ignore data.shuffle_block")
+        refuse(in_blocks, f"data.shuffle_block is for data.packing=concat, not {data.packing}")
         pieces = self.shapes.pieces
         refuse(max(pieces) >= train.num_steps, f"a schedule names step {max(pieces)}, past the end")
         for start, shape in pieces.items() if any(getattr(train, n) for n in SCHEDULES) else ():

@@ -152,7 +152,8 @@ def prepare(data: DataConfig, ray: Any = None, *, ahead: bool = False) -> Datase
         return Dataset(Path(), tokenizer, {}, {}, {}, "", own=own)
     if shares := read_mixture(data.corpus):
         what = f"data.tokenizer={data.tokenizer} is made from one corpus, and this is a mixture"
-        refuse(needs_text, what, "Prepare a part, and name the tokenizer.json of its folder")
+        how = "Let gpt2.data.prepare make it of a part, and name the tokenizer.json in its folder"
+        refuse(needs_text, what, how)
         one = functools.partial(dataclasses.replace, data)
         each = {name: prepare(one(corpus=name), ray, ahead=ahead) for name in shares}
         return _mix({name: (shares[name], each[name]) for name in shares})

@@ -92,7 +92,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = N
         done["parts"] = 1 + (done["parts"] if part.document == done["document"] else 0)
         done["document"] = part.document
         unsaved += len(tokens)
-        if unsaved >= SAVED_TOKENS:
+        if unsaved >= min(SAVED_TOKENS, max(data.shuffle_block or SAVED_TOKENS, 2**20)):
             unsaved, done["text_crc32"] = 0, zlib.crc32(text)
             files.sync_tree(directory)  # before what says that it is there
             files.write_json(directory / PROGRESS, files.seal(done))
