@@ -1,6 +1,7 @@
 """Batches: functions of (seed, step), every window once an epoch, every token once a validation."""
 
 import dataclasses
+import multiprocessing
 import time
 from types import SimpleNamespace
 
@@ -178,3 +179,13 @@ def test_errors_while_prefetching_reach_the_consumer():
     with pytest.raises(ValueError, match="broken record"):
         next(batches)
     assert list(batches) == []
+
+
+def test_workers_that_the_thread_forks_end_well():
+    def make(step):  # as torch's DataLoader does
+        worker = multiprocessing.get_context("fork").Process(target=int)
+        worker.start()
+        worker.join()
+        return worker.exitcode
+
+    assert list(prefetch(make, range(3))) == [0, 0, 0]

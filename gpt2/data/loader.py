@@ -8,9 +8,10 @@ document's number within the row.
 import abc
 import functools
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, thread
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +22,8 @@ from gpt2.data.dataset import Dataset
 from gpt2.data.packing import PACKINGS, Rows, document_start
 from gpt2.errors import UserError
 
+# A worker that the thread of `prefetch` forks would join that thread at its end, and fail.
+os.register_at_fork(after_in_child=thread._threads_queues.clear)  # type: ignore[attr-defined]
 IGNORED = -1
 ALL_ROWS = slice(None)
 
