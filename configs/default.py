@@ -193,8 +193,8 @@ def get_config() -> ConfigDict:
             tokenizer="gpt2",  # gpt2, byte, char, bpe:SIZE, or a path to a tokenizer.json
             end_of_text="",  # token between documents, if a tokenizer.json names none or another
             data_dir="",  # prepared corpora; empty: $GPT2_DATA_DIR, else ~/.cache/gpt2-jax
-            shuffle_block=0,  # tokens, by whose blocks an epoch goes on; a run then begins once the
-            # first is prepared, while the others are; 0: all are shuffled at once
+            shuffle_block=0,  # tokens; an epoch visits one such block after another, and a run may
+            # begin once the first is prepared. 0: one block
             unique=False,  # drop each document whose text came before in the corpus
             batch_size=480,  # sequences per optimizer step, over all devices and micro-batches
             val_fraction=0.005,  # share held out for validation; docs/data.md says of what
