@@ -55,10 +55,11 @@ def open_pool(ray: Any) -> Iterator[tuple[int, Callable[..., Future]]]:
     Ray repeats what a lost node had. Threads suffice where calls release the interpreter lock.
     """
     if not ray:
-        number = os.cpu_count() or 1
+        number, interval = os.cpu_count() or 1, sys.getswitchinterval()
         sys.setswitchinterval(2e-4)  # seconds for which they wait for the lock, less than 5e-3
         with ThreadPoolExecutor(number) as pool:
             yield number, pool.submit
+        sys.setswitchinterval(interval)  # a run may follow
         return
     task = functools.cache(ray.remote(max_retries=-1))
     number = int(ray.cluster_resources().get("CPU", 1))
