@@ -28,17 +28,28 @@ from gpt2.utils.stores import writing
 def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_source()
-    names = f"Any of validation, {', '.join(TASKS)}, with its directory as NAME:DIRECTORY."
+    names = (
+        f"Any of validation, {', '.join(TASKS)}, with its directory as NAME:DIRECTORY."
+    )
     flags.DEFINE_list("tasks", ["validation"], names)
-    flags.DEFINE_string("task_dir", "", "Directory of tasks that are given without one.")
     flags.DEFINE_string(
-        "corpus", "", "Corpus whose validation split to score, as data.corpus; empty: the run's."
+        "task_dir", "", "Directory of tasks that are given without one."
+    )
+    flags.DEFINE_string(
+        "corpus",
+        "",
+        "Corpus whose validation split to score, as data.corpus; empty: the run's.",
     )
     flags.DEFINE_float(
-        "val_fraction", None, "Share of --corpus to score, 1 for all; if not given, the run's."
+        "val_fraction",
+        None,
+        "Share of --corpus to score, 1 for all; if not given, the run's.",
     )
     flags.DEFINE_integer(
-        "stride", 0, "Tokens that a sliding window moves; 0: half of the context.", lower_bound=0
+        "stride",
+        0,
+        "Tokens that a sliding window moves; 0: half of the context.",
+        lower_bound=0,
     )
     flags.DEFINE_string("output", None, "JSON file to write the figures to.")
 
@@ -46,12 +57,15 @@ def define_flags() -> None:
 def main() -> None:
     """Scores the tasks that the flags name, prints the figures and writes them to `--output`."""
     args = flags.FLAGS
-    tasks = [find_task(spec, args.task_dir) for spec in args.tasks if spec != "validation"]
+    tasks = [
+        find_task(spec, args.task_dir) for spec in args.tasks if spec != "validation"
+    ]
     data = None
     if "validation" in args.tasks:
         data = validation_data(args.workdir, args.hf, args.corpus, args.val_fraction)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
-    scorer, began = Scorer(cfg, params), time.perf_counter()
+    scorer = Scorer(cfg, params)
+    began = time.perf_counter()
     figures = validation(scorer, tokenizer, data) if data else []
     for name, path in tasks:
         figures += run_task(name, scorer, tokenizer, path, args.stride)

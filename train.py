@@ -31,7 +31,14 @@ from gpt2.parallel import StopSignal, distributed, find_devices, gather_whole
 from gpt2.plan import command as plan
 from gpt2.profile import Profiler
 from gpt2.telemetry import Reporter, StepClock, plot_losses
-from gpt2.training import Batches, Checkpointer, Diagnosis, Program, TrainState, next_token_loss
+from gpt2.training import (
+    Batches,
+    Checkpointer,
+    Diagnosis,
+    Program,
+    TrainState,
+    next_token_loss,
+)
 from gpt2.training import workdir as folder
 
 
@@ -45,7 +52,8 @@ def define_flags() -> None:
 def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
-    config, args = cli.parse_config(), flags.FLAGS
+    config = cli.parse_config()
+    args = flags.FLAGS
     if args.debug:
         jax.config.update("jax_disable_most_optimizations", True)
     if plan.is_asked():
@@ -87,11 +95,15 @@ def main() -> int:
     state = None if start else first_state(program, dataset)
     before = folder.begin(workdir, config, dataset, start)
     clock = StepClock.for_run(config, batches.tokens_of, before)
-    checkpointer = Checkpointer(workdir, config.train.keep_checkpoints, config.train.keep_every)
+    checkpointer = Checkpointer(
+        workdir, config.train.keep_checkpoints, config.train.keep_every
+    )
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program.state_shapes)
     with mirror:  # which sends a URL what the run writes in its folder
-        return train(program, batches, tasks, workdir, checkpointer, clock, state, start)
+        return train(
+            program, batches, tasks, workdir, checkpointer, clock, state, start
+        )
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
@@ -113,7 +125,8 @@ def train(
     start: int,
 ) -> int:
     """Runs the steps after `start`, writes the run's files and returns the exit code."""
-    config, options = program.config, program.config.train
+    config = program.config
+    options = program.config.train
 
     # Compile once for each shape of the run's steps, while the devices still draw the weights.
     distributed.only_first(tell)("compiling the steps", sys.stdout)
@@ -127,15 +140,20 @@ def train(
     def score(num_batches: int = 0) -> dict[str, float]:
         """Scores the newest state, which is never saved if it has diverged."""
         with clock.phase("validation"):
-            scores = validate(eval_step, state.eval_params, *batches.validation(num_batches))
+            scores = validate(
+                eval_step, state.eval_params, *batches.validation(num_batches)
+            )
         if not math.isfinite(scores["eval/loss"]):
             raise DivergedError(step, "the validation loss is", before=False)
         return scores
 
     # Loop: metrics are read a step late, so that the devices never wait for the host.
-    step, scores = start, {}
+    step = start
+    scores = {}
     reporter = Reporter.for_run(config, clock, workdir, start)
-    profiler = Profiler(workdir / "profile", config.logging, partial(program.traced_text, steps))
+    profiler = Profiler(
+        workdir / "profile", config.logging, partial(program.traced_text, steps)
+    )
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
     stop = StopSignal()
@@ -151,7 +169,8 @@ def train(
                 state, metrics = train_step(state, batch)
                 reporter.step(step, metrics, batches.epoch_end(step), norms)
 
-                stops, validates = stop.reached(step), options.is_due(step, options.eval_every)
+                stops = stop.reached(step)
+                validates = options.is_due(step, options.eval_every)
                 saves = stops or options.is_due(step, options.checkpoint_every)
                 if validates or saves:
                     reporter.catch_up()
@@ -159,7 +178,9 @@ def train(
                 if validates:
                     reporter.write(step, scores)
                     saves = checkpointer.improves(scores["eval/loss"]) or saves
-                if options.eval_tasks and options.is_due(step, options.eval_tasks_every):
+                if options.eval_tasks and options.is_due(
+                    step, options.eval_tasks_every
+                ):
                     reporter.catch_up()
                     with clock.phase("tasks"):
                         reporter.write(step, tasks.score(state.eval_params))
@@ -181,7 +202,9 @@ def train(
 
     # Finish: the files that a person looks at.
     if checkpointer.failure:
-        raise UserError(checkpointer.failure, "Mend that, and repeat the command", exit_code=5)
+        raise UserError(
+            checkpointer.failure, "Mend that, and repeat the command", exit_code=5
+        )
     if stop.requested and stop.is_agreed:
         by = stop.requested.name
         tell(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
@@ -189,7 +212,9 @@ def train(
     params = gather_whole(state.eval_params, program.backend.mesh)
     if jax.process_index() == 0:
         plot_losses(workdir, clock.shares(), config.logging.reference)
-        write_samples(workdir, params, config.gpt(), batches.dataset.tokenizer, config.seed)
+        write_samples(
+            workdir, params, config.gpt(), batches.dataset.tokenizer, config.seed
+        )
         tell(folder.describe_results(workdir, scores, clock), sys.stdout)
     return 0
 

@@ -12,7 +12,10 @@ _CODE = re.compile(r"\]\((?:\.\./)?([\w./]+\.py)\)")
 def on_files(files: Files, config) -> Files:
     """Adds README.md as the first page, and a page for each file of code."""
     pages = {"index.md": (ROOT / "README.md").read_text("utf-8")}
-    texts = [*pages.values(), *(file.content_string for file in files.documentation_pages())]
+    texts = [
+        *pages.values(),
+        *(file.content_string for file in files.documentation_pages()),
+    ]
     for name in sorted({name for text in texts for name in _CODE.findall(text)}):
         head = "---\nhide: [toc]\nsearch: {exclude: true}\n---\n"
         code = (ROOT / name).read_text("utf-8")

@@ -23,7 +23,15 @@ OPTIMIZERS = {
 
 # The names to choose from, for options that have a fixed set of them.
 CHOICES = {
-    "model.activation": ("gelu_tanh", "gelu", "relu", "relu_squared", "silu", "swiglu", "geglu"),
+    "model.activation": (
+        "gelu_tanh",
+        "gelu",
+        "relu",
+        "relu_squared",
+        "silu",
+        "swiglu",
+        "geglu",
+    ),
     "model.norm": ("layernorm", "rmsnorm"),
     "model.norm_position": ("pre", "post", "sandwich"),
     "model.position": ("learned", "rope", "sinusoidal", "alibi", "none"),
@@ -34,7 +42,14 @@ CHOICES = {
     "precision.compute": ("float32", "bfloat16", "float16"),
     "precision.logits": ("float32", "bfloat16"),
     "optim.name": tuple(OPTIMIZERS),
-    "optim.schedule": ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise"),
+    "optim.schedule": (
+        "cosine",
+        "linear",
+        "constant",
+        "wsd",
+        "inverse_sqrt",
+        "piecewise",
+    ),
     "optim.orthogonalize": ("newton_schulz", "polar_express"),
     "optim.cautious": ("none", "updates", "decay", "both"),
     "data.packing": ("concat", "bos", "pad"),
@@ -55,7 +70,12 @@ RANGES = {
     "seed": "[0, 4294967295]",  # keys hold 32 bits of a seed; larger ones would repeat
     **dict.fromkeys(
         (
-            *("model.context_length", "model.num_layers", "model.num_heads", "model.embed_dim"),
+            *(
+                "model.context_length",
+                "model.num_layers",
+                "model.num_heads",
+                "model.embed_dim",
+            ),
             *("model.mlp_ratio", "data.batch_size", "optim.precondition_every"),
             *("train.num_steps", "train.accumulate_steps", "train.log_every"),
             *("train.keep_checkpoints", "memory.scan_unroll", "parallel.cpu_devices"),
@@ -115,7 +135,9 @@ def _group(options: dict) -> ConfigDict:
 def get_config() -> ConfigDict:
     """Returns the full tree of options."""
     config = _group({})
-    config.seed = 0  # below 2**32; data order, initialisation, dropout and samples follow from it
+    config.seed = (
+        0  # below 2**32; data order, initialisation, dropout and samples follow from it
+    )
 
     config.model = _group(
         dict(

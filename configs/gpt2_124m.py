@@ -20,8 +20,14 @@ from ml_collections import ConfigDict
 
 from configs import default
 
-_FEW_KERNELS = {"memory.scan_layers": True, "memory.scan_unroll": 12}  # docs/performance.md
-_TURING = {"precision.compute": "float16", "model.attention": "xla"}  # no bfloat16, no flash
+_FEW_KERNELS = {
+    "memory.scan_layers": True,
+    "memory.scan_unroll": 12,
+}  # docs/performance.md
+_TURING = {
+    "precision.compute": "float16",
+    "model.attention": "xla",
+}  # no bfloat16, no flash
 # Machines by the names of --plan_chips: devices, sequences that each takes at a time, options.
 MACHINES = {
     "v3-8": (8, 4, {}),
@@ -51,7 +57,9 @@ def get_config(machine: str = "") -> ConfigDict:
     config.data.update(corpus="tokens:fineweb10B/*.bin", batch_size=512)
     config.optim.update(end_learning_rate=0.0, warmup_steps=700)
     # llm.c validates on the first 20 batches of the split.
-    config.train.update(num_steps=18_865, accumulate_steps=parts, eval_batches=20 * parts)
+    config.train.update(
+        num_steps=18_865, accumulate_steps=parts, eval_batches=20 * parts
+    )
     config.logging.reference = "llmc-124m"
     config.update_from_flattened_dict(options)
     return config

@@ -24,10 +24,19 @@ def get_config() -> ConfigDict:
     """Returns the options."""
     config = default.get_config()
     config.model.update(
-        context_length=256, num_layers=6, num_heads=6, embed_dim=384, dropout=0.2, bias=False
+        context_length=256,
+        num_layers=6,
+        num_heads=6,
+        embed_dim=384,
+        dropout=0.2,
+        bias=False,
     )
-    config.data.update(corpus="text:input.txt", tokenizer="char", batch_size=64, val_fraction=0.1)
-    config.optim.update(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=100, beta2=0.99)
+    config.data.update(
+        corpus="text:input.txt", tokenizer="char", batch_size=64, val_fraction=0.1
+    )
+    config.optim.update(
+        learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=100, beta2=0.99
+    )
     config.train.update(num_steps=5000, eval_every=250, checkpoint_every=250)
     config.parallel.cpu_devices = 2
     return config

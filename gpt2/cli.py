@@ -17,7 +17,6 @@ from gpt2.errors import (
     exit_on_user_error,
     leave_at_interrupt,
     raise_at_interrupt,
-    refuse,
 )
 
 
@@ -44,7 +43,9 @@ def run(
         known = set(flags.FLAGS)
         define_flags()
         for name in set(flags.FLAGS) - known:
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])  # for --help
+            flags.FLAGS.register_key_flag_for_module(
+                sys.argv[0], flags.FLAGS[name]
+            )  # for --help
     if default_config and not any(re.match("--?config(=|$)", arg) for arg in sys.argv):
         path = Path(__file__).parents[1] / "configs" / f"{default_config}.py"
         sys.argv.insert(1, f"--config={path}")  # where ml_collections looks, too
@@ -53,13 +54,18 @@ def run(
         _, *arguments = parse_flags(argv)
         named = arguments[: bool(commands)]
         missing = commands and not {*named} & {*commands}
-        refuse(missing, f"a command is missing: one of {', '.join(commands)}")
+        if missing:
+            raise UserError(f"a command is missing: one of {', '.join(commands)}")
         if len(arguments) > len(named) and not takes_files:
-            raise UserError(f"{arguments[-1]} is not a flag", "Write options as --name=value")
+            raise UserError(
+                f"{arguments[-1]} is not a flag", "Write options as --name=value"
+            )
         return [argv[0], *arguments]
 
     def call(argv: list[str]) -> int | None:
-        logging.set_verbosity(logging.FATAL)  # what libraries log, they raise too, or it is no help
+        logging.set_verbosity(
+            logging.FATAL
+        )  # what libraries log, they raise too, or it is no help
         code = main(*argv[1:])
         leave_at_interrupt()
         return code
@@ -76,12 +82,16 @@ def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags, and returns the program's name and the arguments that are no flags."""
     has_config = "config" in flags.FLAGS
     try:
-        for argument in flags.FLAGS.read_flags_from_files(argv[1:]) if has_config else ():
+        for argument in (
+            flags.FLAGS.read_flags_from_files(argv[1:]) if has_config else ()
+        ):
             if match := re.match(r"--?(?:no)?config\.([^=]*)", argument):
                 require_option(match[1], "--config.")
         return flags.FLAGS(argv)
     except SystemExit as end:
-        sys.exit(0 if end.code == 1 else end.code)  # absl ends --help with 1, as if it had failed
+        sys.exit(
+            0 if end.code == 1 else end.code
+        )  # absl ends --help with 1, as if it had failed
     except flags.UnrecognizedFlagError as error:
         if not has_config:
             raise UserError(str(error)) from None  # it proposes the nearest
@@ -90,7 +100,9 @@ def parse_flags(argv: list[str]) -> list[str]:
     except (flags.Error, TypeError, ValueError) as error:
         told = str(error).replace("\n", " ")
         # What int(), float() and absl say of a text of another type.
-        if words := re.match(r"flag (--(.*?)=.*): (invalid literal|could not|\('Non-bool)", told):
+        if words := re.match(
+            r"flag (--(.*?)=.*): (invalid literal|could not|\('Non-bool)", told
+        ):
             told = f"{words[1]} is not of type {flags.FLAGS[words[2]].flag_type()}"
         raise UserError(told, "See configs/default.py, or --help") from None
 
@@ -106,7 +118,9 @@ def define_config() -> None:
     except flags.CantOpenFlagFileError as error:  # it looks for FILE
         raise UserError(str(error).removeprefix("ERROR:: ")) from None
     flags.FLAGS["config"].parser = _ConfigFileParser()
-    flags.FLAGS["config"].default_as_str = None  # for --help: `about` tells what stands for None
+    flags.FLAGS[
+        "config"
+    ].default_as_str = None  # for --help: `about` tells what stands for None
 
 
 class _ConfigFileParser(flags.ArgumentParser):
@@ -124,7 +138,8 @@ def parse_config() -> Config:
 def config_name() -> str:
     """Returns the stem of the config file's name. All records of runs have the same one."""
     path = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
-    refuse(path.suffix == ".json", f"--config={path} names no folder for a run", "Give --workdir")
+    if path.suffix == ".json":
+        raise UserError(f"--config={path} names no folder for a run", "Give --workdir")
     return path.stem
 
 
@@ -136,17 +151,27 @@ def overrides() -> dict[str, Any]:
 def define_run() -> None:
     """Defines the flags of a run: its options, its place and its processes."""
     define_config()
-    flags.DEFINE_string("workdir", None, "Where the run lives; runs/<config name> if not given.")
-    flags.DEFINE_bool("debug", False, "Compile without optimisation: edit, run and print sooner.")
+    flags.DEFINE_string(
+        "workdir", None, "Where the run lives; runs/<config name> if not given."
+    )
+    flags.DEFINE_bool(
+        "debug", False, "Compile without optimisation: edit, run and print sooner."
+    )
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
-    flags.DEFINE_integer("num_processes", None, "How many processes there are.", lower_bound=1)
-    flags.DEFINE_integer("process_index", None, "Number of this process, from 0.", lower_bound=0)
+    flags.DEFINE_integer(
+        "num_processes", None, "How many processes there are.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "process_index", None, "Number of this process, from 0.", lower_bound=0
+    )
     flags.register_validator("workdir", lambda given: given != "", "it names no folder")
 
 
 def define_source() -> None:
     """Defines the flags of commands that load a model."""
     flags.DEFINE_string("workdir", None, "Directory of a run.")
-    flags.DEFINE_string("hf", None, "Directory of a Hugging Face model, in place of --workdir.")
+    flags.DEFINE_string(
+        "hf", None, "Directory of a Hugging Face model, in place of --workdir."
+    )
     flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
     flags.mark_flags_as_mutual_exclusive(["workdir", "hf"], required=True)

@@ -16,18 +16,22 @@ class UserError(Exception):
     """A mistake that a person can mend, told in one line: `what` is wrong, and `how` to mend it."""
 
     def __init__(self, what: str, how: str = "", exit_code: int = 2):
-        self.exit_code, self.what = exit_code, what.rstrip(".")
+        self.exit_code = exit_code
+        self.what = what.rstrip(".")
         told = ". ".join(filter(None, [self.what, how.rstrip(".")]))
         told += "" if told.endswith("?") else "."
         # Names of files and flags may hold any character.
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in told))
+        super().__init__(
+            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in told)
+        )
 
 
 class DivergedError(ArithmeticError):
     """`what` is NaN or Inf at a step, computed from the state `before` the step or after it."""
 
     def __init__(self, step: int, what: str, *, before: bool):
-        self.step, self.before = step, before
+        self.step = step
+        self.before = before
         super().__init__(f"{what} not finite at step {step}")
 
 
@@ -110,12 +114,6 @@ def _silence(stream: TextIO) -> None:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def refuse(wrong: object, what: str, how: str = "") -> None:
-    """Raises a UserError if something is wrong."""
-    if wrong:
-        raise UserError(what, how)
-
-
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises a UserError unless `value` is one of `choices`; it proposes the nearest."""
     if value not in choices:
@@ -175,8 +173,12 @@ def _watch(reader: int) -> None:
             continue
         if signal.getsignal(signum) is _stop:  # to which the main thread may not come
             _stop(signum, None)
-        if first is None and _next_command:  # a run finishes its step, which may take long
-            tell(f"{signum.name}: finishing the step, then saving; a second one leaves at once")
+        if (
+            first is None and _next_command
+        ):  # a run finishes its step, which may take long
+            tell(
+                f"{signum.name}: finishing the step, then saving; a second one leaves at once"
+            )
         if first is not None and time.monotonic() - first > _SAME_PRESS:
             _leave(f"left at once by a second {signum.name}", signum)
         first = first or time.monotonic()
@@ -187,7 +189,9 @@ def _stop(*_: object) -> None:
 
 
 def _leave(line: str, signum: signal.Signals) -> None:
-    clean = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # of a bar, which hides the cursor
+    clean = (
+        "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""
+    )  # of a bar, which hides the cursor
     told = "; ".join(filter(None, [line, _next_command]))
     try:
         if _leaving.acquire(timeout=1):  # two threads may hear of one press

@@ -6,6 +6,7 @@ Prompts of any lengths are padded on the right to one of a few lengths and read 
 loop that samples is one compiled program, which stops when every sequence has ended.
 """
 
+from gpt2.errors import UserError
 from gpt2.utils import launch
 
 if __name__ == "__main__":
@@ -28,7 +29,6 @@ from flax import struct
 
 from gpt2 import cli
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import refuse
 from gpt2.hf.weights import load_model
 from gpt2.model import GPT, GPTConfig, KVCache
 from gpt2.utils.files import write_text
@@ -52,8 +52,11 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        fine = 0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1
-        refuse(not fine, f"{self} draws no token")
+        fine = (
+            0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1
+        )
+        if not fine:
+            raise UserError(f"{self} draws no token")
 
     def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
         """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
@@ -70,7 +73,9 @@ class Sampling:
             ordered = jnp.sort(logits, axis=-1, descending=True)
             probs = jax.nn.softmax(ordered)
             before = probs.cumsum(axis=-1) - probs
-            smallest = jnp.where(before < self.top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
+            smallest = jnp.where(before < self.top_p, ordered, jnp.inf).min(
+                axis=-1, keepdims=True
+            )
             logits = jnp.where(logits < smallest, -jnp.inf, logits)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
@@ -115,16 +120,19 @@ def generate(
         vocab_size: tokens that may be drawn; 0: all. Padding of the vocabulary lies beyond.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    refuse(lengths.min() == 0, "a prompt is empty")
+    if lengths.min() == 0:
+        raise UserError("a prompt is empty")
     longest = int(lengths.max()) + max_new_tokens
-    refuse(
-        longest > cfg.context_length,
-        f"prompt and new tokens, {longest}, exceed the model's context of {cfg.context_length}",
-    )
+    if longest > cfg.context_length:
+        raise UserError(
+            f"prompt and new tokens, {longest}, exceed the model's context of {cfg.context_length}"
+        )
     if cfg.scan_layers:  # a scan would copy the whole cache at every token
         params = in_layout(params, scanned=False)
         cfg = dataclasses.replace(cfg, scan_layers=False)
-    tokens = np.zeros((len(prompts), bucket(lengths.max(), cfg.context_length)), np.int32)
+    tokens = np.zeros(
+        (len(prompts), bucket(lengths.max(), cfg.context_length)), np.int32
+    )
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     end = -1 if eot is None else eot
@@ -132,7 +140,9 @@ def generate(
     params = jax.tree.map(jnp.asarray, params)
     limits = dict(cfg=cfg, sampling=sampling, vocab_size=vocab_size or cfg.vocab_size)
     key = sample_key(seed)
-    drawn = _generate(params, tokens, lengths, key, max_new_tokens, end, cache_length, **limits)
+    drawn = _generate(
+        params, tokens, lengths, key, max_new_tokens, end, cache_length, **limits
+    )
     rows = np.asarray(drawn[:, :max_new_tokens]).tolist()
     return [list(itertools.takewhile(lambda token: token != end, row)) for row in rows]
 
@@ -141,8 +151,11 @@ def write_samples(
     workdir: Path, params: Any, cfg: GPTConfig, tokenizer: Tokenizer, seed: int
 ) -> None:
     """Writes three texts of up to 256 tokens, from no prompt, into `workdir/samples.txt`."""
-    first, length = tokenizer.eot or 0, min(256, cfg.context_length - 1)
-    how: Any = dict(max_new_tokens=length, sampling=Sampling(temperature=0.8, top_k=50), seed=seed)
+    first = tokenizer.eot or 0
+    length = min(256, cfg.context_length - 1)
+    how: Any = dict(
+        max_new_tokens=length, sampling=Sampling(temperature=0.8, top_k=50), seed=seed
+    )
     how |= dict(eot=tokenizer.eot, vocab_size=tokenizer.vocab_size)
     texts = generate(params, cfg, [[first]] * 3, **how)
     rule = "\n" + "-" * 80 + "\n"
@@ -165,7 +178,9 @@ def _generate(
     def body(state: _State) -> _State:
         last = jax.lax.dynamic_slice_in_dim(state.tokens, state.step - 1, 1, axis=1)
         logits, cache = extend(last, jnp.ones(B, jnp.int32), state.cache)
-        return _append(state.replace(cache=cache), logits[:, :vocab_size], end, sampling)
+        return _append(
+            state.replace(cache=cache), logits[:, :vocab_size], end, sampling
+        )
 
     def unfinished(state: _State) -> jax.Array:
         return (state.step < limit) & ~state.ended.all()
@@ -173,13 +188,17 @@ def _generate(
     return jax.lax.while_loop(unfinished, body, state).tokens
 
 
-def _append(state: _State, logits: jax.Array, end: jax.Array, sampling: Sampling) -> _State:
+def _append(
+    state: _State, logits: jax.Array, end: jax.Array, sampling: Sampling
+) -> _State:
     """Draws one token for each sequence; one that has ended stays at its end."""
     keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)
     new = jnp.where(state.ended, end, sampling(logits, keys))
     return state.replace(
         step=state.step + 1,
-        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, new[:, None], state.step, 1),
+        tokens=jax.lax.dynamic_update_slice_in_dim(
+            state.tokens, new[:, None], state.step, 1
+        ),
         ended=state.ended | (new == end),
     )
 
@@ -188,13 +207,22 @@ def define_flags() -> None:
     """Defines the flags of this command."""
     flags.DEFINE_string("prompt", "", "Text to continue.")
     flags.DEFINE_integer(
-        "max_new_tokens", 0, "At most this many tokens; 0: 200, or what fits.", lower_bound=0
+        "max_new_tokens",
+        0,
+        "At most this many tokens; 0: 200, or what fits.",
+        lower_bound=0,
     )
-    flags.DEFINE_float("temperature", 1.0, "Divides the logits; 0: always the likeliest token.")
+    flags.DEFINE_float(
+        "temperature", 1.0, "Divides the logits; 0: always the likeliest token."
+    )
     flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
-    flags.DEFINE_float("top_p", 1.0, "Draw among the likeliest tokens of this joint probability.")
+    flags.DEFINE_float(
+        "top_p", 1.0, "Draw among the likeliest tokens of this joint probability."
+    )
     flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of random numbers.", lower_bound=0, upper_bound=2**32 - 1)
+    flags.DEFINE_integer(
+        "seed", 0, "Of random numbers.", lower_bound=0, upper_bound=2**32 - 1
+    )
     cli.define_source()
 
 
@@ -209,7 +237,9 @@ def main() -> None:
     length = args.max_new_tokens or min(200, max(1, cfg.context_length - len(prompt)))
     how: Any = dict(max_new_tokens=length, sampling=sampling, seed=args.seed)
     how |= dict(eot=tokenizer.eot, vocab_size=tokenizer.vocab_size)
-    for index, tokens in enumerate(generate(params, cfg, [prompt] * args.num_samples, **how)):
+    for index, tokens in enumerate(
+        generate(params, cfg, [prompt] * args.num_samples, **how)
+    ):
         title = f"--- sample {index + 1}\n" if args.num_samples > 1 else ""
         print(f"{title}{args.prompt}{tokenizer.decode(tokens)}")
 

@@ -58,7 +58,9 @@ def run_command(*command: str, cwd: Path, seconds: int = 15, devices: int = 1) -
 
     It is killed after `seconds` of processor time, or five times as many by the clock.
     """
-    asked = dict(command=command, cwd=str(cwd), seconds=seconds, variables=environment(devices))
+    asked = dict(
+        command=command, cwd=str(cwd), seconds=seconds, variables=environment(devices)
+    )
     print(json.dumps(asked), file=_server().stdin, flush=True)
     return Done(**json.loads(_server().stdout.readline()))
 
@@ -68,7 +70,9 @@ def environment(devices: int = 1) -> dict[str, str]:
 
     They compile fast, or as users' do where JAX_DISABLE_MOST_OPTIMIZATIONS is 0.
     """
-    variables = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
+    variables = (
+        {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     flags = f"--xla_force_host_platform_device_count={devices}"
     if variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
         flags += f" {COMPILES_FAST}"
@@ -98,18 +102,24 @@ def _import_all() -> None:
             continue
         try:
             importlib.import_module(module.name)
-        except ModuleNotFoundError as error:  # PyTorch, which only the benchmark's peers need
+        except (
+            ModuleNotFoundError
+        ) as error:  # PyTorch, which only the benchmark's peers need
             if error.name.startswith("gpt2"):
                 raise
 
 
-def _run(command: Sequence[str], cwd: str, seconds: int, variables: dict[str, str]) -> dict:
+def _run(
+    command: Sequence[str], cwd: str, seconds: int, variables: dict[str, str]
+) -> dict:
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         child = os.fork()
         if not child:
             # A busy machine gives fewer seconds of the processor than of the clock.
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 9))  # SIGXCPU first
+            resource.setrlimit(
+                resource.RLIMIT_CPU, (seconds, seconds + 9)
+            )  # SIGXCPU first
             signal.alarm(5 * seconds)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(stdout.fileno(), 1)

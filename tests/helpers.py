@@ -46,7 +46,12 @@ cli.run(train.main, train.define_flags, default_config="quickstart")
 def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
     """Starts train.py, or another script, in a process of its own with so many CPU devices."""
     return subprocess.Popen(
-        [sys.executable, ROOT / script, *([f"--workdir={workdir}"] if workdir else []), *options],
+        [
+            sys.executable,
+            ROOT / script,
+            *([f"--workdir={workdir}"] if workdir else []),
+            *options,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -62,8 +67,14 @@ def run(workdir, *options, script="train.py", cwd=ROOT, devices=1, imports=False
     of a short run.
     """
     if imports:
-        return finish(start(workdir, *options, script=script, cwd=cwd, devices=devices), SECONDS)
-    command = [str(script), *([f"--workdir={workdir}"] if workdir else []), *map(str, options)]
+        return finish(
+            start(workdir, *options, script=script, cwd=cwd, devices=devices), SECONDS
+        )
+    command = [
+        str(script),
+        *([f"--workdir={workdir}"] if workdir else []),
+        *map(str, options),
+    ]
     done = run_command(*command, cwd=cwd, seconds=SECONDS, devices=devices)
     if done.code == LATE:
         raise subprocess.TimeoutExpired(command, SECONDS, done.stdout, done.stderr)
@@ -94,7 +105,10 @@ def write_words(folder, number, words):
 def metrics_of(workdir, speed=True):
     """Returns the lines of a run's metrics.jsonl, or what of them does not hang on the clock."""
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [{k: line[k] for k in line if speed or not k.startswith("perf/")} for line in lines]
+    return [
+        {k: line[k] for k in line if speed or not k.startswith("perf/")}
+        for line in lines
+    ]
 
 
 def wait_for_step(process, workdir, step):

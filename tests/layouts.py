@@ -21,7 +21,14 @@ import jax
 import numpy as np
 
 from configs import default
-from gpt2.config import Config, ModelConfig, OptimConfig, ParallelConfig, RulesConfig, with_options
+from gpt2.config import (
+    Config,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RulesConfig,
+    with_options,
+)
 from gpt2.parallel import gather_whole
 from gpt2.parallel.compiled import CompiledStep
 from gpt2.training.checkpoint import Checkpointer
@@ -30,15 +37,24 @@ from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout
 from tests.helpers import by_name
 
-MODEL = ModelConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64)
+MODEL = ModelConfig(
+    vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64
+)
 # Some gradients are zero in theory (a bias on all keys alike changes no attention weight) and noise
 # in practice. `eps` above that noise keeps Adam from blowing it up to full steps.
-OPTIM = OptimConfig(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2, eps=1e-6)
+OPTIM = OptimConfig(
+    learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2, eps=1e-6
+)
 NUM_STEPS, BATCH_SIZE = 5, 32
 TOLERANCE = 1e-5
 
 _OTHER_RULES = RulesConfig(
-    embed="none", norm="none", heads="fsdp", mlp="tensor,fsdp", table="tensor", position="fsdp"
+    embed="none",
+    norm="none",
+    heads="fsdp",
+    mlp="tensor,fsdp",
+    table="tensor",
+    position="fsdp",
 )
 _MIXED = dict(data=2, fsdp=2, tensor=2)
 LAYOUTS = {
@@ -52,7 +68,9 @@ LAYOUTS = {
     "zero1 x 8": ParallelConfig(strategy="zero1"),
     "data 2 x zero1 x 2 x tensor 2": ParallelConfig(strategy="zero1", **_MIXED),
     "data 2 x megatron x 4": ParallelConfig(data=2, strategy="megatron"),
-    "fsdp 2 x megatron x 4": ParallelConfig(data=1, fsdp=2, tensor=4, strategy="megatron"),
+    "fsdp 2 x megatron x 4": ParallelConfig(
+        data=1, fsdp=2, tensor=4, strategy="megatron"
+    ),
     "fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2),
     "fsdp 4 x tensor 2 by other rules": ParallelConfig(
         data=1, fsdp=4, tensor=2, rules=_OTHER_RULES
@@ -120,7 +138,9 @@ class Setup:
         batch = {"tokens": tokens[rows, :-1], "targets": targets[rows]}
         return self.backend.put_batch({k: v.astype(np.int32) for k, v in batch.items()})
 
-    def train(self, start=0, state: TrainState | None = None, save: Callable | None = None):
+    def train(
+        self, start=0, state: TrainState | None = None, save: Callable | None = None
+    ):
         state = self.program.init_state() if state is None else state
         losses = []
         for step in range(start, NUM_STEPS):
@@ -137,14 +157,18 @@ setup = functools.cache(Setup)
 
 def loss_difference(result: Result, reference: Result) -> float:
     """Returns the largest relative difference of a loss; `result` may have begun later."""
-    return float(np.abs(result.losses / reference.losses[-len(result.losses) :] - 1).max())
+    return float(
+        np.abs(result.losses / reference.losses[-len(result.losses) :] - 1).max()
+    )
 
 
 def difference(result: Result, reference: Result) -> float:
     """Returns that of losses, or the largest norm of a parameter's difference over its norm."""
     assert result.params.keys() == reference.params.keys()
     norm = np.linalg.norm
-    found = (norm(result.params[name] - x) / norm(x) for name, x in reference.params.items())
+    found = (
+        norm(result.params[name] - x) / norm(x) for name, x in reference.params.items()
+    )
     return max(loss_difference(result, reference), *map(float, found))
 
 

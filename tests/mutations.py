@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("gpt2", "configs", "tests", "train.py", "eval.py", "pyproject.toml", "setup.py")
+COPIED = (
+    "gpt2",
+    "configs",
+    "tests",
+    "train.py",
+    "eval.py",
+    "pyproject.toml",
+    "setup.py",
+)
 
 
 class Fault(NamedTuple):
@@ -303,9 +311,13 @@ def faults() -> list[Fault]:
     lines, found = TABLE.strip().split("\n"), []
     for line, right, wrong in zip(*(lines[i::3] for i in range(3)), strict=True):
         assert right.startswith("    - ") and wrong.startswith("    + "), line
-        name, file, tests, chosen = re.fullmatch(r"(.*): (.*), (\w+)( -k .*)?", line).groups("")
+        name, file, tests, chosen = re.fullmatch(
+            r"(.*): (.*), (\w+)( -k .*)?", line
+        ).groups("")
         file = file if file == "train.py" else f"gpt2/{file}"
-        found.append(Fault(name, file, f"tests/test_{tests}.py{chosen}", right[6:], wrong[6:]))
+        found.append(
+            Fault(name, file, f"tests/test_{tests}.py{chosen}", right[6:], wrong[6:])
+        )
     return found
 
 
@@ -359,7 +371,10 @@ def main(*names: str) -> int:
             began, caught = time.monotonic(), is_caught(fault, directory)
             missed += not caught
             verdict = "caught" if caught else "MISSED"
-            print(f"{verdict} in {time.monotonic() - began:3.0f} s: {fault.name}", flush=True)
+            print(
+                f"{verdict} in {time.monotonic() - began:3.0f} s: {fault.name}",
+                flush=True,
+            )
     print(f"{len(chosen) - missed} of {len(chosen)} faults are caught")
     return int(missed > 0)
 

@@ -49,23 +49,54 @@ YARN |= dict(beta_slow=1.0, beta_fast=32.0, truncate=True)
 CONFIGS = {
     "tied": dict(n_layer=2, n_head=4, n_embd=32, n_positions=96, vocab_size=131),
     "untied": _GPT2
-    | dict(n_layer=3, n_inner=48, activation_function="gelu", tie_word_embeddings=False),
-    "epsilon": _GPT2 | dict(n_inner=50, layer_norm_epsilon=1e-3, activation_function="relu"),
+    | dict(
+        n_layer=3, n_inner=48, activation_function="gelu", tie_word_embeddings=False
+    ),
+    "epsilon": _GPT2
+    | dict(n_inner=50, layer_norm_epsilon=1e-3, activation_function="relu"),
     "124m": dict(n_layer=12, n_head=12, n_embd=768, n_positions=1024, vocab_size=50257),
     "llama": _LINEAR
-    | dict(model_type="llama", hidden_size=32, intermediate_size=88, tie_word_embeddings=False)
+    | dict(
+        model_type="llama",
+        hidden_size=32,
+        intermediate_size=88,
+        tie_word_embeddings=False,
+    )
     | dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
     | dict(rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=16),
     "llama_multi_head": _LINEAR
-    | dict(model_type="llama", hidden_size=24, intermediate_size=48, tie_word_embeddings=True)
-    | dict(num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=80, vocab_size=67)
-    | dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, rms_norm_eps=1e-6),
+    | dict(
+        model_type="llama",
+        hidden_size=24,
+        intermediate_size=48,
+        tie_word_embeddings=True,
+    )
+    | dict(
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=80,
+        vocab_size=67,
+    )
+    | dict(
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-6,
+    ),
     "qwen3": _LINEAR
-    | dict(model_type="qwen3", hidden_size=48, intermediate_size=80, tie_word_embeddings=True)
+    | dict(
+        model_type="qwen3",
+        hidden_size=48,
+        intermediate_size=80,
+        tie_word_embeddings=True,
+    )
     | dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6)
     | dict(rope_parameters=YARN | dict(rope_theta=1000000.0)),
     "gpt_neox": _LINEAR
-    | dict(model_type="gpt_neox", hidden_size=32, intermediate_size=128, tie_word_embeddings=False)
+    | dict(
+        model_type="gpt_neox",
+        hidden_size=32,
+        intermediate_size=128,
+        tie_word_embeddings=False,
+    )
     | dict(num_attention_heads=4, layer_norm_eps=1e-5, hidden_act="gelu")
     | dict(rotary_pct=0.5, rotary_emb_base=25000),
 }
@@ -77,7 +108,12 @@ SMALL = ("tied", "untied", "epsilon", *FAMILIES)
 _STDS = {
     "llama": {"": 0.2, "wte/embedding": 0.003},
     "llama_multi_head": {"": 0.2, "wte/embedding": 0.02},
-    "qwen3": {"": 0.2, "wte/embedding": 0.02, "c_q/kernel": 0.0005, "c_kv/kernel": 0.0005},
+    "qwen3": {
+        "": 0.2,
+        "wte/embedding": 0.02,
+        "c_q/kernel": 0.0005,
+        "c_kv/kernel": 0.0005,
+    },
     "gpt_neox": {"": 0.2, "wte/embedding": 0.003},
 }
 
@@ -85,7 +121,9 @@ _STDS = {
 def write_model(directory: Path, name: str) -> Path:
     """Writes a Hugging Face directory with the weights that a seed gives."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = dict(model_type="gpt2", bos_token_id=None, eos_token_id=None) | CONFIGS[name]
+    config = (
+        dict(model_type="gpt2", bos_token_id=None, eos_token_id=None) | CONFIGS[name]
+    )
     (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
     stds = _STDS.get(name, {"": 0.05})
@@ -132,7 +170,9 @@ def characters(count: int, first: int = 100) -> CharTokenizer:
 
 def tokens(name: str, length: int = 48) -> np.ndarray:
     """Returns what the model reads, [2, length] int64."""
-    return np.random.default_rng(1).integers(0, CONFIGS[name]["vocab_size"], (2, length))
+    return np.random.default_rng(1).integers(
+        0, CONFIGS[name]["vocab_size"], (2, length)
+    )
 
 
 def probe(array: np.ndarray) -> list[float]:
@@ -151,7 +191,10 @@ def torch_answers(directory: Path, name: str) -> dict:
     ids = torch.tensor(tokens(name))
     output = model(ids, labels=ids)
     output.loss.backward()
-    prompt, greedy = ids[:1, :8], dict(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+    prompt, greedy = (
+        ids[:1, :8],
+        dict(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0),
+    )
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
     return {
         "loss": output.loss.item(),
@@ -171,13 +214,20 @@ def our_answers(directory: Path, name: str) -> dict:
 
     def loss(params):
         total, count = GPT(cfg).apply(
-            {"params": params}, ids[:, :-1], jnp.asarray(ids[:, 1:], jnp.int32), method="loss"
+            {"params": params},
+            ids[:, :-1],
+            jnp.asarray(ids[:, 1:], jnp.int32),
+            method="loss",
         )["loss"]
         return total / count
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     (generated,) = generate(
-        params, cfg, ids[:1, :8].tolist(), max_new_tokens=NUM_NEW, sampling=Sampling(0.0)
+        params,
+        cfg,
+        ids[:1, :8].tolist(),
+        max_new_tokens=NUM_NEW,
+        sampling=Sampling(0.0),
     )
     return {
         "loss": float(value),
@@ -197,7 +247,9 @@ def write_golden() -> None:
     for name in SMALL:
         with tempfile.TemporaryDirectory() as scratch:
             answers = torch_answers(write_model(Path(scratch), name), name)
-        answers["logits"] = [np.round(row, 6).tolist() for row in answers["logits"][0, ::12]]
+        answers["logits"] = [
+            np.round(row, 6).tolist() for row in answers["logits"][0, ::12]
+        ]
         answers["gradients"] = {k: probe(v) for k, v in answers["gradients"].items()}
         (GOLDEN / f"{name}.json").write_text(json.dumps(answers) + "\n")
 

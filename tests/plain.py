@@ -33,7 +33,11 @@ def logits(cfg, params, tokens, factors=()):
     if cfg.bigram_embeddings:
         for t in range(T):
             before = int(tokens[t - 1]) if t else cfg.vocab_size
-            row = (36313 * int(tokens[t]) ^ 27191 * before) % 2**32 % cfg.bigram_embeddings
+            row = (
+                (36313 * int(tokens[t]) ^ 27191 * before)
+                % 2**32
+                % cfg.bigram_embeddings
+            )
             x[t] += params["bigram"]["embedding"][row]
     if cfg.position == "learned":
         x = x + params["wpe"]["embedding"][:T]
@@ -62,7 +66,9 @@ def logits(cfg, params, tokens, factors=()):
             x = norm(cfg, block["ln_2"], add(drop(mlp(cfg, block["mlp"], before))))
             continue
         y = norm(cfg, block["ln_1"], before)
-        y, first_values = attention(cfg, block["attn"], y, tokens, layer, first_values, factors)
+        y, first_values = attention(
+            cfg, block["attn"], y, tokens, layer, first_values, factors
+        )
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_1_post"], y)
         x = add(drop(y))
@@ -93,9 +99,15 @@ def connect(cfg, block, name, x):
     if not n:
         return x, lambda y: x + y
     params, shape = block[name], x.shape
-    read, mixed, written = np.zeros(shape[1:]), np.zeros(shape), np.zeros((*shape[:2], 1))
+    read, mixed, written = (
+        np.zeros(shape[1:]),
+        np.zeros(shape),
+        np.zeros((*shape[:2], 1)),
+    )
     for t in range(shape[1]):
-        moved = np.tanh(norm(cfg, params["norm"], x[:, t]) @ params["by_stream"])  # [n, n + 2]
+        moved = np.tanh(
+            norm(cfg, params["norm"], x[:, t]) @ params["by_stream"]
+        )  # [n, n + 2]
         reading = params["weights"][0] + params["scales"][0] * moved[:, 0]
         mixing = params["weights"][1:-1].T + params["scales"][0] * moved[:, 1:-1]
         written[:, t, 0] = params["weights"][-1] + params["scales"][1] * moved[:, -1]
@@ -124,14 +136,19 @@ def attention(cfg, params, x, tokens, layer, first_values, factors):
     if "c_attn" in params:
         q, k, v = np.moveaxis(linear(params["c_attn"], x), 1, 0)
     else:
-        q, (k, v) = linear(params["c_q"], x), np.moveaxis(linear(params["c_kv"], x), 1, 0)
+        q, (k, v) = (
+            linear(params["c_q"], x),
+            np.moveaxis(linear(params["c_kv"], x), 1, 0),
+        )
     if cfg.value_residual:
         first_values = v if first_values is None else first_values
         own, first = params["value_residual"]["weights"]
         v = own * v + first * first_values
     if cfg.value_embeddings:
         own, other = params["value_mix"]["weights"]
-        v = own * v + other * params["value_embedding"]["embedding"][tokens].reshape(v.shape)
+        v = own * v + other * params["value_embedding"]["embedding"][tokens].reshape(
+            v.shape
+        )
     if cfg.qk_norm:
         q = norm(cfg, params["q_norm"], q, "rmsnorm")
         k = norm(cfg, params["k_norm"], k, "rmsnorm")
@@ -192,9 +209,16 @@ def frequency(cfg, i, R):
     if cfg.rope_scaling == "yarn":  # `find_correction_range` and `linear_ramp_mask`
 
         def dimension(turns):
-            return R * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(cfg.rope_base))
+            return (
+                R
+                * math.log(context / (turns * 2 * math.pi))
+                / (2 * math.log(cfg.rope_base))
+            )
 
-        low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), R - 1)
+        low, high = (
+            max(math.floor(dimension(32)), 0),
+            min(math.ceil(dimension(1)), R - 1),
+        )
         ramp = min(max((i - low) / (high - low), 0), 1)
         return (1 - ramp) * f + ramp * f / factor
     if cfg.rope_scaling == "none" or wavelength < context / 4:

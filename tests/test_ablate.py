@@ -59,7 +59,10 @@ def test_several_vary_make_a_grid_and_one_at_a_time_does_not():
     grid = arms(*vary)
     assert names(grid)[:2] == ["baseline", "model.activation=relu"]
     assert len(grid) == 6
-    assert grid[-1].config.optim.name == "lion" and grid[-1].config.model.activation == "silu"
+    assert (
+        grid[-1].config.optim.name == "lion"
+        and grid[-1].config.model.activation == "silu"
+    )
     alone = ["optim.name=lion", "model.activation=relu", "model.activation=silu"]
     assert names(arms(*vary, one_at_a_time=True)) == ["baseline", *alone]
 
@@ -72,7 +75,9 @@ def test_the_baseline_is_the_config_whether_it_is_named_or_not():
 
 
 def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
-    lion = arms("optim.name=lion+optim.learning_rate=1e-3+optim.weight_decay=0.3")[1].config
+    lion = arms("optim.name=lion+optim.learning_rate=1e-3+optim.weight_decay=0.3")[
+        1
+    ].config
     assert (lion.optim.learning_rate, lion.optim.weight_decay) == (1e-3, 0.3)
     end = "+optim.end_learning_rate=0.004"
     steps = arms(f'optim.schedule="piecewise:500=0.5,800=0.1{end}",constant{end}')
@@ -109,18 +114,28 @@ def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("1")
     make_repository(tmp_path, "train.py", "2")
     found = arms("code=.,my/idea", "optim.name=lion")
-    assert names(found) == ["baseline", "optim.name=lion", "code=my_idea,optim.name=lion"]
+    assert names(found) == [
+        "baseline",
+        "optim.name=lion",
+        "code=my_idea,optim.name=lion",
+    ]
     source = found[2].source(tmp_path / "sweep")
     check_out(source)
-    assert (source / "train.py").read_text() == "2" and (tmp_path / "train.py").read_text() == "1"
+    assert (source / "train.py").read_text() == "2" and (
+        tmp_path / "train.py"
+    ).read_text() == "1"
     (source / "train.py").write_text("3")
     with pytest.raises(UserError, match="is no clean worktree"):
         check_out(source)
 
 
-@pytest.mark.parametrize("tune", ["data.batch_size=8", "optim.name=lion", "optim.beta1=0.8+seed=1"])
+@pytest.mark.parametrize(
+    "tune", ["data.batch_size=8", "optim.name=lion", "optim.beta1=0.8+seed=1"]
+)
 def test_what_changes_terms_or_is_varied_cannot_be_tuned(tune):
-    assert read_tuned(["optim.beta2=0.9,0.95"], ["optim.name=lion"]) == {"optim.beta2": [0.9, 0.95]}
+    assert read_tuned(["optim.beta2=0.9,0.95"], ["optim.name=lion"]) == {
+        "optim.beta2": [0.9, 0.95]
+    }
     with pytest.raises(UserError):
         read_tuned([tune], ["optim.name=lion"])
 
@@ -145,7 +160,10 @@ def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
     half = equal(arms(f"{muon}+data.batch_size=32"), "tokens")[1].config
     assert (half.optim.momentum_warmup, half.loss.ahead_fade) == (50, 25)
     seconds = {"baseline": 0.1, "optim.name=muon": 0.16}
-    assert equal(arms("optim.name=muon"), "seconds", seconds)[1].config.train.num_steps == 625
+    assert (
+        equal(arms("optim.name=muon"), "seconds", seconds)[1].config.train.num_steps
+        == 625
+    )
     steps = "optim.schedule=piecewise:500=0.5+optim.end_learning_rate=4e-3+data.batch_size=32"
     with pytest.raises(UserError, match="piecewise"):
         equal(arms(steps), "tokens")
@@ -157,8 +175,15 @@ def test_other_tokenizers_compare_in_bits_per_byte_and_other_texts_do_not_compar
     with pytest.raises(UserError, match=r"data\.val_fraction"):
         choose_score(arms("data.val_fraction=0.1"))
     part = with_options(BASE, {"train.eval_batches": 5})
-    assert choose_score(make_arms(part, ["optim.name=lion"], one_at_a_time=False)) == "eval/loss"
-    options = ("data.tokenizer=byte", "model.context_length=64", "train.accumulate_steps=4")
+    assert (
+        choose_score(make_arms(part, ["optim.name=lion"], one_at_a_time=False))
+        == "eval/loss"
+    )
+    options = (
+        "data.tokenizer=byte",
+        "model.context_length=64",
+        "train.accumulate_steps=4",
+    )
     for vary in options:
         with pytest.raises(UserError, match="eval_batches=0"):
             choose_score(make_arms(part, [vary], one_at_a_time=False))
@@ -173,16 +198,23 @@ def test_amounts_to_reach_a_score_are_read_between_validations():
     assert amount_to_reach(amounts, scores, 3.0) == 15.0
     assert amount_to_reach(amounts, scores, 6.0) == 0.0  # of the first validation
     assert amount_to_reach(amounts, scores, 1.9) == math.inf
-    assert amount_to_reach(amounts, scores, 2.2) == math.inf  # the last validation is above
+    assert (
+        amount_to_reach(amounts, scores, 2.2) == math.inf
+    )  # the last validation is above
 
 
 def test_the_share_of_steps_has_an_interval_of_both_arms_noise():
     """Losses fall in lines from 8, so that a share is the ratio of two normal falls."""
     rng, held = np.random.default_rng(0), 0
     for _ in range(300):
-        targets, ends = 4 + 0.03 * rng.standard_normal(4), 3 + 0.03 * rng.standard_normal(3)
+        targets, ends = (
+            4 + 0.03 * rng.standard_normal(4),
+            3 + 0.03 * rng.standard_normal(3),
+        )
         targets = np.array([targets.mean(), *targets])
-        _, low, high = re.findall(r"[\d.]+", _share(100 * (8 - targets) / (8 - ends)[:, None]))
+        _, low, high = re.findall(
+            r"[\d.]+", _share(100 * (8 - targets) / (8 - ends)[:, None])
+        )
         held += float(low) <= 80 <= float(high)
     assert stats.binomtest(held, 300, 0.95).pvalue > 0.01
 
@@ -275,7 +307,9 @@ def test_programs_read_the_verdicts_of_the_report(tmp_path):
     known = verdicts["optim.name=lion"]
     assert (lion["words"], lion["difference"]) == ("better", known.difference)
     assert (lion["low"], lion["high"]) == (known.low, known.high)
-    assert lion["detectable"] == known.detectable() and list(lion["scores"]) == list("01234")
+    assert lion["detectable"] == known.detectable() and list(lion["scores"]) == list(
+        "01234"
+    )
     assert (muon["words"], muon["low"]) == ("diverged in 1 of 5 runs", None)
     assert "words" not in tree["arms"]["baseline"]
     cost = tree["cost_here"]
@@ -292,11 +326,15 @@ def test_a_sweep_stops_at_its_hours(tmp_path, capsys):
 def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     sweep = sweep_in(tmp_path, "optim.name=lion,muon")
     for run in sweep.runs():
-        final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 4.5}[run.arm]
+        final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 4.5}[
+            run.arm
+        ]
         write_run(run, final + 0.001 * run.config.seed)
     table = reach_table(sweep, sweep.results())
     lion, muon = table.tokens
-    assert lion == "0.80 (0.80 to 0.80)"  # in a straight line from 8 to 3, 4 is there at 4/5
+    assert (
+        lion == "0.80 (0.80 to 0.80)"
+    )  # in a straight line from 8 to 3, 4 is there at 4/5
     assert list(table.iloc[0])[1:] == [lion] * 4
     assert muon == "reached by 0 of 3"
 
@@ -311,8 +349,14 @@ def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_pa
     words = list(write_report(sweep).verdict)
     text = (tmp_path / "report.md").read_text()
     assert "diverged in 1 of 3 runs" in words and "better" not in words
-    assert "| optim.name=lion seed 0 | diverged | 1000 | the loss is NaN at step 7 |" in text
-    assert r"| optim.name=muon seed 1 | failed | 1000 | error: no text file matches a\|b. |" in text
+    assert (
+        "| optim.name=lion seed 0 | diverged | 1000 | the loss is NaN at step 7 |"
+        in text
+    )
+    assert (
+        r"| optim.name=muon seed 1 | failed | 1000 | error: no text file matches a\|b. |"
+        in text
+    )
     assert "Compared runs: 1 diverged, 1 failed, 6 finished, 1 to come." in text
 
 
@@ -334,14 +378,18 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
         write_run(run, loss(run), "diverged" if diverges else "finished")
     assert sweep.chosen == {}
     write_run(choosing[-1], 3.0, "failed")
-    assert list(sweep.with_choices().chosen) == ["baseline"]  # the other's is tried again
+    assert list(sweep.with_choices().chosen) == [
+        "baseline"
+    ]  # the other's is tried again
     left = sweep.with_choices(leave_failed=True)
     assert left.chosen["optim.name=lion"] == {"optim.learning_rate": 2e-3}
     assert left.undecided_runs() == []  # nothing of it is trained again
     mine = [run for run in choosing if run.arm == "optim.name=lion"]
     for run in mine:
         write_run(run, 3.0, "failed")
-    assert "optim.name=lion" not in sweep.with_choices(leave_failed=True).chosen  # not diverged
+    assert (
+        "optim.name=lion" not in sweep.with_choices(leave_failed=True).chosen
+    )  # not diverged
     for run in mine:
         write_run(run, loss(run))
     sweep = sweep.with_choices()
@@ -350,21 +398,30 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
         "optim.name=lion": {"optim.learning_rate": 2e-3},
     }
     compared = sweep.runs()
-    assert not {run.config.seed for run in compared} & {run.config.seed for run in choosing}
+    assert not {run.config.seed for run in compared} & {
+        run.config.seed for run in choosing
+    }
     assert {run.config.optim.learning_rate for run in compared} == {1e-3, 2e-3}
     for run in compared:
         write_run(run, 3.0 + 0.01 * run.config.seed)
     text = report_of(sweep)
-    assert re.search(r"baseline \| optim\.learning_rate=0\.001 \| 3\.0000 \| at the edge", text)
+    assert re.search(
+        r"baseline \| optim\.learning_rate=0\.001 \| 3\.0000 \| at the edge", text
+    )
     assert re.search(r"lion \| optim\.learning_rate=0\.002 \| 3\.0000 \|  \|", text)
-    assert "not tuned" not in text and (tmp_path / "tuning-optim.learning_rate.png").exists()
+    assert (
+        "not tuned" not in text
+        and (tmp_path / "tuning-optim.learning_rate.png").exists()
+    )
     for run in choosing:  # another try would choose otherwise, and comes too late
         write_run(run, run.config.optim.learning_rate)
     assert sweep.with_choices() == sweep
 
 
 def test_an_arm_whose_every_choice_diverged_is_told(tmp_path):
-    sweep = sweep_in(tmp_path, "optim.name=lion", tune={"optim.learning_rate": [1e-3, 2e-3]})
+    sweep = sweep_in(
+        tmp_path, "optim.name=lion", tune={"optim.learning_rate": [1e-3, 2e-3]}
+    )
     for run in sweep.choosing_runs():
         write_run(run, 3.0, "diverged" if "lion" in run.arm else "finished")
     sweep = sweep.with_choices()
@@ -382,8 +439,13 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     grown = continued(sweep_in(tmp_path, "optim.name=lion,adam", num_seeds=2))
     assert names(grown.arms) == [*LOSSES, "optim.name=adam"]
     assert grown.looks == [3]
-    sized = dataclasses.replace(before, arms=tuple(at_sizes(before.arms, ["4x128"], [])))
-    assert names(continued(sized).arms) == [*LOSSES, *(f"4x128,{name}" for name in LOSSES)]
+    sized = dataclasses.replace(
+        before, arms=tuple(at_sizes(before.arms, ["4x128"], []))
+    )
+    assert names(continued(sized).arms) == [
+        *LOSSES,
+        *(f"4x128,{name}" for name in LOSSES),
+    ]
     with pytest.raises(UserError, match="paired=False, not True"):
         continued(sweep_in(tmp_path, "optim.name=lion", paired=True))
     with pytest.raises(UserError, match="score"):
@@ -419,7 +481,9 @@ def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
     losses = LOSSES | {lion: 3.0, muon: 3.795, "optim.name=adam": 3.8}
     assert grow(sweep) == sweep  # nothing has ended
     for run in sweep.runs():
-        write_run(run, losses[run.arm], "failed" if run.arm == muon else "finished", noise=rng)
+        write_run(
+            run, losses[run.arm], "failed" if run.arm == muon else "finished", noise=rng
+        )
     assert grow(sweep).seeds == {"baseline": 5, "optim.name=adam": 5}
     for run in sweep.runs()[2::4]:
         (run.folder / "outcome.json").unlink()
@@ -427,7 +491,11 @@ def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
     seen = train(sweep, losses, rng)
     assert seen.seeds == {"baseline": 5, muon: 5, "optim.name=adam": 5}
     first = judge(seen, seen.results())
-    assert [each.words for each in first.values()] == ["better", "to be decided", "to be decided"]
+    assert [each.words for each in first.values()] == [
+        "better",
+        "to be decided",
+        "to be decided",
+    ]
     last = train(seen, losses, rng)
     assert set(last.seeds.values()) == {5, 8} and len(last.runs()) == 3 + 5 + 8 + 8
     done = train(last, losses, rng)
@@ -438,15 +506,23 @@ def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
     done.save()
     assert continued(sweep) == dataclasses.replace(done, raised_from=0)
     assert "3 or 5 or 8 seeds each" in report_of(done)
-    more = continued(sweep_in(tmp_path, "optim.name=soap", looks=[3, 5, 8])).with_choices()
-    assert train(more, losses | {"optim.name=soap": 3.795}, rng).seeds["optim.name=soap"] == 5
+    more = continued(
+        sweep_in(tmp_path, "optim.name=soap", looks=[3, 5, 8])
+    ).with_choices()
+    assert (
+        train(more, losses | {"optim.name=soap": 3.795}, rng).seeds["optim.name=soap"]
+        == 5
+    )
     for other in ([8], [3, 8]):
         with pytest.raises(UserError, match=r"seeds=\[3, 5, 8\], not"):
             continued(dataclasses.replace(sweep, looks=other))
 
 
 def test_seeds_are_planned_by_the_noise_of_the_first(tmp_path, capsys):
-    rng, sweep = np.random.default_rng(0), sweep_in(tmp_path, "optim.name=lion,muon", find=0.006)
+    rng, sweep = (
+        np.random.default_rng(0),
+        sweep_in(tmp_path, "optim.name=lion,muon", find=0.006),
+    )
     planned = train(sweep, LOSSES, rng)
     told = re.search(r"2 of 2 arms go on to (\d+) seeds", capsys.readouterr().out)
     assert set(planned.seeds.values()) == {int(told[1])} and 3 < int(told[1]) < 40
@@ -464,7 +540,9 @@ def test_seeds_are_planned_by_the_noise_of_the_first(tmp_path, capsys):
     assert continued(larger).seeds == planned.seeds
     with pytest.raises(UserError, match=r"seeds=\[3\], not \[5\]"):
         continued(dataclasses.replace(sweep, looks=[5]))
-    more = continued(sweep_in(tmp_path, "optim.name=adam,soap", find=0.006)).with_choices()
+    more = continued(
+        sweep_in(tmp_path, "optim.name=adam,soap", find=0.006)
+    ).with_choices()
     for run in more.runs():
         if "soap" in run.arm:
             write_run(run, 3.8, "diverged")
@@ -475,7 +553,9 @@ def test_seeds_are_planned_by_the_noise_of_the_first(tmp_path, capsys):
 def test_runs_on_another_text_are_not_compared(tmp_path):
     sweep = filled(tmp_path)
     for i, run in enumerate(sweep.runs()):
-        (run.workdir / "data.json").write_text(json.dumps({"sha256": "a" if i < 4 else "b"}))
+        (run.workdir / "data.json").write_text(
+            json.dumps({"sha256": "a" if i < 4 else "b"})
+        )
     with pytest.raises(UserError, match=r"another text than .*baseline/seed-0"):
         sweep.check_runs()
 
@@ -486,7 +566,9 @@ def began(run, *starts):
 
 
 def test_runs_of_different_code_are_not_pooled(tmp_path):
-    two, three = (sweep_in(tmp_path, "optim.name=lion", num_seeds=num) for num in (2, 3))
+    two, three = (
+        sweep_in(tmp_path, "optim.name=lion", num_seeds=num) for num in (2, 3)
+    )
     for run in two.runs():
         write_run(run, 3.7)
         began(run, (0, "old"))
@@ -503,7 +585,9 @@ def test_runs_of_different_code_are_not_pooled(tmp_path):
         two.check_runs()
 
 
-def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_with_any(tmp_path):
+def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_with_any(
+    tmp_path,
+):
     sweep = sweep_in(tmp_path, "optim.name=lion", num_seeds=1)
     run = sweep.runs()[0]
     write_run(run, 3.7, "failed")
@@ -516,9 +600,13 @@ def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_wit
     sweep.check_runs()  # its steps are not compared
 
 
-def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(tmp_path, monkeypatch, capsys):
+def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(
+    tmp_path, monkeypatch, capsys
+):
     text, facts = {"tokens": 7}, dict.fromkeys(takeover._ALIKE, "1")
-    monkeypatch.setattr(takeover, "prepare", lambda _: SimpleNamespace(describe=lambda: text))
+    monkeypatch.setattr(
+        takeover, "prepare", lambda _: SimpleNamespace(describe=lambda: text)
+    )
     monkeypatch.setattr(takeover, "_describe", lambda *_: takeover._facts([facts]))
     beside = sweep_in(tmp_path / "beside", "optim.name=lion", num_seeds=4)
     for run in beside.runs():
@@ -542,7 +630,9 @@ def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(tmp_path, monk
     assert capsys.readouterr().out == f"{told}\n"
     assert sweep.results().score[0] == beside.results().score[0]
     assert "1 run of `beside` was taken over" in report_of(sweep)
-    (beside.runs()[0].folder / "outcome.json").unlink()  # what was taken stays, and is passed on
+    (
+        beside.runs()[0].folder / "outcome.json"
+    ).unlink()  # what was taken stays, and is passed on
     assert take("newer", "optim.name=adam")[1] == taken
     assert told in capsys.readouterr().out
 
@@ -559,7 +649,9 @@ def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(tmp_path, monk
         {"train.keep_every": 100, "train.checkpoint_every": 100},
     ],
 )
-def test_a_step_can_be_measured_whatever_the_schedule_and_the_checkpoints(tmp_path, options):
+def test_a_step_can_be_measured_whatever_the_schedule_and_the_checkpoints(
+    tmp_path, options
+):
     config = with_options(BASE, options)
     run = make_measuring_run(tmp_path, Arm("baseline", config))
     assert make_schedule(run.config.optim, 40)(39) == config.optim.learning_rate
@@ -590,7 +682,10 @@ def test_runs_at_once_share_the_cores(monkeypatch):
         assert one.cores and two.cores and not one.cores & two.cores
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2)] == ["4", "7"]
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2)] == [
+        "4",
+        "7",
+    ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # none, as is known to CUDA
     with pytest.raises(UserError, match="CPU cores"):
         make_slots(1000)
@@ -601,34 +696,59 @@ def test_runs_at_once_share_the_cores(monkeypatch):
 
 def test_sizes_keep_the_width_of_heads_and_the_tokens_per_parameter():
     found = at_sizes(arms("optim.name=lion"), ["2x64", "4x128", "6x192"], [])
-    assert names(found)[:3] == ["2x64,baseline", "2x64,optim.name=lion", "4x128,baseline"]
+    assert names(found)[:3] == [
+        "2x64,baseline",
+        "2x64,optim.name=lion",
+        "4x128,baseline",
+    ]
     assert found[2].config == BASE
     sizes = [count_compute_parameters(arm.config.gpt()) for arm in found]
-    ratios = [arm.config.train.num_steps / size for arm, size in zip(found, sizes, strict=True)]
+    ratios = [
+        arm.config.train.num_steps / size
+        for arm, size in zip(found, sizes, strict=True)
+    ]
     assert max(ratios) / min(ratios) < 1.01
     assert {arm.config.model.head_size for arm in found} == {BASE.model.head_size}
-    for sizes, budgets in ((["2x64", "6"], []), (["4x8"], []), ([], ["5", "a"]), ([], ["0"])):
+    for sizes, budgets in (
+        (["2x64", "6"], []),
+        (["4x8"], []),
+        ([], ["5", "a"]),
+        ([], ["0"]),
+    ):
         with pytest.raises(UserError, match=r"size|budget"):
             at_sizes(arms("optim.name=lion"), sizes, budgets)
 
 
 def test_budgets_are_tokens_per_parameter_of_the_baseline():
     found = at_sizes(arms("model.activation=swiglu"), ["2x64", "4x128"], ["5", "20"])
-    assert [arm.size for arm in found[::2]] == ["2x64@5", "2x64@20", "4x128@5", "4x128@20"]
+    assert [arm.size for arm in found[::2]] == [
+        "2x64@5",
+        "2x64@20",
+        "4x128@5",
+        "4x128@20",
+    ]
     for first, other in zip(found[::2], found[1::2], strict=True):
         steps = first.config.train.num_steps
         assert other.config.train.num_steps == steps
-        ratio = first.config.shapes.tokens(steps) / count_compute_parameters(first.config.gpt())
+        ratio = first.config.shapes.tokens(steps) / count_compute_parameters(
+            first.config.gpt()
+        )
         assert ratio == pytest.approx(float(first.size.partition("@")[2]), rel=0.01)
     alone = at_sizes(arms("optim.name=lion"), [], ["5", "5"])
-    assert names(alone)[1:] == ["4x128@5,optim.name=lion"] and alone[0].config.model == BASE.model
+    assert (
+        names(alone)[1:] == ["4x128@5,optim.name=lion"]
+        and alone[0].config.model == BASE.model
+    )
 
 
 def test_one_difference_at_two_sizes_has_welchs_t_test():
     rng = np.random.default_rng(0)
     first, second = rng.normal(0, 1, 4), rng.normal(1, 3, 6)
     expected = stats.ttest_ind(first, second, equal_var=False).pvalue
-    numbers = [[f(x) for x in (first, second)] for f in (np.mean, stats.sem, lambda x: len(x) - 1)]
+    numbers = [
+        [f(x) for x in (first, second)]
+        for f in (np.mean, stats.sem, lambda x: len(x) - 1)
+    ]
     assert same_difference(*map(np.array, numbers)) == pytest.approx(expected)
 
 
@@ -647,7 +767,9 @@ def test_the_report_compares_at_each_size(tmp_path):
     row = re.compile(r"^\| \dx\d+,optim\.name=lion \| 3 .* worse \|$", re.MULTILINE)
     assert len(row.findall(text)) == 3
     assert (tmp_path / "sizes.png").exists()
-    assert re.search(r"^\| optim\.name=lion \|( \+0\.\d+ \(.* worse \|){3} agree \| ", text, re.M)
+    assert re.search(
+        r"^\| optim\.name=lion \|( \+0\.\d+ \(.* worse \|){3} agree \| ", text, re.M
+    )
     muon = r"^\| optim\.name=muon \| -.* better \| .* worse \| DISAGREE \| \S+e-\d+ \|$"
     assert re.search(muon, text, re.M)
     told = json.loads((tmp_path / "verdicts.json").read_text())["sizes"]
@@ -658,7 +780,9 @@ def test_the_report_compares_at_each_size(tmp_path):
     results, looked = sweep.results(), dataclasses.replace(sweep, looks=[2, 3])
     told = sizes_table(sweep, judge(sweep, results))
     assert list(told.verdicts) == ["not everywhere", "DISAGREE"]
-    assert not {*told} <= {*sizes_table(looked, judge(looked, results))}  # they choose what differs
+    assert not {*told} <= {
+        *sizes_table(looked, judge(looked, results))
+    }  # they choose what differs
 
 
 # Real runs
@@ -685,7 +809,10 @@ def ablate(*options, code=0, cwd=ROOT):
 
 def rows_of(root, without=()):
     with open(root / "results.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k not in without} for row in csv.DictReader(file)]
+        return [
+            {k: v for k, v in row.items() if k not in without}
+            for row in csv.DictReader(file)
+        ]
 
 
 @pytest.mark.thorough
@@ -700,7 +827,9 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     assert [row["state"] for row in rows] == ["finished", "diverged"]
     times = {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")}
     ablate(*options)
-    assert {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")} == times
+    assert {
+        path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")
+    } == times
     assert rows_of(root, ["seconds"]) == rows
     project, block = tmp_path / "project", "gpt2/model/block.py"
     for name in ("gpt2", "configs"):
@@ -712,7 +841,13 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     assert "baseline: 1 run taken from ../sweep" in said
     first, other = rows_of(tmp_path / "beside")
     assert first["code"] != other["code"] and first["eval/loss"] != other["eval/loss"]
-    compare = [sys.executable, "-m", "gpt2.compare", root, f"--output={tmp_path / 'c.png'}"]
+    compare = [
+        sys.executable,
+        "-m",
+        "gpt2.compare",
+        root,
+        f"--output={tmp_path / 'c.png'}",
+    ]
     drawn = subprocess.run(compare, capture_output=True, text=True, cwd=ROOT)
     assert drawn.returncode == 0, drawn.stderr
     assert "baseline" in drawn.stdout and (tmp_path / "c.png").exists()
@@ -727,14 +862,24 @@ def test_processes_share_the_runs_of_a_sweep(tmp_path):
     assert [process.returncode for process in both] == [0, 0], said
     assert [row["state"] for row in rows_of(tmp_path)] == ["finished"] * 8
     starts = [path.read_text() for path in tmp_path.rglob("environment.jsonl")]
-    assert len(starts) == 8 and all(text.count("\n") == 1 for text in starts)  # none twice
+    assert len(starts) == 8 and all(
+        text.count("\n") == 1 for text in starts
+    )  # none twice
 
 
 @pytest.mark.slow
 def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
     options = [*TINY, "--config.train.num_steps=200", "--config.train.eval_batches=2"]
-    options += ["--config.train.eval_every=50", "--config.train.checkpoint_every=20", "--seeds=2"]
-    options += ["--vary=optim.name=lion", "--vary=optim.learning_rate=1e30", "--one_at_a_time"]
+    options += [
+        "--config.train.eval_every=50",
+        "--config.train.checkpoint_every=20",
+        "--seeds=2",
+    ]
+    options += [
+        "--vary=optim.name=lion",
+        "--vary=optim.learning_rate=1e30",
+        "--one_at_a_time",
+    ]
     options += ["--jobs=2"]
     ablate(*options, f"--workdir={tmp_path / 'other' / 'whole'}")
     root, rng, kills = tmp_path / "killed", random.Random(0), 0
@@ -749,12 +894,16 @@ def test_a_sweep_killed_at_random_ends_with_the_same_results(tmp_path):
         while i % 2 and process.poll() is None and starts() == before:
             time.sleep(0.05)  # until a run begins, however slow the machine is
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=rng.uniform(0, 3) if i % 2 else rng.uniform(6, 14))
+            process.communicate(
+                timeout=rng.uniform(0, 3) if i % 2 else rng.uniform(6, 14)
+            )
         kills += process.poll() is None
         process.send_signal(signal.SIGKILL if rng.random() < 0.8 else signal.SIGTERM)
         process.communicate()
     assert kills >= 4
     ablate(*options, f"--workdir={root}")
-    assert rows_of(root, ["seconds"]) == rows_of(tmp_path / "other" / "whole", ["seconds"])
+    assert rows_of(root, ["seconds"]) == rows_of(
+        tmp_path / "other" / "whole", ["seconds"]
+    )
     begun, continued_too = starts()
     assert continued_too > begun, "none was interrupted"

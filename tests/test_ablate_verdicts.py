@@ -29,7 +29,9 @@ SETTINGS = {
     "a calm baseline of 5 seeds, arms of 3": (5, 3, 1.0, (3.0,) * 5),
     "a noisy arm, 5 seeds": (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)),
 }
-each_size = pytest.mark.parametrize("num_sweeps", [200, pytest.param(4000, marks=pytest.mark.slow)])
+each_size = pytest.mark.parametrize(
+    "num_sweeps", [200, pytest.param(4000, marks=pytest.mark.slow)]
+)
 
 # Dunnett 1955, table 1: blood counts of six animals without a drug, four and five with one.
 BLOOD = (
@@ -54,7 +56,9 @@ def draw_sweep(rng, setting, shift=0.0):
 
 
 def judge(values, arms, **options):
-    return compare(sample(values), {name: sample(x) for name, x in arms.items()}, **options)
+    return compare(
+        sample(values), {name: sample(x) for name, x in arms.items()}, **options
+    )
 
 
 def is_found(verdict):
@@ -73,7 +77,9 @@ def assert_rate_at_most(count, num, rate):
 def test_at_most_five_percent_of_sweeps_have_a_false_verdict(setting):
     num_baseline, num, deviation, deviations = setting
     sizes, num_sweeps = (num_baseline, *[num] * NUM_ARMS), verdict_rates.CHUNK
-    percent = verdict_rates.rates(sizes, (deviation, *deviations), num=num_sweeps)["both"]
+    percent = verdict_rates.rates(sizes, (deviation, *deviations), num=num_sweeps)[
+        "both"
+    ]
     # Welch's approximation at these sizes is off by up to a point: the module's docstring.
     allowed = 0.06 if num_baseline != num else 0.05
     assert_rate_at_most(round(percent * num_sweeps / 100), num_sweeps, allowed)
@@ -92,15 +98,21 @@ def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
 
 
 @each_size
-@pytest.mark.parametrize("shift", [0.0, -50.0], ids=["no difference", "much lower scores"])
-def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(shift, num_sweeps):
+@pytest.mark.parametrize(
+    "shift", [0.0, -50.0], ids=["no difference", "much lower scores"]
+)
+def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(
+    shift, num_sweeps
+):
     """The run with the highest score diverges, so that survivors look good."""
     rng, false = np.random.default_rng(4), 0
     for _ in range(num_sweeps):
         baseline, arms = draw_sweep(rng, (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)), shift)
         survivors = np.sort(arms.pop(NAMES[0]))[:-1]
         others = {name: sample(x) for name, x in arms.items()}
-        verdicts = compare(sample(baseline), {NAMES[0]: sample(survivors, diverged=1), **others})
+        verdicts = compare(
+            sample(baseline), {NAMES[0]: sample(survivors, diverged=1), **others}
+        )
         diverged = verdicts.pop(NAMES[0])
         assert diverged.words == "diverged in 1 of 5 runs"
         assert diverged.difference == pytest.approx(survivors.mean() - baseline.mean())
@@ -119,14 +131,22 @@ def draw_pairs(rng, num):
 # Looks, and planned seeds.
 
 
-@pytest.mark.parametrize("num_sweeps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_sweeps", [1000, pytest.param(10_000, marks=pytest.mark.slow)]
+)
 def test_looks_keep_the_level_and_most_power_and_save_runs(num_sweeps):
     for deviations in verdict_rates.NOISY.values():
-        found, runs = verdict_rates.look_at(verdict_rates.draw_looks(deviations, num=num_sweeps))
+        found, runs = verdict_rates.look_at(
+            verdict_rates.draw_looks(deviations, num=num_sweeps)
+        )
         assert_rate_at_most(found.any(1).sum(), num_sweeps, 0.05)
         assert runs.mean() < 38  # of 48
-    scores = verdict_rates.draw_looks(verdict_rates.NOISY["equal"], (4.0, 12.0), num=num_sweeps)
-    (found, _), (fixed, _) = (verdict_rates.look_at(scores, looks) for looks in ((3, 5, 8), (8,)))
+    scores = verdict_rates.draw_looks(
+        verdict_rates.NOISY["equal"], (4.0, 12.0), num=num_sweeps
+    )
+    (found, _), (fixed, _) = (
+        verdict_rates.look_at(scores, looks) for looks in ((3, 5, 8), (8,))
+    )
     assert 0.8 < found[:, 0].mean() < fixed[:, 0].mean() < 0.9 and found[:, 1].all()
 
 
@@ -134,9 +154,13 @@ def test_the_simulated_looks_are_those_of_sweeps(tmp_path):
     arms = [SimpleNamespace(name=name, size="") for name in ("baseline", *NAMES)]
     looks = list(verdict_rates.LOOKS)
     sweep = Sweep(tmp_path, [], tuple(arms), "eval/loss", "tokens", False, looks, {}, 1)
-    rows = [(a.name, seed, "compare", "finished") for a in arms for seed in range(looks[-1])]
+    rows = [
+        (a.name, seed, "compare", "finished") for a in arms for seed in range(looks[-1])
+    ]
     results = pd.DataFrame(rows, columns=["arm", "seed", "purpose", "state"])
-    scores = verdict_rates.draw_looks(verdict_rates.NOISY["one arm"], (0.0, 4.0, 6.0), num=40)
+    scores = verdict_rates.draw_looks(
+        verdict_rates.NOISY["one arm"], (0.0, 4.0, 6.0), num=40
+    )
     expected, _ = verdict_rates.look_at(scores)
     assert 40 < expected.sum() < 90
     for found, drawn in zip(expected, scores, strict=True):
@@ -147,7 +171,9 @@ def test_the_simulated_looks_are_those_of_sweeps(tmp_path):
 def test_looks_share_the_level():
     assert level_at([8], 8) == 0.05
     levels = [level_at([3, 5, 8], look) for look in (3, 5, 8)]
-    assert sum(levels) == pytest.approx(0.05) and levels[0] == pytest.approx(0.05 * (3 / 8) ** 3)
+    assert sum(levels) == pytest.approx(0.05) and levels[0] == pytest.approx(
+        0.05 * (3 / 8) ** 3
+    )
 
 
 def test_hopeless_is_what_the_last_look_would_find_in_a_fifth_of_sweeps():
@@ -161,7 +187,9 @@ def test_hopeless_is_what_the_last_look_would_find_in_a_fifth_of_sweeps():
     assert np.mean((edge + other) / 2 > border) == pytest.approx(0.2, abs=0.01)
 
 
-@pytest.mark.parametrize("num_sweeps", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_sweeps", [1000, pytest.param(10_000, marks=pytest.mark.slow)]
+)
 def test_planned_seeds_find_in_four_of_five_sweeps(num_sweeps):
     for num_arms in (1, 5):
         deviations = (1.0,) * (1 + num_arms)
@@ -179,13 +207,22 @@ def test_seeds_are_those_of_steins_formula():
         assert needed == math.ceil(3 * 0.64 * quantiles**2)
 
 
-@pytest.mark.parametrize("num_sweeps", [4000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_sweeps", [4000, pytest.param(10_000, marks=pytest.mark.slow)]
+)
 def test_a_difference_depends_on_size_by_chance_in_five_percent(num_sweeps):
-    for deviations, by_size in itertools.product(verdict_rates.NOISY.values(), ((1, 1), (9, 3, 1))):
+    for deviations, by_size in itertools.product(
+        verdict_rates.NOISY.values(), ((1, 1), (9, 3, 1))
+    ):
         for size in (2, 6):
-            found = verdict_rates.simulate_sizes(deviations[:size], by_size, num=num_sweeps)
+            found = verdict_rates.simulate_sizes(
+                deviations[:size], by_size, num=num_sweeps
+            )
             assert_rate_at_most(found.any(1).sum(), num_sweeps, 0.053)
-    assert verdict_rates.simulate_sizes((1.0, 1.0), (1, 1), shift=9.0, num=100).mean() > 0.9
+    assert (
+        verdict_rates.simulate_sizes((1.0, 1.0), (1, 1), shift=9.0, num=100).mean()
+        > 0.9
+    )
 
 
 # Known numbers.
@@ -223,20 +260,29 @@ def test_one_arm_has_the_wider_of_students_and_welchs_intervals():
     control, _, drug = BLOOD
     for arm in (drug, drug[:2], [8.0, 8.1, 8.2, 8.05, 30.0]):
         (verdict,) = judge(control, {"arm": arm}).values()
-        tests = [stats.ttest_ind(arm, control, equal_var=equal) for equal in (True, False)]
+        tests = [
+            stats.ttest_ind(arm, control, equal_var=equal) for equal in (True, False)
+        ]
         intervals = [test.confidence_interval(0.95) for test in tests]
         assert verdict.p_value == pytest.approx(max(test.pvalue for test in tests))
         assert verdict.low == pytest.approx(min(interval.low for interval in intervals))
-        assert verdict.high == pytest.approx(max(interval.high for interval in intervals))
+        assert verdict.high == pytest.approx(
+            max(interval.high for interval in intervals)
+        )
 
 
 def test_pairs_have_the_t_test_of_their_differences_at_sidaks_level():
     rng = np.random.default_rng(6)
-    baseline, arms = rng.normal(3.0, 1.0, 4), {name: rng.normal(3.5, 1.0, 4) for name in NAMES}
+    baseline, arms = (
+        rng.normal(3.0, 1.0, 4),
+        {name: rng.normal(3.5, 1.0, 4) for name in NAMES},
+    )
     for name, verdict in judge(baseline, arms, paired=True).items():
         test = stats.ttest_1samp(arms[name] - baseline, 0.0)
         interval = test.confidence_interval(0.95 ** (1 / NUM_ARMS))
-        assert (verdict.low, verdict.high) == pytest.approx((interval.low, interval.high))
+        assert (verdict.low, verdict.high) == pytest.approx(
+            (interval.low, interval.high)
+        )
         assert verdict.p_value == pytest.approx(1 - (1 - test.pvalue) ** NUM_ARMS)
 
 
@@ -263,8 +309,16 @@ FINE = sample([3.0, 3.1, 3.2])
         (FINE, sample([]), "no run finished: no verdict"),
         (sample([]), FINE, "no run of the baseline finished: no verdict"),
         (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs"),
-        (sample([3.0], diverged=1), FINE, "the baseline diverged in 1 of 2 runs: no verdict"),
-        (sample([3.1] * 3), sample([3.0] * 3), "the same score for every seed: no verdict"),
+        (
+            sample([3.0], diverged=1),
+            FINE,
+            "the baseline diverged in 1 of 2 runs: no verdict",
+        ),
+        (
+            sample([3.1] * 3),
+            sample([3.0] * 3),
+            "the same score for every seed: no verdict",
+        ),
     ],
 )
 def test_words_say_why_there_is_no_verdict(baseline, arm, words):
@@ -274,7 +328,9 @@ def test_words_say_why_there_is_no_verdict(baseline, arm, words):
         assert verdict.words == words.replace("the same score", same)
         found = (verdict.low, verdict.high, verdict.p_value, verdict.detectable())
         assert np.isnan(found).all() and verdict.method == ""
-        unpaired = np.mean([*arm.values] or math.nan) - np.mean([*baseline.values] or math.nan)
+        unpaired = np.mean([*arm.values] or math.nan) - np.mean(
+            [*baseline.values] or math.nan
+        )
         if not paired:
             assert verdict.difference == pytest.approx(unpaired, nan_ok=True)
 
@@ -319,7 +375,9 @@ def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations(deviat
     for i, name in enumerate(names, start=1):
         drawn = rng.normal(0.0, deviations, (number, 3, 3))
         drawn[..., i] += verdicts[name].detectable()
-        found = verdict_rates.both(*verdict_rates.moments(np.moveaxis(drawn, -1, 0)), (3, 3, 3))
+        found = verdict_rates.both(
+            *verdict_rates.moments(np.moveaxis(drawn, -1, 0)), (3, 3, 3)
+        )
         assert found[:, i - 1].mean() == pytest.approx(0.8, abs=0.02), name
 
 
@@ -329,7 +387,10 @@ def test_detectable_pairs_are_found_in_four_of_five_sweeps(num):
     rng = np.random.default_rng(11)
     baseline, arms = draw_pairs(rng, num)
     quantile = stats.t.ppf((1 + 0.95 ** (1 / NUM_ARMS)) / 2, num - 1)
-    normal, noise = rng.standard_normal(100_000), np.sqrt(rng.chisquare(num - 1, 100_000))
+    normal, noise = (
+        rng.standard_normal(100_000),
+        np.sqrt(rng.chisquare(num - 1, 100_000)),
+    )
     for name, verdict in judge(baseline, arms, paired=True).items():
         error = (arms[name] - baseline).std(ddof=1) / math.sqrt(num)
         statistic = (normal + verdict.detectable() / error) * math.sqrt(num - 1) / noise

@@ -25,7 +25,11 @@ from gpt2.ops import Scoring
 SMALL = {
     **{"model.num_layers": 2, "model.num_heads": 2, "model.embed_dim": 32},
     **{"model.context_length": 16, "model.vocab_size": 50, "data.batch_size": 8},
-    **{"optim.schedule": "constant", "optim.warmup_steps": 0, "optim.end_learning_rate": 6e-4},
+    **{
+        "optim.schedule": "constant",
+        "optim.warmup_steps": 0,
+        "optim.end_learning_rate": 6e-4,
+    },
 }
 
 
@@ -42,7 +46,9 @@ def our_steps(**options):
 
 
 def peers_module():
-    return pytest.importorskip("gpt2.benchmark.peers", reason="needs PyTorch", exc_type=ImportError)
+    return pytest.importorskip(
+        "gpt2.benchmark.peers", reason="needs PyTorch", exc_type=ImportError
+    )
 
 
 def their_steps(peer="torch", **options):
@@ -55,13 +61,20 @@ BFLOAT16 = {"precision__compute": "bfloat16"}
 @pytest.mark.peers
 @pytest.mark.parametrize(
     "options",
-    [{}, BFLOAT16, {"train__accumulate_steps": 2, "data__batch_size": 16}, {"model__bias": False}],
+    [
+        {},
+        BFLOAT16,
+        {"train__accumulate_steps": 2, "data__batch_size": 16},
+        {"model__bias": False},
+    ],
     ids=str,
 )
 def test_a_peer_computes_what_this_project_computes(options):
     theirs, reference = their_steps(**options), our_steps(**options)
     assert compare(reference, theirs) is None
-    assert all(abs(loss - np.log(50)) < 3 for loss in theirs.losses)  # and they are losses
+    assert all(
+        abs(loss - np.log(50)) < 3 for loss in theirs.losses
+    )  # and they are losses
 
 
 @pytest.mark.peers
@@ -105,9 +118,21 @@ NO_CLIPPING = ("clip", lambda clip: lambda *_: None)
 @pytest.mark.parametrize(
     ("options", "fault", "told"),
     [  # a fault is a name in the module of peers, and what turns its value into another
-        ({}, ("nn.LayerNorm", lambda norm: partial(norm, eps=1e-6)), "the loss of step"),
-        ({}, ("F.gelu", lambda gelu: lambda x, approximate: gelu(x)), "the loss of step"),
-        ({}, ("torch.autocast", in_bfloat16), "products are in bfloat16, in place of float32"),
+        (
+            {},
+            ("nn.LayerNorm", lambda norm: partial(norm, eps=1e-6)),
+            "the loss of step",
+        ),
+        (
+            {},
+            ("F.gelu", lambda gelu: lambda x, approximate: gelu(x)),
+            "the loss of step",
+        ),
+        (
+            {},
+            ("torch.autocast", in_bfloat16),
+            "products are in bfloat16, in place of float32",
+        ),
         ({}, NO_CLIPPING, "the loss of step"),
         ({}, adamw(eps=1e-5), "the loss of step"),
         ({}, adamw(lr=1.01 * 6e-4), "the loss of step"),
@@ -130,7 +155,9 @@ def test_a_peer_on_a_cpu_clips_by_the_norm_of_large_tensors():
     peers = peers_module()
     norm = peers.torch.linalg.vector_norm
     weight = peers.nn.Parameter(peers.torch.zeros(40_000, 768))
-    weight.grad = peers.torch.randn(weight.shape, generator=peers.torch.Generator().manual_seed(0))
+    weight.grad = peers.torch.randn(
+        weight.shape, generator=peers.torch.Generator().manual_seed(0)
+    )
     assert float(norm(weight.grad)) < (1 - 1e-4) * float(norm(weight.grad.double()))
     peers.clip([weight], 1.0, "cpu")
     np.testing.assert_allclose(float(norm(weight.grad.double())), 1.0, rtol=1e-6)
@@ -142,13 +169,20 @@ def test_a_difference_is_named():
     for start, theirs in (
         ("products are in tf32", FirstSteps("tf32", ours.losses)),
         ("the loss of step 2 differs by 1.0e-02", FirstSteps("float32", [4.0, 3.03])),
-        ("the loss of step 1 differs by nan", FirstSteps("float32", [float("nan"), 3.0])),
+        (
+            "the loss of step 1 differs by nan",
+            FirstSteps("float32", [float("nan"), 3.0]),
+        ),
     ):
         assert compare(ours, theirs).startswith(start)
 
 
 def test_products_of_float32_are_known_by_platform():
-    known = {("high", "gpu"): "tf32", ("highest", "gpu"): "float32", (None, "tpu"): "bfloat16"}
+    known = {
+        ("high", "gpu"): "tf32",
+        ("highest", "gpu"): "float32",
+        (None, "tpu"): "bfloat16",
+    }
     for (precision, platform), products in known.items():
         assert first_steps.products_of("float32", precision, platform) == products
     assert first_steps.products_of("float32", None, "cpu") == "float32"
@@ -198,7 +232,9 @@ def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
 
 def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
     fake.setattr(Fake, "shown", lambda self: FirstSteps("float32", [len(self.name)]))
-    with pytest.raises(UserError, match="torch does not compute what jax computes: the loss"):
+    with pytest.raises(
+        UserError, match="torch does not compute what jax computes: the loss"
+    ):
         measure.measure(cases("torch"), rounds=1, seconds=0.0)
     fake.setattr(Fake, "device", property(lambda self: f"{len(self.name)} x H100"))
     with pytest.raises(UserError, match="torch runs on 5 x H100, and jax on 3 x H100"):
@@ -209,7 +245,9 @@ def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
     case = measure.Case(make_config())
     text = "model.position=rope,optim.layer_rates=h_0/=0.5,wte=2,model.bias=False,optim.eps=1"
-    options = dict(model__position="rope", optim__layer_rates="h_0/=0.5,wte=2", model__bias=False)
+    options = dict(
+        model__position="rope", optim__layer_rates="h_0/=0.5,wte=2", model__bias=False
+    )
     assert case.varied(text).config == make_config(**options, optim__eps=1.0)
     assert case.varied("XLA_FLAGS=--b=2").variables == {"XLA_FLAGS": "--a=1 --b=2"}
     with pytest.raises(UserError):
@@ -220,7 +258,9 @@ def test_a_ratios_interval_is_students_of_the_logarithms():
     logs = np.log([4.0, 1.0, 3.0])
     half = 4.3027 * logs.std(ddof=1) / np.sqrt(3)  # t of two degrees of freedom, 97.5 %
     expected = np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])
-    assert measure.ratio([0.4, 0.2, 0.9], [0.1, 0.2, 0.3]) == pytest.approx(expected, rel=1e-4)
+    assert measure.ratio([0.4, 0.2, 0.9], [0.1, 0.2, 0.3]) == pytest.approx(
+        expected, rel=1e-4
+    )
     assert measure.ratio([0.6], [0.2]) == [pytest.approx(3.0)]
 
 
@@ -239,18 +279,29 @@ def test_a_player_does_the_steps_it_is_asked_for_and_tells():
 
 
 def test_the_step_of_a_run_skips_its_first_lines(tmp_path):
-    slow, fast = ({"perf/step_seconds": seconds, "perf/mfu": 0.5} for seconds in (5.0, 0.1))
+    slow, fast = (
+        {"perf/step_seconds": seconds, "perf/mfu": 0.5} for seconds in (5.0, 0.1)
+    )
     lines = [*[slow] * 3, {"eval/loss": 4.0}, *[fast] * 7]
-    texts = [json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines)]
+    texts = [
+        json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines)
+    ]
     assert suite.describe_run(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text("".join(texts))
     (found,) = suite.describe_run(tmp_path)
-    assert found["turns"] == [0.1] * 7 and found["step_seconds"] == 0.1 and found["mfu"] == 0.5
+    assert (
+        found["turns"] == [0.1] * 7
+        and found["step_seconds"] == 0.1
+        and found["mfu"] == 0.5
+    )
     assert found["peak_bytes"] is None  # a CPU does not tell
 
 
 LONG = dict(
-    model__context_length=64, model__window=16, model__attention="blocked", model__num_heads=4
+    model__context_length=64,
+    model__window=16,
+    model__attention="blocked",
+    model__num_heads=4,
 )
 
 
@@ -296,7 +347,9 @@ def test_a_kernel_with_a_fault_does_not_pass(monkeypatch):
     assert not any(map(passes, KERNEL_FAULTS))
     monkeypatch.setattr(attention, "attention", lambda *_, **__: 1 / 0)
     rows = list(attention.check_attention(make_config(**LONG)))
-    assert {(row["passed"], row["error"]) for row in rows} == {(False, "division by zero")}
+    assert {(row["passed"], row["error"]) for row in rows} == {
+        (False, "division by zero")
+    }
 
 
 def test_the_worst_part_is_judged_alone_and_a_nan_is_worst():
@@ -336,11 +389,20 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
     statuses = dict(broken="failed", slow="out of time", good="done")
     assert {name: row["status"] for name, row in ends.items()} == statuses
     assert ends["broken"]["error"] == "ValueError: planted"
-    assert [row["name"] for row in rows if "name" in row] == ["early", "a"]  # what came, stays
+    assert [row["name"] for row in rows if "name" in row] == [
+        "early",
+        "a",
+    ]  # what came, stays
     page = (tmp_path / "report.md").read_text()
     assert "ValueError: planted" in page and "100.00 ms" in page
     suite.run_suite(tmp_path, [], {}, dry_run=False)
-    assert asked == ["broken", "slow", "good", "broken", "slow"]  # what is done, does not run again
+    assert asked == [
+        "broken",
+        "slow",
+        "good",
+        "broken",
+        "slow",
+    ]  # what is done, does not run again
     with pytest.raises(UserError, match="no part"):
         suite.run_suite(tmp_path, ["god"], {}, dry_run=False)
 
@@ -365,7 +427,9 @@ def parsed(*arguments):
     command.define_flags()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["benchmark", *arguments])  # where overrides are found
+            patch.setattr(
+                sys, "argv", ["benchmark", *arguments]
+            )  # where overrides are found
             flags.FLAGS(sys.argv)
             yield flags.FLAGS
     finally:

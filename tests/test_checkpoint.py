@@ -67,7 +67,9 @@ def steps_in(params):
     ("keep", "keep_every", "kept"),
     [(1, 0, [20, 60]), (1, 20, [20, 40, 60]), (2, 30, [20, 30, 50, 60])],
 )
-def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path, keep, keep_every, kept):
+def test_every_so_many_steps_a_checkpoint_is_kept_for_good(
+    tmp_path, keep, keep_every, kept
+):
     for half in (list(LOSSES.items())[:3], list(LOSSES.items())[3:]):  # over a restart
         with Checkpointer(tmp_path, keep, keep_every) as checkpointer:
             for step, loss in half:
@@ -76,7 +78,8 @@ def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path, keep, keep_
 
 
 @pytest.mark.parametrize(
-    ("which", "step"), [("best", 20), ("latest", 60), thorough("50", 50), thorough(50, 50)]
+    ("which", "step"),
+    [("best", 20), ("latest", 60), thorough("50", 50), thorough(50, 50)],
 )
 def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
     assert steps_in(load_model(saved[0], None, which)[1]) == {step}
@@ -103,8 +106,12 @@ def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path
     assert steps_in(load_model(tmp_path, None, "best")[1]) == {50}
 
 
-def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(tmp_path):
-    model = ModelConfig(vocab_size=50, context_length=128, num_layers=1, num_heads=2, embed_dim=16)
+def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(
+    tmp_path,
+):
+    model = ModelConfig(
+        vocab_size=50, context_length=128, num_layers=1, num_heads=2, embed_dim=16
+    )
     config = dataclasses.replace(
         Config.from_dict(quickstart.get_config()),
         model=dataclasses.replace(model, attention="splash"),
@@ -119,7 +126,9 @@ def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(t
     loaded, loaded_params = load_params(tmp_path)
     chex.assert_trees_all_equal(loaded_params, params)
     assert loaded.model == model
-    assert loaded.parallel == ParallelConfig() and loaded.memory == MemoryConfig(scan_layers=True)
+    assert loaded.parallel == ParallelConfig() and loaded.memory == MemoryConfig(
+        scan_layers=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,9 @@ def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(t
 )
 def test_another_shape_or_optimizer_is_not_restored(tmp_path, params, optimizer):
     def state(shapes, optimizer):
-        return state_at(1, {name: jnp.ones(shapes[name]) for name in shapes}, optimizer(1.0))
+        return state_at(
+            1, {name: jnp.ones(shapes[name]) for name in shapes}, optimizer(1.0)
+        )
 
     with Checkpointer(tmp_path) as checkpointer:
         saved = state({"a": (2, 2)}, optax.adam)
@@ -144,7 +155,9 @@ def test_another_shape_or_optimizer_is_not_restored(tmp_path, params, optimizer)
             checkpointer.restore(1, state(params, optimizer))
 
 
-CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=0)
+CONSTANT = dict(
+    schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=0
+)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +168,9 @@ CONSTANT = dict(schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2,
         thorough(dict(name="schedule_free", **CONSTANT), id="schedule_free"),
     ],
 )
-def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(tmp_path, optim):
+def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(
+    tmp_path, optim
+):
     model = dict(TINY_MODEL, vocab_size=257, num_layers=2)
     config = dataclasses.replace(make_config(model=model), optim=OptimConfig(**optim))
     write_run(tmp_path, config)
@@ -208,13 +223,17 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp_path, capsys):
+def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
+    tmp_path, capsys
+):
     save_checkpoints(tmp_path, 2, 4)
     newest, copy = tmp_path / "checkpoints" / "4", tmp_path / "copy"
     assert find_damage(tmp_path, 4) == "" and run_files.find_start(tmp_path) == 4
     shutil.copytree(newest, copy)
     # Without Orbax's notes on the whole and on its digests.
-    files = [path for path in newest.rglob("*") if path.is_file() and path.parent != newest]
+    files = [
+        path for path in newest.rglob("*") if path.is_file() and path.parent != newest
+    ]
     files.remove(newest / "digests" / "commit_success.txt")
     assert {path.relative_to(newest).parts[0] for path in files} == {
         *("params", "rest", "layout", "metrics", "digests")
@@ -224,7 +243,11 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
             damage(path)
             assert run_files.find_start(tmp_path) == 2, (path, damage)
             told = capsys.readouterr().err
-            assert told.count("\n") == 1 and f"{newest} is damaged" in told and "step 2" in told
+            assert (
+                told.count("\n") == 1
+                and f"{newest} is damaged" in told
+                and "step 2" in told
+            )
             shutil.copy(copy / path.relative_to(newest), path)
     assert run_files.find_start(tmp_path) == 4
     flip_a_bit(next(path for path in files if "params" in path.parts))
@@ -236,7 +259,10 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(tmp
 
 
 def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatch):
-    run_path, data = tmp_path / "run", SimpleNamespace(describe=dict, tokenizer=ByteTokenizer())
+    run_path, data = (
+        tmp_path / "run",
+        SimpleNamespace(describe=dict, tokenizer=ByteTokenizer()),
+    )
     save_checkpoints(run_path, 2, 4)
     scores = run_path / "checkpoints/2/metrics/metrics"
     scores.write_text(scores.read_text().replace("8.0", "0.0"))

@@ -23,31 +23,47 @@ def parse(monkeypatch):
     """Parses flags of a command with `--config`, apart from those of other tests."""
     monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
     cli.define_config()
-    flags.DEFINE_flag(flags.Flag(flags.ArgumentParser(), None, "flagfile", None, ""), flags.FLAGS)
+    flags.DEFINE_flag(
+        flags.Flag(flags.ArgumentParser(), None, "flagfile", None, ""), flags.FLAGS
+    )
 
     def parse(*args):
-        monkeypatch.setattr(sys, "argv", ["command", *args])  # where ml_collections finds overrides
+        monkeypatch.setattr(
+            sys, "argv", ["command", *args]
+        )  # where ml_collections finds overrides
         return cli.parse_flags(sys.argv)
 
     return parse
 
 
 @pytest.mark.parametrize("form", ["--config={}", "--config {}", "--flagfile={}.flags"])
-def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(parse, tmp_path, form):
+def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(
+    parse, tmp_path, form
+):
     record = tmp_path / "config.json"
     options = {"seed": 7, "model": {"vocab_size": 257, "num_layers": 3, "dropout": 0}}
     record.write_text(json.dumps(options))
     Path(f"{record}.flags").write_text(f"--config={record}\n")
-    parse(*form.format(record).split(), "--config.model.dropout=0.5", "--config.seed", "8")
+    parse(
+        *form.format(record).split(), "--config.model.dropout=0.5", "--config.seed", "8"
+    )
     config = cli.parse_config()
-    assert (config.seed, config.model.num_layers, config.model.vocab_size) == (8, 3, 257)
+    assert (config.seed, config.model.num_layers, config.model.vocab_size) == (
+        8,
+        3,
+        257,
+    )
     assert (config.model.dropout, config.model.num_heads) == (0.5, 12)  # a default
     assert cli.overrides() == {"model.dropout": 0.5, "seed": 8}
 
 
-def test_a_config_file_may_set_a_few_options_in_dicts_and_numbers_of_numpy(parse, tmp_path):
+def test_a_config_file_may_set_a_few_options_in_dicts_and_numbers_of_numpy(
+    parse, tmp_path
+):
     path = tmp_path / "mine.py"
-    path.write_text("import numpy as np\ndef get_config():\n    return {'seed': np.int64(3)}\n")
+    path.write_text(
+        "import numpy as np\ndef get_config():\n    return {'seed': np.int64(3)}\n"
+    )
     parse(f"--config={path}", "--config.train.num_steps=5000", "--noconfig.model.bias")
     config = cli.parse_config()
     assert (config.seed, config.train.num_steps, config.model.bias) == (3, 5000, False)
@@ -79,7 +95,9 @@ def test_commands_prepare_their_process_before_they_import_jax():
     """What `python -m` imports before a command's first line must not bring JAX."""
     packages = "gpt2.benchmark, gpt2.data, gpt2.evals, gpt2.hf"
     program = f"import sys, {packages}, gpt2.utils.launch; print('jax' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+    assert (
+        subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+    )
     modules = ["benchmark/__main__", "data/prepare", "generate", "hf/__main__"]
     commands = ["train.py", "eval.py", *(f"gpt2/{module}.py" for module in modules)]
     for path in commands:
@@ -130,7 +148,9 @@ def test_a_screen_that_takes_no_line_ends_no_program():
 
 def run_early(program):
     """Runs a program whose Ctrl-C is not ignored, as that of jobs in the background is."""
-    start = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    start = (
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    )
     start += "from gpt2 import errors\nfrom gpt2.utils import launch\n"
     command = [sys.executable, "-c", start + program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -147,7 +167,11 @@ except KeyboardInterrupt:
     print("caught")
 """
     assert run_early(program.format("")) == (130, "", "stopped by SIGINT\n")
-    assert run_early(program.format("errors.raise_at_interrupt()")) == (0, "caught\n", "")
+    assert run_early(program.format("errors.raise_at_interrupt()")) == (
+        0,
+        "caught\n",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,14 +194,18 @@ os.environ[launch._STARTED_AGAIN] = "1"
 launch.prepare_process()
 print(os.environ.get("JAX_PLATFORMS"))
 """
-    for name in [name for name in os.environ if "TPU" in name or name == "JAX_PLATFORMS"]:
+    for name in [
+        name for name in os.environ if "TPU" in name or name == "JAX_PLATFORMS"
+    ]:
         monkeypatch.delenv(name)
     if variable:
         monkeypatch.setenv(variable, "")
     assert run_early(program) == (0, f"{platforms}\n", "")
 
 
-def test_flags_for_gpus_are_set_where_their_compiler_is_and_those_of_a_user_win(monkeypatch):
+def test_flags_for_gpus_are_set_where_their_compiler_is_and_those_of_a_user_win(
+    monkeypatch,
+):
     flag = "--xla_gpu_dot_merger_threshold_mb"
     program = """
 import importlib.util
@@ -209,7 +237,9 @@ def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
         "glibc.malloc.mmap_threshold=4096"
         ":glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=268435456"
     )
-    assert asked["XLA_FLAGS"].startswith("--xla_cpu_max_isa=AVX2 --xla_cpu_scheduler_type=")
+    assert asked["XLA_FLAGS"].startswith(
+        "--xla_cpu_max_isa=AVX2 --xla_cpu_scheduler_type="
+    )
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     assert launch.cpu_environment() == {}
@@ -233,7 +263,11 @@ launch.prepare_process()
 
 def test_a_place_may_begin_with_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    kept = ["--prompt=~/a", "--workdir=/a/~", "--config.data.corpus=text:~/a"]  # which is a glob
+    kept = [
+        "--prompt=~/a",
+        "--workdir=/a/~",
+        "--config.data.corpus=text:~/a",
+    ]  # which is a glob
     assert [cli._with_home(each) for each in kept] == kept
     for flag in ("--workdir", "--config.data.tokenizer"):
         assert cli._with_home(f"{flag}=~/t") == f"{flag}=/home/me/t"

@@ -14,14 +14,18 @@ def write_run(folder, tokenizer, *records, corpus="pystdlib", **options):
     folder.mkdir()
     config = make_config(data=dict(tokenizer=tokenizer, corpus=corpus), **options)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    (folder / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(each)}\n" for each in records)
+    )
 
 
 def compare(folder, *given):
     return run(None, *given, script="gpt2.compare", cwd=folder)
 
 
-def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_reference(tmp_path):
+def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_reference(
+    tmp_path,
+):
     write_run(tmp_path / "first", "byte", SCORED)
     write_run(tmp_path / "young", "char", {"step": 1}, corpus="synthetic")
     write_run(tmp_path / "other", "char", SCORED)
@@ -40,7 +44,9 @@ def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_r
     assert code == 2 and "no run has a validation" in mistake
 
 
-def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_told_whole(tmp_path):
+def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_told_whole(
+    tmp_path,
+):
     write_run(tmp_path / "a", "byte", SCORED)
     longest = f"text:{'x' * 70}"
     write_run(tmp_path / "b", "byte", SCORED, train=dict(num_steps=9), corpus=longest)
@@ -52,4 +58,7 @@ def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_tol
     assert code == 0, mistake
     for option in ("optim.name=theirs", "optim.twist=2.0", "model.twisted=True"):
         assert option in told
-    assert f"data.corpus={longest}" in "".join(told.split()) and "train.num_steps=9" in told
+    assert (
+        f"data.corpus={longest}" in "".join(told.split())
+        and "train.num_steps=9" in told
+    )

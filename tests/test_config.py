@@ -18,7 +18,9 @@ from gpt2.optim.muon import POLYNOMIALS
 from gpt2.utils.remat import KEPT
 
 CONFIGS = sorted(
-    path.stem for path in Path(configs.default.__file__).parent.glob("*.py") if path.stem[0] != "_"
+    path.stem
+    for path in Path(configs.default.__file__).parent.glob("*.py")
+    if path.stem[0] != "_"
 )
 
 
@@ -41,19 +43,27 @@ def test_groups_have_the_fields_and_defaults_of_the_default_config():
     config = Config.from_dict(DEFAULTS)
     assert config.to_dict() == DEFAULTS.to_dict()
     order = [name for name in flatten(config.to_dict()) if name.startswith("data.")]
-    assert order[:2] == ["data.corpus", "data.tokenizer"]  # as configs/default.py states them
+    assert order[:2] == [
+        "data.corpus",
+        "data.tokenizer",
+    ]  # as configs/default.py states them
     assert Config() == config and hash(Config()) == hash(config)
     for field in dataclasses.fields(Config):
         group = getattr(config, field.name)
         assert not dataclasses.is_dataclass(group) or type(group)() == group
-    assert dataclasses.replace(GPTConfig(), vocab_size=9) == config.with_vocabulary(9).gpt()
+    assert (
+        dataclasses.replace(GPTConfig(), vocab_size=9)
+        == config.with_vocabulary(9).gpt()
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.train.num_steps = 7
 
 
 def test_every_table_about_options_is_about_options():
     options = flatten(DEFAULTS.to_dict())
-    assert {*CHOICES, *configs.default.RANGES, *configs.default.ALIASES.values()} <= {*options}
+    assert {*CHOICES, *configs.default.RANGES, *configs.default.ALIASES.values()} <= {
+        *options
+    }
 
 
 def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice():
@@ -67,15 +77,26 @@ def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice
     }
     for name, names in implemented.items():
         assert set(CHOICES[name]) == set(names), name
-    gated = {name for name in ACTIVATIONS if build(model__activation=name).model.is_gated}
-    assert not gated and all(build(model__activation=name).model.is_gated for name in GATES)
+    gated = {
+        name for name in ACTIVATIONS if build(model__activation=name).model.is_gated
+    }
+    assert not gated and all(
+        build(model__activation=name).model.is_gated for name in GATES
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("gpt2_")])
 def test_the_gpt2_configs_have_openais_shapes(name):
     config = Config.from_dict(importlib.import_module(f"configs.{name}").get_config())
     released = GPTConfig.from_name(name.replace("_", "-"))
-    for field in ("num_layers", "num_heads", "embed_dim", "context_length", "bias", "activation"):
+    for field in (
+        "num_layers",
+        "num_heads",
+        "embed_dim",
+        "context_length",
+        "bias",
+        "activation",
+    ):
         assert getattr(config.model, field) == getattr(released, field)
 
 
@@ -128,7 +149,10 @@ WRONG = [  # options and a word of the message
     ("train.keep_every=5 train.checkpoint_every=0", "keep_every"),
     ("train.init_from='somewhere'", "somewhere"),
     ("optim.name='sgd' optim.beta1=0.8", "beta1"),
-    ("optim.name='schedule_free' optim.schedule='constant' optim.cautious='updates'", "cautious"),
+    (
+        "optim.name='schedule_free' optim.schedule='constant' optim.cautious='updates'",
+        "cautious",
+    ),
     ("optim.name='schedule_free'", "schedule"),
     ("optim.ema=0.9 optim.tail_average=0.2", "tail_average"),
     ("optim.name='sgd' optim.scheduled_weight_decay=True", "scheduled_weight_decay"),
@@ -153,7 +177,9 @@ WRONG = [  # options and a word of the message
 ]
 
 
-@pytest.mark.parametrize(("options", "word"), WRONG, ids=[options for options, _ in WRONG])
+@pytest.mark.parametrize(
+    ("options", "word"), WRONG, ids=[options for options, _ in WRONG]
+)
 def test_options_that_cannot_work_or_would_mislead_are_refused(options, word):
     given = (each.partition("=")[::2] for each in options.split(" "))
     with pytest.raises(UserError) as error:
@@ -163,4 +189,8 @@ def test_options_that_cannot_work_or_would_mislead_are_refused(options, word):
 
 def test_what_is_derived_from_options():
     assert OptimConfig(warmup_steps=0, warmup_percent=2.3).warmup(1000) == 23
-    assert build(model__window=4, model__window_pattern="SL").model.windows[:3] == (4, 0, 4)
+    assert build(model__window=4, model__window_pattern="SL").model.windows[:3] == (
+        4,
+        0,
+        4,
+    )

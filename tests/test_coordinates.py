@@ -36,14 +36,20 @@ def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Ar
 def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
     """Returns the mean absolute change of every activation after `STEPS` steps."""
     size = dict(model__embed_dim=width, model__num_heads=width // HEAD_SIZE)
-    size |= dict(model__context_length=LENGTH, data__batch_size=ROWS, train__num_steps=STEPS)
+    size |= dict(
+        model__context_length=LENGTH, data__batch_size=ROWS, train__num_steps=STEPS
+    )
     optim = dict(optim__name=optimizer, optim__weight_decay=0.0, optim__eps=1e-8)
     mup = dict(model__mup_base_width=BASE if is_mup else 0)
     config = config_of("default", **size, **optim, **mup)
     program = Program.from_config(config, jax.devices()[:1])
     state = program.init_state()
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
-    batch = program.backend.put_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    tokens = (
+        np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+    )
+    batch = program.backend.put_batch(
+        {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    )
     look = jax.jit(lambda params: activations(program.model, params, batch["tokens"]))
     before = jax.device_get(look(state.params))
     step = program.compile_train(state, batch)
@@ -59,7 +65,9 @@ def test_activations_of_every_width_move_alike_under_mup_and_grow_without(optimi
     def powers(is_mup):  # of the width, with which each activation's movement grows
         moved = [movement(width, is_mup, optimizer) for width in WIDTHS]
         logs = {name: [math.log(each[name]) for each in moved] for name in moved[0]}
-        return {name: np.polyfit(np.log(WIDTHS), log, 1)[0] for name, log in logs.items()}
+        return {
+            name: np.polyfit(np.log(WIDTHS), log, 1)[0] for name, log in logs.items()
+        }
 
     wide, plain = powers(True), powers(False)
     branches = [name for name in wide if name != "logits"]

@@ -18,7 +18,18 @@ from gpt2.data import splits, tokens
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "naïve", "測試"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dogs",
+    "naïve",
+    "測試",
+]
 
 
 def _document(number: int, num_words: int = 60) -> str:
@@ -35,7 +46,9 @@ def _stream(dataset, split):
 def make(tmp_path):
     """Prepares a corpus into a directory of the test's own."""
 
-    def make(corpus, tokenizer="byte", val_fraction=0.1, data_dir=tmp_path / "prepared"):
+    def make(
+        corpus, tokenizer="byte", val_fraction=0.1, data_dir=tmp_path / "prepared"
+    ):
         options = dict(corpus=corpus, tokenizer=tokenizer, data_dir=str(data_dir))
         return prepare.prepare(DataConfig(**options, val_fraction=val_fraction))
 
@@ -67,7 +80,9 @@ def test_single_text_is_split_as_nanogpt_splits_it(tmp_path, make):
     train, validation = text[: int(n * 0.9)], text[int(n * 0.9) :]
     characters = sorted(set(text))
     assert dataset.tokenizer.vocab_size == len(characters)
-    np.testing.assert_array_equal(_stream(dataset, "train"), [characters.index(c) for c in train])
+    np.testing.assert_array_equal(
+        _stream(dataset, "train"), [characters.index(c) for c in train]
+    )
     np.testing.assert_array_equal(
         _stream(dataset, "validation"), [characters.index(c) for c in validation]
     )
@@ -80,7 +95,9 @@ def test_single_text_is_split_as_nanogpt_splits_it(tmp_path, make):
 def test_documents_are_joined_by_end_of_text_and_all_kept(make, many, tokenizer):
     spec, documents = many
     dataset = make(spec, tokenizer)
-    train, validation = (_documents_of(dataset, split) for split in ("train", "validation"))
+    train, validation = (
+        _documents_of(dataset, split) for split in ("train", "validation")
+    )
     assert sorted(train + validation) == sorted(documents)
     for split, texts in (("train", train), ("validation", validation)):
         assert dataset.splits[split].num_documents == len(texts)
@@ -90,18 +107,26 @@ def test_documents_are_joined_by_end_of_text_and_all_kept(make, many, tokenizer)
 def test_no_document_is_in_both_splits(make, many):
     spec, documents = many
     dataset = make(spec)
-    train, validation = (set(_documents_of(dataset, s)) for s in ("train", "validation"))
+    train, validation = (
+        set(_documents_of(dataset, s)) for s in ("train", "validation")
+    )
     assert train and validation and not train & validation
-    assert len(documents) > len(train | validation)  # the corpus has duplicates: this can fail
+    assert len(documents) > len(
+        train | validation
+    )  # the corpus has duplicates: this can fail
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
 def test_validation_is_the_share_of_bytes_asked_for(make, many, share):
-    sizes = [split.num_bytes for split in make(many[0], val_fraction=share).splits.values()]
+    sizes = [
+        split.num_bytes for split in make(many[0], val_fraction=share).splits.values()
+    ]
     assert sizes[1] / sum(sizes) == pytest.approx(share, abs=0.01)
 
 
-def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(make, many, tmp_path):
+def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(
+    make, many, tmp_path
+):
     alone = tmp_path / "alone.txt"
     alone.write_text("one text\n" * 100)
     for spec in (many[0], f"text:{alone}"):
@@ -142,8 +167,13 @@ def test_file_formats_agree(tmp_path, make, capsys):
     lines = "".join(json.dumps({"text": d}) + "\n" for d in documents).encode()
     (tmp_path / "d.jsonl").write_bytes(lines)
     cut = len(lines) // 2  # two members, as parallel compressors write them
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines[:cut]) + gzip.compress(lines[cut:]))
-    zstd = [pyarrow.compress(part, "zstd").to_pybytes() for part in (lines[:cut], lines[cut:])]
+    (tmp_path / "d.jsonl.gz").write_bytes(
+        gzip.compress(lines[:cut]) + gzip.compress(lines[cut:])
+    )
+    zstd = [
+        pyarrow.compress(part, "zstd").to_pybytes()
+        for part in (lines[:cut], lines[cut:])
+    ]
     (tmp_path / "d.jsonl.zst").write_bytes(b"".join(zstd))
     corpora = [f"text:{texts}/**/*.txt", f"parquet:{tmp_path}/*.parquet"]
     corpora += [f"jsonl:{tmp_path}/d.jsonl{ending}" for ending in ("", ".gz", ".zst")]
@@ -175,7 +205,9 @@ def test_any_stretch_can_be_read_across_files(tmp_path, monkeypatch):
     assert len(stream) == 400
     for start in range(0, 400, 3):
         for length in (1, 7, 8, 40, 400):
-            np.testing.assert_array_equal(stream.read(start, length), ids[start:][:length])
+            np.testing.assert_array_equal(
+                stream.read(start, length), ids[start:][:length]
+            )
     validation = tokens.TokenStream(writer.shards["validation"], "uint32", tmp_path)
     assert validation.read(0, 99).tolist() == list(ids[:9])
 
@@ -188,7 +220,9 @@ def test_long_documents_encode_as_if_whole(monkeypatch):
         monkeypatch.setattr(splits, "PART_CHARACTERS", size)
         parts = list(splits.read_parts(text))
         assert len(parts) > 10
-        np.testing.assert_array_equal(np.concatenate([gpt2.encode(p) for p in parts]), whole)
+        np.testing.assert_array_equal(
+            np.concatenate([gpt2.encode(p) for p in parts]), whole
+        )
 
 
 def test_prepared_once_and_anew_when_anything_differs(tmp_path, make):
@@ -223,7 +257,9 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
                 file.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
             again = make(f"text:{path}")
             told = capsys.readouterr().err
-            assert re.match(rf"warning: {again.directory} is damaged \(.*prepared anew", told), file
+            assert re.match(
+                rf"warning: {again.directory} is damaged \(.*prepared anew", told
+            ), file
             np.testing.assert_array_equal(again.open("train").read(0, 10**6), wanted)
             make(f"text:{path}")
             assert capsys.readouterr().err == ""
@@ -244,7 +280,8 @@ def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):
     # A lock on a file is its descriptor's: threads stand for processes here.
     datasets = []
     threads = [
-        threading.Thread(target=lambda: datasets.append(make(f"text:{path}"))) for _ in range(3)
+        threading.Thread(target=lambda: datasets.append(make(f"text:{path}")))
+        for _ in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -261,7 +298,9 @@ def test_failed_preparation_leaves_nothing(tmp_path, make):
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
 
 
-def test_a_text_that_changes_while_it_is_read_is_not_prepared(tmp_path, make, monkeypatch):
+def test_a_text_that_changes_while_it_is_read_is_not_prepared(
+    tmp_path, make, monkeypatch
+):
     path, write_splits = tmp_path / "input.txt", prepare.write_splits
     path.write_text(_document(1, 500))
 
@@ -272,7 +311,9 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(tmp_path, make, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(prepare, "write_splits", change)
-        with pytest.raises(UserError, match=r"input\.txt names has changed while it was read"):
+        with pytest.raises(
+            UserError, match=r"input\.txt names has changed while it was read"
+        ):
             make(f"text:{path}")
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
     make(f"text:{path}")
@@ -289,7 +330,9 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(tmp_path, make, mo
         ("parquet:TABLE#number", "holds no text"),
     ],
 )
-def test_corpora_that_cannot_be_used_are_refused(tmp_path, make, monkeypatch, corpus, message):
+def test_corpora_that_cannot_be_used_are_refused(
+    tmp_path, make, monkeypatch, corpus, message
+):
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").touch()
     Path("TINY").write_text("a")

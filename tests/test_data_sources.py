@@ -15,7 +15,9 @@ from gpt2.data.tokenizer import build
 from gpt2.data.tokens import open_ready_tokens
 from gpt2.errors import UserError
 
-TEXTS = [f"{number}: some words, then {number**3} naïve 測試 cats\n" for number in range(80)]
+TEXTS = [
+    f"{number}: some words, then {number**3} naïve 測試 cats\n" for number in range(80)
+]
 
 
 @pytest.fixture
@@ -25,7 +27,10 @@ def make(tmp_path):
     def make(corpus, tokenizer="byte", val_fraction=0.1):
         data_dir = str(tmp_path / "prepared")
         data = DataConfig(
-            corpus=corpus, tokenizer=tokenizer, val_fraction=val_fraction, data_dir=data_dir
+            corpus=corpus,
+            tokenizer=tokenizer,
+            val_fraction=val_fraction,
+            data_dir=data_dir,
         )
         return prepare.prepare(data)
 
@@ -46,7 +51,9 @@ def hub(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["default/train", "plain_text/partial-train"])
-def test_hub_data_set_is_read_from_its_parquet_files(hub, make, monkeypatch, tmp_path, folder):
+def test_hub_data_set_is_read_from_its_parquet_files(
+    hub, make, monkeypatch, tmp_path, folder
+):
     monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: hub)
     root = tmp_path / "hub/datasets/someone/texts@refs/convert/parquet"
     (root / folder).mkdir(parents=True)
@@ -55,7 +62,9 @@ def test_hub_data_set_is_read_from_its_parquet_files(hub, make, monkeypatch, tmp
         table = pyarrow.table({"text": TEXTS[40 * number : 40 * (number + 1)]})
         pyarrow.parquet.write_table(table, root / folder / f"{number}.parquet")
     dataset = make("hf:someone/texts#text")
-    joined = np.concatenate([_stream(dataset, split) for split in ("train", "validation")])
+    joined = np.concatenate(
+        [_stream(dataset, split) for split in ("train", "validation")]
+    )
     read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
     assert sorted(read) == sorted(TEXTS)
     with pytest.raises(UserError, match="hf:someone/else cannot be read"):
@@ -65,9 +74,13 @@ def test_hub_data_set_is_read_from_its_parquet_files(hub, make, monkeypatch, tmp
 def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = tmp_path / "own_documents.py"
-    module.write_text("def poems():\n    for i in range(50):\n        yield f'{i} roses' * 9\n")
+    module.write_text(
+        "def poems():\n    for i in range(50):\n        yield f'{i} roses' * 9\n"
+    )
     dataset = make("python:own_documents:poems")
-    joined = np.concatenate([_stream(dataset, split) for split in ("train", "validation")])
+    joined = np.concatenate(
+        [_stream(dataset, split) for split in ("train", "validation")]
+    )
     read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
     assert sorted(read) == sorted(f"{i} roses" * 9 for i in range(50))
     module.write_text(module.read_text() + "# changed\n")
@@ -113,8 +126,12 @@ def test_token_shards_are_read_in_place(tmp_path, make, write):
         name = f"{'val' if number == 0 else 'train'}_{number}.bin"
         write(tmp_path / name, np.concatenate(encoded[3 * number :][:3]))
     dataset = make(f"tokens:{tmp_path}/*.bin", "gpt2")
-    np.testing.assert_array_equal(_stream(dataset, "validation"), np.concatenate(encoded[:3]))
-    np.testing.assert_array_equal(_stream(dataset, "train"), np.concatenate(encoded[3:]))
+    np.testing.assert_array_equal(
+        _stream(dataset, "validation"), np.concatenate(encoded[:3])
+    )
+    np.testing.assert_array_equal(
+        _stream(dataset, "train"), np.concatenate(encoded[3:])
+    )
     stream = dataset.open("train")
     everything = np.concatenate(encoded[3:])
     for start in range(0, len(stream), 111):
@@ -135,7 +152,9 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     path = tmp_path / "train.bin"
     _write_shard(path, range(1000), **GPT2)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match="has 950 tokens, and its header says version 1 and 1000"):
+    with pytest.raises(
+        UserError, match="has 950 tokens, and its header says version 1 and 1000"
+    ):
         make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(50))
     for share, split in ((0.01, "validation"), (0.99, "train")):
@@ -159,7 +178,9 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     with pytest.raises(UserError, match="16 and of 32 bits"):
         make(f"tokens:{tmp_path}/*.bin", "gpt2")
     (tmp_path / "meta.pkl").write_bytes(b"")
-    with pytest.raises(UserError, match=r"meta.pkl gives .*Use text:.*/input.txt and .*=char"):
+    with pytest.raises(
+        UserError, match=r"meta.pkl gives .*Use text:.*/input.txt and .*=char"
+    ):
         make(f"tokens:{path}", "gpt2")
 
 
@@ -173,10 +194,14 @@ def test_broken_token_shards_are_refused(tmp_path, make):
         ("values_0.bin", False),
     ],
 )
-def test_the_validation_shards_are_those_with_the_word_in_their_name(name, is_validation, tmp_path):
+def test_the_validation_shards_are_those_with_the_word_in_their_name(
+    name, is_validation, tmp_path
+):
     for path, tokens in ((tmp_path / name, [1, 2, 3]), (tmp_path / "b.bin", [4] * 7)):
         np.array(tokens, np.uint16).tofile(path)
-    ready = open_ready_tokens(DataConfig(corpus=f"tokens:{tmp_path}/*.bin", val_fraction=0.2))
+    ready = open_ready_tokens(
+        DataConfig(corpus=f"tokens:{tmp_path}/*.bin", val_fraction=0.2)
+    )
     (split,) = ready.shards["validation"]
     assert split[2] == (3 if is_validation else 2)
 
@@ -189,8 +214,12 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     folder.mkdir(parents=True)
     features = tfds.features.FeaturesDict({"body": tfds.features.Text()})
     for shard in range(2):
-        records = [features.serialize_example({"body": text}) for text in TEXTS[shard::2]]
-        framed = (len(r).to_bytes(8, "little") + bytes(4) + r + bytes(4) for r in records)
+        records = [
+            features.serialize_example({"body": text}) for text in TEXTS[shard::2]
+        ]
+        framed = (
+            len(r).to_bytes(8, "little") + bytes(4) + r + bytes(4) for r in records
+        )
         path = folder / f"poems-train.tfrecord-0000{shard}-of-00002"
         path.write_bytes(b"".join(framed))
     split = tfds.core.SplitInfo(
@@ -201,7 +230,9 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     )
     tfds.core.add_data_dir(str(tmp_path / "sets"))
     dataset = make("tfds:poems#body")
-    joined = np.concatenate([_stream(dataset, split) for split in ("train", "validation")])
+    joined = np.concatenate(
+        [_stream(dataset, split) for split in ("train", "validation")]
+    )
     read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
     assert sorted(read) == sorted(TEXTS)
     path.write_bytes(path.read_bytes()[:-20])

@@ -53,7 +53,9 @@ def plant(state, path, value=np.nan, index=-1, layer=None):
             return leaf
         row = leaf if layer is None else leaf[layer]
         flat = row.reshape(-1).at[index].set(value).reshape(row.shape)
-        return jax.device_put(flat if layer is None else leaf.at[layer].set(flat), leaf.sharding)
+        return jax.device_put(
+            flat if layer is None else leaf.at[layer].set(flat), leaf.sharding
+        )
 
     return state.replace(params=jax.tree_util.tree_map_with_path(planted, state.params))
 
@@ -64,12 +66,16 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
     step = compiled(program)
     steps = {program.config.shapes.at(1): (step, None)}
     first_state = lambda: planted(program.init_state())  # noqa: E731
-    diagnosis = Diagnosis(program, batches, tmp_path, stub_checkpointer(), steps, first_state)
+    diagnosis = Diagnosis(
+        program, batches, tmp_path, stub_checkpointer(), steps, first_state
+    )
     state = first_state()
     with pytest.raises(DivergedError) as told:
         for number in itertools.count(1):
             state, metrics = step(state, batches.batch(number - 1))
-            values = [float(metrics[name]) for name in ("train/loss", "train/grad_norm")]
+            values = [
+                float(metrics[name]) for name in ("train/loss", "train/grad_norm")
+            ]
             in_a_row = metrics.get("bad_in_a_row", not np.isfinite(values).all())
             if in_a_row > program.config.train.skip_bad_steps:
                 what = "the gradients are" if np.isfinite(values[0]) else "the loss is"
@@ -103,13 +109,18 @@ def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned,
     for at, micro_batch in ((0, 0), (3, 2)):
         told = diagnose(tmp_path, program, huge, (at, micro_batch))
         assert f"at step {at + 1}: " in told
-        assert f"the output of h_0/ln_1 was the first, in micro-batch {micro_batch + 1}." in told
+        assert (
+            f"the output of h_0/ln_1 was the first, in micro-batch {micro_batch + 1}."
+            in told
+        )
 
 
 @pytest.mark.thorough
 def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
     program = make_program(skip_bad_steps=2)
-    told = diagnose(tmp_path, program, lambda state: plant(state, "h_1/mlp/c_fc/kernel"))
+    told = diagnose(
+        tmp_path, program, lambda state: plant(state, "h_1/mlp/c_fc/kernel")
+    )
     assert "at step 3: parameter h_1/mlp/c_fc/kernel was the first" in told
 
 
@@ -117,11 +128,16 @@ def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
 @pytest.mark.parametrize("scanned", [True, False])
 def test_a_gradient_is_named_with_its_micro_batch(tmp_path, breaking_norms, scanned):  # noqa: F811
     loud = lambda state: plant(  # noqa: E731
-        state, "wte/embedding", np.tile([100.0, -100.0], 8), slice(POISON * 16, (POISON + 1) * 16)
+        state,
+        "wte/embedding",
+        np.tile([100.0, -100.0], 8),
+        slice(POISON * 16, (POISON + 1) * 16),
     )
     told = diagnose(tmp_path, make_program.__wrapped__(scanned=scanned), loud, (2, 1))
     assert "the gradients are not finite at step 3" in told
-    assert re.search(r"the gradient of h_1/mlp/c_proj/\w+ was the first, in micro-batch 2", told)
+    assert re.search(
+        r"the gradient of h_1/mlp/c_proj/\w+ was the first, in micro-batch 2", told
+    )
 
 
 @pytest.mark.thorough
@@ -142,7 +158,12 @@ def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
 def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
     program = make_program()
     diagnosis = Diagnosis(
-        program, StubBatches(program, (1, 0)), tmp_path, stub_checkpointer((20, 3.5)), None, None
+        program,
+        StubBatches(program, (1, 0)),
+        tmp_path,
+        stub_checkpointer((20, 3.5)),
+        None,
+        None,
     )
     error = DivergedError(3, "the validation loss is", before=False)
     state = program.init_state()

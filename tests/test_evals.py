@@ -23,13 +23,17 @@ from gpt2.model import GPT, GPTConfig
 from tests import plain
 from tests.helpers import WORDS
 
-CFG = GPTConfig(vocab_size=257, context_length=128, num_layers=2, num_heads=2, embed_dim=16)
+CFG = GPTConfig(
+    vocab_size=257, context_length=128, num_layers=2, num_heads=2, embed_dim=16
+)
 BYTES = ByteTokenizer()
 
 
 @pytest.fixture(scope="module")
 def params():
-    params = jax.jit(GPT(CFG).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    params = jax.jit(GPT(CFG).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))[
+        "params"
+    ]
     return jax.tree.map(lambda x: x * 8, params)
 
 
@@ -41,11 +45,20 @@ def scorer(params):
 def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
     batches = [(4.0, 1.0), (6.0, 3.0)]  # the mean of means is 3
     scores = validate(lambda _, batch: {"loss": batch}, None, {"": (1.0, batches)}, 0.5)
-    expected = {"loss": 2.5, "perplexity": math.e**2.5, "bits_per_byte": 2.5 * 0.5 / math.log(2)}
-    assert scores == pytest.approx({f"eval/{name}": expected[name] for name in expected})
+    expected = {
+        "loss": 2.5,
+        "perplexity": math.e**2.5,
+        "bits_per_byte": 2.5 * 0.5 / math.log(2),
+    }
+    assert scores == pytest.approx(
+        {f"eval/{name}": expected[name] for name in expected}
+    )
     parts = {"a": (0.75, batches), "b": (0.25, [(8.0, 8.0)])}
     scores = validate(lambda _, batch: {"loss": batch}, None, parts, None)
-    assert (scores["eval/loss"], scores["eval/loss_a"]) == (0.75 * 2.5 + 0.25 * 1.0, 2.5)
+    assert (scores["eval/loss"], scores["eval/loss_a"]) == (
+        0.75 * 2.5 + 0.25 * 1.0,
+        2.5,
+    )
 
 
 def mixed_requests(num=200, seed=0):
@@ -77,7 +90,9 @@ def log_prob_by_hand(params, context, tokens):
     return sum(float(log_probs[start + i, token]) for i, token in enumerate(tokens))
 
 
-@pytest.mark.parametrize("num_devices", [8, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "num_devices", [8, pytest.param(1, marks=pytest.mark.thorough)]
+)
 def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
     requests = mixed_requests(num=40)
     # A token that is the likeliest, which random ones hardly are.
@@ -101,7 +116,11 @@ def test_200_mixed_lengths_compile_once_per_bucket(params):
     scorer.score(requests)
     buckets = {scoring.bucket(len(r.tokens), 128) for r in requests}
     assert scorer._score._cache_size() == len(buckets) == 3
-    for num in (1, 7, 100):  # however many come at once, and however many tokens are scored
+    for num in (
+        1,
+        7,
+        100,
+    ):  # however many come at once, and however many tokens are scored
         scorer.score(mixed_requests(num, seed=1))
     scorer.score(windows(np.arange(200), 128, 64))
     assert scorer._score._cache_size() == 3
@@ -161,7 +180,9 @@ def test_lambada_scores_the_last_token(params, scorer, tmp_path):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     figures = figures_by_metric(lambada(scorer, BYTES, path))
     rows = [BYTES.encode(text).tolist() for text in texts]
-    expected = math.exp(-np.mean([log_prob_by_hand(params, row[:-1], row[-1:]) for row in rows]))
+    expected = math.exp(
+        -np.mean([log_prob_by_hand(params, row[:-1], row[-1:]) for row in rows])
+    )
     assert figures["perplexity, last token"].value == pytest.approx(expected, rel=1e-4)
     assert figures["accuracy, last token"].num_examples == 2
 
@@ -170,7 +191,9 @@ def test_hellaswag_sums_and_normalises_by_token(params, scorer, tmp_path):
     endings = ["runs away", "x", "eats a very long meal and sleeps", "sits down"]
     contexts = [f"A man {i} walks." for i in range(6)]
     path = tmp_path / "hellaswag.jsonl"
-    rows = ({"ctx": c, "endings": endings, "label": i % 4} for i, c in enumerate(contexts))
+    rows = (
+        {"ctx": c, "endings": endings, "label": i % 4} for i, c in enumerate(contexts)
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = figures_by_metric(hellaswag(scorer, BYTES, path))
     for name, power in (("acc", 0), ("acc_norm, llm.c", 1)):
@@ -234,7 +257,10 @@ def test_validation_scores_text_that_the_run_held_out(tmp_path, monkeypatch):
         validation_data(run, None, "", None)
     (tmp_path / "data.json").touch()  # which every run that was trained has
     assert validation_data(run, None, "", None).corpus == "pystdlib"
-    for share in (0.3, 0.001):  # for which other documents are chosen, not fewer of the same
+    for share in (
+        0.3,
+        0.001,
+    ):  # for which other documents are chosen, not fewer of the same
         with pytest.raises(UserError, match="the run learnt from"):
             validation_data(run, None, "pystdlib", share)
     assert validation_data(run, None, "pystdlib", 0.25).val_fraction == 0.25
@@ -275,7 +301,11 @@ def make_example(kind, draw):
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     """Made files of every kind of task, as those of nanochat's eval bundle."""
-    folder, rows, tasks = tmp_path_factory.mktemp("bundle"), ["Eval Task,Random baseline"], []
+    folder, rows, tasks = (
+        tmp_path_factory.mktemp("bundle"),
+        ["Eval Task,Random baseline"],
+        [],
+    )
     (folder / "eval_data").mkdir()
     draw = random.Random(0)
     for number, (kind, shots, delimiter, chance) in enumerate(CORE):
@@ -308,23 +338,32 @@ def core_by_hand(params, examples, kind, shots, delimiter):
         shared = len(commonprefix([text[::order] for text in texts]))  # noqa: RUF071
         for text in texts:
             length = shared if kind == "schema" else max(len(text) - shared, 1)
-            if kind == "language_modeling":  # the space of the delimiter is part of the answer
+            if (
+                kind == "language_modeling"
+            ):  # the space of the delimiter is part of the answer
                 length = len(" " + example["continuation"])
             tokens = np.array([256, *text.encode()][-128:])
             logits = plain.logits(CFG, params, tokens)[-length - 1 : -1]
             right = logits[range(length), tokens[-length:]]
             losses.append((np.log(np.exp(logits).sum(axis=1)) - right).mean())
         is_greedy = (logits.max(axis=1) == right).all()
-        yield losses, np.argmin(losses) == example["gold"] if "gold" in example else is_greedy
+        yield (
+            losses,
+            np.argmin(losses) == example["gold"] if "gold" in example else is_greedy,
+        )
 
 
 def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
     bias = {"ln_f": params["ln_f"] | {"bias": params["ln_f"]["bias"] + 1.0}}
-    table = params["wte"]["embedding"].at[ord(" ")].set(2.0)  # by which a space is the likeliest
+    table = (
+        params["wte"]["embedding"].at[ord(" ")].set(2.0)
+    )  # by which a space is the likeliest
     params = params | bias | {"wte": {"embedding": table}}
     scorer, seen, centred = Scorer(CFG, params, jax.devices()[:1]), [], []
     score = scorer.score
-    monkeypatch.setattr(scorer, "score", lambda *args: seen.append(score(*args)) or seen[-1])
+    monkeypatch.setattr(
+        scorer, "score", lambda *args: seen.append(score(*args)) or seen[-1]
+    )
     *figures, total = core(scorer, BYTES, bundle / "core.yaml")
     weights = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     for number, (*task, chance) in enumerate(CORE):
@@ -342,15 +381,24 @@ def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
 def run_tasks(spec, mesh):
     sizes = ("vocab_size", "context_length", "num_layers", "num_heads", "embed_dim")
     options = {f"model.{name}": getattr(CFG, name) for name in sizes}
-    return RunTasks(with_options(Config(), options | {"train.eval_tasks": spec}), BYTES, mesh)
+    return RunTasks(
+        with_options(Config(), options | {"train.eval_tasks": spec}), BYTES, mesh
+    )
 
 
 def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, scorer):
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     split = jax.NamedSharding(mesh, jax.P(None, "fsdp"))
-    spread = jax.tree.map(lambda x: jax.device_put(x, split) if x.ndim == 2 else x, params)
+    spread = jax.tree.map(
+        lambda x: jax.device_put(x, split) if x.ndim == 2 else x, params
+    )
     tasks = run_tasks(f"core:{bundle}", mesh)
-    found, program = tasks.score(spread), Scorer(CFG, params, list(mesh.devices.flat))._score
+    found, program = (
+        tasks.score(spread),
+        Scorer(CFG, params, list(mesh.devices.flat))._score,
+    )
     expected = core(scorer, BYTES, bundle / "core.yaml")
     assert found == pytest.approx({f"eval/core/{f.metric}": f.value for f in expected})
     compiled = program._cache_size()
@@ -359,7 +407,8 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"), [("cor:", "there is no task cor"), ("core:.", "no file"), ("{}", "'text'")]
+    ("spec", "told"),
+    [("cor:", "there is no task cor"), ("core:.", "no file"), ("{}", "'text'")],
 )
 def test_tasks_that_cannot_be_scored_end_a_run_before_it_begins(tmp_path, spec, told):
     (tmp_path / "lambada.jsonl").write_text('{"txt": "on the mat"}')

@@ -54,15 +54,24 @@ def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
         --config.train.eval_batches=10 --config.train.checkpoint_every=500""".split()
     data_dir = Path(os.environ.get("GPT2_DATA_DIR", tmp_path / "data"))
     samples = []
-    with Watched(tmp_path / "run", data_dir, *options, screen=tmp_path / "screen") as run:
+    with Watched(
+        tmp_path / "run", data_dir, *options, screen=tmp_path / "screen"
+    ) as run:
         path = tmp_path / "run" / "metrics.jsonl"
         run.until(lambda: path.exists() and f'"step": {WARM},' in path.read_text())
-        while run.process.poll() is None and (step := metrics_of(path.parent)[-1]["step"]) < END:
+        while (
+            run.process.poll() is None
+            and (step := metrics_of(path.parent)[-1]["step"]) < END
+        ):
             run.look()
             process = Path(f"/proc/{run.process.pid}")
             text = (process / "status").read_text()
-            memory, threads = (int(re.search(rf"^{n}:\s+(\d+)", text, re.M)[1]) for n in NAMES)
-            samples.append((step, 1024 * memory, len(os.listdir(process / "fd")), threads))
+            memory, threads = (
+                int(re.search(rf"^{n}:\s+(\d+)", text, re.M)[1]) for n in NAMES
+            )
+            samples.append(
+                (step, 1024 * memory, len(os.listdir(process / "fd")), threads)
+            )
             time.sleep(0.2)
         run.wait(0)
     steps, *figures = np.transpose(samples)
@@ -70,7 +79,9 @@ def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
     assert early.sum() > 3 and late.sum() > 3
     memory, *others = [[f[early], f[late]] for f in figures]
     before, after = map(np.median, memory)
-    print(f"{before / 2**20:.1f} and {after / 2**20:.1f} MiB, {after / before - 1:+.1%}")
+    print(
+        f"{before / 2**20:.1f} and {after / 2**20:.1f} MiB, {after / before - 1:+.1%}"
+    )
     assert after <= 1.03 * before
     # A save opens files for a moment. Threads of pools come and go; one a save would be 36 more.
     files, threads = ([int(part.min()) for part in parts] for parts in others)

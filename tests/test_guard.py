@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import MemoryConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from gpt2.config import (
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from gpt2.model import layers
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import Guard
@@ -20,7 +26,12 @@ from tests.test_config import build
 
 T, ROWS, MICRO_BATCHES, POISON = 8, 32, 4, 50
 MODEL = ModelConfig(
-    vocab_size=160, context_length=T, num_layers=2, num_heads=2, embed_dim=16, tie_embeddings=False
+    vocab_size=160,
+    context_length=T,
+    num_layers=2,
+    num_heads=2,
+    embed_dim=16,
+    tie_embeddings=False,
 )
 LAYOUTS = {
     "one device": (ParallelConfig(), 1),
@@ -32,18 +43,27 @@ LAYOUTS = {
 
 @functools.cache
 def make_program(
-    layout="one device", scanned=None, compute="float32", loss=next_token_loss, remat="none", **on
+    layout="one device",
+    scanned=None,
+    compute="float32",
+    loss=next_token_loss,
+    remat="none",
+    **on,
 ):
     """A tiny program; layers are scanned on several devices unless that is given."""
     parallel, number = LAYOUTS[layout]
     # A schedule that shows how many updates there were.
     optim = OptimConfig(warmup_steps=2, learning_rate=1e-2, end_learning_rate=1e-3)
     config = dataclasses.replace(
-        build(data__batch_size=ROWS, precision__compute=compute, logging__watch_every=1),
+        build(
+            data__batch_size=ROWS, precision__compute=compute, logging__watch_every=1
+        ),
         model=dataclasses.replace(MODEL, num_layers=1 if compute == "float16" else 2),
         optim=optim,
         parallel=parallel,
-        memory=MemoryConfig(scan_layers=number > 1 if scanned is None else scanned, remat=remat),
+        memory=MemoryConfig(
+            scan_layers=number > 1 if scanned is None else scanned, remat=remat
+        ),
         train=TrainConfig(num_steps=10, accumulate_steps=MICRO_BATCHES, **on),
     )
     return Program.from_config(config, jax.devices()[:number], loss=loss)
@@ -56,10 +76,14 @@ def compiled(program):
 
 def make_batch(program, index, row=None):
     """A batch on the devices, with the token in a row."""
-    tokens = np.random.default_rng(index).integers(0, POISON, (ROWS, T + 1)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(index).integers(0, POISON, (ROWS, T + 1)).astype(np.int32)
+    )
     if row is not None:
         tokens[row, 3] = POISON
-    return program.backend.put_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    return program.backend.put_batch(
+        {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    )
 
 
 def first_state(program):
@@ -81,7 +105,9 @@ def train(program, batches, poisoned=(), state=None):
     return state, seen
 
 
-@pytest.mark.parametrize("layout", ["one device", *(thorough(n) for n in ("pmap", "by layer"))])
+@pytest.mark.parametrize(
+    "layout", ["one device", *(thorough(n) for n in ("pmap", "by layer"))]
+)
 def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout):
     program = make_program(layout, skip_bad_steps=2)
     poisoned = {2, 3, 6}
@@ -93,10 +119,21 @@ def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout):
     assert (state.step, without.step) == (8, 5)
     kept = [metrics for i, metrics in enumerate(seen) if i not in poisoned]
     for name in ("train/loss", "train/grad_norm", "train/learning_rate"):
-        assert [metrics[name] for metrics in kept] == [metrics[name] for metrics in others]
+        assert [metrics[name] for metrics in kept] == [
+            metrics[name] for metrics in others
+        ]
     assert [metrics["skipped"] for metrics in seen] == [0, 0, 1, 1, 0, 0, 1, 0]
     assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 0, 0, 1, 0]
-    assert [metrics["train/skipped_steps"] for metrics in seen] == [0, 0, 1, 2, 2, 2, 3, 3]
+    assert [metrics["train/skipped_steps"] for metrics in seen] == [
+        0,
+        0,
+        1,
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]
     assert np.isnan([seen[i]["train/loss"] for i in poisoned]).all()
 
 
@@ -114,19 +151,31 @@ break_gradient.defvjp(
 def breaking_norms(monkeypatch):
     """The gradient alone breaks, where the stream is large: for a token with large weights."""
     norm = layers.norm
-    monkeypatch.setattr(layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw))
+    monkeypatch.setattr(
+        layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw)
+    )
 
 
 @pytest.mark.thorough
 def test_a_step_whose_gradient_alone_is_bad_is_skipped_too(breaking_norms):
     program = make_program.__wrapped__(skip_bad_steps=1)
     state = program.init_state()
-    table = state.params["wte"]["embedding"].at[POISON].set(jnp.tile(jnp.array([100.0, -100.0]), 8))
+    table = (
+        state.params["wte"]["embedding"]
+        .at[POISON]
+        .set(jnp.tile(jnp.array([100.0, -100.0]), 8))
+    )
     loud = state.replace(params=state.params | {"wte": {"embedding": table}})
     whole, seen = train(program, range(5), {2}, jax.tree.map(jnp.copy, loud))
     without, _ = train(program, [0, 1, 3, 4], (), loud)
     assert np.isfinite([metrics["train/loss"] for metrics in seen]).all()
-    assert [np.isfinite(metrics["train/grad_norm"]) for metrics in seen] == [1, 1, 0, 1, 1]
+    assert [np.isfinite(metrics["train/grad_norm"]) for metrics in seen] == [
+        1,
+        1,
+        0,
+        1,
+        1,
+    ]
     assert [metrics["skipped"] for metrics in seen] == [0, 0, 1, 0, 0]
     chex.assert_trees_all_equal(
         (whole.params, whole.opt_state), (without.params, without.opt_state)

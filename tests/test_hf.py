@@ -31,13 +31,17 @@ RARE = ("untied", "epsilon", "llama_multi_head")
 
 
 def small_config(**options):
-    size = dict(vocab_size=67, context_length=32, num_layers=2, num_heads=4, embed_dim=32)
+    size = dict(
+        vocab_size=67, context_length=32, num_layers=2, num_heads=4, embed_dim=32
+    )
     return GPTConfig(**(size | options))
 
 
 def random_params(cfg):
     """Draws every parameter of a model: norms around 1, biases around 0."""
-    shapes = jax.eval_shape(GPT(cfg).init, jax.random.key(0), np.zeros((1, 8), np.int32))
+    shapes = jax.eval_shape(
+        GPT(cfg).init, jax.random.key(0), np.zeros((1, 8), np.int32)
+    )
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
@@ -48,13 +52,19 @@ def random_params(cfg):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.thorough if n in RARE else ()) for n in peer.SMALL]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.thorough if n in RARE else ())
+        for n in peer.SMALL
+    ],
 )
 def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
     ours = peer.our_answers(peer.write_model(tmp_path, name), name)
     golden = json.loads((peer.GOLDEN / f"{name}.json").read_text())
     assert abs(ours["loss"] - golden["loss"]) < 1e-5
-    np.testing.assert_allclose(ours["logits"][0, ::12], golden["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        ours["logits"][0, ::12], golden["logits"], atol=1e-4, rtol=0
+    )
     assert ours["gradients"].keys() == golden["gradients"].keys()
     for tensor, (norm, projection) in golden["gradients"].items():
         our_norm, our_projection = peer.probe(ours["gradients"][tensor])
@@ -67,7 +77,10 @@ def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
 @pytest.mark.parametrize("name", [*peer.SMALL, BIG])
 def test_imported_weights_give_pytorchs_logits_gradients_and_tokens(name, tmp_path):
     directory = peer.write_model(tmp_path, name)
-    ours, theirs = peer.our_answers(directory, name), peer.torch_answers(directory, name)
+    ours, theirs = (
+        peer.our_answers(directory, name),
+        peer.torch_answers(directory, name),
+    )
     np.testing.assert_allclose(ours["logits"], theirs["logits"], atol=1e-4, rtol=0)
     assert ours["gradients"].keys() == theirs["gradients"].keys()
     for tensor, gradient in theirs["gradients"].items():
@@ -78,19 +91,24 @@ def test_imported_weights_give_pytorchs_logits_gradients_and_tokens(name, tmp_pa
 
 @peer.needs_peers
 @pytest.mark.parametrize("name", peer.SMALL)
-def test_transformers_reads_an_export_and_what_it_saves_again_loads_the_same(name, tmp_path):
+def test_transformers_reads_an_export_and_what_it_saves_again_loads_the_same(
+    name, tmp_path
+):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = peer.write_model(tmp_path / "source", name)
     hf.save(tmp_path / "copy", *hf.load(source))
     theirs, ours = (
-        AutoConfig.from_pretrained(tmp_path / place).to_dict() for place in ("source", "copy")
+        AutoConfig.from_pretrained(tmp_path / place).to_dict()
+        for place in ("source", "copy")
     )
     # GPT-2's own dropout is 0.1, and no width stands for four times the embedding's.
     written = {"_name_or_path", "architectures", "dtype", "n_inner"}
     written |= {"embd_pdrop", "attn_pdrop", "resid_pdrop"}
     assert {k for k in ours if ours[k] != theirs.get(k)} <= written
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "copy", output_loading_info=True
+    )
     assert not any(info.values())
     model.save_pretrained(tmp_path / "again")
     chex.assert_trees_all_equal(hf.load(tmp_path / "again"), hf.load(source))
@@ -99,20 +117,34 @@ def test_transformers_reads_an_export_and_what_it_saves_again_loads_the_same(nam
 def test_16_bit_weights_load_as_float32(tmp_path):
     directory = peer.write_model(tmp_path, "tied")
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), hf.load(directory)[1])
-    peer.rewrite(directory, lambda arrays: {k: v.astype(jnp.bfloat16) for k, v in arrays.items()})
+    peer.rewrite(
+        directory, lambda arrays: {k: v.astype(jnp.bfloat16) for k, v in arrays.items()}
+    )
     _, loaded = hf.load(directory)
     assert loaded["wpe"]["embedding"].dtype == np.float32
-    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: x.astype(np.float32), expected))
+    chex.assert_trees_all_equal(
+        loaded, jax.tree.map(lambda x: x.astype(np.float32), expected)
+    )
 
 
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
         ("gpt2", {}),
-        ("gpt2", dict(norm_eps=1e-6, mlp_dim=50, activation="relu_squared", num_kv_heads=4)),
+        (
+            "gpt2",
+            dict(norm_eps=1e-6, mlp_dim=50, activation="relu_squared", num_kv_heads=4),
+        ),
         ("llama", LLAMA | dict(dropout=0.1, init="xavier", zero_init_projections=True)),
-        ("llama", LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False, head_dim=8)),
-        ("llama", LLAMA | dict(num_kv_heads=2, rope_base=5e5, norm_eps=1e-6, activation="geglu")),
+        (
+            "llama",
+            LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False, head_dim=8),
+        ),
+        (
+            "llama",
+            LLAMA
+            | dict(num_kv_heads=2, rope_base=5e5, norm_eps=1e-6, activation="geglu"),
+        ),
         ("llama", LLAMA | SCALED),
         ("gpt_neox", NEOX | SCALED | dict(rope_scaling="yarn")),
         ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2, head_dim=24)),
@@ -154,7 +186,11 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "family", "option"),
     [
-        (LLAMA | dict(qk_norm=True, value_residual=True), "Qwen 3", "value_residual=True"),
+        (
+            LLAMA | dict(qk_norm=True, value_residual=True),
+            "Qwen 3",
+            "value_residual=True",
+        ),
         (LLAMA | dict(activation="silu"), "Llama", "activation=silu"),
         (NEOX | dict(num_kv_heads=2), "GPT-NeoX", "num_kv_heads=2"),
         (NEOX | dict(head_dim=16), "GPT-NeoX", "head_dim=16"),
@@ -185,7 +221,9 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("llama", dict(model_type="mistral"), "mistral, is none"),
     ],
 )  # fmt: skip
-def test_what_a_family_computes_only_elsewhere_is_refused_by_name(name, changes, message, tmp_path):
+def test_what_a_family_computes_only_elsewhere_is_refused_by_name(
+    name, changes, message, tmp_path
+):
     peer.rewrite_config(peer.write_model(tmp_path, name), **changes)
     with pytest.raises(UserError, match=message):
         hf.load(tmp_path)
@@ -207,7 +245,9 @@ def test_shards_names_of_other_versions_and_buffers_load_the_same(
     prefix = family_for(expected[0]).prefix
 
     def change(arrays):
-        arrays = {new_names.get(k, k).removeprefix(prefix): v for k, v in arrays.items()}
+        arrays = {
+            new_names.get(k, k).removeprefix(prefix): v for k, v in arrays.items()
+        }
         return arrays | {buffer: np.ones(3, np.float32)}
 
     peer.rewrite(directory, change, shards=3)
@@ -215,11 +255,15 @@ def test_shards_names_of_other_versions_and_buffers_load_the_same(
     chex.assert_trees_all_equal(hf.load(directory), expected)
 
 
-def test_the_share_of_a_head_that_rope_turns_is_read_as_every_version_writes_it(tmp_path):
+def test_the_share_of_a_head_that_rope_turns_is_read_as_every_version_writes_it(
+    tmp_path,
+):
     directory = peer.write_model(tmp_path, "gpt_neox")
     assert read_config(directory).rope_share == 0.5
     peer.rewrite_config(directory, rotary_pct="absent")
-    assert read_config(directory).rope_share == 0.25  # transformers' default, and Pythia's
+    assert (
+        read_config(directory).rope_share == 0.25
+    )  # transformers' default, and Pythia's
     peer.rewrite_config(directory, rope_parameters={"partial_rotary_factor": 0.75})
     assert read_config(directory).rope_share == 0.75
 
@@ -229,7 +273,9 @@ def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
     expected, table = hf.load(directory), "transformer.wte.weight"
     peer.rewrite(directory, lambda arrays: arrays | {"lm_head.weight": arrays[table]})
     chex.assert_trees_all_equal(hf.load(directory), expected)
-    peer.rewrite(directory, lambda arrays: arrays | {"lm_head.weight": arrays[table] + 1})
+    peer.rewrite(
+        directory, lambda arrays: arrays | {"lm_head.weight": arrays[table] + 1}
+    )
     with pytest.raises(UserError, match="ties lm_head"):
         hf.load(directory)
 
@@ -247,7 +293,9 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     with pytest.raises(UserError, match="exists already"):
         export_run(workdir, source)
     # The same sizes, named in another way, and another way to start.
-    sizes = dict(num_kv_heads=cfg.kv_heads, head_dim=cfg.head_size, mlp_dim=cfg.hidden_dim)
+    sizes = dict(
+        num_kv_heads=cfg.kv_heads, head_dim=cfg.head_size, mlp_dim=cfg.hidden_dim
+    )
     same = dataclasses.replace(cfg, **sizes, mlp_ratio=4, init="xavier")
     for place in (f"hf:{source}", f"run:{workdir}", f"run:{workdir}@0"):
         chex.assert_trees_all_equal(load_initial_params(place, same, tokenizer), params)
@@ -269,10 +317,14 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
         atol=1e-5,
         rtol=1e-5,
     )
-    with pytest.raises(UserError, match=f"another tokenizer.*{tmp_path}/tokenizer.json"):
+    with pytest.raises(
+        UserError, match=f"another tokenizer.*{tmp_path}/tokenizer.json"
+    ):
         load_initial_params(f"hf:{tmp_path}", shorter, peer.characters(131, first=101))
     (tmp_path / WEIGHTS).unlink()  # what differs is told before weights are read
-    other = dataclasses.replace(cfg, num_layers=4, bias=False, context_length=128, dropout=0.1)
+    other = dataclasses.replace(
+        cfg, num_layers=4, bias=False, context_length=128, dropout=0.1
+    )
     with pytest.raises(UserError) as raised:
         load_initial_params(f"hf:{tmp_path}", other, tokenizer)
     for option in ("num_layers=2", "bias=True", "context_length=96"):
@@ -287,6 +339,10 @@ def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):
     for name, each in (("plain", cfg), ("longer", longer)):
         hf.save(tmp_path / name, each, params, tokenizer)
         source = f"hf:{tmp_path / name}"
-        chex.assert_trees_all_equal(load_initial_params(source, longer, tokenizer), params)
-    with pytest.raises(UserError, match=r"model\.rope_context=16.*model\.rope_scaling=llama3"):
+        chex.assert_trees_all_equal(
+            load_initial_params(source, longer, tokenizer), params
+        )
+    with pytest.raises(
+        UserError, match=r"model\.rope_context=16.*model\.rope_scaling=llama3"
+    ):
         load_initial_params(source, cfg, tokenizer)

@@ -36,7 +36,9 @@ LLAMA = dict(norm="rmsnorm", position="rope", activation="swiglu", bias=False)
 def make_model(vocab_size, **options):
     size = dict(context_length=64, num_layers=1, num_heads=2, embed_dim=8)
     cfg = GPTConfig(vocab_size=vocab_size, **(size | options))
-    return cfg, jax.jit(GPT(cfg).init)(jax.random.key(0), np.zeros((1, 8), np.int32))["params"]
+    return cfg, jax.jit(GPT(cfg).init)(jax.random.key(0), np.zeros((1, 8), np.int32))[
+        "params"
+    ]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -60,25 +62,39 @@ def test_exported_tokenizer_reads_and_writes_the_same_text(name, tmp_path):
         ("bpe", dict(position="rope", parallel_block=True, tie_embeddings=False)),
     ],
 )
-def test_transformers_continues_text_with_an_export_as_this_project_does(name, options, tmp_path):
+def test_transformers_continues_text_with_an_export_as_this_project_does(
+    name, options, tmp_path
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
     tokenizer, count = TOKENIZERS[name](), 12
     cfg, params = make_model(tokenizer.vocab_size, **options)
     params = jax.tree.map(lambda x: 4 * x, params)
     hf.save(tmp_path / "out", cfg, params, tokenizer)
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(info.values())
     prompt = tokenizer.encode(TEXT).tolist()
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == prompt
     (ours,) = generate(
-        params, cfg, [prompt[:9]], max_new_tokens=count, sampling=Sampling(0.0), eot=tokenizer.eot
+        params,
+        cfg,
+        [prompt[:9]],
+        max_new_tokens=count,
+        sampling=Sampling(0.0),
+        eot=tokenizer.eot,
     )
     generator = pipeline("text-generation", str(tmp_path / "out"))
     (answer,) = generator(
-        tokenizer.decode(prompt[:9]), max_new_tokens=count, do_sample=False, return_tensors=True
+        tokenizer.decode(prompt[:9]),
+        max_new_tokens=count,
+        do_sample=False,
+        return_tensors=True,
     )
-    theirs = [token for token in answer["generated_token_ids"] if token != tokenizer.eot]
+    theirs = [
+        token for token in answer["generated_token_ids"] if token != tokenizer.eot
+    ]
     assert theirs == prompt[:9] + ours
 
 
@@ -87,12 +103,18 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(name, o
 def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path):
     cfg, params = make_model(rows, tie_embeddings=tied)
     hf.save(tmp_path / "out", cfg, params, peer.characters(131))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 131
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 131
+    )
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    for name, table in zip(("transformer.wte.weight", "lm_head.weight"), TABLES, strict=True):
+    for name, table in zip(
+        ("transformer.wte.weight", "lm_head.weight"), TABLES, strict=True
+    ):
         assert (name in weights) == (table in params)
         if table in params:
-            np.testing.assert_array_equal(weights[name], params[table]["embedding"][:131])
+            np.testing.assert_array_equal(
+                weights[name], params[table]["embedding"][:131]
+            )
     import_run(tmp_path / "out", tmp_path / "run")
     hf.save(tmp_path / "again", *load_model(tmp_path / "run", None))
     for file in (tmp_path / "out").iterdir():
@@ -103,13 +125,19 @@ def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path)
 
 @pytest.mark.parametrize("rows", [192, 256])
 def test_padding_of_a_directory_is_skipped_by_every_import(rows, tmp_path, monkeypatch):
-    monkeypatch.setitem(peer.CONFIGS, "padded", peer.CONFIGS["untied"] | {"vocab_size": rows})
+    monkeypatch.setitem(
+        peer.CONFIGS, "padded", peer.CONFIGS["untied"] | {"vocab_size": rows}
+    )
     source = peer.write_model(tmp_path / "source", "padded")
     _, whole = hf.load(source)
-    assert whole["wte"]["embedding"].shape[0] == rows  # without a tokenizer all rows count
+    assert (
+        whole["wte"]["embedding"].shape[0] == rows
+    )  # without a tokenizer all rows count
     save_tokenizer(source, peer.characters(131), 96)
     import_run(source, tmp_path / "run")
-    expected = whole | {name: {"embedding": whole[name]["embedding"][:131]} for name in TABLES}
+    expected = whole | {
+        name: {"embedding": whole[name]["embedding"][:131]} for name in TABLES
+    }
     for place in ((tmp_path / "run", None), (None, source)):
         cfg, params, tokenizer = load_model(*place)
         assert cfg.vocab_size == tokenizer.vocab_size == 131
@@ -120,7 +148,12 @@ def test_padding_of_a_directory_is_skipped_by_every_import(rows, tmp_path, monke
 
 def test_rows_for_tokens_to_come_are_few(tmp_path):
     save_tokenizer(tmp_path, peer.characters(13000), 96)
-    for rows, is_padding in ((13056, True), (13120, True), (13184, False), (13100, False)):
+    for rows, is_padding in (
+        (13056, True),
+        (13120, True),
+        (13184, False),
+        (13100, False),
+    ):
         cfg = GPTConfig(vocab_size=rows)
         assert count_tokens(tmp_path, cfg) == (13000 if is_padding else rows)
         if is_padding:
@@ -139,7 +172,9 @@ def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path):
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator([TEXT * 20], trainer)
     backend.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
     first = ("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))
@@ -184,17 +219,40 @@ INDEX = "model.safetensors.index.json"
     [
         (lambda source: change(source, lambda data: data[:-100]), "cannot be read"),
         (remove_shard, "model-1.safetensors cannot be read"),
-        (lambda source: (source / INDEX).write_text('{"weight_map": 5}'), "cannot be read"),
+        (
+            lambda source: (source / INDEX).write_text('{"weight_map": 5}'),
+            "cannot be read",
+        ),
         (lambda source: change(source, lambda data: data[:-4] + b"\xff" * 4), "NaN"),
-        (lambda source: peer.rewrite_config(source, n_embd=64), "wte.weight .*another shape"),
-        (lambda source: peer.rewrite_config(source, n_layer=3), "h.2.ln_1.weight is missing"),
-        (lambda source: peer.rewrite_config(source, n_layer=1), "no tensor transformer.h.1"),
-        (lambda source: (source / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda source: save_tokenizer(source, peer.characters(100), 96), "no tokenizer"),
-        (lambda source: save_tokenizer(source, peer.characters(132), 96), "no tokenizer"),
+        (
+            lambda source: peer.rewrite_config(source, n_embd=64),
+            "wte.weight .*another shape",
+        ),
+        (
+            lambda source: peer.rewrite_config(source, n_layer=3),
+            "h.2.ln_1.weight is missing",
+        ),
+        (
+            lambda source: peer.rewrite_config(source, n_layer=1),
+            "no tensor transformer.h.1",
+        ),
+        (
+            lambda source: (source / "config.json").write_text("{"),
+            "config.json cannot be read",
+        ),
+        (
+            lambda source: save_tokenizer(source, peer.characters(100), 96),
+            "no tokenizer",
+        ),
+        (
+            lambda source: save_tokenizer(source, peer.characters(132), 96),
+            "no tokenizer",
+        ),
     ],
 )
-def test_a_damaged_directory_is_noticed_and_nothing_is_written(damage, message, tmp_path):
+def test_a_damaged_directory_is_noticed_and_nothing_is_written(
+    damage, message, tmp_path
+):
     source = peer.write_model(tmp_path / "source", "tied")
     save_tokenizer(source, peer.characters(131), 96)
     hf.load(source)

@@ -22,7 +22,9 @@ from tests.forks import run_command
 from tests.helpers import TINY
 
 SECONDS = 15
-MEMORY = 200 * 2**20  # bytes beyond a program that only imports; each file asks for gigabytes
+MEMORY = (
+    200 * 2**20
+)  # bytes beyond a program that only imports; each file asks for gigabytes
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,9 @@ def shard(count, version=1):
 
 
 def tokenizer(tokens, **more):
-    return json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": tokens} | more}).encode()
+    return json.dumps(
+        {"version": "1.0", "model": {"type": "BPE", "vocab": tokens} | more}
+    ).encode()
 
 
 def config(**options):
@@ -90,7 +94,11 @@ GENERATE = ["gpt2.generate", "--workdir=run", "--prompt=a", "--max_new_tokens=1"
 TRAIN = ["train.py", *TINY]
 TOKENS = [*TRAIN, "--config.data.corpus=tokens:*.bin"]
 COLUMN = [*TRAIN, "--config.data.corpus=parquet:a.parquet#a"]
-NAMED = [*TRAIN, "--config.data.corpus=text:in.txt", "--config.data.tokenizer=named.json"]
+NAMED = [
+    *TRAIN,
+    "--config.data.corpus=text:in.txt",
+    "--config.data.tokenizer=named.json",
+]
 READERS = [
     (IMPORT, "hf/model.safetensors"),
     (["eval.py", "--workdir=run"], "run/config.json"),
@@ -103,7 +111,11 @@ READERS = [
 WEIGHTS = "hf/model.safetensors"
 INDEX = "hf/model.safetensors.index.json"
 FILES = {
-    **{f"{file}: {n}": (c, file, data) for c, file in READERS for n, data in CODE.items()},
+    **{
+        f"{file}: {n}": (c, file, data)
+        for c, file in READERS
+        for n, data in CODE.items()
+    },
     "header of 2**63": (IMPORT, WEIGHTS, safetensors(b"{}", 2**63)),
     "header of 8 GiB": (IMPORT, WEIGHTS, safetensors(b"{}", 2**33)),
     "tensor of 4 TiB": (IMPORT, WEIGHTS, safetensors(tensor([2**40], 0, 2**42))),
@@ -112,13 +124,29 @@ FILES = {
     "layers": (IMPORT, "hf/config.json", config(n_layer=10**9)),
     "width": (IMPORT, "hf/config.json", config(n_embd=2**30)),
     "vocabulary": (IMPORT, "hf/config.json", config(vocab_size=2**31 - 1)),
-    "id of 2**31": (NAMED, "named.json", tokenizer({"a": 2**31 - 1, "b": 0}, merges=[])),
+    "id of 2**31": (
+        NAMED,
+        "named.json",
+        tokenizer({"a": 2**31 - 1, "b": 0}, merges=[]),
+    ),
     "id of -1": (NAMED, "named.json", tokenizer({"a": -1}, merges=[])),
-    "merges of nothing": (NAMED, "named.json", tokenizer({"a": 0}, merges=[["x", "y"]] * 1000)),
+    "merges of nothing": (
+        NAMED,
+        "named.json",
+        tokenizer({"a": 0}, merges=[["x", "y"]] * 1000),
+    ),
     "nested": (NAMED, "named.json", b"[" * 10**6),
     **{f"shard of {n}": (TOKENS, "a.bin", shard(n)) for n in (2**31 - 1, -1, 0)},
-    "index outside": (IMPORT, INDEX, b'{"weight_map": {"wte.weight": "../../../../etc/passwd"}}'),
-    "index, absolute": (IMPORT, INDEX, b'{"weight_map": {"wte.weight": "/etc/passwd"}}'),
+    "index outside": (
+        IMPORT,
+        INDEX,
+        b'{"weight_map": {"wte.weight": "../../../../etc/passwd"}}',
+    ),
+    "index, absolute": (
+        IMPORT,
+        INDEX,
+        b'{"weight_map": {"wte.weight": "/etc/passwd"}}',
+    ),
 }
 
 

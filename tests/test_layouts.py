@@ -15,7 +15,16 @@ from gpt2.model import num_params
 from gpt2.parallel import bytes_per_device
 from gpt2.plan.collectives import collectives
 from tests.helpers import thorough
-from tests.layouts import MODEL, REFERENCE, TOLERANCE, Case, Setup, continued, difference, setup
+from tests.layouts import (
+    MODEL,
+    REFERENCE,
+    TOLERANCE,
+    Case,
+    Setup,
+    continued,
+    difference,
+    setup,
+)
 
 # Every layout, and between them every switch in both positions.
 CASES = [
@@ -66,7 +75,9 @@ def unsharded_share(params):
 def param_bytes(case):
     """Returns the bytes of all parameters, and of those that are split."""
     params = setup(case).shapes.params
-    return 4 * num_params(params), 4 * num_params(params) * (1 - unsharded_share(params))
+    return 4 * num_params(params), 4 * num_params(params) * (
+        1 - unsharded_share(params)
+    )
 
 
 @each_case
@@ -78,7 +89,9 @@ def test_any_layout_gives_the_losses_and_parameters_of_one_device(case, referenc
 def test_every_switch_changes_the_program(case):
     assert len(jax.tree.leaves(setup(case).shapes)[0].sharding.device_set) == 8
     assert sent(case) and not sent(REFERENCE)
-    batch = dict.fromkeys(("tokens", "targets"), np.zeros((32, MODEL.context_length), np.int32))
+    batch = dict.fromkeys(
+        ("tokens", "targets"), np.zeros((32, MODEL.context_length), np.int32)
+    )
     before, after = (
         str(jax.make_jaxpr(each.program.train_step)(each.shapes, batch))
         for each in (setup(REFERENCE), setup(case))
@@ -96,7 +109,9 @@ def test_every_switch_changes_the_program(case):
 @pytest.mark.parametrize("case", [marked[0], *marked[1:3]], ids=str)
 def test_data_parallel_sends_the_gradients_once_a_step(case):
     large = [c for c in sent(case) if c.bytes > SCALARS]
-    assert [(c.kind, c.times, c.group) for c in large] == [("all-reduce", 1, tuple(range(8)))]
+    assert [(c.kind, c.times, c.group) for c in large] == [
+        ("all-reduce", 1, tuple(range(8)))
+    ]
     assert 0 <= large[0].bytes - param_bytes(case)[0] <= SCALARS
     assert {c.kind for c in sent(case)} == {"all-reduce"}
 
@@ -111,19 +126,29 @@ def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
 
 
 @pytest.mark.parametrize("remat", ["full", thorough("dots")])
-def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_once(remat):
+def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_once(
+    remat,
+):
     # A policy that kept gathered kernels would gather them once.
     case = Case("fsdp 8 by layer", accumulate=4, remat=remat, scanned=True)
     params = setup(case).shapes.params
-    kernels = 4 * num_params([leaf for leaf in jax.tree.leaves(params["h"]) if leaf.ndim > 2])
+    kernels = 4 * num_params(
+        [leaf for leaf in jax.tree.leaves(params["h"]) if leaf.ndim > 2]
+    )
     kernels -= 4 * params["h"]["attn"]["c_attn"]["bias"].size
     tables = 4 * num_params([params["wte"], params["wpe"]])
     (whole, split), found = param_bytes(case), moved(case)
     vectors = split - kernels - tables
-    tokens = 4 * 32 // 4 * MODEL.context_length  # of a micro-batch, whose vectors are looked up
-    assert found["all-gather"] == pytest.approx(4 * (2 * kernels + tables + tokens) + vectors)
+    tokens = (
+        4 * 32 // 4 * MODEL.context_length
+    )  # of a micro-batch, whose vectors are looked up
+    assert found["all-gather"] == pytest.approx(
+        4 * (2 * kernels + tables + tokens) + vectors
+    )
     assert found["reduce-scatter"] == pytest.approx(4 * (kernels + tables) + vectors)
-    assert found["all-to-all"] == 4 * 2 * tokens * MODEL.embed_dim // 8  # forward and backward
+    assert (
+        found["all-to-all"] == 4 * 2 * tokens * MODEL.embed_dim // 8
+    )  # forward and backward
     assert found["all-reduce"] <= whole - split + SCALARS
     by_step = setup(dataclasses.replace(case, layout="fsdp 8")).compiled.peak_bytes
     assert setup(case).compiled.peak_bytes < by_step
@@ -144,7 +169,9 @@ def test_megatron_holds_parts_of_the_sequence_between_layers():
     case = Case("data 2 x megatron x 4", remat="full", scanned=True)
     whole = dataclasses.replace(case, layout="data 2 x tensor 4")
     saved = setup(whole).compiled.peak_bytes - setup(case).compiled.peak_bytes
-    stream = 4 * 16 * MODEL.context_length * MODEL.embed_dim  # of a layer, on half of the rows
+    stream = (
+        4 * 16 * MODEL.context_length * MODEL.embed_dim
+    )  # of a layer, on half of the rows
     assert saved > 0.5 * MODEL.num_layers * stream * (1 - 1 / 4)
 
 
@@ -152,7 +179,9 @@ def test_megatron_holds_parts_of_the_sequence_between_layers():
 def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
     model = dataclasses.replace(MODEL, dropout=0.1)
     layouts = ("fsdp 8", "fsdp 8 by layer", "zero1 x 8")
-    step, *others = (setup(Case(layout, accumulate=4, model=model)).train() for layout in layouts)
+    step, *others = (
+        setup(Case(layout, accumulate=4, model=model)).train() for layout in layouts
+    )
     assert difference(step, reference) > 50 * TOLERANCE
     for result in others:
         assert difference(result, step) < TOLERANCE
@@ -160,7 +189,9 @@ def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_the_variants_of_other_platforms_train_alike_in_shards(monkeypatch, reference, platform):
+def test_the_variants_of_other_platforms_train_alike_in_shards(
+    monkeypatch, reference, platform
+):
     monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: platform)
     for layout in ("data 2 x fsdp 2 x tensor 2", "fsdp 8 by layer"):
         result = Setup(Case(layout, remat="full", scanned=True)).train()
@@ -175,7 +206,10 @@ def test_accumulation_changes_nothing_that_crosses_the_data_axis():
 
 @pytest.mark.thorough
 def test_a_checkpoint_of_any_layout_continues_in_any_other(reference, tmp_path):
-    for saved, others in ((CASES[0], CASES[3:6]), (CASES[5], [REFERENCE, *CASES[:2], CASES[12]])):
+    for saved, others in (
+        (CASES[0], CASES[3:6]),
+        (CASES[5], [REFERENCE, *CASES[:2], CASES[12]]),
+    ):
         results = continued(saved, others, tmp_path / saved.layout)
         for result in results.values():
             assert len(result.losses) == 3

@@ -32,7 +32,12 @@ def make(tmp_path_factory):
             "validation": prepare.Split(len(validation), 0, num_documents),
         }
         return prepare.Dataset(
-            directory, SimpleNamespace(eot=eot), splits, {}, writer.shards, writer.dtype.name
+            directory,
+            SimpleNamespace(eot=eot),
+            splits,
+            {},
+            writer.shards,
+            writer.dtype.name,
         )
 
     return make
@@ -64,7 +69,9 @@ def test_an_epoch_visits_every_window_once(counting, block, size, num_orders):
         order = (starts - starts.min()) // 16
         assert sorted(order) == [*range(311)] == [*range(loader.sources[""].num_rows)]
         np.testing.assert_array_equal(order // size, np.arange(311) // size)
-        orders |= {tuple(each % size) for each in np.split(order, range(size, 311, size))}
+        orders |= {
+            tuple(each % size) for each in np.split(order, range(size, 311, size))
+        }
     assert len(orders) == num_orders
 
 
@@ -77,12 +84,16 @@ def test_a_schedule_cuts_the_rows_of_the_same_epochs_into_other_batches(counting
     for step in range(100):  # beyond the first epoch, of 311 rows
         size, length = (6, 4) if step < 20 else (4, 8) if step < 33 else (8, 16)
         batch = (
-            TrainLoader(counting, **options).batch(step) if step % 9 == 0 else loader.batch(step)
+            TrainLoader(counting, **options).batch(step)
+            if step % 9 == 0
+            else loader.batch(step)
         )
         cut = tokens[place : place + size * length].reshape(size, length)
         np.testing.assert_array_equal(batch["tokens"], cut)
         np.testing.assert_array_equal(batch["targets"], cut + 1)
-        np.testing.assert_array_equal(loader.batch(step, slice(1, 3))["tokens"], cut[1:3])
+        np.testing.assert_array_equal(
+            loader.batch(step, slice(1, 3))["tokens"], cut[1:3]
+        )
         place += size * length
         assert loader.epochs(step + 1)[""] == place // 16 / 311
     assert place > 311 * 16
@@ -104,13 +115,19 @@ def test_processes_together_read_the_whole_batch(counting):
     for size in (1, 2, 4):
         parts = [loader.batch(2, slice(i, i + size)) for i in range(0, 8, size)]
         for name, values in whole.items():
-            np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), values)
+            np.testing.assert_array_equal(
+                np.concatenate([p[name] for p in parts]), values
+            )
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 64])
 @pytest.mark.parametrize("context_length", [1, 7, 10, 100, 200])
-def test_validation_predicts_every_token_but_the_first_once(counting, batch_size, context_length):
-    loader = ValidationLoader(counting, batch_size=batch_size, context_length=context_length)
+def test_validation_predicts_every_token_but_the_first_once(
+    counting, batch_size, context_length
+):
+    loader = ValidationLoader(
+        counting, batch_size=batch_size, context_length=context_length
+    )
     batches = [loader.batch(i) for i in range(len(loader))]
     for batch in batches:
         chex.assert_shape(list(batch.values()), (batch_size, context_length))
@@ -134,11 +151,15 @@ def test_segments_count_documents_within_a_row(make):
     stream = np.arange(200)
     stream[[0, 13, 14, 50]] = EOT
     dataset = make(stream, stream)
-    loader = ValidationLoader(dataset, batch_size=1, context_length=20, document_mask=True)
+    loader = ValidationLoader(
+        dataset, batch_size=1, context_length=20, document_mask=True
+    )
     segments = [loader.batch(i)["segments"][0].tolist() for i in range(3)]
     # The end-of-text token opens its document.
     assert segments == [[1] * 13 + [2] + [3] * 6, [0] * 20, [0] * 10 + [1] * 10]
-    train = TrainLoader(dataset, batch_size=4, context_length=20, seed=0, document_mask=True)
+    train = TrainLoader(
+        dataset, batch_size=4, context_length=20, seed=0, document_mask=True
+    )
     assert train.batch(0)["segments"].dtype == np.int32
 
 
@@ -146,7 +167,9 @@ def test_document_mask_without_documents_is_refused(make):
     for options in ({"eot": None}, {"num_documents": 1}):
         dataset = make(np.arange(200), **options)
         with pytest.raises(UserError, match=r"data\.document_mask"):
-            TrainLoader(dataset, batch_size=1, context_length=8, seed=0, document_mask=True)
+            TrainLoader(
+                dataset, batch_size=1, context_length=8, seed=0, document_mask=True
+            )
 
 
 def test_prefetch_yields_every_step_in_order():

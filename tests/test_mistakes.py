@@ -28,7 +28,9 @@ def pristine(tmp_path_factory):
     ):
         done = run_command(*arguments, cwd=folder, seconds=200)
         assert done.code == 0, done.stderr
-    (folder / "mine.py").write_text("def get_config():\n    return {'optim': {'lr': 1.0}}\n")
+    (folder / "mine.py").write_text(
+        "def get_config():\n    return {'optim': {'lr': 1.0}}\n"
+    )
     (folder / "fails.py").write_text("import no_such_module\n")
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3\n')
     (folder / "points.csv").write_text("steps,loss\n1,2\n")
@@ -89,7 +91,9 @@ MISTAKES = [  # a command, and a word of the line
     MISTAKES,
     ids=[" ".join(c for c in command if c not in SHORT) for command, _ in MISTAKES],
 )
-def test_a_mistake_is_a_line_that_names_it_and_nothing_is_written(pristine, command, word):
+def test_a_mistake_is_a_line_that_names_it_and_nothing_is_written(
+    pristine, command, word
+):
     before = snapshot(pristine)
     done = run_command(*command, cwd=pristine, seconds=60)
     *warnings, line = done.stderr.splitlines() or [""]

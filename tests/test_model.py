@@ -16,7 +16,9 @@ from gpt2.model import GPT, GPTConfig, layers, num_params, resolve_attention
 from gpt2.utils.platform import plain_ops
 from tests.helpers import thorough
 
-SMALL = GPTConfig(vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32)
+SMALL = GPTConfig(
+    vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32
+)
 
 
 def replaced(**changes):
@@ -42,7 +44,9 @@ def loss(config, params, tokens, key=None):
     """The mean loss of predicting each token from those before; with dropout if there is a key."""
     options = {} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
     targets = jnp.roll(tokens, -1, axis=1)
-    sums = GPT(config).apply({"params": params}, tokens, targets, method="loss", **options)
+    sums = GPT(config).apply(
+        {"params": params}, tokens, targets, method="loss", **options
+    )
     total, count = sums["loss"]
     return total / count
 
@@ -70,7 +74,9 @@ def test_a_padded_table_gives_the_gradients_of_one_that_is_not(monkeypatch, tied
         assert jnp.isnan(program(tokens.at[0, 0].set(beyond))(params)[0])
 
 
-def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothing(monkeypatch):
+def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothing(
+    monkeypatch,
+):
     params, tokens = init(SMALL), tokens_of(1)
 
     def traced():
@@ -93,7 +99,9 @@ def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothi
 @pytest.mark.thorough
 @pytest.mark.parametrize("unroll", [2, 4])
 def test_turns_of_several_layers_equal_turns_of_one(unroll):
-    one, several = (replaced(num_layers=4, scan_layers=True, scan_unroll=n) for n in (1, unroll))
+    one, several = (
+        replaced(num_layers=4, scan_layers=True, scan_unroll=n) for n in (1, unroll)
+    )
     params, tokens = init(one), tokens_of(1)
     text = loss.lower(several, params, tokens).as_text()
     assert ("stablehlo.while" in text) == several.loops_over_layers == (unroll < 4)
@@ -103,14 +111,20 @@ def test_turns_of_several_layers_equal_turns_of_one(unroll):
 
 @pytest.mark.parametrize(
     "switch",
-    [{"smear": True}, {"position": "rope", "bigram_embeddings": 96}, {"position": "sinusoidal"}],
+    [
+        {"smear": True},
+        {"position": "rope", "bigram_embeddings": 96},
+        {"position": "sinusoidal"},
+    ],
 )
 def test_segments_see_only_themselves(switch):
     config = replaced(**switch)
     params, tokens = jax.tree.map(lambda x: x + 0.1, init(config)), tokens_of(1)
     segments = (jnp.arange(16) >= 6).astype(jnp.int32)[None].repeat(2, axis=0)
     together = logits_of(config, params, tokens, segments)
-    np.testing.assert_allclose(together[:, 6:], logits_of(config, params, tokens[:, 6:]), atol=3e-5)
+    np.testing.assert_allclose(
+        together[:, 6:], logits_of(config, params, tokens[:, 6:]), atol=3e-5
+    )
     assert np.abs(together - logits_of(config, params, tokens)).max() > 1e-3
 
 
@@ -120,10 +134,17 @@ def test_narrow_compute_is_close_to_float32_and_leaves_float32_gradients(dtype):
     params, tokens = init(SMALL), tokens_of(1)
     text = str(jax.make_jaxpr(loss, static_argnums=0)(narrow, params, tokens))
     assert {"bfloat16": "bf16[", "float16": "f16["}[dtype] in text
-    np.testing.assert_allclose(loss(narrow, params, tokens), loss(SMALL, params, tokens), rtol=2e-3)
-    grads, exact = gradient_of(narrow, params, tokens), gradient_of(SMALL, params, tokens)
+    np.testing.assert_allclose(
+        loss(narrow, params, tokens), loss(SMALL, params, tokens), rtol=2e-3
+    )
+    grads, exact = (
+        gradient_of(narrow, params, tokens),
+        gradient_of(SMALL, params, tokens),
+    )
     chex.assert_trees_all_equal_dtypes(grads, params)
-    error = jax.tree.map(lambda a, b: jnp.abs(a - b).max() / jnp.abs(b).max(), grads, exact)
+    error = jax.tree.map(
+        lambda a, b: jnp.abs(a - b).max() / jnp.abs(b).max(), grads, exact
+    )
     assert max(jax.tree.leaves(error)) < 0.05
 
 
@@ -131,7 +152,9 @@ def test_narrow_compute_is_close_to_float32_and_leaves_float32_gradients(dtype):
 def test_plain_operations_have_forward_derivatives_and_the_same_gradients(activation):
     config = replaced(attention="blocked", activation=activation)
     params, tokens = init(config), tokens_of(1)
-    direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
+    direction = jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params
+    )
 
     def mean_loss(params):
         return loss.__wrapped__(config, params, tokens)
@@ -144,7 +167,9 @@ def test_plain_operations_have_forward_derivatives_and_the_same_gradients(activa
         return jax.jvp(mean_loss, *along)[1], jax.jvp(jax.grad(mean_loss), *along)[1]
 
     def curvature(params):  # by two backward passes
-        return jax.grad(lambda params: product(jax.grad(mean_loss)(params), direction))(params)
+        return jax.grad(lambda params: product(jax.grad(mean_loss)(params), direction))(
+            params
+        )
 
     with pytest.raises(TypeError, match="custom_vjp"):
         slopes(params, direction)
@@ -171,7 +196,9 @@ def test_flax_tabulates_the_model_with_its_operations():
         ("NVIDIA L4", "cuda", {"compute_capability": "8.9"}, "cudnn"),
     ],
 )
-def test_older_devices_take_attention_that_they_can_compile(kind, platform, capability, expected):
+def test_older_devices_take_attention_that_they_can_compile(
+    kind, platform, capability, expected
+):
     device = SimpleNamespace(device_kind=kind, platform=platform, **capability)
     cfg = replaced(compute_dtype="bfloat16", context_length=128)
     assert resolve_attention(cfg, device) == expected

@@ -35,7 +35,9 @@ from gpt2.plan.collectives import collectives
 from gpt2.utils.platform import tracing
 from tests.helpers import thorough
 
-cross_entropy_module = importlib.import_module("gpt2.ops.cross_entropy")  # not the function
+cross_entropy_module = importlib.import_module(
+    "gpt2.ops.cross_entropy"
+)  # not the function
 RULES = Rules.from_config(ParallelConfig())
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
@@ -49,7 +51,9 @@ def assert_close(actual, expected, dtype="float32"):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.shape == e.shape and a.dtype == e.dtype
         a, e = np.asarray(a, np.float32), np.asarray(e, np.float32)
-        np.testing.assert_allclose(a, e, rtol=0, atol=TOLERANCE[dtype] * max(1, np.abs(e).max()))
+        np.testing.assert_allclose(
+            a, e, rtol=0, atol=TOLERANCE[dtype] * max(1, np.abs(e).max())
+        )
 
 
 def weighted(op, *shape):
@@ -80,12 +84,16 @@ def assert_equal(fast, plain, args, dtype):
         (8, 2, "float16", False, None),
     ],
 )
-def test_linear_equals_tensordot_and_its_derivative(rows, width, dtype, bias, activation):
+def test_linear_equals_tensordot_and_its_derivative(
+    rows, width, dtype, bias, activation
+):
     options = dict(dtype=dtype, activation=activation)
     x, kernel = normal(0, 2, rows, 5), normal(1, 5, 3, 2, width)
     args = (x, kernel) + ((normal(2, 3, 2, width),) if bias else ())
     assert linear(*args, **options).dtype == dtype
-    assert_equal(partial(linear, **options), partial(linear_reference, **options), args, dtype)
+    assert_equal(
+        partial(linear, **options), partial(linear_reference, **options), args, dtype
+    )
 
 
 def test_linear_keeps_the_input_of_its_activation_and_not_the_value():
@@ -106,10 +114,15 @@ def test_linear_keeps_the_input_of_its_activation_and_not_the_value():
 )
 def test_norm_equals_reference(rows, width, mean, kind, dtypes, shift=0.0):
     x = (normal(0, 2, rows, width) + mean).astype(dtypes[0])
-    args = (x, 1 + normal(1, width)) + ((normal(2, width),) if kind == "layernorm" else ())
+    args = (x, 1 + normal(1, width)) + (
+        (normal(2, width),) if kind == "layernorm" else ()
+    )
     options = dict(center=kind != "rmsnorm", dtype=dtypes[1])
     assert norm(*args, **options).dtype == dtypes[1]
-    plain = lambda x, *rest: norm_reference(x - options["center"] * shift, *rest, **options)  # noqa: E731
+
+    def plain(x, *rest):
+        return norm_reference(x - options["center"] * shift, *rest, **options)
+
     assert_equal(partial(norm, **options), plain, args, max(dtypes, key=TOLERANCE.get))
 
 
@@ -124,7 +137,8 @@ def test_gradients_of_a_norm_of_split_rows_cross_devices_as_sums(monkeypatch, pl
     def sent():
         with spread_over(mesh, RULES):
             gradients = jax.jit(
-                jax.grad(weighted(norm, *x.shape), (0, 1, 2)), out_shardings=(rows, whole, whole)
+                jax.grad(weighted(norm, *x.shape), (0, 1, 2)),
+                out_shardings=(rows, whole, whole),
             )
             return collectives(gradients.lower(x, vector, vector).compile().as_text())
 
@@ -132,19 +146,25 @@ def test_gradients_of_a_norm_of_split_rows_cross_devices_as_sums(monkeypatch, pl
     assert {c.kind for c in sent()} == {"all-reduce"}
     if platform == "gpu":  # what XLA makes of the variant for rows that are whole
         tracing = rules.tracing
-        monkeypatch.setattr(rules, "tracing", lambda **how: tracing(**how | dict(several=False)))
+        monkeypatch.setattr(
+            rules, "tracing", lambda **how: tracing(**how | dict(several=False))
+        )
         assert "collective-permute" in {c.kind for c in sent()}
 
 
 def test_linear_contracts_two_axes():
     x, kernel = normal(0, 2, 5, 3, 4), normal(1, 3, 4, 6)
     expected = np.asarray(x).reshape(2, 5, 12) @ np.asarray(kernel).reshape(12, 6)
-    np.testing.assert_allclose(linear(x, kernel, num_contract=2), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        linear(x, kernel, num_contract=2), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_linear_kernel_gradient_is_not_rounded_through_bfloat16():
     x, kernel = jnp.ones((257, 1)), jnp.zeros((1, 1))
-    gradient = jax.grad(lambda w: linear(x, w, dtype=jnp.bfloat16).astype(jnp.float32).sum())
+    gradient = jax.grad(
+        lambda w: linear(x, w, dtype=jnp.bfloat16).astype(jnp.float32).sum()
+    )
     assert gradient(kernel) == 257  # bfloat16 holds 256 and 258, not 257
 
 
@@ -181,7 +201,11 @@ def check_attention(implementation, q, k, v, segments, dtype, sinks=None, **opti
         # Blocks of 256: windows that end in the block, in the one before, and at its first key.
         ("blocked", 600, dict(scoring=Scoring(window=7, softcap=0.4, scale=0.7))),
         ("blocked", 600, dict(scoring=Scoring(window=256), slopes=alibi_slopes(4))),
-        ("blocked", 600, dict(scoring=Scoring(window=301, softcap=2.0), slopes=alibi_slopes(4))),
+        (
+            "blocked",
+            600,
+            dict(scoring=Scoring(window=301, softcap=2.0), slopes=alibi_slopes(4)),
+        ),
         ("blocked", 600, dict(sinks=jnp.array([-1.0, 0.0, 2.0, 9.0]))),
         ("xla", 40, dict(scoring=Scoring(window=7, scale=0.7))),
         ("xla", 40, dict(slopes=alibi_slopes(4))),
@@ -192,7 +216,11 @@ def check_attention(implementation, q, k, v, segments, dtype, sinks=None, **opti
 def test_attention_of_every_scoring_and_grouped_heads_equals_reference(
     implementation, length, options
 ):
-    q, k, v = normal(0, 2, length, 4, 8), normal(1, 2, length, 2, 8), normal(2, 2, length, 2, 8)
+    q, k, v = (
+        normal(0, 2, length, 4, 8),
+        normal(1, 2, length, 2, 8),
+        normal(2, 2, length, 2, 8),
+    )
     segments = jnp.sort(jax.random.randint(jax.random.key(3), (2, length), 0, 3))
     check_attention(implementation, q, k, v, segments, "float32", **options)
 
@@ -209,7 +237,9 @@ def test_new_positions_attend_to_a_cache_as_the_reference_does(dtype, kv_heads, 
     how = dict(scoring=scoring, slopes=alibi_slopes(4), sinks=jnp.arange(4.0))
     cached = jax.jit(partial(attention_cached, **how))
     whole = attention_reference(q, k, v, **how)
-    assert_close(cached(q[:, -new:], *caches, jnp.array([9, 9])), whole[:, -new:], dtype)
+    assert_close(
+        cached(q[:, -new:], *caches, jnp.array([9, 9])), whole[:, -new:], dtype
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +259,9 @@ def test_new_positions_attend_to_a_cache_as_the_reference_does(dtype, kv_heads, 
         ("gpu", "bfloat16", 1024, 64, dict(sinks=True), "reference"),
     ],
 )
-def test_auto_attention_is_what_can_run(platform, dtype, length, head_size, scores, expected):
+def test_auto_attention_is_what_can_run(
+    platform, dtype, length, head_size, scores, expected
+):
     sizes = jnp.dtype(dtype), length, head_size
     assert resolve("auto", platform, *sizes, **scores) == expected
     for name in {"cudnn", "splash", "flash3"} - {expected}:
@@ -239,7 +271,9 @@ def test_auto_attention_is_what_can_run(platform, dtype, length, head_size, scor
 
 @pytest.mark.parametrize("with_segments", [False, True])
 @pytest.mark.parametrize("implementation", ["blocked", "splash"])
-def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_segments):
+def test_attention_on_a_mesh_equals_reference(
+    monkeypatch, implementation, with_segments
+):
     """As the pjit backend computes: each device's rows by themselves, heads split by `tensor`."""
     monkeypatch.setattr(model_attention, "resolve", lambda name, *_, **__: name)
     mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
@@ -259,7 +293,9 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
         return jax.value_and_grad(scalar)(scale)
 
     scale = jnp.ones((2, 8))
-    expected = jax.vmap(partial(gradient, "reference"), in_axes=(None, 0, 0))(scale, qkv, segments)
+    expected = jax.vmap(partial(gradient, "reference"), in_axes=(None, 0, 0))(
+        scale, qkv, segments
+    )
 
     def on_device(*args):
         one = jax.tree.map(lambda x: x[0], args[1:])
@@ -267,7 +303,9 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
 
     rows = PartitionSpec(BATCH_AXES)
     specs = dict(mesh=mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=rows)
-    mapped = jax.shard_map(on_device, **specs, axis_names=set(BATCH_AXES), check_vma=False)
+    mapped = jax.shard_map(
+        on_device, **specs, axis_names=set(BATCH_AXES), check_vma=False
+    )
     with spread_over(mesh, RULES):
         computed = jax.jit(mapped)(scale, qkv, segments)
     assert_close(computed, expected)
@@ -276,7 +314,9 @@ def test_attention_on_a_mesh_equals_reference(monkeypatch, implementation, with_
 def test_softmax_equals_jax_and_keeps_its_result_alone(monkeypatch):
     x, dy = jax.random.normal(jax.random.key(0), (2, 3, 5, 64))
     x = x.at[0, 1:].set(-jnp.inf)  # a row that sees one key
-    (y, pull), (expected, pull_expected) = (jax.vjp(f, x) for f in (softmax, jax.nn.softmax))
+    (y, pull), (expected, pull_expected) = (
+        jax.vjp(f, x) for f in (softmax, jax.nn.softmax)
+    )
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-7)
     np.testing.assert_allclose(pull(dy)[0], pull_expected(dy)[0], rtol=0, atol=1e-6)
 
@@ -288,7 +328,9 @@ def test_softmax_equals_jax_and_keeps_its_result_alone(monkeypatch):
                 x = x + attention_reference(x, x, x)
             return x.sum()
 
-        compiled = jax.jit(jax.grad(loss)).lower(jax.ShapeDtypeStruct((B, T, N, H), float))
+        compiled = jax.jit(jax.grad(loss)).lower(
+            jax.ShapeDtypeStruct((B, T, N, H), float)
+        )
         return compiled.compile().memory_analysis().temp_size_in_bytes
 
     scores = 4 * B * N * T * T  # bytes of a layer's
@@ -328,9 +370,13 @@ def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
     exact, rounded = (loss(hidden, embedding, targets, **o)[0] / 128 for o in options)
     assert 0 < abs(exact - rounded) < 2**-9 * exact  # half of bfloat16's last place
     confident = (3 * embedding[:64])[None]
-    assert loss(confident, 3 * embedding, jnp.arange(64)[None], logits_dtype="bfloat16")[0] >= 0
+    assert (
+        loss(confident, 3 * embedding, jnp.arange(64)[None], logits_dtype="bfloat16")[0]
+        >= 0
+    )
     gradients = [
-        jax.grad(lambda h, o=o: loss(h, embedding, targets, **o)[0])(hidden) for o in options
+        jax.grad(lambda h, o=o: loss(h, embedding, targets, **o)[0])(hidden)
+        for o in options
     ]
     assert_close(gradients[1], gradients[0], "bfloat16")
 
@@ -338,7 +384,9 @@ def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_the_variants_of_every_platform_equal_the_references(monkeypatch, platform, dtype):
+def test_the_variants_of_every_platform_equal_the_references(
+    monkeypatch, platform, dtype
+):
     x, kernel, bias = normal(0, 2, 8, 5), normal(1, 5, 3, 2, 7), normal(2, 3, 2, 7)
 
     def program():
@@ -353,7 +401,9 @@ def test_the_variants_of_every_platform_equal_the_references(monkeypatch, platfo
     monkeypatch.setattr("jax.default_backend", lambda: platform)
     assert (program() != on_cpu) == (platform != "cpu")
     for has_bias, activation in ((True, gelu_tanh), (False, None)):
-        test_linear_equals_tensordot_and_its_derivative(8, 7, dtype, has_bias, activation)
+        test_linear_equals_tensordot_and_its_derivative(
+            8, 7, dtype, has_bias, activation
+        )
     test_linear_contracts_two_axes()
     test_linear_kernel_gradient_is_not_rounded_through_bfloat16()
     whole = lambda *a: jnp.moveaxis(linear_reference(*a, dtype=dtype), 2, 0)  # noqa: E731
@@ -361,8 +411,12 @@ def test_the_variants_of_every_platform_equal_the_references(monkeypatch, platfo
     assert_equal(parts, whole, (x, kernel, bias), dtype)
     means = [("layernorm", 10.0), ("rmsnorm", 10.0), ("layernorm", 300.0)]
     for kind, mean in means if dtype == "float32" else means[:2]:
-        test_norm_equals_reference(8, 40, mean, kind, (dtype, dtype), mean * (platform == "gpu"))
-    huge = jnp.full((1, 1, 40), 3e19, dtype).at[..., -1].set(0.0)  # whose squares overflow
+        test_norm_equals_reference(
+            8, 40, mean, kind, (dtype, dtype), mean * (platform == "gpu")
+        )
+    huge = (
+        jnp.full((1, 1, 40), 3e19, dtype).at[..., -1].set(0.0)
+    )  # whose squares overflow
     assert jnp.isfinite(norm(huge, jnp.ones(40), jnp.zeros(40))).all()
     for softcap, extra in ((0.0, {}), (2.0, dict(z_loss=0.1, label_smoothing=0.1))):
         test_cross_entropy_equals_reference(7, 3, 2, dtype, softcap, extra)
@@ -378,7 +432,9 @@ def test_the_loss_of_rounded_products_is_that_of_their_logits(monkeypatch, platf
     embedding = 3 * normal(1, 500, 32)
     args = embedding[:64][None], embedding, jnp.arange(64)[None]
     logits = rounded(args[0], embedding, (2,), (1,))
-    expected = jax.nn.logsumexp(logits, -1).sum() - logits[0, args[2][0], args[2][0]].sum()
+    expected = (
+        jax.nn.logsumexp(logits, -1).sum() - logits[0, args[2][0], args[2][0]].sum()
+    )
     monkeypatch.setattr(cross_entropy_module, "dot", rounded)
     wrong, _ = cross_entropy(*args, vocab_size=500)
     assert abs(wrong - expected) > 0.1
@@ -389,9 +445,14 @@ def test_the_loss_of_rounded_products_is_that_of_their_logits(monkeypatch, platf
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_gelu_equals_reference_and_its_derivative_from_end_to_end(dtype):
-    x = jnp.concatenate([jnp.linspace(-12, 12, 999), jnp.array([-6e4, -30.0, 30.0, 6e4])])
+    x = jnp.concatenate(
+        [jnp.linspace(-12, 12, 999), jnp.array([-6e4, -30.0, 30.0, 6e4])]
+    )
     x = x.astype(dtype)
-    for near_or_far in (x[:-4], x[-4:]):  # apart: agreement is relative to the largest value
+    for near_or_far in (
+        x[:-4],
+        x[-4:],
+    ):  # apart: agreement is relative to the largest value
         assert_close(gelu_tanh(near_or_far), gelu_tanh_reference(near_or_far), dtype)
 
     @partial(jax.jit, static_argnums=0)
@@ -399,12 +460,16 @@ def test_gelu_equals_reference_and_its_derivative_from_end_to_end(dtype):
         return jax.vmap(jax.grad(lambda x: f(x).astype(jnp.float32)))(x)
 
     assert_close(slopes(gelu_tanh, x), slopes(gelu_tanh_reference, x), dtype)
-    far = [-6e4, 6e4] if dtype == "float16" else [-1e18, -1e13, 1.3e13, 1e18]  # the cube overflows
+    far = (
+        [-6e4, 6e4] if dtype == "float16" else [-1e18, -1e13, 1.3e13, 1e18]
+    )  # the cube overflows
     assert slopes(gelu_tanh, jnp.array(far, dtype)).tolist() == [x > 0 for x in far]
 
 
 @pytest.mark.parametrize(("name", "power"), [("relu", 1), ("relu_squared", 2)])
-def test_activations_with_their_own_rule_have_the_derivative_of_their_formula(name, power):
+def test_activations_with_their_own_rule_have_the_derivative_of_their_formula(
+    name, power
+):
     x = jnp.array([-2.0, -0.5, 0.0, 0.25, 3.0])
     slopes = jax.vmap(jax.grad(ACTIVATIONS[name]))(x)
     np.testing.assert_allclose(slopes, power * (x > 0) * jnp.abs(x) ** (power - 1))

@@ -20,17 +20,23 @@ from gpt2.utils.platform import tracing
 from gpt2.utils.scan import in_layout
 from tests.helpers import by_name, thorough
 
-SMALL = GPTConfig(vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16)
+SMALL = GPTConfig(
+    vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16
+)
 NUM_STEPS = 10
 WIDER_TOO = ("lion", "schedule_free", "normuon")
 TOLERANCE = 1e-5  # of the largest entry
 RATES = dict(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
-CONSTANT = dict(learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=2, schedule="constant")
+CONSTANT = dict(
+    learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=2, schedule="constant"
+)
 OPTIMS = {
     "adamw": OptimConfig(**RATES),
     "adam": OptimConfig(name="adam", **RATES),
     "sgd": OptimConfig(name="sgd", momentum=0.9, **RATES),
-    "sgd, plain momentum": OptimConfig(name="sgd", momentum=0.9, nesterov=False, **RATES),
+    "sgd, plain momentum": OptimConfig(
+        name="sgd", momentum=0.9, nesterov=False, **RATES
+    ),
     "sgd, no momentum": OptimConfig(name="sgd", momentum=0.0, nesterov=False, **RATES),
     "lion": OptimConfig(name="lion", **RATES),
     "ademamix": OptimConfig(name="ademamix", **RATES),
@@ -47,7 +53,9 @@ OPTIMS = {
     "before the tail": OptimConfig(tail_average=0.09, **RATES),
 }
 each_optimizer = pytest.mark.parametrize("name", OPTIMS)
-each_layout = pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+each_layout = pytest.mark.parametrize(
+    "scanned", [False, True], ids=["unrolled", "scanned"]
+)
 
 
 @cache
@@ -65,12 +73,17 @@ def gradients(scanned=False):
     """A gradient for each step, of norms around 1: some are clipped, and others are not."""
     rng, params = np.random.default_rng(1), initial_params()
     draw = lambda x: np.float32(rng.standard_normal(x.shape) * rng.uniform(0.001, 0.02))  # noqa: E731
-    return [in_layout(jax.tree.map(draw, params), scanned=scanned) for _ in range(NUM_STEPS)]
+    return [
+        in_layout(jax.tree.map(draw, params), scanned=scanned) for _ in range(NUM_STEPS)
+    ]
 
 
 def unrolled(tree):
     """Leaves by name, with layers unrolled, as float64."""
-    return {n: np.float64(leaf) for n, leaf in by_name(in_layout(tree, scanned=False)).items()}
+    return {
+        n: np.float64(leaf)
+        for n, leaf in by_name(in_layout(tree, scanned=False)).items()
+    }
 
 
 def train(optim, scanned=False, **options):
@@ -162,17 +175,23 @@ def by_formula(optim):
             moved = -rate * (update + decay)
             if optim.name == "schedule_free":
                 z[name] = z[name] + moved
-                average[name] = average[name] + rate**2 / weights * (z[name] - average[name])
+                average[name] = average[name] + rate**2 / weights * (
+                    z[name] - average[name]
+                )
                 params[name] = (1 - optim.beta1) * z[name] + optim.beta1 * average[name]
             else:
                 params[name] = param + moved
-                average[name] = optim.ema * average[name] + (1 - optim.ema) * params[name]
+                average[name] = (
+                    optim.ema * average[name] + (1 - optim.ema) * params[name]
+                )
             if step > NUM_STEPS - tail:
                 means[name] = means.get(name, 0) + params[name] / tail
     return params, means or average
 
 
-@pytest.mark.parametrize("scanned", [False, thorough(True)], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    "scanned", [False, thorough(True)], ids=["unrolled", "scanned"]
+)
 @each_optimizer
 def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
     results, formulas = train(OPTIMS[name], scanned), by_formula(OPTIMS[name])
@@ -187,7 +206,9 @@ def test_the_norm_of_small_gradients_is_one_sum_on_one_gpu():
     grads = initial_params() | {"table": jnp.ones((512, 256))}
 
     def sums():
-        program = jax.make_jaxpr(lambda x: global_norm(x))(grads)  # not one traced before
+        program = jax.make_jaxpr(lambda x: global_norm(x))(
+            grads
+        )  # not one traced before
         return str(program).count("reduce_sum")
 
     each, expected = sums(), optax.tree.norm(grads)
@@ -212,14 +233,18 @@ def test_clipping_is_that_of_optax(size):
 def moves(optim, scanned=False, **options):
     """How far ten steps move each parameter."""
     start = unrolled(initial_params())
-    return {n: value - start[n] for n, value in train(optim, scanned, **options)[0].items()}
+    return {
+        n: value - start[n] for n, value in train(optim, scanned, **options)[0].items()
+    }
 
 
 @each_layout
 def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
     plain = OptimConfig(name="sgd", momentum=0.0, weight_decay=0.1, **RATES)
     rates = r"h_1/attn/c_attn=0.0,h_\d+/attn=0.5,wte=3"
-    scaled = moves(dataclasses.replace(plain, layer_rates=rates, weight_decay=0.0), scanned)
+    scaled = moves(
+        dataclasses.replace(plain, layer_rates=rates, weight_decay=0.0), scanned
+    )
     for name, move in moves(dataclasses.replace(plain, weight_decay=0.0)).items():
         factor = 3.0 if name.startswith("wte") else 0.5 if "attn" in name else 1.0
         factor *= not name.startswith("h_1/attn/c_attn")
@@ -228,26 +253,39 @@ def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
 
 @each_layout
 @pytest.mark.parametrize("name", ["adamw", "muon", *(thorough(n) for n in WIDER_TOO)])
-def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(name, scanned):
-    optim = OptimConfig(name=name, weight_decay=0.0, **(CONSTANT if "free" in name else RATES))
+def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(
+    name, scanned
+):
+    optim = OptimConfig(
+        name=name, weight_decay=0.0, **(CONSTANT if "free" in name else RATES)
+    )
     plain, wide = moves(optim), moves(optim, scanned, width_ratio=4.0)
     for parameter, move in plain.items():
         hidden = 2 if "muon" in name else 4
         factor = hidden if re.match(r"h_\d/.*kernel", parameter) else 1
         np.testing.assert_allclose(wide[parameter], move / factor, atol=1e-6)
     if name == "adamw":
-        without, decayed = train(optim, width_ratio=1e9)[0], train(OPTIMS[name], width_ratio=1e9)[0]
+        without, decayed = (
+            train(optim, width_ratio=1e9)[0],
+            train(OPTIMS[name], width_ratio=1e9)[0],
+        )
         schedule = make_schedule(optim, NUM_STEPS)
-        share = np.prod([1 - float(schedule(i)) * OPTIMS[name].weight_decay for i in range(10)])
+        share = np.prod(
+            [1 - float(schedule(i)) * OPTIMS[name].weight_decay for i in range(10)]
+        )
         kernel = "h_0/mlp/c_fc/kernel"
         np.testing.assert_allclose(decayed[kernel], share * without[kernel], rtol=1e-5)
 
 
 @pytest.mark.parametrize("scanned", [True, thorough(False)])
 @pytest.mark.parametrize("name", ["muon", "normuon", "soap"])
-def test_hidden_kernels_alone_get_the_direction_for_matrices(monkeypatch, name, scanned):
+def test_hidden_kernels_alone_get_the_direction_for_matrices(
+    monkeypatch, name, scanned
+):
     for module in ("scale_by_muon", "scale_by_soap"):
-        monkeypatch.setattr(f"gpt2.optim.optimizers.{module}", lambda **_: optax.identity())
+        monkeypatch.setattr(
+            f"gpt2.optim.optimizers.{module}", lambda **_: optax.identity()
+        )
     optim = OptimConfig(name=name, adam_learning_rate=5e-3, **RATES)
     halved = dict(learning_rate=5e-3, end_learning_rate=5e-4, warmup_steps=2)
     rest, _ = train(OptimConfig(**halved))
@@ -278,16 +316,26 @@ def rates(schedule, num_steps=100, **options):
         ("linear", dict(end_learning_rate=0.1), {10: 1.0, 55: 0.55, 100: 0.1}),
         ("constant", {}, {10: 1.0, 99: 1.0}),
         ("wsd", dict(end_learning_rate=0.0), {80: 1.0, 85: 0.75, 90: 0.5, 99: 0.05}),
-        ("wsd", dict(end_learning_rate=0.0, decay_steps=40), {60: 1.0, 80: 0.5, 100: 0.0}),
+        (
+            "wsd",
+            dict(end_learning_rate=0.0, decay_steps=40),
+            {60: 1.0, 80: 0.5, 100: 0.0},
+        ),
         ("wsd", dict(end_learning_rate=0.0, decay_percent=40.0), {60: 1.0, 80: 0.5}),
         ("inverse_sqrt", {}, {10: 1.0, 40: 0.5, 90: 1 / 3}),
-        ("piecewise:20=0.5,60=0.1", {}, {10: 1.0, 19: 1.0, 20: 0.5, 59: 0.5, 60: 0.1, 99: 0.1}),
+        (
+            "piecewise:20=0.5,60=0.1",
+            {},
+            {10: 1.0, 19: 1.0, 20: 0.5, 59: 0.5, 60: 0.1, 99: 0.1},
+        ),
     ],
 )
 def test_schedules_pass_through_known_points(schedule, options, expected):
     rate = rates(schedule, **options)
     expected = {i: (i + 1) / 11 for i in range(10)} | expected
-    np.testing.assert_allclose([rate(i) for i in expected], list(expected.values()), atol=1e-6)
+    np.testing.assert_allclose(
+        [rate(i) for i in expected], list(expected.values()), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,15 @@ from gpt2.config import CHOICES, OptimConfig, ParallelConfig
 from gpt2.parallel import rules
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.state import optimizer_specs
-from tests.layouts import MODEL, TOLERANCE, Case, continued, difference, loss_difference, setup
+from tests.layouts import (
+    MODEL,
+    TOLERANCE,
+    Case,
+    continued,
+    difference,
+    loss_difference,
+    setup,
+)
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +31,11 @@ pytestmark = pytest.mark.thorough
 # update of fixed size would follow.
 WITHOUT_BIASES = dataclasses.replace(MODEL, bias=False)
 RATES = dict(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2)
-OPTIMS = {n: OptimConfig(name=n, **RATES) for n in CHOICES["optim.name"] if n != "schedule_free"}
+OPTIMS = {
+    n: OptimConfig(name=n, **RATES)
+    for n in CHOICES["optim.name"]
+    if n != "schedule_free"
+}
 OPTIMS["schedule_free"] = OptimConfig(
     name="schedule_free", schedule="constant", **RATES | dict(end_learning_rate=1e-3)
 )
@@ -42,17 +54,25 @@ def case(name, layout="one device", scanned=False):
 
 
 def assert_alike(name, result, reference):
-    if name == "soap":  # in float32 its eigenvectors follow rounding, and the losses do not
+    if (
+        name == "soap"
+    ):  # in float32 its eigenvectors follow rounding, and the losses do not
         assert loss_difference(result, reference) < 1e-4
         return
     assert difference(result, reference) < TOLERANCE
 
 
-SOME = [("schedule_free", LAYOUTS[0], False), ("ema", LAYOUTS[1], True), ("soap", LAYOUTS[0], True)]
+SOME = [
+    ("schedule_free", LAYOUTS[0], False),
+    ("ema", LAYOUTS[1], True),
+    ("soap", LAYOUTS[0], True),
+]
 SOME += [("normuon, tail average", LAYOUTS[0], True)]
 MORE = [("muon", LAYOUTS[0], False), ("soap", LAYOUTS[1], True)]
 REST = [
-    each for each in itertools.product(OPTIMS, LAYOUTS, (False, True)) if each not in SOME + MORE
+    each
+    for each in itertools.product(OPTIMS, LAYOUTS, (False, True))
+    if each not in SOME + MORE
 ]
 
 
@@ -67,7 +87,9 @@ def test_every_optimizer_trains_in_any_layout_as_on_one_device(name, layout, sca
 
 
 @pytest.mark.parametrize(("name", "layout", "scanned"), SOME)
-def test_a_checkpoint_continues_exactly_and_in_another_layout(name, layout, scanned, tmp_path):
+def test_a_checkpoint_continues_exactly_and_in_another_layout(
+    name, layout, scanned, tmp_path
+):
     here, there = case(name), case(name, layout, scanned)
     reference = setup(here).train()
     again = continued(here, [here, there], tmp_path / "here")
@@ -86,14 +108,24 @@ def shape(*sizes):
 
 
 def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
-    axes = {"h": {"kernel": jax.sharding.PartitionSpec("layers", "embed", "qkv", "heads", "norm")}}
-    storage = rules.specs(axes, {**rules.Rules.from_config(ParallelConfig()).storage, "norm": ()})
+    axes = {
+        "h": {
+            "kernel": jax.sharding.PartitionSpec(
+                "layers", "embed", "qkv", "heads", "norm"
+            )
+        }
+    }
+    storage = rules.specs(
+        axes, {**rules.Rules.from_config(ParallelConfig()).storage, "norm": ()}
+    )
     params = {"h": {"kernel": shape(2, 64, 3, 4, 16)}}
 
     def spread(*sizes, parallel=SPREAD):
         state = optax.TraceState(trace={"h": {"kernel": shape(*sizes)}})
         return tuple(
-            optimizer_specs(state, params, storage, make_mesh(parallel)).trace["h"]["kernel"]
+            optimizer_specs(state, params, storage, make_mesh(parallel)).trace["h"][
+                "kernel"
+            ]
         )
 
     assert spread(2, 64, 3, 4, 16) == (None, "fsdp", None, "tensor", None)
@@ -104,4 +136,9 @@ def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
     assert spread(2, 190, 190) == (None, None, "tensor")
     assert spread(2, 192, 192, parallel=ParallelConfig()) == (None, None, None)
     other = optax.TraceState(trace={"kernel": shape(2, 64)})
-    assert tuple(optimizer_specs(other, params, storage, make_mesh(SPREAD)).trace["kernel"]) == ()
+    assert (
+        tuple(
+            optimizer_specs(other, params, storage, make_mesh(SPREAD)).trace["kernel"]
+        )
+        == ()
+    )

@@ -26,8 +26,12 @@ from tests.helpers import by_name, thorough
 from tests.peer import needs_peers
 
 RULES = rules.Rules.from_config(ParallelConfig())
-PLAIN = GPTConfig(vocab_size=50, context_length=16, num_layers=4, num_heads=4, embed_dim=32)
-SMALL = dataclasses.replace(PLAIN, num_layers=2, num_kv_heads=2, activation="swiglu", mlp_dim=128)
+PLAIN = GPTConfig(
+    vocab_size=50, context_length=16, num_layers=4, num_heads=4, embed_dim=32
+)
+SMALL = dataclasses.replace(
+    PLAIN, num_layers=2, num_kv_heads=2, activation="swiglu", mlp_dim=128
+)
 MESH = make_mesh(ParallelConfig(data=1, fsdp=4, tensor=2))
 NUM_STEPS = 10
 MOMENTUM, BETA1, BETA2, EPS, EVERY = 0.95, 0.9, 0.95, 1e-8, 4
@@ -61,7 +65,9 @@ def hidden(tree):
 def gradients(step, config=SMALL, dtype="float32"):
     """Returns gradients of all hidden kernels, unrolled, with neurons of unequal size."""
     model = GPT(config)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    shapes = jax.eval_shape(
+        model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    )["params"]
     rng = np.random.default_rng(step)
 
     def draw(shape):
@@ -73,7 +79,10 @@ def gradients(step, config=SMALL, dtype="float32"):
 
 def directions(optimizer, *, dtype="float32", scanned=False):
     """Returns the directions of all steps by name, as numpy."""
-    grads = [in_layout(gradients(step, SMALL, dtype), scanned=scanned) for step in range(NUM_STEPS)]
+    grads = [
+        in_layout(gradients(step, SMALL, dtype), scanned=scanned)
+        for step in range(NUM_STEPS)
+    ]
     state, update, steps = optimizer.init(grads[0]), jax.jit(optimizer.update), []
     for grad in grads:
         direction, state = update(grad, state)
@@ -89,7 +98,9 @@ def named(tree):
 def difference(found, wanted):
     """Returns the largest difference of an entry, over the largest entry of its kernel."""
     assert found.keys() == wanted.keys()
-    return max(np.abs(found[k] - wanted[k]).max() / np.abs(wanted[k]).max() for k in wanted)
+    return max(
+        np.abs(found[k] - wanted[k]).max() / np.abs(wanted[k]).max() for k in wanted
+    )
 
 
 # The formulas, in float64, for one matrix [inputs, outputs].
@@ -125,10 +136,14 @@ def polar_express(least=1e-3, cushion=0.02, safety=1.02):
             points = np.array([start, low, high, most])
             terms = [points, points**3, points**5, np.array([1, -1, 1, -1])]
             a, b, c, _ = np.linalg.solve(np.stack(terms, axis=1), np.ones(4))
-            turns = (-3 * b + np.array([-1, 1]) * np.sqrt(9 * b**2 - 20 * a * c)) / (10 * c)
+            turns = (-3 * b + np.array([-1, 1]) * np.sqrt(9 * b**2 - 20 * a * c)) / (
+                10 * c
+            )
             low, high = np.sqrt(turns)
         ends = [a * x + b * x**3 + c * x**5 for x in (least, most)]
-        factor = 2 / sum(ends) if start > least else 1.0  # around 1 again, from `least` on
+        factor = (
+            2 / sum(ends) if start > least else 1.0
+        )  # around 1 again, from `least` on
         safe = safety if step < 4 else 1.0
         a, b, c = factor * a / safe, factor * b / safe**3, factor * c / safe**5
         polynomials.append((a, b, c))
@@ -146,7 +161,12 @@ def orthogonalized(x, polynomials):
 
 
 def plain_muon(
-    grads, *, nesterov=True, neurons=False, polynomials=5 * [(3.4445, -4.7750, 2.0315)], warmup=0
+    grads,
+    *,
+    nesterov=True,
+    neurons=False,
+    polynomials=5 * [(3.4445, -4.7750, 2.0315)],
+    warmup=0,
 ):
     momentum, mean_square = 0.0, 0.0
     for step, grad in enumerate(grads):
@@ -159,7 +179,9 @@ def plain_muon(
             continue
         # Algorithm 1 of the paper, whose matrices are [outputs, inputs].
         update = update.T
-        mean_square = BETA2 * mean_square + (1 - BETA2) * np.mean(update * update, axis=1)
+        mean_square = BETA2 * mean_square + (1 - BETA2) * np.mean(
+            update * update, axis=1
+        )
         update = update / (np.sqrt(mean_square)[:, None] + 1e-10)
         yield (0.2 * math.sqrt(update.size) / np.linalg.norm(update) * update).T
 
@@ -182,7 +204,9 @@ def plain_soap(grads):
             if step == 0:
                 vectors = np.linalg.eigh(grams[side])[1][:, ::-1][:, : min(grad.shape)]
                 full = len(square) == vectors.shape[1]
-                bases[side] = vectors if full else np.linalg.qr(vectors, mode="complete")[0]
+                bases[side] = (
+                    vectors if full else np.linalg.qr(vectors, mode="complete")[0]
+                )
             elif step % EVERY == 0:
                 eigenvalues = np.diag(bases[side].T @ grams[side] @ bases[side])
                 order = np.argsort(-eigenvalues)
@@ -222,7 +246,9 @@ def test_ten_steps_equal_the_papers_formula(name, dtype, scanned):
     with jax.enable_x64(dtype == "float64"):
         found = directions(OPTIMIZERS[name], dtype=dtype, scanned=scanned)
         wanted = formula(name, dtype)
-    exact = dtype == "float64" and "warmed up" not in name  # optax's schedules are float32
+    exact = (
+        dtype == "float64" and "warmed up" not in name
+    )  # optax's schedules are float32
     # Polar express begins twice as steeply as Newton-Schulz, and rounding grows with it.
     loose = {"soap": 1e-3, "muon by polar express": 2 * TOLERANCE}
     assert difference(found, wanted) < (1e-10 if exact else loose.get(name, TOLERANCE))
@@ -253,14 +279,20 @@ def test_ten_steps_equal_pytorch(name, monkeypatch):
     found = directions(OPTIMIZERS[name])
     summed, wanted = {}, {}
     for kernel, first in grads[0].items():
-        matrices = [torch.nn.Parameter(torch.zeros(*x.shape)) for x in split(kernel, first)]
+        matrices = [
+            torch.nn.Parameter(torch.zeros(*x.shape)) for x in split(kernel, first)
+        ]
         how = dict(lr=1.0, weight_decay=0.0, momentum=MOMENTUM, nesterov=name == "muon")
         optimizer = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **how)
         for step in range(NUM_STEPS):
-            for x, grad in zip(matrices, split(kernel, grads[step][kernel]), strict=True):
+            for x, grad in zip(
+                matrices, split(kernel, grads[step][kernel]), strict=True
+            ):
                 x.grad = torch.tensor(grad, dtype=torch.float32)
             optimizer.step()
-        wanted[kernel] = -join(kernel, [x.detach().numpy() for x in matrices], first.shape)
+        wanted[kernel] = -join(
+            kernel, [x.detach().numpy() for x in matrices], first.shape
+        )
         summed[kernel] = found[kernel].sum(axis=0)
     assert difference(summed, wanted) < TOLERANCE
 
@@ -276,9 +308,14 @@ def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all
         with rules.spread_over(mesh, RULES):
             return optimizer.update(grads, state)
 
-    text = update.lower(grads, jax.eval_shape(optimizer.init, grads)).compile().as_text()
+    text = (
+        update.lower(grads, jax.eval_shape(optimizer.init, grads)).compile().as_text()
+    )
     square, wide = 4 * 4, 4 * 2  # matrices [32, 32] and [32, 128] of four layers
-    sizes = [4 * square * 32 * 32 // 8, 4 * wide * 32 * 128 // 8]  # bytes on each device
+    sizes = [
+        4 * square * 32 * 32 // 8,
+        4 * wide * 32 * 128 // 8,
+    ]  # bytes on each device
     found = collectives(text)
     assert {c.kind for c in found} == {"all-to-all"}
     for devices in (4, 2):  # of `fsdp` and of `tensor`
@@ -286,7 +323,9 @@ def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all
         assert sorted(moved) == sorted(2 * sizes)
     arrays = re.findall(r"\bf32\[([\d,]+)\]", text)
     largest = max(math.prod(map(int, dims.split(","))) for dims in arrays)
-    assert largest == 32 * 128  # one of the eight wide matrices, while the stack has 8 times that
+    assert (
+        largest == 32 * 128
+    )  # one of the eight wide matrices, while the stack has 8 times that
 
 
 @pytest.mark.thorough
@@ -304,7 +343,9 @@ def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(monkeypatch):
     assert "bf16[6,32,128]" in jaxpr
 
 
-@pytest.mark.parametrize("name", ["normuon", *(thorough(n) for n in OPTIMIZERS if n != "normuon")])
+@pytest.mark.parametrize(
+    "name", ["normuon", *(thorough(n) for n in OPTIMIZERS if n != "normuon")]
+)
 def test_gradients_of_zero_give_a_direction_of_zero(name):
     zeros = jax.tree.map(jnp.zeros_like, gradients(0))
     state = OPTIMIZERS[name].init(zeros)

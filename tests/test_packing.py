@@ -23,7 +23,9 @@ from gpt2.training import next_token_loss
 from tests.helpers import TINY, metrics_of, params_of, run, write_words
 
 EOT, T, B = 99_999, 512, 8
-SIZES = np.append(np.random.default_rng(0).geometric(1 / 200, 300) + 1, 1300)  # of documents
+SIZES = np.append(
+    np.random.default_rng(0).geometric(1 / 200, 300) + 1, 1300
+)  # of documents
 STARTS = np.cumsum(SIZES) - SIZES
 
 
@@ -32,8 +34,13 @@ def stored(directory, tokens, eot=EOT):
     directory.mkdir()
     writer = TokenWriter(directory, vocab_size=100_000)
     writer.append("train", tokens)
-    splits, named = {"train": prepare.Split(len(tokens), 0, 9)}, SimpleNamespace(eot=eot)
-    return prepare.Dataset(directory, named, splits, {}, writer.shards, writer.dtype.name)
+    splits, named = (
+        {"train": prepare.Split(len(tokens), 0, 9)},
+        SimpleNamespace(eot=eot),
+    )
+    return prepare.Dataset(
+        directory, named, splits, {}, writer.shards, writer.dtype.name
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +62,27 @@ def mixture(corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("packing", ["concat", "bos", "pad"])
 @pytest.mark.parametrize("kind", ["corpus", "mixture"])
-def test_batches_follow_from_seed_and_step_on_any_number_of_processes(request, kind, packing):
+def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
+    request, kind, packing
+):
     dataset = request.getfixturevalue(kind)
     options = dict(batch_size=B, context_length=T, packing=packing, document_mask=True)
-    loader, late, other = (TrainLoader(dataset, seed=seed, **options) for seed in (1, 1, 2))
+    loader, late, other = (
+        TrainLoader(dataset, seed=seed, **options) for seed in (1, 1, 2)
+    )
     whole = [loader.batch(step) for step in range(40)]
-    assert any(not np.array_equal(whole[n]["tokens"], other.batch(n)["tokens"]) for n in range(3))
+    assert any(
+        not np.array_equal(whole[n]["tokens"], other.batch(n)["tokens"])
+        for n in range(3)
+    )
     chex.assert_trees_all_equal(late.batch(10**8), loader.batch(10**8))
     for step in (39, 7, 0):
         for size in (8, 4, 2):
             parts = [late.batch(step, slice(i, i + size)) for i in range(0, B, size)]
-            joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            joined = {
+                name: np.concatenate([part[name] for part in parts])
+                for name in parts[0]
+            }
             chex.assert_trees_all_equal(joined, whole[step])
 
 
@@ -73,7 +90,9 @@ def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
     loader = TrainLoader(corpus, seed=0, batch_size=B, context_length=T, packing="bos")
     source, orders = loader.sources[""], []
     for epoch in range(2):
-        rows = [source.read(epoch * source.num_rows + row) for row in range(source.num_rows)]
+        rows = [
+            source.read(epoch * source.num_rows + row) for row in range(source.num_rows)
+        ]
         orders.append([int(row[1]) for row in rows])
         found = collections.Counter(len(row) for row in rows)
         assert found.pop(T + 1) >= source.num_rows - 1
@@ -98,9 +117,13 @@ def test_pad_gives_each_token_once_in_batches_of_one_length(corpus):
     tokens = np.arange(SIZES.sum())
     tokens[STARTS] = EOT
     for epoch in range(2):
-        batches = [loader.batch(step) for step in range(epoch * steps, (epoch + 1) * steps)]
+        batches = [
+            loader.batch(step) for step in range(epoch * steps, (epoch + 1) * steps)
+        ]
         targets = np.concatenate([batch["targets"].ravel() for batch in batches])
-        np.testing.assert_array_equal(np.sort(targets[targets >= 0]), np.sort(tokens[1:]))
+        np.testing.assert_array_equal(
+            np.sort(targets[targets >= 0]), np.sort(tokens[1:])
+        )
         assert {batch["tokens"].shape[1] for batch in batches} == {128, 256, 512}
         assert not any(np.any(batch["tokens"][:, 1:] == EOT) for batch in batches)
         assert loader.tokens_of(Shape(B, T, 0)) == round(len(targets) / steps)
@@ -116,11 +139,16 @@ def test_a_mixture_keeps_to_its_weights_and_each_part_visits_its_rows_once(mixtu
     is_short = (starts >= 70_000) & (starts < 90_000)
     is_long = starts < 70_000
     for count in (10, 30, 500, 1000):
-        assert abs(is_short[:count].sum() + 0.01 * count - 0.3 * count) <= 0.02 * count + 1
+        assert (
+            abs(is_short[:count].sum() + 0.01 * count - 0.3 * count) <= 0.02 * count + 1
+        )
     assert len(np.unique(starts[is_long])) == is_long.sum()
     assert len(np.unique(starts[is_short])) == is_short.sum()
     rows = {name: source.num_rows for name, source in loader.sources.items()}
-    assert loader.epochs(100) == {"long": 700 / rows["long"], "short": 300 / rows["short"]}
+    assert loader.epochs(100) == {
+        "long": 700 / rows["long"],
+        "short": 300 / rows["short"],
+    }
 
 
 def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp_path):
@@ -143,7 +171,9 @@ def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp
     )
     bits = last["eval/loss"] / np.log(2) / bytes_per_target
     assert last["eval/bits_per_byte"] == pytest.approx(bits)
-    lacks, unweighed = (dict(corpus=f"1*text:{one}+{n}") for n in ("1*text:/no", "0*synthetic"))
+    lacks, unweighed = (
+        dict(corpus=f"1*text:{one}+{n}") for n in ("1*text:/no", "0*synthetic")
+    )
     made = dict(tokenizer="bpe:300"), "is made from one corpus"
     for change, message in ((lacks, "no file"), (unweighed, "no weight"), made):
         with pytest.raises(UserError, match=message):
@@ -153,21 +183,32 @@ def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp
 @pytest.fixture(scope="module")
 def model():
     """Short documents, a model and its parameters."""
-    gpt = GPT(GPTConfig(vocab_size=64, context_length=32, num_layers=2, num_heads=2, embed_dim=16))
+    gpt = GPT(
+        GPTConfig(
+            vocab_size=64, context_length=32, num_layers=2, num_heads=2, embed_dim=16
+        )
+    )
     params = jax.jit(gpt.init)(jax.random.key(0), np.zeros((1, 32), np.int32))["params"]
     draw = np.random.default_rng(1)
-    documents = [np.append(63, draw.integers(0, 63, draw.integers(3, 30))) for _ in range(24)]
+    documents = [
+        np.append(63, draw.integers(0, 63, draw.integers(3, 30))) for _ in range(24)
+    ]
     return documents, gpt, jax.tree.map(lambda x: 5 * x, params)
 
 
 def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
     documents, gpt, params = model
     dataset = stored(tmp_path / "documents", np.concatenate(documents), eot=63)
-    loader = TrainLoader(dataset, seed=0, batch_size=5, context_length=32, packing="pad")
+    loader = TrainLoader(
+        dataset, seed=0, batch_size=5, context_length=32, packing="pad"
+    )
     steps = loader.sources[""].num_rows // 5
     loss = jax.jit(next_token_loss(gpt))
     sums = [loss(params, loader.batch(step))["loss"] for step in range(steps)]
-    alone, apply = [], jax.jit(lambda text: jax.nn.log_softmax(gpt.apply({"params": params}, text)))
+    alone, apply = (
+        [],
+        jax.jit(lambda text: jax.nn.log_softmax(gpt.apply({"params": params}, text))),
+    )
     for document, after in zip(documents, [*documents[1:], []], strict=True):
         text = np.append(document, after[:1]).astype(np.int32)
         length = len(text) - 1
@@ -182,20 +223,25 @@ def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
 def test_a_document_changes_no_other_under_bos_and_document_mask(model, tmp_path, mask):
     documents, gpt, params = model
     changed = [*documents]
-    changed[18] = np.append(63, 62 - documents[18][1:])  # two others follow it in its row
+    changed[18] = np.append(
+        63, 62 - documents[18][1:]
+    )  # two others follow it in its row
     options = dict(batch_size=12, context_length=32, packing="bos", document_mask=mask)
     batches = [
-        TrainLoader(stored(tmp_path / name, np.concatenate(each), eot=63), seed=0, **options).batch(
-            0
-        )
+        TrainLoader(
+            stored(tmp_path / name, np.concatenate(each), eot=63), seed=0, **options
+        ).batch(0)
         for name, each in (("one", documents), ("other", changed))
     ]
     logits = [
-        gpt.apply({"params": params}, b["tokens"], segments=b.get("segments")) for b in batches
+        gpt.apply({"params": params}, b["tokens"], segments=b.get("segments"))
+        for b in batches
     ]
     moved = np.abs(logits[0] - logits[1]).max(axis=-1)
     number = np.cumsum(batches[0]["tokens"] == 63, axis=1)
-    differs = np.where(batches[0]["tokens"] != batches[1]["tokens"], number, 0).max(axis=1)
+    differs = np.where(batches[0]["tokens"] != batches[1]["tokens"], number, 0).max(
+        axis=1
+    )
     is_other = number != differs[:, None]
     assert moved[~is_other].max() > 1e-2 and (moved[is_other].max() == 0) == mask
 
@@ -220,7 +266,9 @@ class Stateful:
 
 
 def test_own_batches_go_on_from_their_state_and_begin_anew_at_their_end():
-    own, again = (OwnBatches("python:a:b", lambda split: Stateful(), (4, 16), 64) for _ in "ab")
+    own, again = (
+        OwnBatches("python:a:b", lambda split: Stateful(), (4, 16), 64) for _ in "ab"
+    )
     batches = [own.batch(step, slice(4)) for step in range(12)]
     assert [batch["tokens"][0, 0] for batch in batches] == [*range(1, 11), 1, 2]
     assert [batch["targets"][0, 0] for batch in batches[:5]] == [-1, -1, -1, 4, 5]
@@ -234,7 +282,10 @@ def test_own_batches_go_on_from_their_state_and_begin_anew_at_their_end():
     ("batch", "message"),
     [
         ({"tokens": np.zeros((4, 16))}, "has to give dicts"),
-        (dict.fromkeys(("tokens", "targets"), np.zeros((2, 16))), r"of shape \(2, 16\)"),
+        (
+            dict.fromkeys(("tokens", "targets"), np.zeros((2, 16))),
+            r"of shape \(2, 16\)",
+        ),
         (dict.fromkeys(("tokens", "targets"), np.full((4, 16), 64)), "beyond the 64"),
     ],
 )
@@ -265,4 +316,6 @@ def test_a_run_on_a_grain_iterator_goes_on_where_it_was(tmp_path):
     for step in (6, 8):
         shutil.rmtree(tmp_path / "cut" / "checkpoints" / str(step))
     assert run(tmp_path / "cut", *options, cwd=tmp_path)[0] == 0
-    chex.assert_trees_all_equal(*(params_of(tmp_path / name) for name in ("whole", "cut")))
+    chex.assert_trees_all_equal(
+        *(params_of(tmp_path / name) for name in ("whole", "cut"))
+    )

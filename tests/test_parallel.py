@@ -24,7 +24,9 @@ from gpt2.training.state import TrainState
 from gpt2.training.steps import make_train_step, next_token_loss
 from tests.helpers import thorough
 
-SMALL = GPTConfig(vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64)
+SMALL = GPTConfig(
+    vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64
+)
 MIXED = ParallelConfig(data=2, fsdp=2, tensor=2)
 
 
@@ -60,14 +62,18 @@ def test_rows_of_a_process_follow_one_another_or_are_refused(monkeypatch):
     whole = NamedSharding.addressable_devices_indices_map
     every_second = lambda self, shape: dict(list(whole(self, shape).items())[::2])  # noqa: E731
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", every_second)
-    assert local_rows(batch_sharding(make_mesh(MIXED)), 16) == slice(0, 16)  # all but `tensor`
+    assert local_rows(batch_sharding(make_mesh(MIXED)), 16) == slice(
+        0, 16
+    )  # all but `tensor`
     with pytest.raises(UserError, match="not neighbours"):
         local_rows(batch_sharding(make_mesh(ParallelConfig(data=8))), 16)
 
 
 def test_a_parameter_that_no_rule_names_is_an_error():
     axes = GPT(SMALL).logical_axes()
-    axes["h_0"]["attn"]["c_attn"]["kernel"] = PartitionSpec("embed", "qkv", "hats", "head_size")
+    axes["h_0"]["attn"]["c_attn"]["kernel"] = PartitionSpec(
+        "embed", "qkv", "hats", "head_size"
+    )
     with pytest.raises(UserError, match=r"'hats' of .*c_attn/kernel.*parallel.rules"):
         make_backend(MIXED, axes)
     axes["h_0"]["attn"]["c_attn"]["kernel"] = PartitionSpec()
@@ -95,7 +101,9 @@ def test_a_strategy_says_what_is_split(options, params, moments):
 
 
 def test_layers_do_not_gather_what_rules_split_elsewhere():
-    elsewhere = RulesConfig(embed="none", norm="none", table="none", mlp="fsdp", heads="fsdp")
+    elsewhere = RulesConfig(
+        embed="none", norm="none", table="none", mlp="fsdp", heads="fsdp"
+    )
     parallel = ParallelConfig(data=2, fsdp=4, fsdp_gather="layer")
     assert state_of(parallel)[0].gather_by == "layer"
     for change in (dict(rules=elsewhere), dict(data=1, tensor=2)):
@@ -104,7 +112,9 @@ def test_layers_do_not_gather_what_rules_split_elsewhere():
 
 def test_optimizer_state_is_laid_out_like_its_parameters():
     parts = {"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1, momentum=0.9)}
-    apart = optax.partition(parts, partial(jax.tree.map, lambda x: ["sgd", "adam"][x.ndim > 1]))
+    apart = optax.partition(
+        parts, partial(jax.tree.map, lambda x: ["sgd", "adam"][x.ndim > 1])
+    )
     optimizer = optax.MultiSteps(apart, 4).gradient_transformation()
 
     def named(tree):
@@ -116,7 +126,9 @@ def test_optimizer_state_is_laid_out_like_its_parameters():
     kept = {name: held for name, held in kept.items() if held[0]}
     assert len(kept) >= len(params) / 2
     for name, held in kept.items():
-        assert [held] == [param for tail, param in params.items() if name.endswith(tail)]
+        assert [held] == [
+            param for tail, param in params.items() if name.endswith(tail)
+        ]
 
 
 def test_a_group_that_fills_a_torus_in_order_has_its_sides():
@@ -140,7 +152,11 @@ def test_shards_are_gathered_and_summed_in_any_number_of_stages(stages, axis):
         return shards.gather(shard), shards.scatter(mine * shards.gather(shard))
 
     mapped = jax.shard_map(
-        on_device, mesh=mesh, in_specs=split, out_specs=(PartitionSpec(), split), check_vma=False
+        on_device,
+        mesh=mesh,
+        in_specs=split,
+        out_specs=(PartitionSpec(), split),
+        check_vma=False,
     )
     gathered, summed = jax.jit(mapped)(whole)
     np.testing.assert_array_equal(gathered, whole)
@@ -151,25 +167,42 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
     def chosen(kind, options):
         mesh = {"parallel.data": 1, "parallel.fsdp": -1, "parallel.fsdp_gather": "auto"}
         chips = 8 * [SimpleNamespace(device_kind=kind)]
-        return choose_gather(config(mesh | options, gpt2_1558m), chips, num_params=1_557_611_200)
+        return choose_gather(
+            config(mesh | options, gpt2_1558m), chips, num_params=1_557_611_200
+        )
 
-    v5e, h100, at_once = "TPU v5 lite", "NVIDIA H100 80GB HBM3", {"train.accumulate_steps": 1}
+    v5e, h100, at_once = (
+        "TPU v5 lite",
+        "NVIDIA H100 80GB HBM3",
+        {"train.accumulate_steps": 1},
+    )
     assert (chosen(v5e, {}), chosen(h100, {})) == ("layer", "step")
     assert chosen(v5e, {"parallel.fsdp": 2, "parallel.tensor": 4}) == "step"
     assert chosen(h100, at_once) == "layer"
     assert chosen(h100, at_once | {"precision.compute": "float32"}) == "step"
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"])
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(data=8), MIXED], ids=["data 8", "mixed"]
+)
 @pytest.mark.parametrize("scan_layers", [True, thorough(False)])
-def test_a_step_lowers_for_tpus_with_their_own_attention(monkeypatch, parallel, scan_layers):
+def test_a_step_lowers_for_tpus_with_their_own_attention(
+    monkeypatch, parallel, scan_layers
+):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr("gpt2.parallel.rules.platform_of", lambda _: "tpu")
     monkeypatch.setattr("gpt2.parallel.rules.kernels_for", lambda _: "tpu")
-    cfg = dataclasses.replace(SMALL, context_length=128, scan_layers=scan_layers, remat="dots")
+    cfg = dataclasses.replace(
+        SMALL, context_length=128, scan_layers=scan_layers, remat="dots"
+    )
     backend, state = state_of(parallel, cfg=cfg)
     loss = next_token_loss(GPT(cfg))
-    step = make_train_step(loss, optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2)
-    batch = {name: np.zeros((16, 128), np.int32) for name in ("tokens", "targets", "segments")}
+    step = make_train_step(
+        loss, optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2
+    )
+    batch = {
+        name: np.zeros((16, 128), np.int32)
+        for name in ("tokens", "targets", "segments")
+    }
     traced = backend.compile_train(step).trace(state, backend.put_batch(batch))
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

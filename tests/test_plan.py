@@ -48,11 +48,19 @@ ENTRY %main (p: f32[16]) -> f32[16] {
 
 
 def test_collectives_are_read_from_every_form_of_hlo():
-    found = [(c.kind, c.group, c.bytes, c.times, c.bytes_sent) for c in collectives(HLO)]
+    found = [
+        (c.kind, c.group, c.bytes, c.times, c.bytes_sent) for c in collectives(HLO)
+    ]
     assert found == [
         ("all-reduce", tuple(range(8)), 10 * 4 + 6 * 2, 1, 2 * 7 / 8 * 52),
         ("all-gather", (0, 1, 2, 3), 32, 1, 3 / 4 * 32),
-        ("all-to-all", (0, 1), 8 * 4 * 4, 1, 64),  # operands are part of what it returns
+        (
+            "all-to-all",
+            (0, 1),
+            8 * 4 * 4,
+            1,
+            64,
+        ),  # operands are part of what it returns
         ("collective-permute", (0, 1), 5, 1, 5),
         ("reduce-scatter", (0, 2, 4, 6), 64, 3, 3 / 4 * 64 * 3),
         ("all-to-all", (0, 4), 64, 1, 32),
@@ -126,7 +134,9 @@ def test_collectives_of_programs_for_chips_are_counted_once_and_known_to_overlap
         ("all-reduce", 16, 1, True),
     ]
     assert not any(c.loop_unknown for c in collectives(CHIPS_HLO))
-    assert "98% overlapped" in describe_collectives(collectives(CHIPS_HLO))["all-gather"]
+    assert (
+        "98% overlapped" in describe_collectives(collectives(CHIPS_HLO))["all-gather"]
+    )
 
 
 @pytest.mark.parametrize("case", [PMAP, MIXED], ids=str)
@@ -136,9 +146,15 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
     state = trained.program.init_state()
     compiled = trained.program.compile_train(state, trained.batch(0))
     assert plan.bytes_needed == pytest.approx(compiled.peak_bytes, rel=0.01)
-    held = [shard.data for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    held = [
+        shard.data
+        for leaf in jax.tree.leaves(state)
+        for shard in leaf.addressable_shards
+    ]
     on_first = sum(x.nbytes for x in held if x.devices() == {jax.devices()[0]})
-    assert plan.memory["parameters"] + plan.memory["optimizer"] == pytest.approx(on_first, abs=64)
+    assert plan.memory["parameters"] + plan.memory["optimizer"] == pytest.approx(
+        on_first, abs=64
+    )
     assert plan.collectives == collectives(compiled.text())
 
 
@@ -168,7 +184,9 @@ def test_links_slow_down_where_a_ring_leaves_its_domain():
 
 
 @pytest.mark.thorough
-def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(monkeypatch, capsys):
+def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(
+    monkeypatch, capsys
+):
     tried = []
 
     def plan(program):  # with made-up memory and time
@@ -228,7 +246,10 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, package):
     found = collectives(text.read_text())
     # No sum of gradients is an all-reduce, but for what every device stores whole.
     large = {c.kind for c in found if c.bytes > 1_000_000}
-    assert large <= {"all-gather", "reduce-scatter", "all-to-all"} and "reduce-scatter" in large
+    assert (
+        large <= {"all-gather", "reduce-scatter", "all-to-all"}
+        and "reduce-scatter" in large
+    )
 
 
 def test_the_stream_is_rows_on_chips_that_are_not_here(tmp_path):
@@ -239,4 +260,7 @@ def test_the_stream_is_rows_on_chips_that_are_not_here(tmp_path):
     flags = "--plan_chips=h100-1", f"--plan_text={text}", *TINY, *sizes
     assert run(None, *flags, imports=True)[0] == 0
     # By the gradient of positions as a sum over 32 sequences, XLA would store them innermost.
-    assert "bf16[32,128,512]" in text.read_text() and "[128,512,32]" not in text.read_text()
+    assert (
+        "bf16[32,128,512]" in text.read_text()
+        and "[128,512,32]" not in text.read_text()
+    )

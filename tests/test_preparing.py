@@ -61,7 +61,9 @@ def content_of(data_dir):
 
 
 @pytest.mark.parametrize("unique", [True, False])
-def test_a_preparation_that_is_killed_goes_on_and_ends_as_if_it_were_not(run, tmp_path, unique):
+def test_a_preparation_that_is_killed_goes_on_and_ends_as_if_it_were_not(
+    run, tmp_path, unique
+):
     option = f"--config.data.unique={unique}"
     assert run("whole", option).code == 0
     for page in KILLS:
@@ -72,7 +74,9 @@ def test_a_preparation_that_is_killed_goes_on_and_ends_as_if_it_were_not(run, tm
     assert [end.code for end in ends] == [-9] * len(KILLS) + [0]
     begun = [re.search("going on after document ([0-9]+)", end.stdout) for end in ends]
     places = [int(found[1]) if found else 0 for found in begun]
-    assert not any(places[:2]) and 60 < places[2] == places[3]  # 20 pages are less than is saved
+    assert (
+        not any(places[:2]) and 60 < places[2] == places[3]
+    )  # 20 pages are less than is saved
     assert all(page - place < 40 for page, place in zip(KILLS, places[1:], strict=True))
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
     dropped = json.loads(content_of(tmp_path / "cut")["prepared.json"])["num_dropped"]
@@ -83,14 +87,20 @@ def test_a_preparation_begins_anew_if_the_text_is_another_one(run, tmp_path):
     (tmp_path / "kill-230").touch()
     assert run("cut").code == -9
     (tmp_path / "edition").write_text("2nd")
-    shown = "--inspect", "--config.data.packing=bos", "--config.model.context_length=999"
+    shown = (
+        "--inspect",
+        "--config.data.packing=bos",
+        "--config.model.context_length=999",
+    )
     told, whole = (run(place, *shown).stdout for place in ("cut", "whole"))
     assert "going on" not in told and whole.count("===== row") == 3
     assert len(re.findall("^-----\n2nd [0-9]+: the quick", whole, re.M)) > 3
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
 
-def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(splits, "SAVED_TOKENS", 2**17)
     data = DataConfig(corpus="synthetic", tokenizer="byte")
     make = lambda name: dataset.prepare(replace(data, data_dir=str(tmp_path / name)))  # noqa: E731
@@ -102,11 +112,15 @@ def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(tmp_path,
         append(self, *arguments)
 
     monkeypatch.setattr(tokens.TokenWriter, "append", fill)
-    with pytest.raises(UserError, match=r"No space left on device\)\. Make room, and repeat"):
+    with pytest.raises(
+        UserError, match=r"No space left on device\)\. Make room, and repeat"
+    ):
         make("full")
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
-        with pytest.raises(UserError, match="more bytes are needed, and 1,000,000 are free"):
+        with pytest.raises(
+            UserError, match="more bytes are needed, and 1,000,000 are free"
+        ):
             make("full")
     make("full")
     assert next(calls) < 2000 + 2200  # of 4000 documents
@@ -116,27 +130,42 @@ def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(tmp_path,
 
 def test_batches_are_read_while_later_ones_are_prepared(tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "SAVED_TOKENS", 10_000)
-    options = dict(corpus="synthetic", tokenizer="byte", shuffle_block=20_000, val_fraction=0.2)
-    data, other = (DataConfig(**options, data_dir=str(tmp_path / n)) for n in ("whole", "part"))
-    whole, allowed = dataset.prepare(data), threading.Semaphore(400)  # of 4000 documents
+    options = dict(
+        corpus="synthetic", tokenizer="byte", shuffle_block=20_000, val_fraction=0.2
+    )
+    data, other = (
+        DataConfig(**options, data_dir=str(tmp_path / n)) for n in ("whole", "part")
+    )
+    whole, allowed = (
+        dataset.prepare(data),
+        threading.Semaphore(400),
+    )  # of 4000 documents
     append = tokens.TokenWriter.append
     slowly = lambda *given: allowed.acquire() and append(*given)  # noqa: E731
     monkeypatch.setattr(tokens.TokenWriter, "append", slowly)
     part = dataset.prepare(other, ahead=True)
-    assert part.growth and whole.describe().items() > part.describe().items()  # a CRC among them
+    assert (
+        part.growth and whole.describe().items() > part.describe().items()
+    )  # a CRC among them
     shape = dict(batch_size=16, context_length=100)
     one, other = (TrainLoader(each, seed=1, **shape) for each in (whole, part))
-    held, out = (ValidationLoader(each, num_batches=3, **shape) for each in (whole, part))
+    held, out = (
+        ValidationLoader(each, num_batches=3, **shape) for each in (whole, part)
+    )
     assert len(out) == 3 and not out.is_whole
     np.testing.assert_equal(out.batch(2), held.batch(2))
     for step in range(12):  # of the first block, all of it
         np.testing.assert_equal(other.batch(step), one.batch(step))
     assert other.epochs(12)[""] < 1 and not part.growth.whole.done()
-    assert Batches.phase.fget(SimpleNamespace(dataset=part)) == "preparation"  # which may last
+    assert (
+        Batches.phase.fget(SimpleNamespace(dataset=part)) == "preparation"
+    )  # which may last
     allowed.release(10**6)
     for step in range(12, 2 * one.sources[""].num_rows // 16, 9):
         np.testing.assert_equal(other.batch(step), one.batch(step))
-    assert part.whole().describe() == whole.describe() and other.epochs(step) == one.epochs(step)
+    assert part.whole().describe() == whole.describe() and other.epochs(
+        step
+    ) == one.epochs(step)
     assert part.targets_per_byte == whole.targets_per_byte
 
 
@@ -155,19 +184,41 @@ def test_a_corpus_can_be_entered_at_any_document(tmp_path, monkeypatch):
 
 def test_statistics_are_counts_of_what_is_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "CHUNK", 50)
-    texts = ["é" * number for number in (5, 31, 32, 99, 128, 600, 9000, 5, 7)]  # two bytes each
+    texts = [
+        "é" * number for number in (5, 31, 32, 99, 128, 600, 9000, 5, 7)
+    ]  # two bytes each
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = dict(corpus=f"jsonl:{path}", tokenizer="byte", val_fraction=0.01, unique=True)
+    options = dict(
+        corpus=f"jsonl:{path}", tokenizer="byte", val_fraction=0.01, unique=True
+    )
     made = dataset.prepare(DataConfig(**options, data_dir=str(tmp_path / "data")))
     told = json.loads((made.directory / "prepared.json").read_text())
     train, held_out = told["statistics"]["train"], told["statistics"]["validation"]
     total = {name: train[name] + held_out[name] for name in train}
     del total["bytes per token"]
-    lengths = np.array([2 * len(text) + 1 for text in texts[:7] + texts[8:]])  # one came before
+    lengths = np.array(
+        [2 * len(text) + 1 for text in texts[:7] + texts[8:]]
+    )  # one came before
     assert told["num_dropped"] == 1
-    assert list(total.values()) == [8, lengths.sum(), lengths.sum() - 8, 0, 3, 2, 1, 1, 0, 1]
-    assert train["bytes per token"] == round(1 - train["documents"] / train["tokens"], 4)
+    assert list(total.values()) == [
+        8,
+        lengths.sum(),
+        lengths.sum() - 8,
+        0,
+        3,
+        2,
+        1,
+        1,
+        0,
+        1,
+    ]
+    assert train["bytes per token"] == round(
+        1 - train["documents"] / train["tokens"], 4
+    )
     page = (made.directory / "README.md").read_text()
     assert f"| tokens | {train['tokens']:,} | {held_out['tokens']:,} |" in page
-    assert f"--config.data.corpus=jsonl:{path}" in page and "--config.data.unique=True" in page
+    assert (
+        f"--config.data.corpus=jsonl:{path}" in page
+        and "--config.data.unique=True" in page
+    )

@@ -44,17 +44,27 @@ class Pair:
         self.workdir = workdir
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        command = [sys.executable, "train.py", f"--workdir={workdir}", *TINY, *FLAGS.split()]
+        command = [
+            sys.executable,
+            "train.py",
+            f"--workdir={workdir}",
+            *TINY,
+            *FLAGS.split(),
+        ]
         told = f"--coordinator=localhost:{port} --num_processes=2 --process_index={{0}}"
         self.logs = [workdir.with_name(f"{workdir.name}.{i}.log") for i in range(2)]
         self.processes = []
         for index, log in enumerate(self.logs):
             own = [*command, *flags, *([] if launcher else told.format(index).split())]
-            given = f"{LAUNCHERS.get(launcher, '')} {variables}".format(index, 1 - index).split()
+            given = f"{LAUNCHERS.get(launcher, '')} {variables}".format(
+                index, 1 - index
+            ).split()
             own_variables = environment(4) | dict(each.split("=", 1) for each in given)
             own_variables["JAX_COORDINATOR_PORT"] = str(port)
             with log.open("w") as out:
-                place = dict(cwd=ROOT, env=own_variables, stdout=out, stderr=subprocess.STDOUT)
+                place = dict(
+                    cwd=ROOT, env=own_variables, stdout=out, stderr=subprocess.STDOUT
+                )
                 self.processes.append(subprocess.Popen(own, **place))
 
     def __enter__(self):
@@ -70,14 +80,19 @@ class Pair:
         deadline = time.monotonic() + 300
         saved = self.workdir / "checkpoints" / str(checkpoint)
         while not (saved.exists() and max(losses(self.workdir), default=0) >= step):
-            assert all(process.poll() is None for process in self.processes), self.output()
+            assert all(process.poll() is None for process in self.processes), (
+                self.output()
+            )
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.1)
 
     def ends(self, seconds=60):
         """Returns the exit codes of both, which end within so many seconds."""
         deadline = time.monotonic() + seconds
-        return [process.wait(max(deadline - time.monotonic(), 0)) for process in self.processes]
+        return [
+            process.wait(max(deadline - time.monotonic(), 0))
+            for process in self.processes
+        ]
 
     def output(self):
         """Returns what both processes printed."""
@@ -124,13 +139,18 @@ ONE_HOST = GKE | {"TPU_WORKER_HOSTNAMES": "localhost"}
         ({"TPU_SKIP_MDS_QUERY": "1"}, None),
         (GKE | {"SLURM_NTASKS": "8"}, "gketpu"),  # of sbatch, without srun
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "a[1-8]"}, "slurm"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1"}, "ompi"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1"},
+            "ompi",
+        ),
         ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "1"}, "mpi4py"),
     ],
 )
 def test_a_place_that_tells_of_neighbours_is_known(monkeypatch, variables, launcher):
     monkeypatch.setattr(os, "environ", variables)
-    monkeypatch.setattr(distributed.Path, "exists", lambda path: str(path) == "/dev/vfio/0")
+    monkeypatch.setattr(
+        distributed.Path, "exists", lambda path: str(path) == "/dev/vfio/0"
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu")
     assert distributed._find_launcher() == launcher
     assert launcher in {each.name for each in ClusterEnv._cluster_types} | {None}
@@ -154,11 +174,15 @@ def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, in
     with Pair(tmp_path / "run") as pair:
         pair.run_until(step=8, checkpoint=5)
         # No file of this process may grow beyond 64 KiB, as on a full disk of its own.
-        resource.prlimit(pair.processes[index].pid, resource.RLIMIT_FSIZE, (2**16, 2**16))
+        resource.prlimit(
+            pair.processes[index].pid, resource.RLIMIT_FSIZE, (2**16, 2**16)
+        )
         codes = pair.ends()
     assert codes[index] == 5 and codes[1 - index] != 0, pair.output()
     told = pair.logs[index].read_text()
-    assert re.search(r"^error: the state of step \d+ is not saved in .*File too large", told, re.M)
+    assert re.search(
+        r"^error: the state of step \d+ is not saved in .*File too large", told, re.M
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +190,9 @@ def test_a_save_that_fails_in_one_process_ends_both_within_a_minute(tmp_path, in
     [
         ("UserError('a', 'b', exit_code=5)", 5, "error: a. b.\n"),
         thorough("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
-        thorough("RuntimeError('INTERNAL: Gloo')", 1, "error: another process of this run"),
+        thorough(
+            "RuntimeError('INTERNAL: Gloo')", 1, "error: another process of this run"
+        ),
     ],
 )
 def test_a_process_of_several_ends_with_the_code_of_its_error(error, code, told):
@@ -182,4 +208,7 @@ with distributed.ends_together():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr[: len(told)]) == (code, told)
     with open("/dev/full", "w") as full:  # it ends also if it can say nothing
-        assert subprocess.run(command, cwd=ROOT, stderr=full, timeout=60).returncode == code
+        assert (
+            subprocess.run(command, cwd=ROOT, stderr=full, timeout=60).returncode
+            == code
+        )

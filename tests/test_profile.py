@@ -55,7 +55,13 @@ def test_operations_are_known_by_part_kind_and_path():
     assert program.find("keep") == ("product", "mlp backward", "")  # as what is inside
     assert program.find("gather") == ("collective", "other", "")
     # Kernels of a GPU: equal ones share a name, and the loop turns twice.
-    turn = {"cut_3": "cut", "Memset 0": "cut", "nvjet_sm90": "mm.7", "own": "own", "keep": "keep"}
+    turn = {
+        "cut_3": "cut",
+        "Memset 0": "cut",
+        "nvjet_sm90": "mm.7",
+        "own": "own",
+        "keep": "keep",
+    }
     placed = [*program.place(["call_9", "call_9", *turn, *turn, "call_9"])]
     assert placed == ["call", "call.2", *turn.values(), *turn.values(), "call"]
 
@@ -166,8 +172,12 @@ def test_a_trace_of_a_gpu_is_read_by_its_streams(tmp_path):
         read_trace(file)
 
 
-@pytest.mark.parametrize("first, steps, held", [(3, 2, ["3", "4"]), (6, 100, ["6", "7"])])
-def test_trace_holds_the_named_steps_and_no_others_beside_its_page(tmp_path, first, steps, held):
+@pytest.mark.parametrize(
+    "first, steps, held", [(3, 2, ["3", "4"]), (6, 100, ["6", "7"])]
+)
+def test_trace_holds_the_named_steps_and_no_others_beside_its_page(
+    tmp_path, first, steps, held
+):
     x = jnp.ones((128, 128))
     step = jax.jit(lambda x: x @ x / 128).lower(x).compile()
     options = LoggingConfig(profile_start=first, profile_steps=steps)

@@ -20,7 +20,13 @@ from gpt2.training.program import Program
 from tests.helpers import thorough
 
 MACHINES = gpt2_124m.MACHINES
-SMALL = {"num_layers": 2, "num_heads": 2, "embed_dim": 32, "context_length": 16, "vocab_size": 300}
+SMALL = {
+    "num_layers": 2,
+    "num_heads": 2,
+    "embed_dim": 32,
+    "context_length": 16,
+    "vocab_size": 300,
+}
 
 
 def recipe(machine):
@@ -30,7 +36,9 @@ def recipe(machine):
 @functools.cache
 def two_losses(machine):
     """Those of the first steps of a small model, otherwise trained as the machine's recipe says."""
-    options = {f"model.{name}": value for name, value in SMALL.items()} | {"optim.warmup_steps": 1}
+    options = {f"model.{name}": value for name, value in SMALL.items()} | {
+        "optim.warmup_steps": 1
+    }
     options |= {"memory.scan_unroll": min(2, recipe(machine).memory.scan_unroll)}
     options |= {"model.attention": "auto"}  # no CPU has that of a T4
     devices = jax.devices()[: MACHINES[machine][0]]
@@ -45,7 +53,8 @@ def two_losses(machine):
 
 
 @pytest.mark.parametrize(
-    "machine", ["t4-1", *(thorough(name) for name in MACHINES if name not in ("v5e-8", "t4-1"))]
+    "machine",
+    ["t4-1", *(thorough(name) for name in MACHINES if name not in ("v5e-8", "t4-1"))],
 )
 def test_the_recipe_of_each_machine_trains_the_same(machine):
     first, second = two_losses("v5e-8")
@@ -53,7 +62,9 @@ def test_the_recipe_of_each_machine_trains_the_same(machine):
     np.testing.assert_allclose(two_losses(machine), [first, second], rtol=1e-3)
 
 
-def test_each_machine_takes_half_a_million_tokens_a_step_in_what_it_holds(tmp_path, monkeypatch):
+def test_each_machine_takes_half_a_million_tokens_a_step_in_what_it_holds(
+    tmp_path, monkeypatch
+):
     for machine, (devices, sequences, _) in MACHINES.items():
         config = recipe(machine)
         assert config.tokens_per_step == 2**19
@@ -69,27 +80,39 @@ def test_each_machine_takes_half_a_million_tokens_a_step_in_what_it_holds(tmp_pa
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
     """A run with a validation at its end, in tmp_path, and a list that the figures come to."""
-    lines = [{"step": i, "tokens": i * 5e7, "train/loss": 6 - 0.1 * i} for i in range(1, 21)]
+    lines = [
+        {"step": i, "tokens": i * 5e7, "train/loss": 6 - 0.1 * i} for i in range(1, 21)
+    ]
     lines[-1]["eval/loss"] = 4.0
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(each)}\n" for each in lines)
+    )
     figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, _: figures.append(self))
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda self, _: figures.append(self)
+    )
     return figures
 
 
 def test_published_losses_lie_at_the_steps_that_have_read_as_much(tmp_path, drawn):
     for path in PLACE.glob("*.csv"):
-        assert path.read_text().startswith("# ") and read_reference(path.stem)  # says from where
+        assert path.read_text().startswith("# ") and read_reference(
+            path.stem
+        )  # says from where
     plot_losses(tmp_path, {}, "llmc-124m")
     axes = drawn[0].axes[0]
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
-    assert lines["llm.c's 124M on FineWeb"][0] == pytest.approx([262_144_000 / 5e7, 5.3743])
+    assert lines["llm.c's 124M on FineWeb"][0] == pytest.approx(
+        [262_144_000 / 5e7, 5.3743]
+    )
     assert {y for _, y in lines["OpenAI's 124M on FineWeb 3.425"]} == {3.424958}
     assert axes.get_xlim()[1] < 25  # not the 205 steps that are published
 
 
 def test_the_training_loss_leads_to_a_single_validation(tmp_path, drawn):
-    curve = read_curve(tmp_path, "eval/loss", lambda step: 64 * step, lambda step: 1e6 * step)
+    curve = read_curve(
+        tmp_path, "eval/loss", lambda step: 64 * step, lambda step: 1e6 * step
+    )
     plot_curves("", {"baseline": [curve]}, "nats per token")
     for axes in drawn[0].axes:
         assert [len(line.get_xdata()) for line in axes.lines] == [20, 1]
@@ -101,7 +124,12 @@ def test_a_reference_of_ones_own_is_a_table_of_points(tmp_path):
     curves = read_reference(str(path))
     np.testing.assert_array_equal(curves["a"], [[1000, 4.0], [2000, 3.0]])
     np.testing.assert_array_equal(curves["b"], [[np.nan, 5.0]])
-    for text in ("", "step,loss\n1,2\n", "tokens,loss\n1,x\n", "tokens,loss\n1,2\n,3\n"):
+    for text in (
+        "",
+        "step,loss\n1,2\n",
+        "tokens,loss\n1,x\n",
+        "tokens,loss\n1,2\n,3\n",
+    ):
         path.write_text(text)
         with pytest.raises(UserError, match=r"own\.csv"):
             read_reference(str(path))

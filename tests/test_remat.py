@@ -15,7 +15,11 @@ from tests import test_model
 from tests.helpers import thorough
 from tests.test_model import tokens_of
 
-ATTENTION = {"attn/c_attn": 3, "attn/core": 2, "attn/c_proj": 1}  # and how many arrays of a layer
+ATTENTION = {
+    "attn/c_attn": 3,
+    "attn/core": 2,
+    "attn/c_proj": 1,
+}  # and how many arrays of a layer
 MLP = {"mlp/c_fc": 1}
 KEEPS = {
     "full": {},
@@ -66,16 +70,29 @@ def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
 @pytest.mark.parametrize("policy", KEPT)
 def test_the_compiled_program_computes_the_other_products_again(policy, scan_unroll):
     again = collections.Counter()
-    cfg = replaced(remat=policy, scan_layers=scan_unroll > 0, scan_unroll=max(1, scan_unroll))
+    cfg = replaced(
+        remat=policy, scan_layers=scan_unroll > 0, scan_unroll=max(1, scan_unroll)
+    )
     for line in compiled(cfg).as_text().splitlines():
-        found = re.search(r"rematted_computation/.*\b(attn|mlp)/([^\"]*)/dot_general", line)
+        found = re.search(
+            r"rematted_computation/.*\b(attn|mlp)/([^\"]*)/dot_general", line
+        )
         if " dot(" in line and found:
             parts = (part for part in found[2].split("/") if part.startswith("c_"))
             name = next(parts, "core")
             again[f"{found[1]}/{name}"] += 1
     layers = 1 if cfg.loops_over_layers else cfg.num_layers
-    every = {"attn/c_attn": 1, "attn/core": 4, "attn/c_proj": 1, "mlp/c_fc": 1}  # two blocks
-    wanted = {name: layers * number for name, number in every.items() if name not in KEEPS[policy]}
+    every = {
+        "attn/c_attn": 1,
+        "attn/core": 4,
+        "attn/c_proj": 1,
+        "mlp/c_fc": 1,
+    }  # two blocks
+    wanted = {
+        name: layers * number
+        for name, number in every.items()
+        if name not in KEEPS[policy]
+    }
     assert again == wanted
 
 

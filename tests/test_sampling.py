@@ -18,7 +18,9 @@ from gpt2.parallel.rules import Rules, spread_over
 from gpt2.utils.prng import sample_key
 from tests.helpers import thorough
 
-CFG = GPTConfig(vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32)
+CFG = GPTConfig(
+    vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32
+)
 PROMPTS = [[1, 2, 3], [5] * 17, [7, 8] * 15]
 GREEDY = Sampling(temperature=0.0)
 
@@ -26,7 +28,9 @@ GREEDY = Sampling(temperature=0.0)
 @functools.cache
 def make_params(cfg=CFG):
     """Weights large enough that the model has strong and varied opinions."""
-    params = jax.jit(GPT(cfg).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    params = jax.jit(GPT(cfg).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))[
+        "params"
+    ]
     return jax.tree.map(lambda x: x * 8, params)
 
 
@@ -64,7 +68,9 @@ def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
 def test_a_sequence_is_drawn_with_its_own_key_of_the_samples(seed):
     logits = GPT(CFG).apply({"params": make_params()}, jnp.array([PROMPTS[0]]))[0, -1]
     keys = [jax.random.fold_in(sample_key(seed), sequence) for sequence in range(8)]
-    expected = [int(jax.random.categorical(jax.random.fold_in(key, 0), logits)) for key in keys]
+    expected = [
+        int(jax.random.categorical(jax.random.fold_in(key, 0), logits)) for key in keys
+    ]
     assert sample(PROMPTS[:1] * 8, 1, seed=seed) == [[token] for token in expected]
     assert len(set(expected)) > 1
 
@@ -91,7 +97,9 @@ def test_other_prompts_and_lengths_in_the_same_buckets_compile_nothing():
 
 def draw(sampling, logits, num=2000):
     keys = jax.random.split(jax.random.key(0), num)
-    return np.asarray(sampling(jnp.broadcast_to(jnp.asarray(logits), (num, len(logits))), keys))
+    return np.asarray(
+        sampling(jnp.broadcast_to(jnp.asarray(logits), (num, len(logits))), keys)
+    )
 
 
 def test_sampling_follows_the_distribution():
@@ -99,7 +107,9 @@ def test_sampling_follows_the_distribution():
     drawn = np.bincount(draw(Sampling(), np.log(probs)), minlength=4) / 2000
     np.testing.assert_allclose(drawn, probs, atol=0.04)
     sharper = probs**2 / (probs**2).sum()
-    drawn = np.bincount(draw(Sampling(temperature=0.5), np.log(probs)), minlength=4) / 2000
+    drawn = (
+        np.bincount(draw(Sampling(temperature=0.5), np.log(probs)), minlength=4) / 2000
+    )
     np.testing.assert_allclose(drawn, sharper, atol=0.04)
 
 
@@ -117,7 +127,9 @@ def test_sampling_follows_the_distribution():
     ],
     ids=str,
 )
-def test_truncated_sampling_draws_all_that_is_allowed_and_nothing_else(sampling, allowed):
+def test_truncated_sampling_draws_all_that_is_allowed_and_nothing_else(
+    sampling, allowed
+):
     assert set(draw(sampling, np.log([0.5, 0.3, 0.15, 0.05])).tolist()) == allowed
 
 
@@ -136,7 +148,9 @@ def test_tokens_that_the_tokenizer_lacks_are_never_drawn(temperature):
     kwargs = dict(max_new_tokens=60, sampling=Sampling(temperature=temperature))
     free = set(itertools.chain(*generate(params, cfg, [[1]] * 16, **kwargs)))
     assert free & set(range(51, 61))
-    limited = set(itertools.chain(*generate(params, cfg, [[1]] * 16, vocab_size=51, **kwargs)))
+    limited = set(
+        itertools.chain(*generate(params, cfg, [[1]] * 16, vocab_size=51, **kwargs))
+    )
     assert limited == ({0} if temperature == 0.0 else set(range(51)))
 
 
@@ -146,14 +160,21 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
     parallel = ParallelConfig(data=4, tensor=2)
     mesh = make_mesh(parallel)
     with jax.set_mesh(mesh), spread_over(mesh, Rules.from_config(parallel)):
-        logits = jax.jit(GPT(cfg).apply)({"params": params}, jnp.zeros((4, 8), jnp.int32))
+        logits = jax.jit(GPT(cfg).apply)(
+            {"params": params}, jnp.zeros((4, 8), jnp.int32)
+        )
     chex.assert_shape(logits, (4, 8, 61))
     assert logits.max() < -31
 
 
 @pytest.mark.parametrize(
     "options",
-    [dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_k=-1), dict(top_p=0)],
+    [
+        dict(temperature=-1.0),
+        dict(temperature=float("nan")),
+        dict(top_k=-1),
+        dict(top_p=0),
+    ],
 )
 def test_what_draws_no_token_is_refused(options):
     with pytest.raises(UserError, match="draws no token"):

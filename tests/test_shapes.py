@@ -17,14 +17,17 @@ from gpt2.model import KVCache, layers, num_params
 from gpt2.training.program import Program
 from tests.helpers import thorough
 
-TOTALS = dict(zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True))
+TOTALS = dict(
+    zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True)
+)
 B, T, V = 16, 1024, 50257
 IMPLEMENTATIONS = ("reference", "blocked", "xla", "splash")
 WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
 
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
 each_model = pytest.mark.parametrize(
-    ("size", "scanned"), [("gpt2-124m", True), ("gpt2-124m", False), thorough("gpt2-1558m", True)]
+    ("size", "scanned"),
+    [("gpt2-124m", True), ("gpt2-124m", False), thorough("gpt2-1558m", True)],
 )
 
 
@@ -32,7 +35,9 @@ def array(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-ints, floats, halves = (partial(array, dtype) for dtype in ("int32", "float32", "bfloat16"))
+ints, floats, halves = (
+    partial(array, dtype) for dtype in ("int32", "float32", "bfloat16")
+)
 
 
 def assert_same(actual, expected):
@@ -41,7 +46,11 @@ def assert_same(actual, expected):
 
 def mesh_sizes(size):
     splits_heads = size != "gpt2-1558m"  # which has 25
-    return dict(data=2, fsdp=2, tensor=2) if splits_heads else dict(data=2, fsdp=4, tensor=1)
+    return (
+        dict(data=2, fsdp=2, tensor=2)
+        if splits_heads
+        else dict(data=2, fsdp=4, tensor=1)
+    )
 
 
 @functools.cache
@@ -67,14 +76,20 @@ def known_parameters(size, scanned):
     narrow = {"kernel": floats(F, D), "bias": floats(D)}
     attn, mlp = {"c_attn": qkv, "c_proj": out}, {"c_fc": widen, "c_proj": narrow}
     layer = {"ln_1": ln, "attn": attn, "ln_2": ln, "mlp": mlp}
-    rest = {"wte": {"embedding": floats(V, D)}, "wpe": {"embedding": floats(T, D)}, "ln_f": ln}
+    rest = {
+        "wte": {"embedding": floats(V, D)},
+        "wpe": {"embedding": floats(T, D)},
+        "ln_f": ln,
+    }
     if scanned:
         return rest | {"h": jax.tree.map(lambda x: floats(L, *x.shape), layer)}
     return rest | {f"h_{i}": layer for i in range(L)}
 
 
 @each_model
-def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_named(size, scanned):
+def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_named(
+    size, scanned
+):
     state = program(size, scanned).state_shapes
     assert num_params(state.params) == TOTALS[size]
     assert_same(state.params, known_parameters(size, scanned))
@@ -86,13 +101,17 @@ def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_n
 
 
 def attend(name):
-    return lambda q, k, v, segments: ops.attention(q, k, v, segments=segments, implementation=name)
+    return lambda q, k, v, segments: ops.attention(
+        q, k, v, segments=segments, implementation=name
+    )
 
 
 def small(accumulate_steps=1):
     """The program of a small model: B 2, T 8 of 16, D 32, N 2, H 16, V 300."""
     options = default.get_config()
-    options.model.update(vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32)
+    options.model.update(
+        vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32
+    )
     options.data.batch_size, options.train.accumulate_steps = 2, accumulate_steps
     return Program.from_config(Config.from_dict(options), jax.devices()[:1])
 
@@ -138,7 +157,10 @@ NOT_CACHE = [cache_of(1), cache_of(3), cache_of(2).replace(length=ints(1))]
 NOT_CACHE += [cache_of(2, num_heads=4), cache_of(2, compute_dtype="bfloat16")]
 NOT_VECTOR = all_of(floats, (), (1,), (1, 32), (8, 32))
 NOT_BIAS = all_of(floats, (), (5,), (1, 5), (8, 3, 5))
-NOT_W, NOT_TABLE = [floats(1, 3, 5), floats(5, 32)], all_of(floats, (10, 32), (12, 1), (32, 12))
+NOT_W, NOT_TABLE = (
+    [floats(1, 3, 5), floats(5, 32)],
+    all_of(floats, (10, 32), (12, 1), (32, 12)),
+)
 EXTEND = (PARAMS, ROWS, LENGTHS, cache_of(2)), (), NOT_TOKENS, NOT_LENGTHS, NOT_CACHE
 NOT_BATCH = NOT_ROWS, NOT_ROWS, NOT_ROWS
 BORDERS = {
@@ -152,17 +174,44 @@ BORDERS = {
         *([], NOT_KV, NOT_KV, NOT_LENGTHS),
     ),
     "linear": (ops.linear, (X, W, WB), [*NOT_X, ints(2, 32)], NOT_W, NOT_BIAS),
-    "norm": (ops.norm, (X, VECTOR, VECTOR), [*NOT_X, ints(2, 32)], NOT_VECTOR, NOT_VECTOR),
+    "norm": (
+        ops.norm,
+        (X, VECTOR, VECTOR),
+        [*NOT_X, ints(2, 32)],
+        NOT_VECTOR,
+        NOT_VECTOR,
+    ),
     "cross_entropy": (
         *(partial(ops.cross_entropy, vocab_size=11), (X, TABLE, ROWS)),
-        *([*NOT_X, floats(8, 32)], NOT_TABLE, [*NOT_ROWS[:-2], ints(2, 8, 1, 1), floats(2, 8)]),
+        *(
+            [*NOT_X, floats(8, 32)],
+            NOT_TABLE,
+            [*NOT_ROWS[:-2], ints(2, 8, 1, 1), floats(2, 8)],
+        ),
     ),
     "train": (on_batch(small().train_step), (STATE, ROWS, ROWS, ROWS), (), *NOT_BATCH),
-    "train 2": (on_batch(small(2).train_step), (STATE, ROWS, ROWS, ROWS), (), *NOT_BATCH),
-    "eval": (on_batch(small().eval_step), (STATE.params, ROWS, ROWS, ROWS), (), *NOT_BATCH),
+    "train 2": (
+        on_batch(small(2).train_step),
+        (STATE, ROWS, ROWS, ROWS),
+        (),
+        *NOT_BATCH,
+    ),
+    "eval": (
+        on_batch(small().eval_step),
+        (STATE.params, ROWS, ROWS, ROWS),
+        (),
+        *NOT_BATCH,
+    ),
 }
 for name in IMPLEMENTATIONS:
-    BORDERS[name] = (attend(name), (Q, Q, Q, ints(2, 128)), NOT_Q, NOT_K, NOT_K, NOT_SEGMENTS)
+    BORDERS[name] = (
+        attend(name),
+        (Q, Q, Q, ints(2, 128)),
+        NOT_Q,
+        NOT_K,
+        NOT_K,
+        NOT_SEGMENTS,
+    )
 
 
 @pytest.mark.parametrize("name", BORDERS)
@@ -174,4 +223,6 @@ def test_a_wrong_shape_or_type_is_refused_where_the_right_one_passes(name):
             arguments = (*right[:index], other, *right[index + 1 :])
             with pytest.raises(WRONG):
                 taken = jax.eval_shape(function, *arguments)
-                pytest.fail(f"{name} takes {other} as argument {index} and gives {taken}")
+                pytest.fail(
+                    f"{name} takes {other} as argument {index} and gives {taken}"
+                )

@@ -31,7 +31,9 @@ def test_norms_are_those_of_the_step_itself():
             norm = np.sqrt(np.square(leaf.astype(np.float64)).sum())
             np.testing.assert_allclose(found[f"{kind}_norm/{name}"], norm, rtol=1e-4)
     norms = [norm for name, norm in found.items() if name.startswith("grad_norm/")]
-    np.testing.assert_allclose(np.linalg.norm(norms), metrics["train/grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(
+        np.linalg.norm(norms), metrics["train/grad_norm"], rtol=1e-5
+    )
     assert len(found) == 3 * len(jax.tree.leaves(before))
 
 
@@ -41,4 +43,6 @@ def test_norms_do_not_depend_on_the_layout(layout):
     expected, found = watch("one device"), watch(layout)
     assert expected.keys() == found.keys()
     for name, norm in expected.items():
-        np.testing.assert_allclose(found[name], norm, rtol=2e-3, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], norm, rtol=2e-3, atol=1e-6, err_msg=name
+        )

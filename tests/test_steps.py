@@ -18,17 +18,26 @@ from gpt2.model.layers import MLP
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import make_backend
 from gpt2.training.state import LossScale, TrainState
-from gpt2.training.steps import evaluation_loss, make_eval_step, make_train_step, next_token_loss
+from gpt2.training.steps import (
+    evaluation_loss,
+    make_eval_step,
+    make_train_step,
+    next_token_loss,
+)
 from gpt2.utils.prng import dropout_key, init_key, sample_key
 from gpt2.utils.scan import report
 from tests.helpers import thorough
 
-CONFIG = GPTConfig(vocab_size=100, context_length=8, num_layers=1, num_heads=2, embed_dim=16)
+CONFIG = GPTConfig(
+    vocab_size=100, context_length=8, num_layers=1, num_heads=2, embed_dim=16
+)
 OPTIM = OptimConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
 
 
 def make_batch(seed, batch_size=8, ignored=()):
-    tokens = np.random.default_rng(seed).integers(0, 100, (batch_size, 9)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(seed).integers(0, 100, (batch_size, 9)).astype(np.int32)
+    )
     targets = tokens[:, 1:].copy()
     for row, column in ignored:
         targets[row, column:] = -1
@@ -53,19 +62,34 @@ def test_accumulated_gradients_equal_full_batch():
     _, accumulated = setup(accumulate_steps=4)
     assert "scan[" in str(jax.make_jaxpr(accumulated)(state, batch))
     assert "scan[" not in str(jax.make_jaxpr(full)(state, batch))
-    (after, metrics), (after_4, metrics_4) = full(state, batch), accumulated(state, batch)
-    np.testing.assert_allclose(metrics["train/loss"], metrics_4["train/loss"], rtol=1e-6)
-    np.testing.assert_allclose(metrics["train/grad_norm"], metrics_4["train/grad_norm"], rtol=1e-5)
+    (after, metrics), (after_4, metrics_4) = (
+        full(state, batch),
+        accumulated(state, batch),
+    )
+    np.testing.assert_allclose(
+        metrics["train/loss"], metrics_4["train/loss"], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        metrics["train/grad_norm"], metrics_4["train/grad_norm"], rtol=1e-5
+    )
     chex.assert_trees_all_close(after.params, after_4.params, atol=1e-5)
 
 
 def test_padded_rows_change_nothing():
     batch = make_batch(0, batch_size=4)
-    padding = {"tokens": np.zeros((4, 8), np.int32), "targets": np.full((4, 8), -1, np.int32)}
+    padding = {
+        "tokens": np.zeros((4, 8), np.int32),
+        "targets": np.full((4, 8), -1, np.int32),
+    }
     padded = {name: np.concatenate([batch[name], padding[name]]) for name in batch}
     state, step = setup()
-    (after, metrics), (after_padded, metrics_padded) = step(state, batch), step(state, padded)
-    np.testing.assert_allclose(metrics["train/loss"], metrics_padded["train/loss"], rtol=1e-6)
+    (after, metrics), (after_padded, metrics_padded) = (
+        step(state, batch),
+        step(state, padded),
+    )
+    np.testing.assert_allclose(
+        metrics["train/loss"], metrics_padded["train/loss"], rtol=1e-6
+    )
     chex.assert_trees_all_close(after.params, after_padded.params, atol=1e-5)
 
 
@@ -75,7 +99,9 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     state, step = setup()
 
     def mean_loss(params):
-        total, count = GPT(CONFIG).apply({"params": params}, **batch, method="loss")["loss"]
+        total, count = GPT(CONFIG).apply({"params": params}, **batch, method="loss")[
+            "loss"
+        ]
         return total / count
 
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(state.params)
@@ -86,7 +112,9 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     def update(path, param, grad):
         grad = grad / norm
         decay = OPTIM.weight_decay if path[-1].key in ("kernel", "embedding") else 0.0
-        return param - learning_rate * (grad / (jnp.abs(grad) + OPTIM.eps) + decay * param)
+        return param - learning_rate * (
+            grad / (jnp.abs(grad) + OPTIM.eps) + decay * param
+        )
 
     expected = jax.tree_util.tree_map_with_path(update, state.params, grads)
     after, metrics = step(state, batch)
@@ -95,7 +123,10 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     np.testing.assert_allclose(metrics["train/learning_rate"], learning_rate, rtol=1e-6)
     # A gradient near eps moves by what rounding makes of it: compare all but those.
     clear = jax.tree.map(lambda g: jnp.abs(g) > 1e-6, grads)
-    masked = lambda tree: jax.tree.map(lambda x, keep: jnp.where(keep, x, 0.0), tree, clear)  # noqa: E731
+
+    def masked(tree):
+        return jax.tree.map(lambda x, keep: jnp.where(keep, x, 0.0), tree, clear)
+
     chex.assert_trees_all_close(masked(after.params), masked(expected), atol=1e-5)
 
 
@@ -103,7 +134,9 @@ def test_dropout_differs_by_step_and_repeats_with_it():
     state, step = setup(dataclasses.replace(CONFIG, dropout=0.5), accumulate_steps=2)
     batch = make_batch(0)
     later = state.replace(step=jnp.int32(1))
-    first, again, other = (step(s, batch)[1]["train/loss"] for s in (state, state, later))
+    first, again, other = (
+        step(s, batch)[1]["train/loss"] for s in (state, state, later)
+    )
     assert first == again != other
 
 
@@ -120,7 +153,9 @@ def scored_one_part_at_a_time(num_parts):
 
 @pytest.mark.parametrize(("dropout", "num_losses"), [thorough(0.0, 1), (0.5, 4)])
 def test_dropout_differs_by_micro_batch(dropout, num_losses):
-    state, step = setup(dataclasses.replace(CONFIG, dropout=dropout), accumulate_steps=4)
+    state, step = setup(
+        dataclasses.replace(CONFIG, dropout=dropout), accumulate_steps=4
+    )
     losses = [step(state, b)[1]["train/loss"] for b in scored_one_part_at_a_time(4)]
     assert len(np.unique(np.round(losses, 5))) == num_losses
 
@@ -130,21 +165,30 @@ def on_devices(parallel, config=CONFIG, loss=next_token_loss):
     model, schedule = GPT(config), make_schedule(OPTIM, 10)
     optimizer = make_optimizer(OPTIM, schedule, num_steps=10)
     backend = make_backend(ParallelConfig(**parallel), model.logical_axes())
-    step = backend.compile_train(make_train_step(loss(model), optimizer, schedule, seed=0))
+    step = backend.compile_train(
+        make_train_step(loss(model), optimizer, schedule, seed=0)
+    )
 
     def first_state(key):
         params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
         return TrainState.create(params, optimizer, "float32")
 
     state = backend.init_state(first_state, init_key(0))
-    return lambda batch: step(jax.tree.map(jnp.copy, state), backend.put_batch(batch))[1]
+    return lambda batch: step(jax.tree.map(jnp.copy, state), backend.put_batch(batch))[
+        1
+    ]
 
 
 @pytest.mark.thorough
 def test_dropout_differs_by_device_and_not_by_backend():
     def losses(name):
-        metrics = on_devices({"backend": name}, dataclasses.replace(CONFIG, dropout=0.5))
-        return [float(metrics(batch)["train/loss"]) for batch in scored_one_part_at_a_time(8)]
+        metrics = on_devices(
+            {"backend": name}, dataclasses.replace(CONFIG, dropout=0.5)
+        )
+        return [
+            float(metrics(batch)["train/loss"])
+            for batch in scored_one_part_at_a_time(8)
+        ]
 
     by_pmap, by_pjit = losses("pmap"), losses("pjit")
     assert len(np.unique(np.round(by_pmap, 5))) == 8
@@ -157,9 +201,14 @@ def test_every_key_is_used_once():
         for seed in (0, 1)
         for key in (
             init_key(seed),
-            *(dropout_key(seed, *index) for index in itertools.product(range(4), repeat=3)),
             *(
-                jax.random.fold_in(jax.random.fold_in(sample_key(seed), sequence), token)
+                dropout_key(seed, *index)
+                for index in itertools.product(range(4), repeat=3)
+            ),
+            *(
+                jax.random.fold_in(
+                    jax.random.fold_in(sample_key(seed), sequence), token
+                )
                 for sequence, token in itertools.product(range(4), repeat=2)
             ),
         )
@@ -170,11 +219,13 @@ def test_every_key_is_used_once():
 def test_eval_step_sums_losses_and_counts_targets():
     state, step = setup()
     batch = make_batch(1, ignored=[(0, 4)])
-    total, count = jax.jit(make_eval_step(evaluation_loss(GPT(CONFIG))))(state.params, batch)[
-        "loss"
-    ]
+    total, count = jax.jit(make_eval_step(evaluation_loss(GPT(CONFIG))))(
+        state.params, batch
+    )["loss"]
     assert count == 8 * 8 - 4
-    np.testing.assert_allclose(total / count, step(state, batch)[1]["train/loss"], rtol=1e-6)
+    np.testing.assert_allclose(
+        total / count, step(state, batch)[1]["train/loss"], rtol=1e-6
+    )
 
 
 def test_float16_skips_an_overflowing_step_halves_its_scale_and_keeps_the_schedule():
@@ -193,9 +244,14 @@ def test_float16_skips_an_overflowing_step_halves_its_scale_and_keeps_the_schedu
     assert (skipped.loss_scale.good_steps, skipped.step) == (0, 1)
     # The schedule waits: the next step has the first rate, by which Adam's first update moves
     # whatever has a clear gradient.
-    first, rate = skipped.replace(loss_scale=LossScale.create()), OPTIM.learning_rate / 3
+    first, rate = (
+        skipped.replace(loss_scale=LossScale.create()),
+        OPTIM.learning_rate / 3,
+    )
     after, next_metrics = step(first, make_batch(0))
-    moved = jax.tree.map(lambda new, old: jnp.abs(new - old).max(), after.params, first.params)
+    moved = jax.tree.map(
+        lambda new, old: jnp.abs(new - old).max(), after.params, first.params
+    )
     assert max(jax.tree.leaves(moved)) == pytest.approx(rate, rel=1e-3)
     for each in (metrics, next_metrics):
         assert each["train/learning_rate"] == pytest.approx(rate)
@@ -229,7 +285,12 @@ def size_of_mlp(model):
     def report_size(next_method, args, kwargs, context):
         y = next_method(*args, **kwargs)
         if isinstance(context.module, MLP) and context.method_name == "__call__":
-            report(context.module, "size", jnp.sum(jnp.square(y.astype(jnp.float32))), y.size)
+            report(
+                context.module,
+                "size",
+                jnp.sum(jnp.square(y.astype(jnp.float32))),
+                y.size,
+            )
         return y
 
     def loss(params, batch, *key_and_step):
@@ -247,7 +308,9 @@ def size_of_mlp(model):
     [(True, "full"), *(thorough(*each) for each in ((False, "none"), (False, "full")))],
 )
 def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, remat):
-    config = dataclasses.replace(CONFIG, num_layers=2, scan_layers=scan_layers, remat=remat)
+    config = dataclasses.replace(
+        CONFIG, num_layers=2, scan_layers=scan_layers, remat=remat
+    )
     batch = make_batch(0)
     state, plain = setup(config)
     plain = plain(state, batch)[1]
@@ -257,7 +320,9 @@ def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, rem
     assert found["train/h_0/mlp/size"] != found["train/h_1/mlp/size"]
     small = float(jnp.sum(jnp.square(state.params["wte"]["embedding"])))
     np.testing.assert_allclose(found["train/small"], small, rtol=1e-6)
-    np.testing.assert_allclose(found["train/loss"], plain["train/loss"] + 0.1 * small, rtol=1e-6)
+    np.testing.assert_allclose(
+        found["train/loss"], plain["train/loss"] + 0.1 * small, rtol=1e-6
+    )
     assert abs(found["train/grad_norm"] - plain["train/grad_norm"]) > 1e-3
     again = setup(config, loss=size_of_mlp, accumulate_steps=4)[1](state, batch)[1]
     for name in found.keys() - {"train/learning_rate"}:

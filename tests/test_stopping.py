@@ -67,9 +67,17 @@ finally:
     ("mode", "pauses", "told"),
     [
         ("", (0.5, 0.6), "left at once by a second SIGINT\n"),
-        (LOOP, (0.5, 0.6), f"{FINISHING}left at once by a second SIGINT; it continues\n"),
+        (
+            LOOP,
+            (0.5, 0.6),
+            f"{FINISHING}left at once by a second SIGINT; it continues\n",
+        ),
         ("", (0.5, 0.0, 0.0), ""),  # a launcher has sent the same one several times
-        ("errors.leave_at_interrupt('it continues')", (0.5,), "stopped by SIGINT; it continues\n"),
+        (
+            "errors.leave_at_interrupt('it continues')",
+            (0.5,),
+            "stopped by SIGINT; it continues\n",
+        ),
     ],
     ids=["second", "in a step", "repeated", "at once"],
 )
@@ -97,8 +105,13 @@ def test_a_signal_stops_the_loop_after_its_step_and_its_handlers_go_with_it(numb
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(tmp_path, number):
-    workdir, script = tmp_path / "run", patched(tmp_path, SLOW_SAVES.format(seconds=100))
+def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
+    tmp_path, number
+):
+    workdir, script = (
+        tmp_path / "run",
+        patched(tmp_path, SLOW_SAVES.format(seconds=100)),
+    )
     process = start(workdir, *ENDLESS, script=script)
     wait_for_step(process, workdir, 3)
     process.send_signal(number)
@@ -109,7 +122,9 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(tmp_p
     began = time.monotonic()
     code, _, told = finish(process, timeout=30)
     assert time.monotonic() - began < 3
-    assert code == 128 + number and "left at once" in told and "the same command" in told
+    assert (
+        code == 128 + number and "left at once" in told and "the same command" in told
+    )
 
 
 SLOW_STEPS = """
@@ -130,7 +145,9 @@ def events_by_step(workdir):
         for value in event.summary.value:
             assert (event.step, value.tag) not in found
             found[event.step, value.tag] = value.simple_value
-    return {key: value for key, value in found.items() if not key[1].startswith("perf/")}
+    return {
+        key: value for key, value in found.items() if not key[1].startswith("perf/")
+    }
 
 
 @pytest.mark.thorough
@@ -158,7 +175,11 @@ def test_a_folder_that_is_copied_and_renamed_continues_as_if_never_stopped(tmp_p
     assert events_by_step(moved) == events_by_step(whole)
     for workdir in (moved, whole):
         with Checkpointer(workdir, read_only=True) as checkpointer:
-            losses = {m["step"]: m["eval/loss"] for m in metrics_of(workdir) if "eval/loss" in m}
+            losses = {
+                m["step"]: m["eval/loss"]
+                for m in metrics_of(workdir)
+                if "eval/loss" in m
+            }
             best = min(losses, key=losses.get)
             assert checkpointer.best() == (best, losses[best])
             assert checkpointer.all_steps() == sorted({3, 6, best, 8})

@@ -31,7 +31,9 @@ def store(tmp_path, monkeypatch):
     machines = iter(range(9))
 
     def next_machine():
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"machine-{next(machines)}"))
+        monkeypatch.setenv(
+            "XDG_CACHE_HOME", str(tmp_path / f"machine-{next(machines)}")
+        )
 
     next_machine()
     return memory, next_machine
@@ -57,7 +59,9 @@ def wait_until(holds):
     assert holds()
 
 
-def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_needs_them(store):
+def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_needs_them(
+    store,
+):
     memory, next_machine = store
     with stores.Mirror("memory://run") as mirror:
         save(mirror.folder, 1)
@@ -65,13 +69,18 @@ def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_ne
         (mirror.folder / "checkpoints/2.orbax-checkpoint-tmp").mkdir()
         (mirror.folder / "checkpoints/2.orbax-checkpoint-tmp/array").touch()
         wait_until(lambda: DIGESTS.format(1) in names(memory))
-        assert names(memory) == set(stores._files(mirror.folder)) and len(names(memory)) == 4
+        assert (
+            names(memory) == set(stores._files(mirror.folder))
+            and len(names(memory)) == 4
+        )
     next_machine()
     folder = stores.fetch("memory://run")
     assert (folder / "metrics.jsonl").read_text() == "1\n"
     assert not (folder / "checkpoints/1/params").exists()
     stores.push("memory://run", folder)
-    assert "checkpoints/1/params/array" in names(memory)  # which is not here, and was not removed
+    assert "checkpoints/1/params/array" in names(
+        memory
+    )  # which is not here, and was not removed
     stores.complete(folder, ["checkpoints/1/params/array", "checkpoints/1/params/none"])
     assert (folder / "checkpoints/1/params/array").read_text() == "weights 1"
 
@@ -81,11 +90,17 @@ def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch)
     folder, done = stores.copy_of("memory://run"), []
     for name in ("pipe_file", "rm_file"):
         act = getattr(memory, name)
-        spy = lambda path, *a, act=act: done.append(path.rpartition("/")[2]) or act(path, *a)  # noqa: E731
+
+        def spy(path, *a, act=act):
+            return done.append(path.rpartition("/")[2]) or act(path, *a)
+
         monkeypatch.setattr(memory, name, spy)
     save(folder, 1)
     stores.push("memory://run", folder)
-    assert sorted(done[:3]) == ["array", "metrics", "metrics.jsonl"] and done[3] == "digests"
+    assert (
+        sorted(done[:3]) == ["array", "metrics", "metrics.jsonl"]
+        and done[3] == "digests"
+    )
     stores.shutil.rmtree(folder / "checkpoints/1")
     del done[:]
     stores.push("memory://run", folder)
@@ -158,7 +173,9 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
     assert caught.value.exit_code == 5
     with stores.Mirror("memory://run"):  # the same command
         assert DIGESTS.format(2) in names(memory)
-    assert not [*mirror.folder.parent.glob(".*.sending")]  # as a killed process leaves it
+    assert not [
+        *mirror.folder.parent.glob(".*.sending")
+    ]  # as a killed process leaves it
 
 
 def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
@@ -176,20 +193,39 @@ def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
 
 def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
     memory, next_machine = store
-    texts = [f"{number}: some words, then {number**3} naïve 測試\n" * 20 for number in range(12)]
+    texts = [
+        f"{number}: some words, then {number**3} naïve 測試\n" * 20
+        for number in range(12)
+    ]
     (tmp_path / "b").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / f"b/{number:02}.txt").write_text(text)
-    (tmp_path / "b/all.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "b/all.parquet")
+    (tmp_path / "b/all.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in texts)
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), tmp_path / "b/all.parquet"
+    )
     np.arange(5000, dtype=np.uint16).tofile(tmp_path / "b/all.bin")
     memory.put(str(tmp_path / "b"), "/b", recursive=True)
-    kinds = {"text": "*.txt", "jsonl": "all.jsonl", "parquet": "*.parquet", "tokens": "*.bin"}
+    kinds = {
+        "text": "*.txt",
+        "jsonl": "all.jsonl",
+        "parquet": "*.parquet",
+        "tokens": "*.bin",
+    }
     for kind, pattern in kinds.items():
-        options = dict(tokenizer="gpt2" if kind == "tokens" else "byte", val_fraction=0.2)
+        options = dict(
+            tokenizer="gpt2" if kind == "tokens" else "byte", val_fraction=0.2
+        )
         found = [
-            prepare(DataConfig(corpus=f"{kind}:{place}/{pattern}", data_dir=data, **options))
-            for place, data in ((tmp_path / "b", str(tmp_path)), ("memory://b", "memory://data"))
+            prepare(
+                DataConfig(corpus=f"{kind}:{place}/{pattern}", data_dir=data, **options)
+            )
+            for place, data in (
+                (tmp_path / "b", str(tmp_path)),
+                ("memory://b", "memory://data"),
+            )
         ]
         assert found[0].describe() == found[1].describe()
         next_machine()
@@ -203,7 +239,9 @@ def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
 def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
     memory, next_machine = store
     memory.pipe_file("/b/one.txt", b"some words, and some more " * 40)
-    data = DataConfig(corpus="text:memory://b/one.txt", tokenizer="byte", data_dir="memory://data")
+    data = DataConfig(
+        corpus="text:memory://b/one.txt", tokenizer="byte", data_dir="memory://data"
+    )
     prepared = prepare(data).describe()
     assert "preparing" in capsys.readouterr().out
     next_machine()
@@ -214,7 +252,8 @@ def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
 
 
 @pytest.mark.parametrize(
-    ("url", "told"), [("none://a/b", "Protocol not known: none"), ("dropbox://a/b", "dropbox")]
+    ("url", "told"),
+    [("none://a/b", "Protocol not known: none"), ("dropbox://a/b", "dropbox")],
 )
 def test_a_url_that_nothing_opens_is_a_line(store, url, told):
     with pytest.raises(UserError, match=told):
@@ -248,7 +287,9 @@ def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(bucket, tmp_path, monkeyp
     assert run(tmp_path / "whole", *options)[0] == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
     killed = start("s3://bucket/run", *options)
-    wait_until(lambda: any("digests/digests" in name for name in bucket.find("bucket/run")))
+    wait_until(
+        lambda: any("digests/digests" in name for name in bucket.find("bucket/run"))
+    )
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=SECONDS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))

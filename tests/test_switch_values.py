@@ -30,7 +30,9 @@ def test_logits_and_loss_are_those_of_plain_numpy(name):
     wanted, loss = in_numpy(name, params, tokens)
     logits = model.apply({"params": params}, tokens)
     np.testing.assert_allclose(logits, wanted, atol=1e-4 * np.abs(wanted).max())
-    assert float(mean_loss(name, model, params, tokens)) == pytest.approx(loss, rel=2e-6)
+    assert float(mean_loss(name, model, params, tokens)) == pytest.approx(
+        loss, rel=2e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["default", "sandwich", "post"])
@@ -47,7 +49,10 @@ def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
     cfg = dataclasses.replace(model_of(name).config, dropout=rate)
     params, tokens = params_of(name), tokens_of(5)[:1]
     dropped = GPT(cfg).apply(
-        {"params": params}, tokens, deterministic=False, rngs={"dropout": jax.random.key(3)}
+        {"params": params},
+        tokens,
+        deterministic=False,
+        rngs={"dropout": jax.random.key(3)},
     )
     T, D, N = cfg.context_length, cfg.embed_dim, cfg.num_heads
     layer = [(1, N, T, T), (1, T, D), (1, T, D)]
@@ -63,20 +68,25 @@ def test_a_third_layer_mixes_the_values_of_the_first():
     cfg = dataclasses.replace(model_of("value_residual").config, num_layers=3)
     params = jax.jit(GPT(cfg).init)(jax.random.key(0), tokens_of(0))["params"]
     params = jax.tree.map(lambda x: 2.0 * x, params)
-    wanted = plain.logits(cfg, jax.tree.map(np.asarray, params), np.asarray(tokens_of(5)[0]))
+    wanted = plain.logits(
+        cfg, jax.tree.map(np.asarray, params), np.asarray(tokens_of(5)[0])
+    )
     logits = jax.jit(GPT(cfg).apply)({"params": params}, tokens_of(5)[:1])[0]
     np.testing.assert_allclose(logits, wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("num_heads", plain.ALIBI)
 def test_slopes_of_alibi_are_the_papers(num_heads):
-    np.testing.assert_allclose(alibi_slopes(num_heads), plain.ALIBI[num_heads], rtol=1e-6)
+    np.testing.assert_allclose(
+        alibi_slopes(num_heads), plain.ALIBI[num_heads], rtol=1e-6
+    )
 
 
 def test_hyper_connections_start_as_the_plain_model():
     models = model_of("hyper_connections"), model_of("default")
     each = [
-        model.apply(model.init(jax.random.key(0), tokens_of(0)), tokens_of(1)) for model in models
+        model.apply(model.init(jax.random.key(0), tokens_of(0)), tokens_of(1))
+        for model in models
     ]
     np.testing.assert_allclose(*each, atol=1e-5)
 
@@ -87,12 +97,21 @@ def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
     for name in ("z_loss", "label_smoothing", "ahead"):
         sums = make_eval_step(evaluation_loss(model_of(name)))(params_of(name), batch)
         expected = mean_loss("default", model_of(name), params_of(name), tokens)
-        np.testing.assert_allclose(sums["loss"][0] / sums["loss"][1], expected, rtol=1e-6)
+        np.testing.assert_allclose(
+            sums["loss"][0] / sums["loss"][1], expected, rtol=1e-6
+        )
 
 
 def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
-    model, params, options = model_of("ahead"), params_of("ahead"), config_of("ahead").loss
-    tokens, segments = tokens_of(6), np.repeat([[0, 1, 2], [0, 0, 1]], 6, axis=1)[:, :16]
+    model, params, options = (
+        model_of("ahead"),
+        params_of("ahead"),
+        config_of("ahead").loss,
+    )
+    tokens, segments = (
+        tokens_of(6),
+        np.repeat([[0, 1, 2], [0, 0, 1]], 6, axis=1)[:, :16],
+    )
     targets = jnp.roll(tokens, -1, axis=1).at[:, 13:].set(-1).at[1, 4:6].set(-1)
 
     def sums(params, targets=targets, options=options, step=None):
@@ -104,7 +123,9 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     wanted = np.sum([plain.losses_ahead(*row) for row in rows], axis=0)
     found = sums(params, step=jnp.int32(6))
     assert list(found) == ["loss", "loss_ahead_2", "loss_ahead_3"]
-    np.testing.assert_allclose([total for total, _ in found.values()], wanted, rtol=1e-6)
+    np.testing.assert_allclose(
+        [total for total, _ in found.values()], wanted, rtol=1e-6
+    )
     assert [int(count) for _, count in found.values()] == [24, 18, 14]
     # The gradient is that of three losses of one target each, by weights that have faded to 1 / 4.
     further = [np.array(targets), *(np.full_like(targets, -1) for _ in range(2))]
@@ -131,7 +152,9 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     ],
 )
 def test_kernels_are_drawn_as_init_says(options, attn, gate_in, mlp_out):
-    size = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128)
+    size = dict(
+        vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128
+    )
     cfg = GPTConfig(**size, **options)
     params = GPT(cfg).init(jax.random.key(0), tokens_of(0))["params"]
     layer = params["h_1"]
@@ -144,9 +167,15 @@ def test_kernels_are_drawn_as_init_says(options, attn, gate_in, mlp_out):
 
 
 def test_mup_at_its_base_width_with_heads_of_64_is_the_plain_model():
-    size = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128)
-    plain_model, mup = (GPT(GPTConfig(**size, mup_base_width=base)) for base in (0, 128))
+    size = dict(
+        vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128
+    )
+    plain_model, mup = (
+        GPT(GPTConfig(**size, mup_base_width=base)) for base in (0, 128)
+    )
     params = plain_model.init(jax.random.key(0), tokens_of(0))
     chex.assert_trees_all_equal(mup.init(jax.random.key(0), tokens_of(0)), params)
-    logits = [jax.jit(model.apply)(params, tokens_of(1)) for model in (plain_model, mup)]
+    logits = [
+        jax.jit(model.apply)(params, tokens_of(1)) for model in (plain_model, mup)
+    ]
     np.testing.assert_allclose(*logits, atol=1e-6)

@@ -26,7 +26,11 @@ from tests import plain
 from tests.helpers import thorough
 
 # Of 8 frequencies one is kept, two are slowed a little, and five 8 times.
-LLAMA3 = {"model.rope_scaling": "llama3", "model.rope_factor": 8.0, "model.rope_context": 64}
+LLAMA3 = {
+    "model.rope_scaling": "llama3",
+    "model.rope_factor": 8.0,
+    "model.rope_context": 64,
+}
 # Name -> the options that differ from GPT-2's.
 SWITCHES = {
     "gelu": {"model.activation": "gelu"},
@@ -84,29 +88,60 @@ SWITCHES = {
 # Together, as people combine them.
 COMBINED = {
     "llama": {
-        **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "swiglu"},
+        **{
+            "model.position": "rope",
+            "model.norm": "rmsnorm",
+            "model.activation": "swiglu",
+        },
         **{"model.num_kv_heads": 2, "model.bias": False, "model.tie_embeddings": False},
         **LLAMA3,
         "model.head_dim": 24,
     },
     "gemma 2": {
-        **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "geglu"},
+        **{
+            "model.position": "rope",
+            "model.norm": "rmsnorm",
+            "model.activation": "geglu",
+        },
         **{"model.norm_position": "sandwich", "model.attention_softcap": 5.0},
         **{"model.logit_softcap": 3.0, "model.window": 5, "model.window_pattern": "SL"},
         **{"model.num_kv_heads": 2, "model.bias": False},
     },
     "modded": {
-        **{"model.position": "rope", "model.norm": "rmsnorm", "model.activation": "relu_squared"},
-        **{"model.value_embeddings": True, "model.value_residual": True, "model.qk_norm": True},
-        **{"model.embedding_skip": True, "model.logit_softcap": 15.0, "model.bias": False},
-        **{"model.window": 6, "model.window_pattern": "SL", "model.parallel_block": True},
+        **{
+            "model.position": "rope",
+            "model.norm": "rmsnorm",
+            "model.activation": "relu_squared",
+        },
+        **{
+            "model.value_embeddings": True,
+            "model.value_residual": True,
+            "model.qk_norm": True,
+        },
+        **{
+            "model.embedding_skip": True,
+            "model.logit_softcap": 15.0,
+            "model.bias": False,
+        },
+        **{
+            "model.window": 6,
+            "model.window_pattern": "SL",
+            "model.parallel_block": True,
+        },
         **{"model.attention_gate": True, "model.smear": True, "model.backout": True},
         **{"model.exclusive_attention": True, "model.bigram_embeddings": 96},
     },
 }
 ALL = SWITCHES | COMBINED
 # Options that give a size, or say how and not what to compute, or that others here set.
-SIZES = {"vocab_size", "context_length", "num_layers", "num_heads", "embed_dim", "mlp_ratio"}
+SIZES = {
+    "vocab_size",
+    "context_length",
+    "num_layers",
+    "num_heads",
+    "embed_dim",
+    "mlp_ratio",
+}
 ELSEWHERE = {"dropout", "attention"}  # tests/test_model.py, tests/test_ops.py
 
 each_switch = pytest.mark.parametrize("name", ALL)
@@ -121,10 +156,17 @@ def config_of(name, **changes):
     """The options of a small model with a switch; `changes`: `a__b` for `a.b`."""
     options = default.get_config()
     options.model.update(
-        vocab_size=64, context_length=16, num_layers=2, num_heads=4, embed_dim=64, dropout=0.0
+        vocab_size=64,
+        context_length=16,
+        num_layers=2,
+        num_heads=4,
+        embed_dim=64,
+        dropout=0.0,
     )
     options.data.batch_size = 16
-    options.optim.update(warmup_steps=0, learning_rate=1e-2, end_learning_rate=1e-2, eps=1e-4)
+    options.optim.update(
+        warmup_steps=0, learning_rate=1e-2, end_learning_rate=1e-2, eps=1e-4
+    )
     options.optim.schedule = "constant"
     options.train.num_steps = 2
     names = [name] if name in ALL else [part for part in name.split("+") if part in ALL]
@@ -140,7 +182,9 @@ def groups():
     found = []
     for name in SWITCHES:
         for group in sorted(found, key=len):
-            if not set(SWITCHES[name]) & {key for other in group for key in SWITCHES[other]}:
+            if not set(SWITCHES[name]) & {
+                key for other in group for key in SWITCHES[other]
+            }:
                 with contextlib.suppress(UserError):
                     config_of("+".join([*group, name]))
                     group.append(name)
@@ -166,12 +210,16 @@ def model_of(name):
 @functools.cache
 def params_of(name):
     """Parameters with all entries away from 0 and 1, at which some gradients vanish."""
-    shapes = jax.eval_shape(model_of(name).init, jax.random.key(0), tokens_of(0))["params"]
+    shapes = jax.eval_shape(model_of(name).init, jax.random.key(0), tokens_of(0))[
+        "params"
+    ]
     rng = np.random.default_rng(1)
 
     def draw(path, leaf):
         is_weight = path[-1].key in ("kernel", "embedding", "bias")
-        return (0.0 if is_weight else 0.8) + 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
+        return (0.0 if is_weight else 0.8) + 0.1 * rng.normal(size=leaf.shape).astype(
+            leaf.dtype
+        )
 
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
@@ -179,9 +227,13 @@ def params_of(name):
 def mean_loss(name, model, params, tokens):
     """The mean loss in step 2 with the weighted ones ahead, which have no gradient of their own."""
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
-    sums = next_token_loss(model, config_of(name).loss)(params, batch, step=jnp.int32(2))
+    sums = next_token_loss(model, config_of(name).loss)(
+        params, batch, step=jnp.int32(2)
+    )
     each = zip(
-        [1.0, *plain.ahead_weights(config_of(name).loss, step=2)], sums.values(), strict=True
+        [1.0, *plain.ahead_weights(config_of(name).loss, step=2)],
+        sums.values(),
+        strict=True,
     )
     return sum(weight * total for weight, (total, _) in each) / sums["loss"][1]
 
@@ -191,7 +243,10 @@ def in_numpy(name, params, tokens):
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     rows = np.asarray(tokens)
     logits = np.stack([plain.logits(model_of(name).config, exact, row) for row in rows])
-    each, options = zip(logits, np.roll(rows, -1, axis=1), strict=True), config_of(name).loss
+    each, options = (
+        zip(logits, np.roll(rows, -1, axis=1), strict=True),
+        config_of(name).loss,
+    )
     losses = [plain.losses_ahead(*row, options) for row in each]
     weights = [1.0, *plain.ahead_weights(options, step=2)]
     return logits, np.dot(np.sum(losses, axis=0), weights) / rows.size
@@ -203,7 +258,11 @@ def test_every_option_of_the_model_and_the_loss_has_a_switch():
     for group in ("model", "loss"):
         for option in set(tree[group]) - SIZES - ELSEWHERE:
             assert f"{group}.{option}" in switched, option
-    values = {(option, value) for options in SWITCHES.values() for option, value in options.items()}
+    values = {
+        (option, value)
+        for options in SWITCHES.values()
+        for option, value in options.items()
+    }
     for option, choices in CHOICES.items():
         if option.startswith("model.") and option != "model.attention":
             for choice in set(choices) - {tree.model[option.removeprefix("model.")]}:
@@ -232,7 +291,9 @@ def test_a_switch_is_off_by_default_and_changes_the_loss_or_the_weights(name):
 @each_switch_by_itself
 def test_no_logit_depends_on_a_later_token_and_every_parameter_gets_a_gradient(name):
     params, model = params_of(name), model_of(name)
-    gradients = jax.jit(jax.grad(lambda params: mean_loss(name, model, params, tokens_of(3))))
+    gradients = jax.jit(
+        jax.grad(lambda params: mean_loss(name, model, params, tokens_of(3)))
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients(params)):
         assert jnp.abs(leaf).max() > 1e-7, jax.tree_util.keystr(path)
     # Every position looks up a row of its own, in all tables: rows 64 to 79.
@@ -240,7 +301,9 @@ def test_no_logit_depends_on_a_later_token_and_every_parameter_gets_a_gradient(n
     wider = {"wte", "lm_head", "value_embedding"}
 
     def widen(path, leaf):
-        return jnp.tile(leaf, (2, 1))[:80] if wider & {key.key for key in path} else leaf
+        return (
+            jnp.tile(leaf, (2, 1))[:80] if wider & {key.key for key in path} else leaf
+        )
 
     params = jax.tree_util.tree_map_with_path(widen, params)
 
@@ -248,11 +311,15 @@ def test_no_logit_depends_on_a_later_token_and_every_parameter_gets_a_gradient(n
     @jax.grad
     def gradient(params, position):
         # Of the 64 tokens that no position looks up: a tied head reads the other rows too.
-        out = model.apply({"params": params}, 64 + jnp.arange(16)[None])[0, position, :64]
+        out = model.apply({"params": params}, 64 + jnp.arange(16)[None])[
+            0, position, :64
+        ]
         return jnp.sin(out).sum()
 
     for position in (0, 6, 14):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient(params, position)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            gradient(params, position)
+        ):
             if {"wte", "value_embedding"} & {key.key for key in path}:
                 np.testing.assert_array_equal(leaf[64 + position + 1 :], 0.0)
                 assert np.any(leaf[64 + position])
@@ -291,7 +358,9 @@ def train(name, devices, **changes):
     losses = []
     for _ in range(2):
         tokens = rng.integers(0, 64, (16, T + 1)).astype(np.int32)
-        targets = np.where(np.arange(T) < rng.integers(1, T + 1, (16, 1)), tokens[:, 1:], -1)
+        targets = np.where(
+            np.arange(T) < rng.integers(1, T + 1, (16, 1)), tokens[:, 1:], -1
+        )
         batch = {"tokens": tokens[:, :-1], "targets": targets.astype(np.int32)}
         batch = program.backend.put_batch(batch)
         if not losses:
@@ -327,9 +396,13 @@ def test_flops_and_compute_parameters_are_those_of_the_program(name):
     model, tokens = GPT(cfg), jax.ShapeDtypeStruct((8, 32), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    looked_up = ["wpe", "value_embedding", "bigram"] + ["wte"] * (not cfg.tie_embeddings)
+    looked_up = ["wpe", "value_embedding", "bigram"] + ["wte"] * (
+        not cfg.tie_embeddings
+    )
     computing = sum(
-        leaf.size for path, leaf in leaves if not any(key.key in looked_up for key in path)
+        leaf.size
+        for path, leaf in leaves
+        if not any(key.key in looked_up for key in path)
     )
     assert count_compute_parameters(cfg) == computing
 

@@ -36,7 +36,9 @@ def metrics_file(workdir, resume_step=0):
 
 def report_to(*given, **options):
     options = {"log_every": 3, "num_steps": 100} | options
-    return Reporter(given, StepClock(lambda step: 10 * step, float), TrainConfig(**options))
+    return Reporter(
+        given, StepClock(lambda step: 10 * step, float), TrainConfig(**options)
+    )
 
 
 def events(workdir):
@@ -69,14 +71,18 @@ def test_values_of_one_step_share_a_line(tmp_path):
     writer.close()
     last = {"step": 2, "train/loss": 2.0, "train/grad_norm": None, "eval/loss": 2.5}
     assert (
-        metrics_of(tmp_path)[1:] == [last] == metrics.read_metrics(tmp_path / "metrics.jsonl")[1:]
+        metrics_of(tmp_path)[1:]
+        == [last]
+        == metrics.read_metrics(tmp_path / "metrics.jsonl")[1:]
     )
 
 
 def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
     with metrics_file(tmp_path) as writer:
         for step in range(1, 6):
-            writer.write(step, {"train/loss": 10.0 - step, "perf/total_seconds": 2.0 * step})
+            writer.write(
+                step, {"train/loss": 10.0 - step, "perf/total_seconds": 2.0 * step}
+            )
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('garbage\n\n{}\n[1]\n{"step": "x"}\n{"step": 3, "train/lo')
     assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 5
@@ -109,12 +115,18 @@ def test_a_full_disk_keeps_lines_until_there_is_space(tmp_path, monkeypatch, cap
 
 def test_event_files_hold_scalars_and_purge_what_a_resume_repeats(tmp_path):
     for resume_step in (0, 3):
-        with report_to(writers.EventFile(tmp_path / "tensorboard", resume_step)) as writer:
+        with report_to(
+            writers.EventFile(tmp_path / "tensorboard", resume_step)
+        ) as writer:
             writer.write(resume_step + 1, {"train/loss": 3.5})
             writer.flush(resume_step + 1)
     purges = [event.step for event in events(tmp_path) if event.HasField("session_log")]
     assert purges == [1, 4]
-    values = [(event.step, value) for event in events(tmp_path) for value in event.summary.value]
+    values = [
+        (event.step, value)
+        for event in events(tmp_path)
+        for value in event.summary.value
+    ]
     found = [(step, value.tag, value.simple_value) for step, value in values]
     assert found == [(step, "train/loss", 3.5) for step in (1, 4)]
 
@@ -173,7 +185,9 @@ def losses(*values, **more):
 
 
 def test_a_line_has_the_mean_loss_since_the_last_line_and_all_that_a_step_gives():
-    kept, _ = report(losses(1.0, 2.0, 6.0, 5.0, 7.0, 12.0, 4.0, **{"train/entropy": 2.5}))
+    kept, _ = report(
+        losses(1.0, 2.0, 6.0, 5.0, 7.0, 12.0, 4.0, **{"train/entropy": 2.5})
+    )
     told = {step: line["train/loss"] for step, line in kept.lines.items()}
     assert told == {1: 1.0, 3: 4.0, 6: 8.0, 7: 4.0} and kept.said == ["note 1"]
     assert kept.lines[3]["train/entropy"] == 2.5 and kept.lines[3]["tokens"] == 30
@@ -186,16 +200,21 @@ def test_skipped_steps_are_told_and_no_part_of_the_mean():
     steps[3] |= {"skipped": 1.0}
     kept, error = report(steps, skip_bad_steps=1)
     assert error is None
-    assert kept.lines[3]["train/loss"] == 3.0 and kept.lines[3]["train/skipped_steps"] == 1.0
+    assert (
+        kept.lines[3]["train/loss"] == 3.0
+        and kept.lines[3]["train/skipped_steps"] == 1.0
+    )
     assert not {"skipped", "bad_in_a_row"} & kept.lines[3].keys()
-    assert [re.match(r"step \d is skipped", said) is not None for said in kept.said[1:]] == [
-        True
-    ] * 2
+    assert [
+        re.match(r"step \d is skipped", said) is not None for said in kept.said[1:]
+    ] == [True] * 2
     steps = losses(1.0, math.nan, **on | {"bad_in_a_row": 2.0})
     assert report(steps, skip_bad_steps=1)[1].step == 1
 
 
-@pytest.mark.parametrize("change", [{"train/loss": math.inf}, {"train/grad_norm": math.nan}])
+@pytest.mark.parametrize(
+    "change", [{"train/loss": math.inf}, {"train/grad_norm": math.nan}]
+)
 def test_the_first_step_with_nan_or_inf_ends_a_run(change):
     steps = losses(1.0, 2.0, 3.0)
     steps[1] |= change
@@ -263,14 +282,28 @@ def test_peak_follows_the_device_kind(kind, bfloat16, float32, board):
 
 
 def test_what_no_data_sheet_knows_has_no_peak():
-    kinds = "cpu", "NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 MIG 1g"
-    assert not any(map(chips.find_chip, kinds)) and flops.total_peak_flops("float32") is None
+    kinds = (
+        "cpu",
+        "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA H100 MIG 1g",
+    )
+    assert (
+        not any(map(chips.find_chip, kinds))
+        and flops.total_peak_flops("float32") is None
+    )
     assert all(chips.board_name(name) == name for name in chips.BOARDS)
 
 
 def test_step_clock_charges_each_second_once_and_validation_to_no_step():
     now = [100.0]
-    before = {"step": 40.0, "data wait": 1.0, "start and end": 50.0, "lost": 5.0, "down": 4.0}
+    before = {
+        "step": 40.0,
+        "data wait": 1.0,
+        "start and end": 50.0,
+        "lost": 5.0,
+        "down": 4.0,
+    }
     amounts = (lambda step: 1000 * step), (lambda step: 6000 * step)
     clock = StepClock(*amounts, 24_000.0, before, now=lambda: now[0])
     assert StepClock(float, float).read() == clock.read() == {}
@@ -297,7 +330,13 @@ def test_step_clock_charges_each_second_once_and_validation_to_no_step():
             }
         )
         assert clock.read() == {}
-    seconds = {"start and end": 50, "validation": 10, "compile": 3, "data wait": 2, "checkpoint": 2}
+    seconds = {
+        "start and end": 50,
+        "validation": 10,
+        "compile": 3,
+        "data wait": 2,
+        "checkpoint": 2,
+    }
     books = {f"perf/seconds/{name}": each for name, each in seconds.items()}
     assert clock.books() == pytest.approx(books | {"perf/seconds/step": 43.0})
     shares = {n: each / 119 for n, each in seconds.items()}
@@ -308,21 +347,29 @@ def test_step_clock_charges_each_second_once_and_validation_to_no_step():
 # Compilation
 
 
-SPLIT = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), PartitionSpec("data"))
+SPLIT = NamedSharding(
+    Mesh(np.array(jax.devices()[:2]), ("data",)), PartitionSpec("data")
+)
 
 
 def train_step(state, batch):
     kernel = state["params"]["kernel"]
-    return {"params": {"kernel": kernel + 1}}, (batch["tokens"].astype(jnp.float32) @ kernel).sum()
+    return {"params": {"kernel": kernel + 1}}, (
+        batch["tokens"].astype(jnp.float32) @ kernel
+    ).sum()
 
 
 def state_and_batch():
-    return {"params": {"kernel": jnp.ones((4, 16))}}, {"tokens": jnp.ones((8, 4), jnp.int32)}
+    return {"params": {"kernel": jnp.ones((4, 16))}}, {
+        "tokens": jnp.ones((8, 4), jnp.int32)
+    }
 
 
 def test_compiled_step_gives_what_jit_gives_and_tells_its_memory():
     step = compiled.compile_once(jax.jit(train_step), *jax.eval_shape(state_and_batch))
-    chex.assert_trees_all_close(step(*state_and_batch()), train_step(*state_and_batch()), rtol=1e-6)
+    chex.assert_trees_all_close(
+        step(*state_and_batch()), train_step(*state_and_batch()), rtol=1e-6
+    )
     assert step.name == "train_step" and "HloModule" in step.text()
     assert step.peak_bytes >= 4 * (2 * 4 * 16 + 8 * 4 + 1)  # arguments and results
     x = jnp.ones(1024)
@@ -334,9 +381,18 @@ def test_compiled_step_gives_what_jit_gives_and_tells_its_memory():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda state, batch: (state, {"tokens": batch["tokens"][:4]}), r"tokens.*int32\[4,4\]"),
-        (lambda state, batch: (state, batch | {"segments": batch["tokens"]}), "segments"),
-        (lambda state, batch: (state, jax.device_put(batch, SPLIT)), r"(?s)tokens.*sharding"),
+        (
+            lambda state, batch: (state, {"tokens": batch["tokens"][:4]}),
+            r"tokens.*int32\[4,4\]",
+        ),
+        (
+            lambda state, batch: (state, batch | {"segments": batch["tokens"]}),
+            "segments",
+        ),
+        (
+            lambda state, batch: (state, jax.device_put(batch, SPLIT)),
+            r"(?s)tokens.*sharding",
+        ),
     ],
 )
 def test_recompilation_names_the_leaf_that_changed(change, named):

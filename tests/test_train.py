@@ -59,11 +59,15 @@ def finished(corpus, tmp_path_factory):
 
 def test_a_run_leaves_every_file_of_its_workdir(finished):
     workdir, stdout = finished
-    names = "config.json data.json environment.jsonl tokenizer.json metrics.jsonl loss.png"
+    names = (
+        "config.json data.json environment.jsonl tokenizer.json metrics.jsonl loss.png"
+    )
     names += " samples.txt checkpoints tensorboard .lock"
     assert {path.name for path in workdir.iterdir()} == {*names.split()}
     assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"validation loss \d\.\d{4}, perplexity [\d.]+, \d\.\d{3} bits per b", stdout)
+    assert re.search(
+        r"validation loss \d\.\d{4}, perplexity [\d.]+, \d\.\d{3} bits per b", stdout
+    )
 
 
 def test_metrics_have_their_names_and_each_step_once(finished):
@@ -91,16 +95,25 @@ def test_a_run_is_repeated_from_its_record(finished, tmp_path):
 
 def test_eval_scores_the_checkpoint_as_training_did(finished):
     workdir, _ = finished
-    output, tasks = workdir.parent / "scores.json", f"--tasks=validation,text8:{workdir.parent}"
-    code, _, stderr = run(workdir, tasks, "--checkpoint=8", f"--output={output}", script="eval.py")
+    output, tasks = (
+        workdir.parent / "scores.json",
+        f"--tasks=validation,text8:{workdir.parent}",
+    )
+    code, _, stderr = run(
+        workdir, tasks, "--checkpoint=8", f"--output={output}", script="eval.py"
+    )
     assert code == 0, stderr
-    found, last = [f["value"] for f in json.loads(output.read_text())], metrics_of(workdir)[-1]
+    found, last = (
+        [f["value"] for f in json.loads(output.read_text())],
+        metrics_of(workdir)[-1],
+    )
     expected = last["eval/loss"], last["eval/text8/bits_per_byte"]
     assert (found[0], found[-1]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "kill_at", ["checkpoints/4", *map(thorough, (".lock", "config.json", "checkpoints/2"))]
+    "kill_at",
+    ["checkpoints/4", *map(thorough, (".lock", "config.json", "checkpoints/2"))],
 )
 def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, kill_at):
     workdir = tmp_path / "killed"
@@ -141,7 +154,11 @@ train.Reporter.step = step
 
 def run_scheduled(workdir, *options, dies_at=0, devices=1):
     script = patched(workdir.parent, COUNTED.format(dies_at=dies_at))
-    given = ("batch_schedule=0=2,2=8,5=4", "context_schedule=0=8,3=16", "window_schedule=0=4,6=0")
+    given = (
+        "batch_schedule=0=2,2=8,5=4",
+        "context_schedule=0=8,3=16",
+        "window_schedule=0=4,6=0",
+    )
     schedules = [f"--config.train.{each}" for each in given]
     return run(workdir, *TINY, *schedules, *options, script=script, devices=devices)
 
@@ -156,11 +173,15 @@ def scheduled(corpus, tmp_path_factory):
     return workdir
 
 
-def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(scheduled, corpus, tmp_path):
+def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
+    scheduled, corpus, tmp_path
+):
     config = load_config(scheduled).with_vocabulary(257)
     rows = TrainLoader(prepare(config.data), batch_size=1, context_length=16, seed=0)
     first = [rows.batch(index) for index in range(40)]
-    rows_of = {name: np.concatenate([row[name][0] for row in first]) for name in first[0]}
+    rows_of = {
+        name: np.concatenate([row[name][0] for row in first]) for name in first[0]
+    }
     schedule = make_schedule(config.optim, 8)
     optimizer = make_optimizer(config.optim, schedule, num_steps=8)
     params = GPT(config.gpt()).init(init_key(0), np.zeros((1, 1), int))["params"]
@@ -170,20 +191,26 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(scheduled, corpus
         step = jax.jit(make_train_step(loss, optimizer, schedule, seed=0))
         for _ in range(steps):
             part, place = slice(place, place + size * length), place + size * length
-            batch = {name: rows[part].reshape(size, length) for name, rows in rows_of.items()}
+            batch = {
+                name: rows[part].reshape(size, length) for name, rows in rows_of.items()
+            }
             state, metrics = step(state, batch)
             losses[place] = float(metrics["train/loss"])
     told = {line["tokens"]: line["train/loss"] for line in metrics_of(scheduled)}
     assert told == pytest.approx(losses, rel=1e-5)
     for name, values in by_name(state.params).items():
-        np.testing.assert_allclose(params_of(scheduled)[name], values, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            params_of(scheduled)[name], values, atol=1e-5, err_msg=name
+        )
     pmap, by_pmap = "--config.parallel.backend=pmap", tmp_path / "pmap"
     assert run_scheduled(by_pmap, *corpus, pmap, devices=2)[0] == 0
     told = {line["tokens"]: line["train/loss"] for line in metrics_of(by_pmap)}
     assert told == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_run_of_several_shapes_killed_three_times_is_the_same(scheduled, corpus, tmp_path):
+def test_a_run_of_several_shapes_killed_three_times_is_the_same(
+    scheduled, corpus, tmp_path
+):
     again = tmp_path / "run"
     for dies_at in (3, 5, 7):
         assert run_scheduled(again, *corpus, dies_at=dies_at)[0] == -signal.SIGKILL
@@ -192,15 +219,23 @@ def test_a_run_of_several_shapes_killed_three_times_is_the_same(scheduled, corpu
     for name, values in params_of(scheduled).items():
         np.testing.assert_array_equal(params_of(again)[name], values, err_msg=name)
     once, told = (
-        [(m["tokens"], m["train/loss"]) for m in metrics_of(w)] for w in (scheduled, again)
+        [(m["tokens"], m["train/loss"]) for m in metrics_of(w)]
+        for w in (scheduled, again)
     )
     assert told == once
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), thorough(signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), thorough(signal.SIGINT, 130)]
+)
 def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     workdir = tmp_path / "stopped"
-    options = [*TINY, *corpus, "--config.train.num_steps=100000", "--config.train.eval_every=0"]
+    options = [
+        *TINY,
+        *corpus,
+        "--config.train.num_steps=100000",
+        "--config.train.eval_every=0",
+    ]
     process = start(workdir, *options, "--config.train.checkpoint_every=0")
     wait_for_step(process, workdir, 2)
     process.send_signal(number)
@@ -211,7 +246,9 @@ def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     assert metrics_of(workdir)[-1]["step"] == step
 
 
-def test_a_second_start_compiles_nothing_and_no_start_imports_what_few_runs_need(tmp_path):
+def test_a_second_start_compiles_nothing_and_no_start_imports_what_few_runs_need(
+    tmp_path,
+):
     few = "matplotlib pandas pyarrow scipy tensorflow_datasets tensorboardX huggingface_hub torch"
     lines = f"""
 import jax, os, sys
@@ -232,7 +269,9 @@ train.Reporter.step = stop
     for name in ("first", "second"):
         flags = [f"--workdir={tmp_path / name}", *TINY]
         command_line = [sys.executable, patched(tmp_path, lines), *flags]
-        output = subprocess.check_output(command_line, text=True, cwd=ROOT, env=variables)
+        output = subprocess.check_output(
+            command_line, text=True, cwd=ROOT, env=variables
+        )
         assert "imported []" in output
         told += re.findall(r"compiled (\d+)\n", output)
     assert int(told[0]) > 3 and told[1] == "0"
@@ -257,7 +296,9 @@ def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
         return code, stdout + stderr
 
     code, output = again()
-    assert code == 0 and "validation loss" in output and "per byte" not in output, output
+    assert code == 0 and "validation loss" in output and "per byte" not in output, (
+        output
+    )
     before = {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()}
     code, output = again()
     assert code == 0 and f"{workdir} is finished at step 2" in output

@@ -61,7 +61,10 @@ def spread(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     workdir = directory / "spread"
     logging = ["--config.logging.wandb"] if HAS_WANDB else []
-    with socket.create_server(("localhost", 0)) as network, pytest.MonkeyPatch.context() as patch:
+    with (
+        socket.create_server(("localhost", 0)) as network,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         address = f"http://localhost:{network.getsockname()[1]}"
         for name in ("WANDB_BASE_URL", "HTTP_PROXY", "HTTPS_PROXY"):
             patch.setenv(name, address)
@@ -78,13 +81,19 @@ def spread(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", ["train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"]
 )
-def test_a_run_that_changes_its_layout_half_way_equals_one_device(reference, spread, name):
+def test_a_run_that_changes_its_layout_half_way_equals_one_device(
+    reference, spread, name
+):
     workdir, began, ended, _ = spread
     assert "pmap, data 4\n" in began and "in 2 micro-batches" in began
     assert "pjit, data 2 x fsdp 2 x tensor 2" in ended and "2 layers scanned" in ended
-    assert [line["step"] for line in metrics_of(workdir)] == list(range(1, NUM_STEPS + 1))
+    assert [line["step"] for line in metrics_of(workdir)] == list(
+        range(1, NUM_STEPS + 1)
+    )
     assert len(column(workdir, name)) == (2 if name == "eval/loss" else NUM_STEPS)
-    np.testing.assert_allclose(column(workdir, name), column(reference[0], name), rtol=1e-5)
+    np.testing.assert_allclose(
+        column(workdir, name), column(reference[0], name), rtol=1e-5
+    )
 
 
 @pytest.mark.peers
@@ -103,21 +112,33 @@ def test_16_bits_train_float32_weights_nearly_as_well(reference, tmp_path, dtype
     workdir = tmp_path / "run"
     trained(workdir, f"--config.precision.compute={dtype}")
     # Steps of float16 whose gradients overflow lower its loss scale, and wait with the schedule.
-    norms, rates = column(workdir, "train/grad_norm"), column(workdir, "train/learning_rate")
+    norms, rates = (
+        column(workdir, "train/grad_norm"),
+        column(workdir, "train/learning_rate"),
+    )
     skipped = sum(norm is None for norm in norms)
     assert 0 < skipped < 3 if dtype == "float16" else not skipped
     expected = column(reference[0], "train/learning_rate")
     assert list(rates) == [*skipped * [rates[0]], *expected[: NUM_STEPS - skipped]]
     losses, exact = (column(each, "train/loss") for each in (workdir, reference[0]))
     assert losses[0] == pytest.approx(exact[0], rel=1e-3)
-    assert losses[-1] == pytest.approx(exact[-1 - skipped], rel=2e-2 if skipped else 1e-3)
-    assert norms[-1] != pytest.approx(column(reference[0], "train/grad_norm")[-1], rel=1e-5)
+    assert losses[-1] == pytest.approx(
+        exact[-1 - skipped], rel=2e-2 if skipped else 1e-3
+    )
+    assert norms[-1] != pytest.approx(
+        column(reference[0], "train/grad_norm")[-1], rel=1e-5
+    )
     # Weights and moments read back as float32 whatever was saved, so their digits are asked.
     shapes = Program.from_config(load_config(workdir), jax.devices()[:1]).state_shapes
     with Checkpointer(workdir, read_only=True) as checkpointer:
         state = checkpointer.restore(NUM_STEPS, shapes)
     if scale := state.loss_scale:
-        assert (scale.scale, scale.good_steps) == (2.0 ** (12 - skipped), NUM_STEPS - skipped)
+        assert (scale.scale, scale.good_steps) == (
+            2.0 ** (12 - skipped),
+            NUM_STEPS - skipped,
+        )
     assert (scale is None) == (dtype == "bfloat16")
     for leaf in map(np.asarray, jax.tree.leaves((state.params, state.opt_state))):
-        assert not leaf.ndim or np.any(leaf.astype(jnp.dtype(dtype)).astype(np.float32) != leaf)
+        assert not leaf.ndim or np.any(
+            leaf.astype(jnp.dtype(dtype)).astype(np.float32) != leaf
+        )

@@ -62,7 +62,9 @@ def test_a_bad_batch_is_named_and_the_run_goes_on_without_it(tmp_path):
     workdir, script = tmp_path / "run", patched(tmp_path, PLANTED_RUN)
     code, stdout, stderr = run(workdir, *OPTIONS, script=script)
     assert code == 3 and stderr.startswith("error: ") and stderr.count("\n") == 1
-    assert "step 5" in stderr and "h_0/ln_1" in stderr  # the step and the first such tensor
+    assert (
+        "step 5" in stderr and "h_0/ln_1" in stderr
+    )  # the step and the first such tensor
     skip = "--config.train.skip_bad_steps=1"
     code, stdout, stderr = run(workdir, *OPTIONS, skip, script=script)
     assert code == 0, stderr
@@ -95,7 +97,9 @@ def test_a_hang_ends_the_run_with_its_stacks_and_a_pause_does_not(tmp_path):
 def test_watching_changes_nothing_and_tells_of_every_tensor(tmp_path):
     watch = ["--config.logging.watch_every=3", "--config.logging.tensorboard=True"]
     for name, options in (("plain", []), ("watched", watch)):
-        code, _, stderr = run(tmp_path / name, *TINY, "--config.data.corpus=synthetic", *options)
+        code, _, stderr = run(
+            tmp_path / name, *TINY, "--config.data.corpus=synthetic", *options
+        )
         assert code == 0, stderr
     wanted = params_of(tmp_path / "plain")
     chex.assert_trees_all_equal(params_of(tmp_path / "watched"), wanted)
@@ -167,9 +171,13 @@ GUARDED = """
 
 
 @pytest.mark.parametrize("more", ["", thorough(GUARDED)])
-def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(tmp_path, more):
+def test_the_loop_fetches_metrics_a_step_late_and_waits_for_nothing_else(
+    tmp_path, more
+):
     options = [*TINY, *WATCHED.split(), *more.split()]
-    code, stdout, stderr = run(tmp_path / "run", *options, script=patched(tmp_path, WATCHED_RUN))
+    code, stdout, stderr = run(
+        tmp_path / "run", *options, script=patched(tmp_path, WATCHED_RUN)
+    )
     assert code == 0, stderr
     seen = re.findall(r"^WATCHED (.*)$", stdout, re.MULTILINE)
     loop = [event for event, _ in itertools.groupby(seen[seen.index("dispatch 1") :])]

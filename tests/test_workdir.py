@@ -28,7 +28,9 @@ from gpt2.training.code import hash_code, read_starts
 from gpt2.utils import files
 from tests.helpers import TINY, make_repository, run, start, wait_for_step
 
-TINY_MODEL = dict(vocab_size=50, context_length=8, num_layers=1, num_heads=2, embed_dim=16)
+TINY_MODEL = dict(
+    vocab_size=50, context_length=8, num_layers=1, num_heads=2, embed_dim=16
+)
 
 
 def make_config(**groups):
@@ -72,7 +74,9 @@ def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
     whole = (workdir / name).read_bytes()
     (workdir / name).write_text(content)
     run_files.check_data(workdir, prepared)
-    assert ("data.json is missing or damaged" in capsys.readouterr().err) == (name == "data.json")
+    assert ("data.json is missing or damaged" in capsys.readouterr().err) == (
+        name == "data.json"
+    )
     run_files.begin(workdir, make_config(), prepared, 2)
     assert (workdir / name).read_bytes() == whole
 
@@ -81,26 +85,42 @@ def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
     ("before", "now", "told"),
     [
         (dict(optim=dict(name="lion")), {}, "optim.name=lion, not adamw"),
-        ({}, dict(optim=dict(beta1=0.8, weight_decay=0.2)), "beta1=0.9, not 0.8; optim.weight_d"),
+        (
+            {},
+            dict(optim=dict(beta1=0.8, weight_decay=0.2)),
+            "beta1=0.9, not 0.8; optim.weight_d",
+        ),
         (dict(seed=1), {}, "seed=1, not 0"),
         (dict(data=dict(batch_size=4)), {}, "data.batch_size=4, not"),
         (dict(loss=dict(z_loss=0.1)), {}, "loss.z_loss=0.1, not 0.0"),
         ({}, dict(model=dict(TINY_MODEL, num_layers=2)), "model.num_layers=1, not 2"),
-        ({}, dict(model=dict(TINY_MODEL, vocab_size=51)), "model.vocab_size=50, not 51"),
+        (
+            {},
+            dict(model=dict(TINY_MODEL, vocab_size=51)),
+            "model.vocab_size=50, not 51",
+        ),
         ({}, dict(model=dict(TINY_MODEL, vocab_size=0)), ""),  # not known yet
         ({}, dict(model=dict(TINY_MODEL, attention="xla")), ""),
         ({}, dict(train=dict(accumulate_steps=2)), ""),
         (
-            dict(model=dict(TINY_MODEL, dropout=0.1)),  # whose masks are drawn by micro-batch
+            dict(
+                model=dict(TINY_MODEL, dropout=0.1)
+            ),  # whose masks are drawn by micro-batch
             dict(model=dict(TINY_MODEL, dropout=0.1), train=dict(accumulate_steps=2)),
             "train.accumulate_steps=1, not 2",
         ),
-        ({}, dict(train=dict(num_steps=9, skip_bad_steps=3, eval_every=1, log_every=7)), ""),
+        (
+            {},
+            dict(train=dict(num_steps=9, skip_bad_steps=3, eval_every=1, log_every=7)),
+            "",
+        ),
         ({}, dict(parallel=dict(fsdp=2), memory=dict(remat="full")), ""),
         ({}, dict(logging=dict(tensorboard=False)), ""),
     ],
 )
-def test_a_run_continues_unless_what_it_trains_would_change(tmp_path, before, now, told):
+def test_a_run_continues_unless_what_it_trains_would_change(
+    tmp_path, before, now, told
+):
     workdir = write_run(tmp_path, make_config(**before))
     if not told:
         run_files.check_options(workdir, make_config(**now))
@@ -135,8 +155,12 @@ def test_a_run_is_finished_at_its_last_step_with_samples(tmp_path):
     assert not run_files.is_finished(workdir, config, start=4)
     (workdir / "samples.txt").touch()
     assert run_files.is_finished(workdir, config, start=4)
-    assert not run_files.is_finished(workdir, config, start=2)  # the last checkpoint is damaged
-    assert not run_files.is_finished(workdir, make_config(train=dict(num_steps=6)), start=4)
+    assert not run_files.is_finished(
+        workdir, config, start=2
+    )  # the last checkpoint is damaged
+    assert not run_files.is_finished(
+        workdir, make_config(train=dict(num_steps=6)), start=4
+    )
 
 
 DOCUMENTS = [f"document {i} " * (10 + i % 3) for i in range(30)]
@@ -147,7 +171,10 @@ def data_at(directory, documents=DOCUMENTS, **options):
     directory.mkdir()
     for number, text in enumerate(documents):
         (directory / f"{number:02}.txt").write_text(text)
-    return dict(corpus=f"text:{directory}/*.txt", tokenizer="byte", val_fraction=0.2) | options
+    return (
+        dict(corpus=f"text:{directory}/*.txt", tokenizer="byte", val_fraction=0.2)
+        | options
+    )
 
 
 @pytest.fixture
@@ -174,21 +201,31 @@ def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
     altered = [DOCUMENTS[0][:50] + "#" + DOCUMENTS[0][51:], *DOCUMENTS[1:]]
     reordered = [*DOCUMENTS[3:], *DOCUMENTS[:3]]
     for name, documents in (("altered", altered), ("reordered", reordered)):
-        with pytest.raises(UserError, match=r"text that data\.corpus names is no longer what"):
+        with pytest.raises(
+            UserError, match=r"text that data\.corpus names is no longer what"
+        ):
             resume(data_at(tmp_path / name, documents))
-    with pytest.raises(UserError, match=r"holds a run with data\.corpus=.*, not pystdlib"):
+    with pytest.raises(
+        UserError, match=r"holds a run with data\.corpus=.*, not pystdlib"
+    ):
         resume(data_at(tmp_path / "other") | {"corpus": "pystdlib"})
 
 
 def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
     begin, resume = begun
-    CharTokenizer("".join(sorted(set("".join(DOCUMENTS)))), True).save(tmp_path / "first.json")
-    CharTokenizer("".join(sorted(set("".join(DOCUMENTS)) | {"~"})), True).save(tmp_path / "2.json")
+    CharTokenizer("".join(sorted(set("".join(DOCUMENTS)))), True).save(
+        tmp_path / "first.json"
+    )
+    CharTokenizer("".join(sorted(set("".join(DOCUMENTS)) | {"~"})), True).save(
+        tmp_path / "2.json"
+    )
     shutil.copy(tmp_path / "first.json", tmp_path / "moved.json")
     data = data_at(tmp_path / "here", tokenizer=f"{tmp_path}/first.json")
     begin(data)
     resume(data | {"tokenizer": f"{tmp_path}/moved.json"})
-    with pytest.raises(UserError, match=r"tokenizer that data\.tokenizer names is no longer what"):
+    with pytest.raises(
+        UserError, match=r"tokenizer that data\.tokenizer names is no longer what"
+    ):
         resume(data | {"tokenizer": f"{tmp_path}/2.json"})
 
 
@@ -197,7 +234,9 @@ ENDLESS = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=10
 
 def test_a_second_process_in_a_workdir_is_refused_and_changes_nothing(tmp_path):
     def contents():
-        return {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+        return {
+            path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")
+        }
 
     first = start(tmp_path / "run", *ENDLESS)
     try:
@@ -220,17 +259,26 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(files.fcntl, "flock", flock)
     run_files.lock(tmp_path, start=0)
     monkeypatch.setattr(run_files, "newest_whole_step", lambda workdir, after: 4)
-    with pytest.raises(UserError, match="another process"):  # which began and ended meanwhile
+    with pytest.raises(
+        UserError, match="another process"
+    ):  # which began and ended meanwhile
         run_files.lock(tmp_path, start=0)
 
 
 def starts_of(workdir):
-    return [json.loads(line) for line in (workdir / "environment.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (workdir / "environment.jsonl").read_text().splitlines()
+    ]
 
 
-def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch, capsys):
+def test_a_start_has_its_line_and_a_continued_run_another(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
-    monkeypatch.setattr(run_files, "SOURCE", tmp_path)  # no checkout; see below for those
+    monkeypatch.setattr(
+        run_files, "SOURCE", tmp_path
+    )  # no checkout; see below for those
     monkeypatch.setattr(run_files, "lock", lambda *_: None)
     data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
     for step in (0, 20):
@@ -239,12 +287,19 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch,
     assert (new["step"], continued["step"]) == (0, 20)
     began = datetime.fromisoformat(new["time"])
     assert timedelta() <= datetime.now(UTC) - began < timedelta(hours=1)
-    assert new["command"] == ["train.py", "--config.seed=3"] and new["gpt2"] == gpt2.__version__
-    assert new["commit"] is None and new["clean"] is None and new["jax"] == version("jax")
+    assert (
+        new["command"] == ["train.py", "--config.seed=3"]
+        and new["gpt2"] == gpt2.__version__
+    )
+    assert (
+        new["commit"] is None and new["clean"] is None and new["jax"] == version("jax")
+    )
     assert new["devices"] == jax.device_count() and new["processes"] == 1
     assert new["code"] == continued["code"] and "code" not in capsys.readouterr().err
     monkeypatch.setattr(run_files, "hash_code", lambda: "c0de")
-    run_files.begin(tmp_path, make_config(), data, 10)  # the checkpoint of step 20 was damaged
+    run_files.begin(
+        tmp_path, make_config(), data, 10
+    )  # the checkpoint of step 20 was damaged
     assert f"other code (c0de) than before ({new['code']})" in capsys.readouterr().err
     assert [(each["step"], each["code"]) for each in read_starts(tmp_path)] == [
         (0, new["code"]),
@@ -252,7 +307,9 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch,
     ]
 
 
-def test_the_seconds_of_all_starts_add_up_and_what_a_kill_undid_counts_once(tmp_path, monkeypatch):
+def test_the_seconds_of_all_starts_add_up_and_what_a_kill_undid_counts_once(
+    tmp_path, monkeypatch
+):
     data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
     monkeypatch.setattr(run_files, "lock", lambda *_: None)
     monkeypatch.setattr(run_files.launch, "seconds_since_start", lambda: 3.0)
@@ -263,11 +320,17 @@ def test_the_seconds_of_all_starts_add_up_and_what_a_kill_undid_counts_once(tmp_
         (150, 2, [(3, 15.0, {"step": 8.0})], saved | {"lost": 6, "down": 34}),
         (200, 2, [], saved | {"lost": 11, "down": 79}),
     ):
-        line = {"step": step, "code": "", "time": datetime.fromtimestamp(began, UTC).isoformat()}
+        line = {
+            "step": step,
+            "code": "",
+            "time": datetime.fromtimestamp(began, UTC).isoformat(),
+        }
         monkeypatch.setattr(run_files, "describe_start", lambda _, line=line: line)
         found = run_files.begin(tmp_path, make_config(), data, step)
         assert found == pytest.approx(seconds | {"start and end": 3})
-        with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl", step)) as writer:
+        with contextlib.closing(
+            MetricsFile(tmp_path / "metrics.jsonl", step)
+        ) as writer:
             for number, total, phases in logged:
                 books = {f"perf/seconds/{name}": each for name, each in phases.items()}
                 writer.write(number, {"perf/total_seconds": total} | books)
@@ -276,9 +339,17 @@ def test_the_seconds_of_all_starts_add_up_and_what_a_kill_undid_counts_once(tmp_
 @pytest.mark.parametrize(
     ("file", "text", "same"),
     [
-        ("gpt2/model/block.py", 'def f(x):\n    """Twice."""\n    # x\n    return (\n2 * x)', True),
+        (
+            "gpt2/model/block.py",
+            'def f(x):\n    """Twice."""\n    # x\n    return (\n2 * x)',
+            True,
+        ),
         ("gpt2/model/block.py", "def f(x):\n    return 3 * x", False),
-        ("gpt2/model/block.py", "def f(x):\n    return 2 *", False),  # it is being edited
+        (
+            "gpt2/model/block.py",
+            "def f(x):\n    return 2 *",
+            False,
+        ),  # it is being edited
         ("gpt2/model/mine.py", "", False),
         ("gpt2/model/.#block.py", "", True),
         ("gpt2/evals/validation.py", "x = 1", False),
@@ -290,7 +361,9 @@ def test_the_seconds_of_all_starts_add_up_and_what_a_kill_undid_counts_once(tmp_
 def test_the_hash_of_the_code_is_of_what_a_run_computes(tmp_path, file, text, same):
     for name in ("model", "evals"):
         (tmp_path / "gpt2" / name).mkdir(parents=True)
-    (tmp_path / "gpt2" / "model" / "block.py").write_text("def f(x):\n    return 2 * x\n")
+    (tmp_path / "gpt2" / "model" / "block.py").write_text(
+        "def f(x):\n    return 2 * x\n"
+    )
     before = hash_code(tmp_path)
     (tmp_path / file).write_text(text)
     assert (hash_code(tmp_path) == before) == same
@@ -301,7 +374,9 @@ def test_the_hash_of_the_code_is_of_what_a_run_computes(tmp_path, file, text, sa
     ("changed", "clean"),
     [("gpt2/__init__.py", False), ("gpt2/new.py", False), ("ignored/new.py", True)],
 )
-def test_a_checkout_is_clean_until_its_code_changes(tmp_path, monkeypatch, changed, clean):
+def test_a_checkout_is_clean_until_its_code_changes(
+    tmp_path, monkeypatch, changed, clean
+):
     def commit_and_clean():
         line = run_files.describe_start(0)
         return line["commit"], line["clean"]
@@ -312,7 +387,9 @@ def test_a_checkout_is_clean_until_its_code_changes(tmp_path, monkeypatch, chang
         (each / "gpt2" / "__init__.py").write_text("")
     (tmp_path / ".gitignore").write_text("ignored/\n")
     make_repository(tmp_path, ".gitignore", "ignored/\n# of another branch")
-    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True).strip()
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True
+    ).strip()
     monkeypatch.setattr(run_files, "SOURCE", tmp_path)
     assert commit_and_clean() == (commit, True)
     (tmp_path / changed).write_text("x = 1")

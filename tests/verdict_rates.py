@@ -15,7 +15,9 @@ from gpt2.ablate.power import dunnett_quantile, same_difference, welch
 
 NUM_SWEEPS = 40_000
 NUM_ARMS = 5
-OUTLYING = 10  # times the median variance, above which an arm is left out of the others' pool
+OUTLYING = (
+    10  # times the median variance, above which an arm is left out of the others' pool
+)
 CHUNK = 10_000  # sweeps at once
 LOOKS, MOST_SEEDS = (3, 5, 8), 250
 NOISY = {
@@ -35,7 +37,9 @@ def draw(rng, sizes, deviations, shift=0.0):
 
 def moments(scores):
     """Returns means and variances, `[CHUNK, 1 + arms]`."""
-    means, variances = zip(*((each.mean(1), each.var(1, ddof=1)) for each in scores), strict=True)
+    means, variances = zip(
+        *((each.mean(1), each.var(1, ddof=1)) for each in scores), strict=True
+    )
     return np.stack(means, 1), np.stack(variances, 1)
 
 
@@ -51,7 +55,9 @@ def dunnett(means, variances, sizes, *, drop=False, level=0.05):
         df = (counted * dfs).sum(1)
         pooled = np.sqrt((counted * dfs * variances).sum(1) / df)
         error = pooled * math.sqrt(1 / sizes[0] + 1 / sizes[i])
-        quantiles = {each: dunnett_quantile(in_order, int(each), level) for each in set(df)}
+        quantiles = {
+            each: dunnett_quantile(in_order, int(each), level) for each in set(df)
+        }
         bound = np.vectorize(quantiles.get)(df) * error
         found[:, i - 1] = np.abs(means[:, i] - means[:, 0]) > bound
     return found
@@ -113,13 +119,17 @@ def look_at(scores, looks=LOOKS):
         seeds[:, 1:][going] = seeds[goes, 0] = look
         for sizes in np.unique(seeds[goes], axis=0).tolist():
             rows = np.flatnonzero((seeds == sizes).all(1) & goes)
-            means, variances = moments([scores[rows, :n, i] for i, n in enumerate(sizes)])
+            means, variances = moments(
+                [scores[rows, :n, i] for i, n in enumerate(sizes)]
+            )
             clear = both(means, variances, sizes, level_at(looks, look))
             found[rows] |= clear & going[rows]
             going[rows] &= ~clear
             if look < looks[-1]:
                 distances = np.abs(means[:, 1:] - means[:, :1])
-                errors, _ = welch(variances[:, :1], variances[:, 1:], sizes[0], np.array(sizes[1:]))
+                errors, _ = welch(
+                    variances[:, :1], variances[:, 1:], sizes[0], np.array(sizes[1:])
+                )
                 going[rows] &= ~is_hopeless(distances / errors, arms, looks, look)
     return found, seeds.sum(1)
 
@@ -153,7 +163,9 @@ def simulate_sizes(deviations, by_size, num_seeds=3, shift=0.0, num=CHUNK, seed=
     variances = spreads**2 * rng.chisquare(num_seeds - 1, shape) / (num_seeds - 1)
     errors, dfs = welch(variances[..., :1], variances[..., 1:], num_seeds, num_seeds)
     differences = means[..., 1:] - means[..., :1]
-    p_values = same_difference(*(np.swapaxes(x, 1, 2) for x in (differences, errors, dfs)))
+    p_values = same_difference(
+        *(np.swapaxes(x, 1, 2) for x in (differences, errors, dfs))
+    )
     return arms * p_values < 0.05
 
 
@@ -166,22 +178,30 @@ def told(found):
 
 def print_designs():
     """Prints how often looks, planned seeds and the test of sizes find something, true or false."""
-    for (name, deviations), shifts in itertools.product(NOISY.items(), ((), (2.0, 4.0, 6.0, 12.0))):
+    for (name, deviations), shifts in itertools.product(
+        NOISY.items(), ((), (2.0, 4.0, 6.0, 12.0))
+    ):
         scores = draw_looks(deviations, shifts)
         for looks in (LOOKS, LOOKS[-1:]):
             found, runs = look_at(scores, looks)
             rates = [told(found[:, i]) for i in range(len(shifts))] or told(found)
-            print(f"{looks}, {name}, arms off by {shifts}: {rates}, {runs.mean():.1f} runs")
+            print(
+                f"{looks}, {name}, arms off by {shifts}: {rates}, {runs.mean():.1f} runs"
+            )
     for name, arms, find in itertools.product(NOISY, (1, 5), (1.0, 1.5, 2.5)):
         for shift in (0.0, find):
             found, seeds = simulate_plan(NOISY[name][: 1 + arms], find, shift)
             rate = told(found[:, 0] if shift else found)
-            print(f"for {find}, {name}, arm 1 of {arms} off by {shift}: {rate}, {seeds.mean():.1f}")
+            print(
+                f"for {find}, {name}, arm 1 of {arms} off by {shift}: {rate}, {seeds.mean():.1f}"
+            )
     for num, sizes, arms, name in itertools.product((3, 5), (2, 3, 6), (1, 5), NOISY):
         for ratio, shift in ((1.0, 0.0), (3.0, 0.0), (1.0, 5 * math.sqrt(2 / num))):
             by_size = ratio ** np.linspace(1, 0, sizes)
             rate = told(simulate_sizes(NOISY[name][: 1 + arms], by_size, num, shift))
-            print(f"{sizes} sizes x{ratio:.0f}, {num} seeds, {arms} arms, {name}, {shift}: {rate}")
+            print(
+                f"{sizes} sizes x{ratio:.0f}, {num} seeds, {arms} arms, {name}, {shift}: {rate}"
+            )
 
 
 def main():
@@ -189,19 +209,27 @@ def main():
     for (name, deviations), num in itertools.product(NOISY.items(), (3, 5)):
         columns[f"{name} n={num}"] = rates((num,) * 6, deviations)
     for num in (3, 5):
-        columns[f"found n={num}"] = rates((num,) * 6, NOISY["equal"], 5 * math.sqrt(2 / num))
+        columns[f"found n={num}"] = rates(
+            (num,) * 6, NOISY["equal"], 5 * math.sqrt(2 / num)
+        )
     worst = {"alike": dict.fromkeys(RULES, 0.0), "others": dict.fromkeys(RULES, 0.0)}
     for arms, num, first in itertools.product((1, 2, 5, 10), (3, 5), (3, 5, 10)):
         for noisy_arms in sorted({0, 1, arms // 2, arms}):
             for deviation in (1.0, 3.0):
-                deviations = (deviation, *[3.0] * noisy_arms, *[1.0] * (arms - noisy_arms))
+                deviations = (
+                    deviation,
+                    *[3.0] * noisy_arms,
+                    *[1.0] * (arms - noisy_arms),
+                )
                 found = worst["alike" if num == first else "others"]
                 sizes = (first,) + (num,) * arms
                 for name, rate in rates(sizes, deviations, num=20_000).items():
                     found[name] = max(found[name], rate)
     columns |= {f"worst, {kind}": found for kind, found in worst.items()}
     for name in RULES:
-        print(f"{name:34}" + " ".join(f"{rate[name]:5.1f}" for rate in columns.values()))
+        print(
+            f"{name:34}" + " ".join(f"{rate[name]:5.1f}" for rate in columns.values())
+        )
     print("columns: " + ", ".join(columns))
     print_designs()
 

@@ -11,15 +11,22 @@ from typing import Any
 
 from gpt2 import cli
 from gpt2.config import Config, flatten, option, read_option, read_options, with_options
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 from gpt2.training.code import SOURCE
 from gpt2.utils.files import locked
 
 BASELINE = "baseline"
-_RECIPE, _CODE, _HERE = "recipe", "code", "."
-_TUNABLE = ("optim.", "loss.")  # groups whose options leave the terms of a comparison equal
+_RECIPE = "recipe"
+_CODE = "code"
+_HERE = "."
+_TUNABLE = (
+    "optim.",
+    "loss.",
+)  # groups whose options leave the terms of a comparison equal
 
-Value = Mapping[str, Any]  # what one value of a `--vary` sets: options, a recipe's file, or code
+Value = Mapping[
+    str, Any
+]  # what one value of a `--vary` sets: options, a recipe's file, or code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +50,11 @@ class Arm:
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Returns the options in which two configs differ: dotted name -> (old, new)."""
-    old_flat, new_flat = flatten(old.to_dict()), flatten(new.to_dict())
-    return {k: (old_flat[k], new_flat[k]) for k in new_flat if old_flat[k] != new_flat[k]}
+    old_flat = flatten(old.to_dict())
+    new_flat = flatten(new.to_dict())
+    return {
+        k: (old_flat[k], new_flat[k]) for k in new_flat if old_flat[k] != new_flat[k]
+    }
 
 
 def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
@@ -61,12 +71,15 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     arms = {BASELINE: Arm(BASELINE, config)}
     for values in chosen:
         in_recipe = any(_RECIPE in value for value in values)
-        here = {_CODE: _HERE} if in_recipe else {_CODE: _HERE, **flatten(config.to_dict())}
+        here = (
+            {_CODE: _HERE} if in_recipe else {_CODE: _HERE, **flatten(config.to_dict())}
+        )
         named = [v for v in values if any(n not in here or here[n] != v[n] for n in v)]
         if not (name := ",".join(map(_label, named))):
             continue  # the baseline, by its own name
         arm = _apply(config, values, name)
-        refuse(arms.setdefault(name, arm) != arm, f"two arms are called {name}")
+        if arms.setdefault(name, arm) != arm:
+            raise UserError(f"two arms are called {name}")
     return list(arms.values())
 
 
@@ -75,12 +88,18 @@ def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list]:
     varied = {name for text in vary for value in _read_axis(text) for name in value}
     tuned: dict[str, list] = {}
     for text in tune:
-        name, values = text.partition("=")[0], _read_axis(text)
+        name = text.partition("=")[0]
+        values = _read_axis(text)
         several = any(list(value) != [name] for value in values)
-        refuse(several, f"--tune={text} sets several options", "Use one --tune for each")
+        if several:
+            raise UserError(
+                f"--tune={text} sets several options", "Use one --tune for each"
+            )
         what = f"--tune={text} would change the terms of the comparison"
-        refuse(not name.startswith(_TUNABLE), what, "Tune options of optim. or loss.")
-        refuse(name in varied, f"{name} is both varied and tuned")
+        if not name.startswith(_TUNABLE):
+            raise UserError(what, "Tune options of optim. or loss.")
+        if name in varied:
+            raise UserError(f"{name} is both varied and tuned")
         tuned[name] = [value[name] for value in values]
     return tuned
 
@@ -89,7 +108,8 @@ def _read_axis(text: str) -> list[Value]:
     """Reads `OPTION=VALUE,...`."""
     name, _, rest = text.partition("=")
     values = next(csv.reader([rest]), [])
-    refuse(not values or not all(values), f"{text} names no values", "Write OPTION=VALUE1,VALUE2")
+    if not values or not all(values):
+        raise UserError(f"{text} names no values", "Write OPTION=VALUE1,VALUE2")
     if name in (_RECIPE, _CODE):
         return [{name: value} for value in values]
     return [_read_value(f"{name}={value}") for value in values]
@@ -97,10 +117,14 @@ def _read_axis(text: str) -> list[Value]:
 
 def _read_value(text: str) -> Value:
     """Reads `OPTION=VALUE`, and `+OPTION=VALUE` behind it."""
-    pairs = [each.split("=", 1) for each in re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text)]
+    pairs = [
+        each.split("=", 1) for each in re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text)
+    ]
     options = {name: read_option(name, value) for name, value in pairs}
-    refuse("seed" in options, "seed cannot be varied", "Use --seeds=N")
-    refuse("train.num_steps" in options, "train.num_steps follows from --equal", "Use --budgets")
+    if "seed" in options:
+        raise UserError("seed cannot be varied", "Use --seeds=N")
+    if "train.num_steps" in options:
+        raise UserError("train.num_steps follows from --equal", "Use --budgets")
     return options
 
 
@@ -119,9 +143,13 @@ def _apply(config: Config, values: Sequence[Value], name: str) -> Arm:
         options |= value
     try:
         commit = _find_commit(options.pop(_CODE, _HERE))
-        if recipe := options.pop(_RECIPE, None):  # what the command line sets holds for all arms
+        if recipe := options.pop(
+            _RECIPE, None
+        ):  # what the command line sets holds for all arms
             read = Config.from_dict(read_options(recipe))
-            config = with_options(read, {each: option(config, each) for each in cli.overrides()})
+            config = with_options(
+                read, {each: option(config, each) for each in cli.overrides()}
+            )
         return Arm(name, with_options(config, options), commit=commit)
     except UserError as error:
         raise UserError(f"the arm {name} cannot work", str(error)) from None
@@ -131,17 +159,31 @@ def _find_commit(name: str) -> str:
     if name == _HERE:
         return ""
     commit = _git(SOURCE, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
-    refuse(not commit, f"{name} is no branch, tag or commit of {SOURCE}")
+    if not commit:
+        raise UserError(f"{name} is no branch, tag or commit of {SOURCE}")
     return commit
 
 
 def check_out(source: Path) -> None:
     """Makes a git worktree of the commit that `Arm.source` names, if there is none yet."""
-    with locked(source.parent.with_suffix(".lock")):  # several processes may do so at once
+    with locked(
+        source.parent.with_suffix(".lock")
+    ):  # several processes may do so at once
         if not source.exists():
-            _git(SOURCE, "worktree", "add", "-f", "--detach", str(source.absolute()), source.name)
+            _git(
+                SOURCE,
+                "worktree",
+                "add",
+                "-f",
+                "--detach",
+                str(source.absolute()),
+                source.name,
+            )
         is_whole = source.exists() and not _git(source, "status", "--porcelain")
-        refuse(not is_whole, f"{source} is no clean worktree", "Remove it, and repeat the command")
+        if not is_whole:
+            raise UserError(
+                f"{source} is no clean worktree", "Remove it, and repeat the command"
+            )
 
 
 def _git(source: Path, *arguments: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Outcome, Run
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.training.code import hash_code
 from gpt2.utils.cluster import Slot, start
 from gpt2.utils.files import is_locked, write_json
@@ -27,8 +27,11 @@ def make_slots(jobs: int | None, ray: Any = None) -> list[Slot]:
     """Returns what `jobs` runs at once have: an accelerator each, or a share of the cores."""
     if ray:
         return _slots_of_cluster(jobs, ray)
-    linux, jobs = sys.platform == "linux", jobs or 1
-    cores = sorted(os.sched_getaffinity(0)) if linux else list(range(os.cpu_count() or 1))
+    linux = sys.platform == "linux"
+    jobs = jobs or 1
+    cores = (
+        sorted(os.sched_getaffinity(0)) if linux else list(range(os.cpu_count() or 1))
+    )
     if jobs == 1:
         return [Slot(frozenset(cores), {})]
     found = map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
@@ -36,17 +39,24 @@ def make_slots(jobs: int | None, ray: Any = None) -> list[Slot]:
     on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
     gpus = [gpu for gpu in visible if gpu not in ("", "-1") and not on_cpu]
     number = len(gpus or cores)
-    refuse(jobs > number, f"--jobs={jobs} is more than the {number} GPUs or CPU cores")
+    if jobs > number:
+        raise UserError(f"--jobs={jobs} is more than the {number} GPUs or CPU cores")
     if gpus:
-        return [Slot(frozenset(cores), {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
+        return [
+            Slot(frozenset(cores), {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]
+        ]
     share = len(cores) // jobs
-    return [Slot(frozenset(cores[i * share : (i + 1) * share]), {}) for i in range(jobs)]
+    return [
+        Slot(frozenset(cores[i * share : (i + 1) * share]), {}) for i in range(jobs)
+    ]
 
 
 def _slots_of_cluster(jobs: int | None, ray: Any) -> list[Slot]:
     """Returns what Ray keeps for each run: a GPU, a TPU's host, or a host or its share of cores."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    kind = next(kind for kind in ("GPU", "TPU", "CPU") if any(kind in node for node in nodes))
+    kind = next(
+        kind for kind in ("GPU", "TPU", "CPU") if any(kind in node for node in nodes)
+    )
     sizes = [int(node[kind]) for node in nodes if kind in node]
     number = jobs or (sum(sizes) if kind == "GPU" else len(sizes))
     tasks: dict[str, dict[str, Any]] = {
@@ -57,14 +67,18 @@ def _slots_of_cluster(jobs: int | None, ray: Any) -> list[Slot]:
     return [Slot(frozenset(), {}, tasks[kind])] * number
 
 
-def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours: float) -> None:
+def train_all(
+    runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours: float
+) -> None:
     """Trains the runs that have not ended yet, beside other processes that do the same.
 
     A run that was interrupted continues. One that failed before this process began is tried again;
     one that diverged would diverge again. Each run that ends is told with its score. When this
     process is `max_hours` old, what still trains is saved and stops.
     """
-    left, free, training = list(runs), list(slots), list[_Training]()
+    left = list(runs)
+    free = list(slots)
+    training = list[_Training]()
     codes = {source: hash_code(source) for source in {run.source for run in runs}}
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
@@ -77,7 +91,8 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours:
                 if free and (lock := take(run)):
                     what = f"the code has changed while the sweep trained, and {run.label} waits"
                     changed = hash_code(run.source) != codes[run.source]
-                    refuse(changed, what, "Put it back, and repeat the command")
+                    if changed:
+                        raise UserError(what, "Put it back, and repeat the command")
                     left.remove(run)
                     training.append(_Training(run, free.pop(), lock))
             for ended in [each for each in training if each.process.poll() is not None]:
@@ -100,7 +115,9 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str, max_hours:
 def _has_ended(run: Run) -> bool:
     """Returns whether a run is not to be trained; one that failed before is tried again."""
     state = run.outcome().state
-    failed_now = state == "failed" and (run.folder / "outcome.json").stat().st_mtime > _BEGAN
+    failed_now = (
+        state == "failed" and (run.folder / "outcome.json").stat().st_mtime > _BEGAN
+    )
     return state in ("finished", "diverged") or failed_now
 
 
@@ -121,18 +138,26 @@ class _Training:
     """A run that is training."""
 
     def __init__(self, run: Run, slot: Slot, lock: TextIO):
-        self.run, self.slot, self._lock = run, slot, lock
+        self.run = run
+        self.slot = slot
+        self._lock = lock
         run.prepare()
         options = f"--config={run.folder / 'config.json'}", f"--workdir={run.workdir}"
-        command, log = [str(run.source / "train.py"), *options], run.folder / "log.txt"
+        command = [str(run.source / "train.py"), *options]
+        log = run.folder / "log.txt"
         self._log_start = log.stat().st_size if log.exists() else 0  # of this try
         self.process = start(command, log, run.workdir / ".lock", slot)
 
     def end(self, score: str) -> str:
         """Keeps how the process ended, gives its lock back, and returns what to tell of it."""
-        code, outcome = self.process.poll() or 0, Outcome("finished")
+        code = self.process.poll() or 0
+        outcome = Outcome("finished")
         log = (self.run.folder / "log.txt").read_bytes()[self._log_start :]
-        lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in log.decode(errors="replace").splitlines()
+            if line.strip()
+        ]
         errors = [line for line in lines if line.startswith("error: ")]
         error = [f"exit code {code}", *lines[-1:], *errors][-1]
         if code == _DIVERGED:

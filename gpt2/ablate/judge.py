@@ -13,7 +13,7 @@ from gpt2.ablate.arms import Arm
 from gpt2.ablate.power import LEVEL, POWER
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict, compare
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.utils.text import counted
 
 # Of planned sweeps: a pilot that is calm by chance ends them early, which makes up to 7 % of 5
@@ -31,12 +31,15 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
     return rows[rows.state == state] if state else rows
 
 
-def sample(sweep: Sweep, results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
+def sample(
+    sweep: Sweep, results: pd.DataFrame, arm: Arm, seeds: int | None = None
+) -> Sample:
     """Returns the final scores of an arm, or of its first seeds."""
     if sweep.chosen.get(arm.name, {}) is None:  # it diverged with every choice
         return Sample({}, diverged=len(sweep.choices()))
     runs = compared(results, arm)[:seeds]
-    rows, states = runs[runs.state == "finished"], list(runs.state)
+    rows = runs[runs.state == "finished"]
+    states = list(runs.state)
     scores = dict(zip(rows.seed, rows.score, strict=True))
     return Sample(scores, states.count("diverged"), states.count("failed"))
 
@@ -55,10 +58,14 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
             last = look == sweep.looks[-1]
             level = PLANNED_LEVEL if sweep.find else level_at(sweep.looks, look)
             seen = [
-                sample(sweep, results, arm, ends.get(arm.name, look) if several else None)
+                sample(
+                    sweep, results, arm, ends.get(arm.name, look) if several else None
+                )
                 for arm in group
             ]
-            arms = {arm.name: each for arm, each in zip(group[1:], seen[1:], strict=True)}
+            arms = {
+                arm.name: each for arm, each in zip(group[1:], seen[1:], strict=True)
+            }
             found = compare(seen[0], arms, paired=sweep.paired, level=level)
             waits = several and any(
                 len(each.scores) + each.diverged + each.failed < look
@@ -68,7 +75,9 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
             for name in [name for name in arms if name not in ends]:
                 verdict = found[name]
                 errors = abs(verdict.difference) / verdict.error
-                hopeless = not last and is_hopeless(errors, len(arms), sweep.looks, look)
+                hopeless = not last and is_hopeless(
+                    errors, len(arms), sweep.looks, look
+                )
                 clear = verdict.words in FOUND or math.isnan(verdict.high)
                 verdicts[name] = replace(verdict, **_HIDDEN)
                 if not waits and (last or clear or hopeless):
@@ -84,7 +93,8 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 def grow(sweep: Sweep) -> Sweep:
     """Returns the sweep with the seeds that looks or a plan add to sizes whose runs have ended."""
     waiting = {run.arm for run in sweep.runs() if run.outcome().state == "waiting"}
-    results, seeds = sweep.results(), dict(sweep.seeds)
+    results = sweep.results()
+    seeds = dict(sweep.seeds)
     if sweep.find:  # a plan is by the first seeds, also that of arms added later
         results = results[results.seed < sweep.arms[0].config.seed + sweep.looks[0]]
     verdicts = judge(sweep, results)
@@ -97,14 +107,23 @@ def grow(sweep: Sweep) -> Sweep:
             continue
         if sweep.find:
             errors = np.array([verdicts[arm.name].error for arm in goes_on])
-            number = int(seeds_to_find(sweep.find, errors, sweep.looks[0], sweep.paired))
+            number = int(
+                seeds_to_find(sweep.find, errors, sweep.looks[0], sweep.paired)
+            )
             what = f"{sweep.find:g} takes {number} seeds of {baseline.name}, as noisy as the first"
-            refuse(number > CHOOSING_SEEDS, what, "Give another --workdir, and a larger --find")
+            if number > CHOOSING_SEEDS:
+                raise UserError(what, "Give another --workdir, and a larger --find")
         else:
-            least = min(map(sweep.num_seeds, goes_on))  # an arm that was added has fewer
+            least = min(
+                map(sweep.num_seeds, goes_on)
+            )  # an arm that was added has fewer
             number = min(look for look in sweep.looks if look > least)
-        if more := [arm for arm in (baseline, *goes_on) if sweep.num_seeds(arm) < number]:
-            print(f"{len(goes_on)} of {counted(len(arms), 'arm')} go on to {number} seeds")
+        if more := [
+            arm for arm in (baseline, *goes_on) if sweep.num_seeds(arm) < number
+        ]:
+            print(
+                f"{len(goes_on)} of {counted(len(arms), 'arm')} go on to {number} seeds"
+            )
             seeds |= {arm.name: number for arm in more}
     return replace(sweep, seeds=seeds)
 
@@ -125,7 +144,8 @@ def is_hopeless(errors: Any, num_arms: int, looks: Sequence[int], look: int) -> 
     It would with a probability below 20 % if the true difference were the smallest that it finds
     with `POWER` (conditional power; Lan, Simon and Halperin 1982).
     """
-    share, isf = look / looks[-1], scipy.stats.norm.isf
+    share = look / looks[-1]
+    isf = scipy.stats.norm.isf
     border = isf(level_at(looks, looks[-1]) / num_arms / 2)
     expected = math.sqrt(share) * errors + (1 - share) * (border + isf(1 - POWER))
     return border - expected > isf(_HOPELESS) * math.sqrt(1 - share)
@@ -136,8 +156,11 @@ def seeds_to_find(find: float, errors: Any, pilot: int, paired: bool = False) ->
 
     `errors` `[..., arms]` are the pilot's. An arm is taken for no calmer than the mean of all.
     """
-    num_arms, spreads = errors.shape[-1], pilot * errors**2  # of the difference of two runs
+    # of the difference of two runs
+    num_arms = errors.shape[-1]
+    spreads = pilot * errors**2
     spread = np.maximum(spreads, spreads.mean(-1, keepdims=True)).mean(-1)
-    tails, df = (PLANNED_LEVEL / 2 / num_arms, 1 - POWER), (pilot - 1) * (num_arms + (not paired))
+    tails = (PLANNED_LEVEL / 2 / num_arms, 1 - POWER)
+    df = (pilot - 1) * (num_arms + (not paired))
     needed = np.ceil(scipy.stats.t.isf(tails, df).sum() ** 2 * spread / find**2)
     return np.maximum(needed, pilot).astype(int)

@@ -16,18 +16,24 @@ from gpt2.ablate.verdicts import Verdict
 # (Okabe and Ito 2008); the pattern of the line changes when they run out.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 _LINES = ("-", "--", ":", "-.")
-_BASELINE, _MUTED = "#4b5563", "#6b7280"
+_BASELINE = "#4b5563"
+_MUTED = "#6b7280"
 _VERDICTS = {"better": "#009e73", "worse": "#d55e00"}
 
 
 def plot_differences(
-    png: Path, verdicts: Mapping[str, Verdict], scores: Mapping[str, Sequence[float]], unit: str
+    png: Path,
+    verdicts: Mapping[str, Verdict],
+    scores: Mapping[str, Sequence[float]],
+    unit: str,
 ) -> None:
     """Draws each arm's difference from the baseline, with its interval and its runs.
 
     `scores` are final ones less the baseline's mean. A baseline, without a verdict, has runs alone.
     """
-    places = {name: verdicts[name].difference if name in verdicts else 0.0 for name in scores}
+    places = {
+        name: verdicts[name].difference if name in verdicts else 0.0 for name in scores
+    }
     names = sorted(places, key=places.__getitem__, reverse=True)
     figure, (axes,) = _figure(height=1.4 + 0.42 * len(names))
     axes.axvline(0, color=_BASELINE, linewidth=1.2)
@@ -35,10 +41,14 @@ def plot_differences(
         verdict = verdicts.get(name)
         color = _VERDICTS.get(verdict.words, _MUTED) if verdict else _BASELINE
         below = [row - 0.2] * len(scores[name])  # where the bar does not hide them
-        axes.plot(scores[name], below, "o", color=color, alpha=0.6, ms=5, markeredgewidth=0)
+        axes.plot(
+            scores[name], below, "o", color=color, alpha=0.6, ms=5, markeredgewidth=0
+        )
         if verdict:
             if math.isfinite(verdict.low):
-                axes.plot([verdict.low, verdict.high], [row, row], color=color, linewidth=2.4)
+                axes.plot(
+                    [verdict.low, verdict.high], [row, row], color=color, linewidth=2.4
+                )
             axes.plot([verdict.difference], [row], "D", color=color, markersize=6)
     axes.set_yticks(range(len(names)), [name.replace(",", ",\n") for name in names])
     axes.set_ylim(-0.7, len(names) - 0.3)
@@ -64,13 +74,21 @@ def plot_curves(
     figure, panels = _figure(height=4.6 + 0.12 * len(curves), width=14, columns=3)
     num_arms = len(curves) // num_sizes
     styles = [_style(i % num_arms, i // num_arms) for i in range(len(curves))]
-    titles = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds of training steps"}
+    titles = {
+        "tokens": "tokens",
+        "flops": "FLOPs",
+        "seconds": "seconds of training steps",
+    }
     for axes, (amount, title) in zip(panels, titles.items(), strict=True):
         for (name, members), style in zip(curves.items(), styles, strict=True):
             if any(np.isnan(curve.tokens).any() for curve in members):
                 axes.axhline(members[0].scores[0], label=name, **style)
                 continue
-            known = [c for c in members if np.isfinite(getattr(c, amount)).all() and len(c.scores)]
+            known = [
+                c
+                for c in members
+                if np.isfinite(getattr(c, amount)).all() and len(c.scores)
+            ]
             if not known:
                 continue
             # Curves of one arm are validated at the same steps; a shorter one has not come as far.
@@ -81,7 +99,9 @@ def plot_curves(
             for loss in filter(None, (curve.training for curve in known)):
                 axes.plot(getattr(loss, amount), loss.scores, **style, alpha=0.3)
             axes.plot(x, scores.mean(0), marker=mark, label=name, **style)
-            axes.fill_between(x, scores.min(0), scores.max(0), color=style["color"], alpha=0.18)
+            axes.fill_between(
+                x, scores.min(0), scores.max(0), color=style["color"], alpha=0.18
+            )
         axes.set_xlabel(title)
         axes.set_xscale("log" if log_x else "linear")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -89,7 +109,9 @@ def plot_curves(
     training = [c.training for c in every if c.training]
     told = "faint: training" if training else "band: range of seeds"
     panels[0].set_ylabel(f"validation ({unit}); {told}")
-    shown = np.concatenate([c.scores[len(c.scores) // 10 :] for c in [*every, *training]])
+    shown = np.concatenate(
+        [c.scores[len(c.scores) // 10 :] for c in [*every, *training]]
+    )
     margin = 0.06 * np.ptp(shown) or 0.1
     panels[0].set_ylim(shown.min() - margin, shown.max() + margin)
     _save(figure, png)
@@ -111,7 +133,10 @@ def plot_tuning(
 
 
 def plot_sizes(
-    png: Path, groups: Sequence[Sequence[Arm]], verdicts: Mapping[str, Verdict], unit: str
+    png: Path,
+    groups: Sequence[Sequence[Arm]],
+    verdicts: Mapping[str, Verdict],
+    unit: str,
 ) -> None:
     """Draws each change's differences, with their intervals, over the baseline's FLOPs by size."""
     changes = list(dict.fromkeys(arm.change for _, *arms in groups for arm in arms))
@@ -120,10 +145,17 @@ def plot_sizes(
     places = [flops(first.config, first.config.train.num_steps) for first, *_ in groups]
     for i, change in enumerate(changes, start=1):
         each = zip(places, groups, strict=True)
-        found = [(x, verdicts[a.name]) for x, arms in each for a in arms[1:] if a.change == change]
+        found = [
+            (x, verdicts[a.name])
+            for x, arms in each
+            for a in arms[1:]
+            if a.change == change
+        ]
         x, middles, highs = np.array([(x, v.difference, v.high) for x, v in found]).T
         x = x * 1.03 ** (i - len(changes) / 2)  # beside others' bars
-        axes.errorbar(x, middles, highs - middles, fmt="D", label=change, color=_style(i)["color"])
+        axes.errorbar(
+            x, middles, highs - middles, fmt="D", label=change, color=_style(i)["color"]
+        )
     axes.set(xscale="log", xlabel="size, over its baseline's FLOPs")
     axes.set_xticks(places, [first.size for first, *_ in groups])
     axes.set_xticks([], minor=True)
@@ -138,7 +170,9 @@ def _style(arm: int, size: int = 0) -> dict[str, str]:
 
 
 def _figure(height: float, width: float = 9, columns: int = 1) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+    from matplotlib.figure import (
+        Figure,  # without pyplot: no window system, no global state
+    )
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     panels = list(np.ravel(figure.subplots(1, columns, sharey=True)))
@@ -149,6 +183,7 @@ def _figure(height: float, width: float = 9, columns: int = 1) -> tuple[Any, lis
 
 def _save(figure: Any, png: Path) -> None:
     """Writes a picture, with the names of its curves below, where they hide nothing."""
-    handles, columns = figure.axes[0].get_legend_handles_labels(), int(figure.get_figwidth() / 4.5)
+    handles = figure.axes[0].get_legend_handles_labels()
+    columns = int(figure.get_figwidth() / 4.5)
     figure.legend(*handles, fontsize=9, loc="outside lower left", ncols=columns)
     figure.savefig(png)

@@ -28,20 +28,28 @@ _MADE_WITH = ("code", "commit", "clean", "jax", "device_kind", "devices")
 
 def write_report(sweep: Sweep) -> pd.DataFrame:
     """Writes all files of the report, and returns the table of its verdicts."""
-    root, groups, results = sweep.root, sweep.groups(), sweep.results()
+    root = sweep.root
+    groups = sweep.groups()
+    results = sweep.results()
     verdicts = judge(sweep, results)
     by_arm = {arm.name: sample(sweep, results, arm) for arm in sweep.arms}
     write_csv(root / "results.csv", results)
-    if has_differences := any(math.isfinite(each.difference) for each in verdicts.values()):
+    if has_differences := any(
+        math.isfinite(each.difference) for each in verdicts.values()
+    ):
         _draw_differences(sweep, by_arm, verdicts)
     curves = {arm.name: list(compared(results, arm).curve) for arm in sweep.arms}
-    if has_curves := any(len(curve.scores) for members in curves.values() for curve in members):
+    if has_curves := any(
+        len(curve.scores) for members in curves.values() for curve in members
+    ):
         several: Any = dict(log_x=len(groups) > 1, num_sizes=len(groups))
         pictures.plot_curves(root / "curves.png", curves, sweep.unit, **several)
     if not (by_size := tables.sizes_table(sweep, verdicts)).empty:
         pictures.plot_sizes(root / "sizes.png", groups, verdicts, sweep.unit)
     broken = results[results.state.isin(["diverged", "failed"])]
-    starts = [start for folder in results.folder for start in read_starts(folder / "run")]
+    starts = [
+        start for folder in results.folder for start in read_starts(folder / "run")
+    ]
     context = {
         "title": root.resolve().name,
         "sweep": sweep,
@@ -64,18 +72,27 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         },
         "taken": sorted(Counter(results.taken_from.str.partition("/")[0]).items()),
         "codes": sorted(set(results.code) - {""}),
-        "made_with": {key: sorted({str(each.get(key)) for each in starts}) for key in _MADE_WITH},
+        "made_with": {
+            key: sorted({str(each.get(key)) for each in starts}) for key in _MADE_WITH
+        },
     }
     cost = results[results.taken_from == ""][["tokens", "flops", "seconds"]].sum()
-    judged = {arm: vars(each) | {"detectable": each.detectable()} for arm, each in verdicts.items()}
+    judged = {
+        arm: vars(each) | {"detectable": each.detectable()}
+        for arm, each in verdicts.items()
+    }
     for_programs = {
         name: getattr(sweep, name)
         for name in ("unit", "equal", "paired", "looks", "find", "chosen")
     }
     for_programs |= {"codes": context["codes"], "cost_here": cost.to_dict()}
     for_programs["sizes"] = by_size.to_dict("records")
-    for_programs["arms"] = {arm: vars(by_arm[arm]) | judged.get(arm, {}) for arm in by_arm}
-    tree = json.loads(json.dumps(for_programs), parse_constant=lambda _: None)  # in place of nan
+    for_programs["arms"] = {
+        arm: vars(by_arm[arm]) | judged.get(arm, {}) for arm in by_arm
+    }
+    tree = json.loads(
+        json.dumps(for_programs), parse_constant=lambda _: None
+    )  # in place of nan
     write_json(root / "verdicts.json", tree)
     text = _render("markdown.j2", context, root)
     write_text(root / "report.md", re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
@@ -110,19 +127,28 @@ def _draw_differences(
         first = by_arm[group[0].name].scores
         for name in (arm.name for arm in group if first):
             scores = by_arm[name].scores
-            less = first if sweep.paired else dict.fromkeys(scores, mean(first.values()))
-            if found := [score - less[seed] for seed, score in scores.items() if seed in less]:
+            less = (
+                first if sweep.paired else dict.fromkeys(scores, mean(first.values()))
+            )
+            if found := [
+                score - less[seed] for seed, score in scores.items() if seed in less
+            ]:
                 dots[name] = found
-    pictures.plot_differences(sweep.root / "differences.png", verdicts, dots, sweep.unit)
+    pictures.plot_differences(
+        sweep.root / "differences.png", verdicts, dots, sweep.unit
+    )
 
 
 def _draw_tuning(sweep: Sweep) -> list[str]:
     """Draws the scores over each option of numbers that is tuned, and returns the pictures."""
-    drawn, tuning = [], sweep.tuning()
+    drawn = []
+    tuning = sweep.tuning()
     for option, values in sweep.tune.items():
         if isinstance(values[0], str):
             continue
-        means: dict[str, dict[float, float]] = {}  # the best of all choices with a value
+        means: dict[
+            str, dict[float, float]
+        ] = {}  # the best of all choices with a value
         for name, scores in tuning.items():
             by_value = means.setdefault(name, dict.fromkeys(values, math.inf))
             for choice, score in scores:

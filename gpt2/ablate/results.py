@@ -23,9 +23,13 @@ class Curve:
 
     tokens: np.ndarray  # read by training so far
     flops: np.ndarray  # spent so far, by the model's formula
-    seconds: np.ndarray  # of training steps, without validation, checkpoints and compilation
+    seconds: (
+        np.ndarray
+    )  # of training steps, without validation, checkpoints and compilation
     scores: np.ndarray  # the metric in which runs are compared
-    training: "Curve | None" = None  # the training loss, beside a single validation in its unit
+    training: "Curve | None" = (
+        None  # the training loss, beside a single validation in its unit
+    )
 
 
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
@@ -35,7 +39,8 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """
     rows = []
     for run in runs:
-        outcome, amounts = run.outcome(), (run.config.shapes.tokens, partial(flops, run.config))
+        outcome = run.outcome()
+        amounts = (run.config.shapes.tokens, partial(flops, run.config))
         curve = read_curve(run.workdir, score, *amounts)
         last = (read_metrics(run.workdir / "metrics.jsonl") or [{}])[-1]
         if outcome.state == "finished" and last.get(score) is None:
@@ -52,10 +57,20 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
             "tokens": run.config.shapes.tokens(last.get("step", 0)),
             "flops": curve.flops[-1] if len(curve.flops) else math.nan,
         }
-        row |= {name: last.get(name) for name in ("eval/loss", "eval/bits_per_byte", "train/loss")}
-        row |= {"error": outcome.error, "folder": run.folder, "run": run.label, "curve": curve}
+        row |= {
+            name: last.get(name)
+            for name in ("eval/loss", "eval/bits_per_byte", "train/loss")
+        }
+        row |= {
+            "error": outcome.error,
+            "folder": run.folder,
+            "run": run.label,
+            "curve": curve,
+        }
         row["seconds"] = curve.seconds[-1] if len(curve.seconds) else math.nan
-        rows.append(row | {"score": last[score] if outcome.state == "finished" else math.nan})
+        rows.append(
+            row | {"score": last[score] if outcome.state == "finished" else math.nan}
+        )
     return pd.DataFrame(rows)
 
 
@@ -68,11 +83,14 @@ def write_csv(path: Path, results: pd.DataFrame) -> None:
 
 def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curve:
     """Reads the validations of a workdir, by the tokens and the FLOPs of so many steps."""
-    points, seconds, before = [], 0.0, 0
+    points = []
+    seconds = 0.0
+    before = 0
     for record in read_metrics(workdir / "metrics.jsonl"):
         step = record["step"]
         if "perf/step_seconds" in record:
-            seconds, before = seconds + (step - before) * record["perf/step_seconds"], step
+            seconds = seconds + (step - before) * record["perf/step_seconds"]
+            before = step
         if record.get(score) is not None:
             points.append((tokens(step), flops(step), seconds, record[score]))
     curve = Curve(*np.array(points, dtype=np.float64).reshape(-1, 4).T)
@@ -87,6 +105,10 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
 
     It is inf if the curve ends above, and the first validation's if all are below.
     """
-    above = np.flatnonzero(scores > target)  # the last counts: no lucky validation before it
+    above = np.flatnonzero(
+        scores > target
+    )  # the last counts: no lucky validation before it
     start = above[-1] if above.size else 0
-    return float(np.interp(-target, -scores[start:][:2], amounts[start:][:2], right=math.inf))
+    return float(
+        np.interp(-target, -scores[start:][:2], amounts[start:][:2], right=math.inf)
+    )

@@ -21,7 +21,9 @@ class Outcome(NamedTuple):
 
     state: str  # finished, diverged (its loss was NaN or Inf), failed otherwise, or waiting
     error: str = ""  # the line that says why
-    taken_from: str = ""  # the folder of the same run, beside the sweep, that was not trained again
+    taken_from: str = (
+        ""  # the folder of the same run, beside the sweep, that was not trained again
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Run:
     arm: str  # its name
     config: Config
     folder: Path
-    tuned: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values tried, or chosen
+    tuned: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # values tried, or chosen
     chooses: bool = False  # whether it only chooses between values
     source: Path = SOURCE  # where the train.py lies that trains it
 

@@ -16,12 +16,19 @@ from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import LOSS, choose_score
 from gpt2.config import Config, with_options
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.training.code import SOURCE, hash_code
 from gpt2.utils.files import locked, write_json
 
-CHOOSING_SEEDS = 1000  # by which seeds of runs that choose values are above those compared
-_DECIDED = ("equal", "paired", "tune", "num_tune_seeds")  # before the first run, for all runs
+CHOOSING_SEEDS = (
+    1000  # by which seeds of runs that choose values are above those compared
+)
+_DECIDED = (
+    "equal",
+    "paired",
+    "tune",
+    "num_tune_seeds",
+)  # before the first run, for all runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +41,25 @@ class Sweep:
     score: str  # the metric that is compared, of the last validation
     equal: str  # what the arms have alike, one of terms.TERMS
     paired: bool  # whether runs are compared seed by seed
-    looks: list[int]  # seeds of each arm; of several numbers, each is a look that may end it
+    looks: list[
+        int
+    ]  # seeds of each arm; of several numbers, each is a look that may end it
     tune: Mapping[str, Sequence[Any]]  # for each option that is tuned, its values
     num_tune_seeds: int  # runs of each arm for each choice of these values
-    find: float = 0.0  # the difference that seeds are planned for, by the first of them; or 0
-    seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of arms that got more
-    raised_from: int = 0  # seeds when a command asked for more after runs had ended; else 0
+    find: float = (
+        0.0  # the difference that seeds are planned for, by the first of them; or 0
+    )
+    seeds: Mapping[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # of arms that got more
+    raised_from: int = (
+        0  # seeds when a command asked for more after runs had ended; else 0
+    )
     # Each arm's best choice of the values that are tuned, once all its choosing runs have ended;
     # None if all diverged. It stays, whatever is trained later.
-    chosen: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(default_factory=dict)
+    chosen: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def unit(self) -> str:
@@ -82,10 +99,13 @@ class Sweep:
             self._run(arm, i, choice)
             for i in range(max(self.num_seeds(arm) for arm in self.arms))
             for arm in self.arms
-            if i < self.num_seeds(arm) and (choice := self.chosen.get(arm.name)) is not None
+            if i < self.num_seeds(arm)
+            and (choice := self.chosen.get(arm.name)) is not None
         ]
 
-    def _run(self, arm: Arm, seed: int, choice: Mapping[str, Any], chooses: bool = False) -> Run:
+    def _run(
+        self, arm: Arm, seed: int, choice: Mapping[str, Any], chooses: bool = False
+    ) -> Run:
         seed += self.arms[0].config.seed
         folder = self.root / "runs" / arm.name
         if chooses:
@@ -101,7 +121,9 @@ class Sweep:
         results = read_results(self.choosing_runs(), self.score)
         means = results.groupby(["arm", "values"]).score.agg(mean)
         return {
-            arm.name: [(each, means[arm.name, describe(each)]) for each in self.choices()]
+            arm.name: [
+                (each, means[arm.name, describe(each)]) for each in self.choices()
+            ]
             for arm in self.arms
         }
 
@@ -112,10 +134,15 @@ class Sweep:
         """
         if not self.tune:
             return dataclasses.replace(self, chosen={arm.name: {} for arm in self.arms})
-        chosen, runs = dict(self.chosen), self.undecided_runs()
+        chosen = dict(self.chosen)
+        runs = self.undecided_runs()
         for name, tried in self.tuning().items():
             states = {run.outcome().state for run in runs if run.arm == name}
-            if not states or "waiting" in states or ("failed" in states and not leave_failed):
+            if (
+                not states
+                or "waiting" in states
+                or ("failed" in states and not leave_failed)
+            ):
                 continue
             if scored := [pair for pair in tried if math.isfinite(pair[1])]:
                 chosen[name] = min(scored, key=lambda pair: pair[1])[0]
@@ -135,31 +162,46 @@ class Sweep:
         texts: dict[Any, tuple[str, Run]] = {}
         labels: dict[tuple[Path, str], list[str]] = {}  # of the runs of each code
         for run in (*self.choosing_runs(), *self.runs()):
-            for code in run.codes(hash_code(run.source) if now and run.source != SOURCE else now):
+            for code in run.codes(
+                hash_code(run.source) if now and run.source != SOURCE else now
+            ):
                 labels.setdefault((run.source, code), []).append(run.label)
             if (path := run.workdir / "data.json").exists():
                 text, first = texts.setdefault(run.config.data, (path.read_text(), run))
                 what = f"{run.folder} was trained on another text than {first.folder}"
-                refuse(text != path.read_text(), what, "Give another --workdir")
-        told = [f"{len(runs)} of {code}, such as {runs[0]}" for (_, code), runs in labels.items()]
+                if text != path.read_text():
+                    raise UserError(what, "Give another --workdir")
+        told = [
+            f"{len(runs)} of {code}, such as {runs[0]}"
+            for (_, code), runs in labels.items()
+        ]
         what = f"{self.root} would pool runs of different code ({'; '.join(told)})"
         pools = len(labels) > len({source for source, _ in labels})
-        refuse(pools, what, "Put the code back, or give another --workdir")
+        if pools:
+            raise UserError(what, "Put the code back, or give another --workdir")
 
     def save(self) -> None:
         """Writes sweep.json."""
-        tree = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tree = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
         del tree["root"]
-        tree["arms"] = [vars(arm) | {"config": arm.config.to_dict()} for arm in self.arms]
+        tree["arms"] = [
+            vars(arm) | {"config": arm.config.to_dict()} for arm in self.arms
+        ]
         write_json(self.root / "sweep.json", tree)
 
 
 def load_sweep(root: Path) -> Sweep:
     """Reads the sweep of a directory."""
     path = root / "sweep.json"
-    refuse(not path.exists(), f"{root} holds no sweep", "Give the --workdir of a sweep")
+    if not path.exists():
+        raise UserError(f"{root} holds no sweep", "Give the --workdir of a sweep")
     tree = json.loads(path.read_text())
-    arms = [Arm(**each | {"config": Config.from_dict(each["config"])}) for each in tree["arms"]]
+    arms = [
+        Arm(**each | {"config": Config.from_dict(each["config"])})
+        for each in tree["arms"]
+    ]
     return Sweep(**tree | {"root": root, "arms": tuple(arms)})
 
 
@@ -180,24 +222,30 @@ def continued(sweep: Sweep) -> Sweep:
     if not (sweep.root / "sweep.json").exists():
         return sweep
     before = load_sweep(sweep.root)
-    known, arms = {arm.name: arm for arm in before.arms}, list(before.arms)
+    known = {arm.name: arm for arm in before.arms}
+    arms = list(before.arms)
     clashes = {each: (getattr(before, each), getattr(sweep, each)) for each in _DECIDED}
     for arm in sweep.arms:
         if arm.name in known:
             clashes |= differences(known[arm.name].config, arm.config)
             clashes[f"commits of {arm.name}"] = known[arm.name].commit, arm.commit
-        elif all(dataclasses.replace(arm, change=each.change) != each for each in before.arms):
+        elif all(
+            dataclasses.replace(arm, change=each.change) != each for each in before.arms
+        ):
             arms.append(arm)
     clashes["score"] = before.score, choose_score(arms)
     if max(len(before.looks), len(sweep.looks)) > 1 or before.find:
         clashes["seeds"] = before.looks, sweep.looks
     for name, (old, new) in clashes.items():
         what = f"{sweep.root} holds a sweep with {name}={old}, not {new}"
-        refuse(old != new, what, "Give another --workdir, or the old value")
+        if old != new:
+            raise UserError(what, "Give another --workdir, or the old value")
     seen = any(run.outcome().state != "waiting" for run in before.runs())
     find = min(filter(None, (before.find, sweep.find)), default=0.0)
     raised = seen and (sweep.looks > before.looks or find != before.find)
-    seeds = [pair for s in (before, sweep) if s.find == find for pair in s.seeds.items()]
+    seeds = [
+        pair for s in (before, sweep) if s.find == find for pair in s.seeds.items()
+    ]
     return dataclasses.replace(
         sweep,
         commands=list(dict.fromkeys([*before.commands, *sweep.commands])),

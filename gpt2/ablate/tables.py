@@ -17,7 +17,9 @@ from gpt2.ablate.terms import step_tokens
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict
 
 
-def verdict_table(by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
+def verdict_table(
+    by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]
+) -> pd.DataFrame:
     """Returns a row for each arm: its runs, and what they say."""
     rows = []
     for name, sample in by_arm.items():
@@ -42,9 +44,12 @@ def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
 
     The p-value, without looks, is that of true differences that are all one, for all changes.
     """
-    rows, changes = [], dict.fromkeys(arm.change for arm in sweep.arms if arm.name in verdicts)
+    rows = []
+    changes = dict.fromkeys(arm.change for arm in sweep.arms if arm.name in verdicts)
     for change in changes if len(sweep.groups()) > 1 else ():
-        row, tested, told = dict[str, object](arm=change), [], set()
+        row = dict[str, object](arm=change)
+        tested = []
+        told = set()
         for arm in [arm for arm in sweep.arms if arm.change == change]:
             row[arm.size] = (verdict := verdicts[arm.name]).words
             if interval := _interval(verdict.low, verdict.high, "+.4f"):
@@ -54,7 +59,9 @@ def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
         alike = len(told) == 1 and len(tested) == len(sweep.groups())
         some = "agree" if alike else "not everywhere"
         row["verdicts"] = "DISAGREE" if told >= set(FOUND) else some
-        if len(tested) > 1 and len(sweep.looks) == 1:  # a look ends at differences that seem large
+        if (
+            len(tested) > 1 and len(sweep.looks) == 1
+        ):  # a look ends at differences that seem large
             p_value = len(changes) * float(same_difference(*np.array(tested).T))
             row["p, if one difference"] = float(f"{min(p_value, 1.0):.2g}")
         rows.append(row)
@@ -67,13 +74,22 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     for baseline, *others in sweep.groups():
         first = compared(results, baseline, "finished")
         for arm in others if len(first) else ():
-            row, runs = {"arm": arm.name}, compared(results, arm, "finished")
+            row = {"arm": arm.name}
+            runs = compared(results, arm, "finished")
             by_step = step_tokens(baseline.config) / step_tokens(arm.config)
-            titles = {"steps": "tokens", "tokens": "tokens", "FLOPs": "flops", "time": "seconds"}
+            titles = {
+                "steps": "tokens",
+                "tokens": "tokens",
+                "FLOPs": "flops",
+                "time": "seconds",
+            }
             for title, amount in titles.items():
                 unit = first[amount].mean() / (by_step if title == "steps" else 1.0)
                 shares = [
-                    [amount_to_reach(getattr(curve, amount), curve.scores, score) / unit]
+                    [
+                        amount_to_reach(getattr(curve, amount), curve.scores, score)
+                        / unit
+                    ]
                     for curve in runs.curve
                     for score in (first.score.mean(), *first.score)
                 ]
@@ -90,7 +106,8 @@ def _share(shares: np.ndarray) -> str:
     reached = np.isfinite(shares).all(1)
     if not reached.all() or shares.size == 0:
         return f"reached by {reached.sum()} of {len(shares)}" if shares.size else "-"
-    middle, targets = shares[:, 0].mean(), shares[:, 1:].mean(0)
+    middle = shares[:, 0].mean()
+    targets = shares[:, 1:].mean(0)
     if min(len(shares), len(targets)) < 2:
         return f"{middle:.2f}"
     spreads = np.var(targets, ddof=1), np.var(shares[:, 0], ddof=1)
@@ -101,7 +118,8 @@ def _share(shares: np.ndarray) -> str:
 
 def tuning_table(sweep: Sweep) -> pd.DataFrame:
     """Returns what each arm chose among the values that are tuned."""
-    rows, scores = [], sweep.tuning()
+    rows = []
+    scores = sweep.tuning()
     for name, choice in sweep.chosen.items() if sweep.tune else ():
         if choice is None:
             rows.append({"arm": name, "chosen": "nothing: every choice diverged"})
@@ -110,10 +128,20 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
         edges = [
             option
             for option, values in sweep.tune.items()
-            if not isinstance(values[0], str) and choice[option] in (min(values), max(values))
+            if not isinstance(values[0], str)
+            and choice[option] in (min(values), max(values))
         ]
-        edge = f"at the edge of {', '.join(edges)}: a wider grid may do better" if edges else ""
-        row = {"arm": name, "chosen": describe(choice), "score": f"{score:.4f}", "remark": edge}
+        edge = (
+            f"at the edge of {', '.join(edges)}: a wider grid may do better"
+            if edges
+            else ""
+        )
+        row = {
+            "arm": name,
+            "chosen": describe(choice),
+            "score": f"{score:.4f}",
+            "remark": edge,
+        }
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
 

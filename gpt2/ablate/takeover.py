@@ -21,7 +21,17 @@ from gpt2.utils import files
 from gpt2.utils.text import counted
 
 # What is the same, beside options, seed and text, where two runs give the same figures.
-_ALIKE = ("code", "jax", "jaxlib", "flax", "optax", "numpy", "device_kind", "devices", "processes")
+_ALIKE = (
+    "code",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "numpy",
+    "device_kind",
+    "devices",
+    "processes",
+)
 _DESCRIBE = """import json, sys
 from gpt2.parallel import split_cpu
 from gpt2.training.workdir import describe_start
@@ -37,29 +47,46 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
     """
     here = functools.cache(functools.partial(_describe, slot))
     text = functools.cache(lambda data: prepare(data).describe())
-    missing = [(json.dumps(run.config.to_dict()), run) for run in runs if not run.workdir.exists()]
-    folder, taken = root.absolute().parent, Counter[tuple[str, str]]()
-    found = [*folder.glob("*/runs/*/*/config.json"), *folder.glob("*/tune/*/*/*/config.json")]
-    beside = [(json.dumps(json.loads(p.read_text())), p) for p in sorted(found) if missing]
+    missing = [
+        (json.dumps(run.config.to_dict()), run)
+        for run in runs
+        if not run.workdir.exists()
+    ]
+    folder = root.absolute().parent
+    taken = Counter[tuple[str, str]]()
+    found = [
+        *folder.glob("*/runs/*/*/config.json"),
+        *folder.glob("*/tune/*/*/*/config.json"),
+    ]
+    beside = [
+        (json.dumps(json.loads(p.read_text())), p) for p in sorted(found) if missing
+    ]
     for (config, path), (wanted, run) in itertools.product(beside, missing):
         if config != wanted:
             continue
         other = dataclasses.replace(run, folder=path.parent)
-        outcome, starts = other.outcome(), read_starts(other.workdir)
+        outcome = other.outcome()
+        starts = read_starts(other.workdir)
         facts = here(run.source, run.config.parallel.cpu_devices)
         if outcome.state != "finished" or _facts(starts) != facts:
             continue
-        same_text = files.read_sealed(other.workdir / "data.json") == text(run.config.data)
+        same_text = files.read_sealed(other.workdir / "data.json") == text(
+            run.config.data
+        )
         if same_text and (lock := take(run)):
             origin = outcome.taken_from or str(path.parent.relative_to(folder))
             with lock:
                 run.prepare()
                 with files.new_directory(run.workdir) as partial:
-                    shutil.copytree(other.workdir, partial, ignore=_LEFT, dirs_exist_ok=True)
+                    shutil.copytree(
+                        other.workdir, partial, ignore=_LEFT, dirs_exist_ok=True
+                    )
                 outcome = Outcome("finished", taken_from=origin)
                 files.write_json(run.folder / "outcome.json", outcome._asdict())
             sweep = root.parent / Path(origin).parts[0]
-            taken[run.arm, f"{sweep}, commit {starts[-1].get('commit') or 'unknown'}"] += 1
+            taken[
+                run.arm, f"{sweep}, commit {starts[-1].get('commit') or 'unknown'}"
+            ] += 1
     for (arm, whose), number in taken.items():
         print(f"{arm}: {counted(number, 'run')} taken from {whose}", flush=True)
 

@@ -10,12 +10,18 @@ from dataclasses import replace
 
 from gpt2.ablate.arms import Arm
 from gpt2.config import Config, option, with_options
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
-_DURATIONS = "optim.warmup_steps", "optim.decay_steps", "optim.momentum_warmup", "loss.ahead_fade"
-LOSS, BITS_PER_BYTE = "eval/loss", "eval/bits_per_byte"
+_DURATIONS = (
+    "optim.warmup_steps",
+    "optim.decay_steps",
+    "optim.momentum_warmup",
+    "loss.ahead_fade",
+)
+LOSS = "eval/loss"
+BITS_PER_BYTE = "eval/bits_per_byte"
 
 
 def choose_score(arms: Sequence[Arm]) -> str:
@@ -26,20 +32,32 @@ def choose_score(arms: Sequence[Arm]) -> str:
     configs = [arm.config for arm in arms]
     texts = {(config.data.corpus, config.data.val_fraction) for config in configs}
     what = "arms with another data.corpus or data.val_fraction are validated on different texts"
-    refuse(len(texts) > 1, what)
+    if len(texts) > 1:
+        raise UserError(what)
     parts = {
-        (c.train.eval_batches, c.micro_batch_size, c.model.context_length, c.data.tokenizer)
+        (
+            c.train.eval_batches,
+            c.micro_batch_size,
+            c.model.context_length,
+            c.data.tokenizer,
+        )
         for c in configs
     }
-    refuse(
-        len(parts) > 1 and any(batches for batches, *_ in parts),
-        "the first train.eval_batches of the validation split are not the same for all arms",
-        "Use --config.train.eval_batches=0, which reads the whole split",
+    if len(parts) > 1 and any(batches for batches, *_ in parts):
+        raise UserError(
+            "the first train.eval_batches of the validation split are not the same for all arms",
+            "Use --config.train.eval_batches=0, which reads the whole split",
+        )
+    return (
+        LOSS
+        if len({config.data.tokenizer for config in configs}) == 1
+        else BITS_PER_BYTE
     )
-    return LOSS if len({config.data.tokenizer for config in configs}) == 1 else BITS_PER_BYTE
 
 
-def equalize(arms: Sequence[Arm], terms: str, step_seconds: Callable[[Arm], float]) -> list[Arm]:
+def equalize(
+    arms: Sequence[Arm], terms: str, step_seconds: Callable[[Arm], float]
+) -> list[Arm]:
     """Returns the arms with as many tokens, FLOPs or seconds as the first, by their steps."""
     first, *others = arms
 
@@ -52,35 +70,49 @@ def equalize(arms: Sequence[Arm], terms: str, step_seconds: Callable[[Arm], floa
     return [first, *(with_length(arm, round(budget / cost(arm))) for arm in others)]
 
 
-def at_sizes(arms: Sequence[Arm], sizes: Sequence[str], budgets: Sequence[str]) -> list[Arm]:
+def at_sizes(
+    arms: Sequence[Arm], sizes: Sequence[str], budgets: Sequence[str]
+) -> list[Arm]:
     """Returns every arm at every size, `LAYERSxWIDTH` each, and budget; heads keep their width.
 
     A budget is in tokens for each of the baseline's parameters, and that of the first arm where
     none is given (Hoffmann et al. 2022, arXiv 2203.15556). Without sizes, arms keep theirs.
     """
-    base, scaled = arms[0].config, []
+    base = arms[0].config
+    scaled = []
     if not (sizes or budgets):
         return list(arms)
-    own = base.train.num_steps * step_tokens(base) / count_compute_parameters(base.gpt())
+    own = (
+        base.train.num_steps * step_tokens(base) / count_compute_parameters(base.gpt())
+    )
     own_size = f"{base.model.num_layers}x{base.model.embed_dim}"
-    for size, budget in dict.fromkeys(itertools.product(sizes or [""], budgets or [""])):
+    for size, budget in dict.fromkeys(
+        itertools.product(sizes or [""], budgets or [""])
+    ):
         no_number = budget and not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?", budget)
-        refuse(no_number, f"{budget} is no budget", "Write tokens per parameter, such as 5,20")
+        if no_number:
+            raise UserError(
+                f"{budget} is no budget", "Write tokens per parameter, such as 5,20"
+            )
         label = f"{size or own_size}@{budget}" if budget else size
         configs = [_with_size(arm, size) if size else arm.config for arm in arms]
         tokens = float(budget or own) * count_compute_parameters(configs[0].gpt())
         steps = max(1, round(tokens / step_tokens(configs[0])))
-        resized = [replace(a, config=c, size=label) for a, c in zip(arms, configs, strict=True)]
+        resized = [
+            replace(a, config=c, size=label) for a, c in zip(arms, configs, strict=True)
+        ]
         scaled += [with_length(arm, steps) for arm in resized]
     return scaled
 
 
 def with_length(arm: Arm, num_steps: int) -> Arm:
     """Returns an arm whose runs are longer or shorter, what lasts for steps in proportion."""
-    optim, before = arm.config.optim, arm.config.train.num_steps
+    optim = arm.config.optim
+    before = arm.config.train.num_steps
     named = optim.schedule.startswith("piecewise") or len(arm.config.shapes.pieces) > 1
     what = f"a schedule of {arm.change} names steps of a run of {before}, not of {num_steps}"
-    refuse(named and num_steps != before, what)
+    if named and num_steps != before:
+        raise UserError(what)
     options = {"train.num_steps": max(1, num_steps)}
     for name in _DURATIONS:
         if steps := option(arm.config, name):
@@ -106,13 +138,20 @@ def flops(config: Config, steps: int) -> float:
 
 def _with_size(arm: Arm, size: str) -> Config:
     """Returns an arm's config with the layers and the width of a size."""
-    refuse(not re.fullmatch(r"\d+x\d+", size), f"{size} is no size", "Write LAYERSxWIDTH")
+    if not re.fullmatch(r"\d+x\d+", size):
+        raise UserError(f"{size} is no size", "Write LAYERSxWIDTH")
     layers, width = map(int, size.split("x"))
     model = arm.config.model
-    refuse(
-        model.head_dim or model.mlp_dim or model.num_kv_heads or width % model.head_size,
-        f"the arm {arm.change} cannot have the size {size}: widths are multiples of its head's "
-        f"{model.head_size}, and none of model.head_dim, mlp_dim and num_kv_heads is set",
+    if model.head_dim or model.mlp_dim or model.num_kv_heads or width % model.head_size:
+        raise UserError(
+            f"the arm {arm.change} cannot have the size {size}: widths are multiples of its head's "
+            f"{model.head_size}, and none of model.head_dim, mlp_dim and num_kv_heads is set"
+        )
+    shape = {
+        "num_layers": layers,
+        "embed_dim": width,
+        "num_heads": width // model.head_size,
+    }
+    return with_options(
+        arm.config, {f"model.{name}": value for name, value in shape.items()}
     )
-    shape = {"num_layers": layers, "embed_dim": width, "num_heads": width // model.head_size}
-    return with_options(arm.config, {f"model.{name}": value for name, value in shape.items()})

@@ -49,7 +49,9 @@ from gpt2.utils.text import counted
 
 FOUND = ("better", "worse")  # the words of an arm that differs
 _ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
-_OUTLYING = 10  # times the median variance of the groups, above which an arm is not pooled
+_OUTLYING = (
+    10  # times the median variance of the groups, above which an arm is not pooled
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class Sample:
 
     scores: Mapping[int, float]  # final losses of the finished runs, by seed; finite
     diverged: int = 0  # runs without a score
-    failed: int = 0  # runs that broke for other reasons, which say nothing about the arm
+    failed: int = (
+        0  # runs that broke for other reasons, which say nothing about the arm
+    )
 
     @property
     def values(self) -> Array:
@@ -68,7 +72,9 @@ class Sample:
     @property
     def diverged_share(self) -> str:
         """Such as "2 of 5 runs"."""
-        return f"{self.diverged} of {len(self.scores) + self.diverged + self.failed} runs"
+        return (
+            f"{self.diverged} of {len(self.scores) + self.diverged + self.failed} runs"
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,11 @@ _NO_TEST = _Test(math.nan, math.nan, "", math.nan, math.nan, lambda: math.nan)
 
 
 def compare(
-    baseline: Sample, arms: Mapping[str, Sample], *, paired: bool = False, level: float = LEVEL
+    baseline: Sample,
+    arms: Mapping[str, Sample],
+    *,
+    paired: bool = False,
+    level: float = LEVEL,
 ) -> dict[str, Verdict]:
     """Judges each arm against the baseline, by the tests of the module's docstring.
 
@@ -114,11 +124,13 @@ def compare(
     tests = test_all(baseline, judged, level) if judged else {}
     verdicts = {}
     for name, arm in arms.items():
-        difference, words = _mean(arm.values) - _mean(baseline.values), obstacles[name]
+        difference = _mean(arm.values) - _mean(baseline.values)
+        words = obstacles[name]
         if paired:
             difference = _mean(_paired_differences(baseline, arm))
         test = tests.get(name, _NO_TEST)
-        low, high = difference - test.half_width, difference + test.half_width
+        low = difference - test.half_width
+        high = difference + test.half_width
         if not words and math.isnan(test.half_width):
             words = f"the same {'difference' if paired else 'score'} for every seed: no verdict"
         elif not words and low <= 0 <= high:
@@ -145,18 +157,23 @@ def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
 def _paired_differences(baseline: Sample, arm: Sample) -> Array:
     """Returns arm - baseline for each seed that both have."""
     seeds = sorted(baseline.scores.keys() & arm.scores.keys())
-    return np.array([arm.scores[seed] - baseline.scores[seed] for seed in seeds], np.float64)
+    return np.array(
+        [arm.scores[seed] - baseline.scores[seed] for seed in seeds], np.float64
+    )
 
 
 def _mean(values: Array) -> float:
     return float(values.mean()) if values.size else math.nan
 
 
-def _test_pairs(baseline: Sample, arms: Mapping[str, Sample], level: float) -> dict[str, _Test]:
+def _test_pairs(
+    baseline: Sample, arms: Mapping[str, Sample], level: float
+) -> dict[str, _Test]:
     """Tests the differences by seed, each arm with its own variance."""
     tests = {}
     for name, arm in arms.items():
-        differences, num_arms = _paired_differences(baseline, arm), len(arms)
+        differences = _paired_differences(baseline, arm)
+        num_arms = len(arms)
         num = len(differences)
         error = float(differences.std(ddof=1)) / math.sqrt(num)
         if error <= _ROUNDING * np.abs(baseline.values).max():
@@ -166,7 +183,9 @@ def _test_pairs(baseline: Sample, arms: Mapping[str, Sample], level: float) -> d
         p_value = 2 * scipy.stats.t.sf(abs(differences.mean()) / error, num - 1)
         tests[name] = _Test(
             half_width=quantile * error,
-            p_value=float(-scipy.special.expm1(scipy.special.xlog1py(num_arms, -p_value))),
+            p_value=float(
+                -scipy.special.expm1(scipy.special.xlog1py(num_arms, -p_value))
+            ),
             error=error,
             df=num - 1,
             detectable=partial(pair_difference, error, quantile, num - 1),
@@ -176,7 +195,9 @@ def _test_pairs(baseline: Sample, arms: Mapping[str, Sample], level: float) -> d
     return tests
 
 
-def _test_groups(baseline: Sample, arms: Mapping[str, Sample], level: float) -> dict[str, _Test]:
+def _test_groups(
+    baseline: Sample, arms: Mapping[str, Sample], level: float
+) -> dict[str, _Test]:
     """Tests by Dunnett's and Welch's methods, as the module's docstring says."""
     groups = [baseline.values, *(arm.values for arm in arms.values())]
     sizes = tuple(len(group) for group in groups)
@@ -205,7 +226,9 @@ def _test_groups(baseline: Sample, arms: Mapping[str, Sample], level: float) -> 
             p_value=float(np.clip(max(p_values), 0, 1)),
             error=float(welch_error),
             df=float(welch_df),
-            detectable=partial(group_difference, sizes, len(group), df, measured, level),
+            detectable=partial(
+                group_difference, sizes, len(group), df, measured, level
+            ),
             method=f"two-sided, for {counted(len(arms), 'arm')}: Dunnett's test with pooled "
             f"variances, and Welch's t-test of each pair at level / {strictness:.3g}; the wider "
             "interval counts",

@@ -34,7 +34,7 @@ from gpt2.benchmark import measure, suite
 from gpt2.benchmark.tables import table
 from gpt2.config import Config, with_options
 from gpt2.config.run import tokens_by_name
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 
 COMMANDS = ("train", "attention", "suite", "machine")
 
@@ -47,7 +47,9 @@ def define_flags() -> None:
     flags.DEFINE_multi_string("vary", [], about)
     flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
     flags.DEFINE_float("seconds", 2.0, "Least length of a turn after its first step.")
-    flags.DEFINE_bool("json", False, "Print rows as JSON, a line each, in place of a table.")
+    flags.DEFINE_bool(
+        "json", False, "Print rows as JSON, a line each, in place of a table."
+    )
     flags.DEFINE_string("output", "", "suite: the folder of its results.")
     flags.DEFINE_list("parts", [], "suite: those to run; all if empty.")
     flags.DEFINE_bool("dry_run", False, "suite: print the commands.")
@@ -60,7 +62,9 @@ def main(command: str) -> int:
     if command == "suite":
         if not output:
             raise UserError("there is no --output", "Name the folder of the results")
-        return not suite.run_suite(output, args.parts, cli.overrides(), dry_run=args.dry_run)
+        return not suite.run_suite(
+            output, args.parts, cli.overrides(), dry_run=args.dry_run
+        )
     rows = []
     for row in make_rows(command, output):
         rows.append(row)
@@ -96,15 +100,28 @@ def make_config(peers: list[str]) -> Config:
     if not peers:
         return config
     unknown = set(peers) - set(measure.PEERS)
-    refuse(unknown, f"--peers={','.join(peers)} is not known", "Use torch or torch_compile")
+    if unknown:
+        raise UserError(
+            f"--peers={','.join(peers)} is not known", "Use torch or torch_compile"
+        )
     absent = not importlib.util.find_spec("torch")
-    refuse(absent, "--peers needs PyTorch", "Install it: pip install -e '.[peers]'")
+    if absent:
+        raise UserError(
+            "--peers needs PyTorch", "Install it: pip install -e '.[peers]'"
+        )
     unlike = config.optim.name != "adamw"
-    refuse(unlike, "--peers have no other optimizer", "Use --config.optim.name=adamw")
+    if unlike:
+        raise UserError(
+            "--peers have no other optimizer", "Use --config.optim.name=adamw"
+        )
     options = {
-        **{"optim.schedule": "constant", "optim.end_learning_rate": config.optim.learning_rate},
+        **{
+            "optim.schedule": "constant",
+            "optim.end_learning_rate": config.optim.learning_rate,
+        },
         **{"optim.warmup_steps": 0, "optim.warmup_percent": 0.0, "model.dropout": 0.0},
-        "model.vocab_size": 64 * math.ceil(config.model.vocab_size / 64),  # as nanoGPT trains
+        "model.vocab_size": 64
+        * math.ceil(config.model.vocab_size / 64),  # as nanoGPT trains
     }
     return with_options(config, options)
 

@@ -27,10 +27,12 @@ def check_attention(config: Config) -> Iterator[dict[str, Any]]:
     Shapes and compute type are the config's, or bfloat16; with and without documents, a window,
     and grouped heads. At most eight sequences.
     """
-    model, compute = config.model, config.precision.compute
+    model = config.model
+    compute = config.precision.compute
     name = resolve_attention(config.with_vocabulary(1).gpt(), jax.devices()[0])
     dtype = compute.replace("float32", "bfloat16")
-    N, window = model.num_heads, model.window or model.context_length // 4
+    N = model.num_heads
+    window = model.window or model.context_length // 4
     shape = (min(config.micro_batch_size, 8), model.context_length, N, model.head_size)
     grouped = max((k for k in range(1, N) if N % k == 0), default=1)
     checks = [(N, 0, False), (N, 0, True), (N, window, False), (N, window, True)]
@@ -40,12 +42,22 @@ def check_attention(config: Config) -> Iterator[dict[str, Any]]:
         scoring = Scoring(window=seen, softcap=model.attention_softcap)
         try:
             yield row | compare(name, shape, dtype, K, scoring, documents)
-        except Exception as error:  # of a kernel that this device, or library, does not take
-            yield row | {"passed": False, "error": str(error).strip()[:400].replace("\n", " ")}
+        except (
+            Exception
+        ) as error:  # of a kernel that this device, or library, does not take
+            yield row | {
+                "passed": False,
+                "error": str(error).strip()[:400].replace("\n", " "),
+            }
 
 
 def compare(
-    name: str, shape: tuple[int, ...], dtype: str, kv_heads: int, scoring: Scoring, documents: bool
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    kv_heads: int,
+    scoring: Scoring,
+    documents: bool,
 ) -> dict[str, Any]:
     """Returns errors of an implementation and of the reference in the same 16 bits.
 
@@ -63,18 +75,27 @@ def compare(
     @partial(jax.jit, static_argnums=0)
     def run(implementation: str, *qkv: jax.Array) -> dict[str, jax.Array]:
         options: Any = dict(scoring=scoring, segments=segments if documents else None)
-        out, pull = jax.vjp(partial(attention, implementation=implementation, **options), *qkv)
+        out, pull = jax.vjp(
+            partial(attention, implementation=implementation, **options), *qkv
+        )
         dq, dk, dv = pull(weight.astype(out.dtype))
         return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
-    found, rounded = run(name, *qkv), run("reference", *qkv)
+    found = run(name, *qkv)
+    rounded = run("reference", *qkv)
     with jax.default_matmul_precision("highest"):
         exact = run("reference", *(x.astype(jnp.float32) for x in qkv))
-    errors = {key: worst(found[key], rounded[key], exact[key], B * BLOCKS) for key in exact}
+    errors = {
+        key: worst(found[key], rounded[key], exact[key], B * BLOCKS) for key in exact
+    }
     spare = float(jnp.finfo(dtype).eps) / 4
     return {
-        "passed": all(error <= TIMES * rounding + spare for error, rounding in errors.values()),
-        "worst": max(error / rounding for error, rounding in errors.values() if rounding),
+        "passed": all(
+            error <= TIMES * rounding + spare for error, rounding in errors.values()
+        ),
+        "worst": max(
+            error / rounding for error, rounding in errors.values() if rounding
+        ),
         "errors": errors,
     }
 
@@ -85,8 +106,14 @@ def worst(found: Any, rounded: Any, exact: Any, parts: int) -> tuple[float, floa
     Each of `parts` equal parts of the first axes is judged alone: late positions average over many
     keys, so that their values are small beside those of the first.
     """
-    found, rounded, exact = (np.float64(x).reshape(parts, -1) for x in (found, rounded, exact))
+    found, rounded, exact = (
+        np.float64(x).reshape(parts, -1) for x in (found, rounded, exact)
+    )
     norms = np.linalg.norm(exact, axis=1)
-    errors, references = (np.linalg.norm(x - exact, axis=1) / norms for x in (found, rounded))
-    part = np.argmax(errors - TIMES * references)  # of a part that is NaN, if there is one
+    errors, references = (
+        np.linalg.norm(x - exact, axis=1) / norms for x in (found, rounded)
+    )
+    part = np.argmax(
+        errors - TIMES * references
+    )  # of a part that is NaN, if there is one
     return float(errors[part]), float(references[part])

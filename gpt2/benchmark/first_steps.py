@@ -31,7 +31,9 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     Kernels keep a branch's size, where variants of GELU differ most; tables are small enough to
     show a norm's epsilon. The last norm's scale makes gradients long enough to be clipped.
     """
-    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
+        shape, np.float32
+    )
     std = noise.size**-0.25 if name.endswith("kernel") else 0.02
     drawn = np.float32(name.endswith("scale")) + np.float32(std) * noise
     return drawn * np.float32(100 / noise.size**0.5) if name == "ln_f/scale" else drawn
@@ -40,7 +42,9 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def draw_batch(config: Config, step: int = 0) -> np.ndarray:
     """Returns tokens and targets `[2, B, T]` int32 of a step, the same on every side."""
     shape = (2, config.data.batch_size, config.model.context_length)
-    return np.random.default_rng(step).integers(0, config.model.vocab_size, shape, np.int32)
+    return np.random.default_rng(step).integers(
+        0, config.model.vocab_size, shape, np.int32
+    )
 
 
 def products_of(compute: str, matmul_precision: str | None, platform: str) -> str:

@@ -22,10 +22,11 @@ import scipy.stats
 
 from gpt2.benchmark.first_steps import FirstSteps, compare
 from gpt2.config import Config, read_option, with_options
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 from gpt2.utils import launch
 
-OURS, PEERS = "jax", ("torch", "torch_compile")
+OURS = "jax"
+PEERS = ("torch", "torch_compile")
 Row = dict[str, Any]
 _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
@@ -35,14 +36,18 @@ class Case:
     """What a side trains: a config whose vocabulary is resolved."""
 
     config: Config
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of its environment
+    variables: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # of its environment
 
     def varied(self, text: str) -> "Case":
         """Returns the case with `OPTION=VALUE,...` of the config, or XLA_FLAGS, set."""
         if text.startswith("XLA_FLAGS="):
             flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
             return dataclasses.replace(self, variables={"XLA_FLAGS": flags})
-        settings = [setting.partition("=") for setting in re.split(r",(?=[a-z]+\.\w+=)", text)]
+        settings = [
+            setting.partition("=") for setting in re.split(r",(?=[a-z]+\.\w+=)", text)
+        ]
         options = {name: read_option(name, value) for name, _, value in settings}
         return dataclasses.replace(self, config=with_options(self.config, options))
 
@@ -50,7 +55,9 @@ class Case:
 class Player:
     """A process that serves turns, until it is closed."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]):
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+    ):
         self.name = name
         pipe: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._process: Any = subprocess.Popen(command, env=dict(environment), **pipe)
@@ -67,7 +74,9 @@ class Player:
             return json.loads(answer)
         if (code := self._process.wait()) > 0:
             sys.exit(code)  # it has told why
-        raise UserError(f"{self.name} ended early, by signal {-code}", "It may lack memory")
+        raise UserError(
+            f"{self.name} ended early, by signal {-code}", "It may lack memory"
+        )
 
     def close(self) -> None:
         """Ends the process."""
@@ -103,7 +112,9 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
     Each has `rounds` turns of at least `seconds`.
     """
-    rows, players, reference = dict[str, Row](), dict[str, Player](), None
+    rows = dict[str, Row]()
+    players = dict[str, Player]()
+    reference = None
     with contextlib.ExitStack() as stack:
         for name, each in cases.items():
             player = _start(name, each, len(cases), players)
@@ -114,7 +125,11 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             if reference and name in PEERS:
                 wrong = compare(reference, FirstSteps(*player.ask("first steps")))
                 what = f"{name} does not compute what {OURS} computes: {wrong}"
-                refuse(wrong, what, "Choose options that plain GPT-2 has, or leave out --peers")
+                if wrong:
+                    raise UserError(
+                        what,
+                        "Choose options that plain GPT-2 has, or leave out --peers",
+                    )
             steps = max(1, math.ceil(seconds / usual))
             rows[name] = {"first": first - usual, "steps": steps, "turns": []}
         for _ in range(rounds):
@@ -123,7 +138,8 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
                 _, *times = player.ask(1 + rows[name]["steps"])
                 rows[name]["turns"].append(statistics.median(times))
         infos = {name: player.ask(0) for name, player in players.items()}
-    device, ours = players[OURS].device, rows[OURS]["turns"]
+    device = players[OURS].device
+    ours = rows[OURS]["turns"]
     return [
         {"name": name, "device": device} | _figures(each, rows[name], ours, infos[name])
         for name, each in cases.items()
@@ -131,7 +147,8 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
 
 def _figures(case: Case, row: Row, our_turns: list[float], info: Row) -> Row:
-    config, step = case.config, statistics.median(row["turns"])
+    config = case.config
+    step = statistics.median(row["turns"])
     tokens_per_second = config.tokens_per_step / step
     flops, peak = (info.pop(key, None) for key in ("flops_per_token", "peak_flops"))
     return {
@@ -165,16 +182,23 @@ def _start(name: str, case: Case, number: int, players: dict[str, Player]) -> Pl
     On a GPU, JAX takes three quarters of the memory when it starts, and a second process would
     find none. So each gets its part of nine tenths, unless the user has said how much.
     """
-    module = ["gpt2.benchmark.peers", name] if name in PEERS else ["gpt2.benchmark.ours"]
+    module = (
+        ["gpt2.benchmark.peers", name] if name in PEERS else ["gpt2.benchmark.ours"]
+    )
     command = [sys.executable, "-m", *module, json.dumps(case.config.to_dict())]
-    share = {} if any(map(os.environ.get, _MEMORY)) else {_MEMORY[0]: f"{0.9 / number:.2f}"}
+    share = (
+        {} if any(map(os.environ.get, _MEMORY)) else {_MEMORY[0]: f"{0.9 / number:.2f}"}
+    )
     if sys.stderr.isatty():  # a person wonders what takes so long
-        print(f"{name}: starts and compiles, {case.config.precision.compute}", file=sys.stderr)
+        print(
+            f"{name}: starts and compiles, {case.config.precision.compute}",
+            file=sys.stderr,
+        )
     environment = launch.environment_to_measure() | share | dict(case.variables)
     player = players[name] = Player(name, command, environment)
-    refuse(
-        player.device != players[OURS].device,
-        f"{name} runs on {player.device}, and {OURS} on {players[OURS].device}",
-        "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
-    )
+    if player.device != players[OURS].device:
+        raise UserError(
+            f"{name} runs on {player.device}, and {OURS} on {players[OURS].device}",
+            "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
+        )
     return player

@@ -28,20 +28,26 @@ class Training:
     """A compiled training step and its state, over all devices."""
 
     def __init__(self, config: Config):
-        self._config, self.devices = config, find_devices(config)
+        self._config = config
+        self.devices = find_devices(config)
         self._program = program = Program.from_config(config, self.devices)
         self._batch = program.backend.put_batch(_batch(config))
         self._state: Any = program.init_state()
         self._compiled = program.compile_train(self._state, self._batch)
-        compute, device = config.precision.compute, self.devices[0]
+        compute = config.precision.compute
+        device = self.devices[0]
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         chip = find_chip(device.device_kind)
-        self._products = first_steps.products_of(compute, precision, platform_of(device))
+        self._products = first_steps.products_of(
+            compute, precision, platform_of(device)
+        )
         self.info = {
             "compile_seconds": self._compiled.compile_seconds,
             "flops_per_token": model_flops_per_token(config.gpt()),
             # The sheet has no peak of float32 that is multiplied at another precision.
-            "peak_flops": chip and not precision and chip.peak_flops(compute) * len(self.devices),
+            "peak_flops": chip
+            and not precision
+            and chip.peak_flops(compute) * len(self.devices),
             "attention": program.attention,
         }
 
@@ -51,10 +57,14 @@ class Training:
 
     def first_steps(self) -> first_steps.FirstSteps:
         """Returns what steps from drawn weights compute, by the very program that is timed."""
-        program, self._state = self._program, None  # its memory goes to the drawn weights
+        # its memory goes to the drawn weights
+        program = self._program
+        self._state = None
         self._state = program.init_state(draw_params(program.model.config))
         batches = (_batch(self._config, step) for step in range(first_steps.STEPS))
-        losses = [float(self._run(program.backend.put_batch(batch))) for batch in batches]
+        losses = [
+            float(self._run(program.backend.put_batch(batch))) for batch in batches
+        ]
         return first_steps.FirstSteps(self._products, losses)
 
     def _run(self, batch: Any) -> jax.Array:
@@ -64,11 +74,18 @@ class Training:
 
 def draw_params(cfg: GPTConfig) -> Any:
     """Returns the parameters that `draw_weight` draws, float32 in host memory."""
-    model, draw = GPT(dataclasses.replace(cfg, scan_layers=False)), first_steps.draw_weight
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    model = GPT(dataclasses.replace(cfg, scan_layers=False))
+    draw = first_steps.draw_weight
+    shapes = jax.eval_shape(
+        model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    )["params"]
     named = flatten_dict(shapes, sep="/")
-    drawn = unflatten_dict({name: draw(name, leaf.shape) for name, leaf in named.items()}, sep="/")
-    return in_layout(drawn, scanned=cfg.scan_layers, stack=lambda *leaves: np.stack(leaves))
+    drawn = unflatten_dict(
+        {name: draw(name, leaf.shape) for name, leaf in named.items()}, sep="/"
+    )
+    return in_layout(
+        drawn, scanned=cfg.scan_layers, stack=lambda *leaves: np.stack(leaves)
+    )
 
 
 def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
@@ -91,7 +108,9 @@ def main() -> None:
         return work.info | memory | {"version": f"jax {jax.__version__}"}
 
     kind = work.devices[0].device_kind
-    serve(f"{1 if kind == 'cpu' else len(work.devices)} x {kind}", work, info)  # parts of one CPU
+    serve(
+        f"{1 if kind == 'cpu' else len(work.devices)} x {kind}", work, info
+    )  # parts of one CPU
 
 
 if __name__ == "__main__":

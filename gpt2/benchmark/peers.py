@@ -26,12 +26,15 @@ class Block(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        width, bias = cfg.embed_dim, cfg.bias
+        width = cfg.embed_dim
+        bias = cfg.bias
         self.num_heads = cfg.num_heads
         self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=bias) for _ in range(2))
-        qkv, out = nn.Linear(width, 3 * width, bias), nn.Linear(width, width, bias)
+        qkv = nn.Linear(width, 3 * width, bias)
+        out = nn.Linear(width, width, bias)
         self.attn = nn.ModuleDict({"c_attn": qkv, "c_proj": out})
-        wide, narrow = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
+        wide = nn.Linear(width, 4 * width, bias)
+        narrow = nn.Linear(4 * width, width, bias)
         self.mlp = nn.ModuleDict({"c_fc": wide, "c_proj": narrow})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,14 +80,19 @@ class Training:
     """A peer's model and optimizer, and its training step."""
 
     def __init__(self, peer: str, config: Config, device: str):
-        self._config, self._device = config, device
+        self._config = config
+        self._device = device
         self._model = GPT(config.model).to(device).train()
         self._weights = list(self._model.parameters())
         optim = config.optim
         matrices = {"params": [w for w in self._weights if w.ndim > 1]}
-        others = {"params": [w for w in self._weights if w.ndim < 2], "weight_decay": 0.0}
+        others = {
+            "params": [w for w in self._weights if w.ndim < 2],
+            "weight_decay": 0.0,
+        }
         groups: Any = [matrices | {"weight_decay": optim.weight_decay}, others]
-        rate, betas = optim.learning_rate, (optim.beta1, optim.beta2)
+        rate = optim.learning_rate
+        betas = (optim.beta1, optim.beta2)
         self._optimizer = torch.optim.AdamW(groups, rate, betas, optim.eps, fused=True)
         self._dtype = torch.float32  # of logits
         loss = self._compute_loss
@@ -103,9 +111,15 @@ class Training:
                 drawn = torch.from_numpy(first_steps.draw_weight(name, tuple(shape)))
                 weight.copy_(drawn.T if name.endswith("kernel") else drawn)
         self._optimizer.state.clear()
-        batches = (first_steps.draw_batch(self._config, step) for step in range(first_steps.STEPS))
+        batches = (
+            first_steps.draw_batch(self._config, step)
+            for step in range(first_steps.STEPS)
+        )
         losses = [self._run(self._put(batch)) for batch in batches]
-        types = str(self._dtype).removeprefix("torch."), torch.get_float32_matmul_precision()
+        types = (
+            str(self._dtype).removeprefix("torch."),
+            torch.get_float32_matmul_precision(),
+        )
         products = first_steps.products_of(*types, self._device.replace("cuda", "gpu"))
         return first_steps.FirstSteps(products, losses)
 
@@ -115,8 +129,11 @@ class Training:
     def _run(self, batch: torch.Tensor) -> float:
         """Takes a step, and returns the mean loss of all micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
-        number, total = self._config.train.accumulate_steps, torch.zeros((), device=self._device)
-        for tokens, targets in zip(*(part.chunk(number) for part in batch), strict=True):
+        number = self._config.train.accumulate_steps
+        total = torch.zeros((), device=self._device)
+        for tokens, targets in zip(
+            *(part.chunk(number) for part in batch), strict=True
+        ):
             loss = self._loss(tokens, targets) / number
             loss.backward()
             total += loss.detach()
@@ -124,13 +141,17 @@ class Training:
         self._optimizer.step()
         return total.item()
 
-    def _compute_loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _compute_loss(
+        self, tokens: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
         """Returns the mean loss of tokens and targets `[B, T]` int64."""
         compute = getattr(torch, self._config.precision.compute)
         with torch.autocast(self._device, compute, enabled=compute != torch.float32):
             logits = self._model(tokens)
             self._dtype = logits.dtype
-            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+            return F.cross_entropy(
+                logits.view(-1, logits.shape[-1]), targets.reshape(-1)
+            )
 
 
 def clip(weights: list[nn.Parameter], length: float, device: str) -> None:

@@ -42,7 +42,11 @@ def make_parts(output: Path) -> list[Part]:
 
     def options(size: str, rows: int) -> tuple[str, ...]:
         layers = {"124m": 12, "1558m": 48}[size]  # stacked, and no loop
-        given = {"train.accumulate_steps": 1, "data.batch_size": rows, "memory.remat": "none"}
+        given = {
+            "train.accumulate_steps": 1,
+            "data.batch_size": rows,
+            "memory.remat": "none",
+        }
         given |= {"memory.scan_layers": True, "memory.scan_unroll": layers}
         flags = (f"--config.{name}={value}" for name, value in given.items())
         return (f"--config={root}/configs/gpt2_{size}.py", *flags)
@@ -53,10 +57,19 @@ def make_parts(output: Path) -> list[Part]:
     def train(size: str, rows: int, *more: str) -> tuple[str, ...]:
         return measure("train", *options(size, rows), *more)
 
-    more = {"data.corpus": "pystdlib", "logging.profile_steps": 5, "train.eval_batches": 4}
+    more = {
+        "data.corpus": "pystdlib",
+        "logging.profile_steps": 5,
+        "train.eval_batches": 4,
+    }
     more |= {"train.num_steps": 100, "train.eval_every": 0, "logging.profile_start": 50}
     flags = (f"--config.{name}={value}" for name, value in more.items())
-    loop = f"{root}/train.py", f"--workdir={output / 'loop'}", *options("124m", 32), *flags
+    loop = (
+        f"{root}/train.py",
+        f"--workdir={output / 'loop'}",
+        *options("124m", 32),
+        *flags,
+    )
     peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
     forms = "--vary=precision.logits=bfloat16", "--vary=data.document_mask=True"
     return [  # a quarter of an hour in all
@@ -81,7 +94,9 @@ def run_suite(
     parts = [part for part in make_parts(output) if not names or part.name in names]
     if len(parts) < len(names):
         known = ", ".join(part.name for part in make_parts(output))
-        raise UserError(f"--parts={','.join(names)} names what is no part", f"Choose of {known}")
+        raise UserError(
+            f"--parts={','.join(names)} names what is no part", f"Choose of {known}"
+        )
     more = [f"--config.{name}={value}" for name, value in overrides.items()]
     results = output / "results.jsonl"
     # What ends this process ends the part that runs, which holds the device.
@@ -89,34 +104,51 @@ def run_suite(
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
     done = {row["part"] for row in rows if row.get("status") == "done"}
     for part in parts:
-        command = [*part.command, *(more if "--config" in " ".join(part.command) else [])]
+        command = [
+            *part.command,
+            *(more if "--config" in " ".join(part.command) else []),
+        ]
         if dry_run or part.name in done:
             state = "is done" if part.name in done else f"{part.seconds:.0f} s"
             print(f"{part.name}, {state}: {shlex.join(['python', *command])}")
             continue
         (output / "logs").mkdir(parents=True, exist_ok=True)
-        found = [*run_command(command, part.seconds, output / "logs" / f"{part.name}.err")]
+        found = [
+            *run_command(command, part.seconds, output / "logs" / f"{part.name}.err")
+        ]
         rows = [row for row in rows if row["part"] != part.name]
-        rows += [{"part": part.name} | row for row in describe_run(output / part.name) + found]
+        rows += [
+            {"part": part.name} | row
+            for row in describe_run(output / part.name) + found
+        ]
         write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_text(output / "report.md", report(rows))
-        print(f"{part.name}: {rows[-1]['status']} in {rows[-1]['took']:.0f} s", flush=True)
+        print(
+            f"{part.name}: {rows[-1]['status']} in {rows[-1]['took']:.0f} s", flush=True
+        )
     return all(row.get("status", "done") == "done" for row in rows)
 
 
-def run_command(command: list[str], limit: float, log: Path) -> Iterator[dict[str, Any]]:
+def run_command(
+    command: list[str], limit: float, log: Path
+) -> Iterator[dict[str, Any]]:
     """Yields the rows that Python prints by a command, then its `status`, `took`, `error`.
 
     What the command has started ends with it: a process that is left holds the GPU's memory.
     """
-    began, status, error = time.monotonic(), "done", None
-    pipes: Any = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log.open("wb"))
+    began = time.monotonic()
+    status = "done"
+    error = None
+    pipes: Any = dict(
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log.open("wb")
+    )
     pipes |= dict(env=launch.environment_to_measure(), start_new_session=True)
     process = subprocess.Popen([sys.executable, *command], **pipes)
     try:
         out, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        status, error = "out of time", f"no end within {limit:.0f} s"
+        status = "out of time"
+        error = f"no end within {limit:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -124,8 +156,11 @@ def run_command(command: list[str], limit: float, log: Path) -> Iterator[dict[st
         out, _ = process.communicate()
     elif process.returncode:
         lines = list(filter(None, log.read_text(errors="replace").splitlines()))
-        told = [line for line in lines if _ERROR.search(line)] or lines or ["no message"]
-        status, error = "failed", told[-1][:300]
+        told = (
+            [line for line in lines if _ERROR.search(line)] or lines or ["no message"]
+        )
+        status = "failed"
+        error = told[-1][:300]
     for line in out.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):  # of libraries, or cut off
             if isinstance(row := json.loads(line), dict):
@@ -152,7 +187,9 @@ def report(rows: list[dict[str, Any]]) -> str:
     """Returns the page about rows: the machine's figures, and a table of the others."""
     machine = next((row for row in rows if row["part"] == "machine"), {})
     lines = [f"- {name}: {value}" for name, value in machine.items() if name != "part"]
-    rest = [{"name": row.get("status")} | row for row in rows if row["part"] != "machine"]
+    rest = [
+        {"name": row.get("status")} | row for row in rows if row["part"] != "machine"
+    ]
     rest = [row for row in rest if row["name"] != "done"]
     return "\n".join(["# Benchmark", "", *lines, "", table(rest), ""])
 
@@ -165,12 +202,17 @@ def describe_machine(output: Path | None) -> dict[str, Any]:
     from gpt2.training.workdir import describe_start
 
     device = jax.devices()[0]
-    row = describe_start(0) | {"cpu_cores": os.cpu_count(), "flags": os.environ.get("XLA_FLAGS")}
+    row = describe_start(0) | {
+        "cpu_cores": os.cpu_count(),
+        "flags": os.environ.get("XLA_FLAGS"),
+    }
     row["runtime"] = device.client.platform_version.replace("\n", ", ")
     if device.platform == "gpu":
         asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"
         command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
-        row["driver"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        row["driver"] = subprocess.run(
+            command, capture_output=True, text=True
+        ).stdout.strip()
         if output:
             target = xla_client.get_topology_for_devices([device]).target_config
             write_text(output / "target.txtpb", target)

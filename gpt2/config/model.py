@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Self
 
 from gpt2.config.options import DEFAULTS, Options, check_value
-from gpt2.errors import refuse, require_choice
+from gpt2.errors import UserError, require_choice
 
 # name: (num_layers, num_heads, embed_dim). Radford et al. 2019, table 2.
 SIZES = {
@@ -21,27 +21,48 @@ class ModelConfig(Options, group="model"):
     def __post_init__(self) -> None:
         super().__post_init__()
         uneven = not self.head_dim and self.embed_dim % self.num_heads
-        refuse(uneven, "model.num_heads does not divide model.embed_dim")
-        refuse(self.num_heads % self.kv_heads, "model.num_kv_heads does not divide num_heads")
-        is_rope, pattern = self.position == "rope", self.window_pattern
+        if uneven:
+            raise UserError("model.num_heads does not divide model.embed_dim")
+        if self.num_heads % self.kv_heads:
+            raise UserError("model.num_kv_heads does not divide num_heads")
+        is_rope = self.position == "rope"
+        pattern = self.window_pattern
         odd = is_rope and (self.rope_size % 2 or not self.rope_size)
-        refuse(odd, "model.position=rope needs an even number of a head's dimensions to turn")
-        given = {name for name, value in DEFAULTS.model.items() if getattr(self, name) != value}
+        if odd:
+            raise UserError(
+                "model.position=rope needs an even number of a head's dimensions to turn"
+            )
+        given = {
+            name
+            for name, value in DEFAULTS.model.items()
+            if getattr(self, name) != value
+        }
         ropes = ", ".join(name for name in sorted(given) if name.startswith("rope_"))
-        refuse(ropes and not is_rope, f"model.{ropes} is for model.position=rope")
+        if ropes and not is_rope:
+            raise UserError(f"model.{ropes} is for model.position=rope")
         scaled = {"rope_scaling", "rope_factor", "rope_context"} & given
-        refuse(len(scaled) in (1, 2), "model.rope_scaling, rope_factor, rope_context go together")
-        refuse("mlp_ratio" in given and self.mlp_dim, "model.mlp_dim would ignore model.mlp_ratio")
-        refuse("init" in given and self.mup_base_width, "muP draws by itself, not by model.init")
-        refuse("window_pattern" in given and not self.window, "window_pattern needs model.window")
-        refuse(not pattern or set(pattern) - {"S", "L"}, "model.window_pattern has other than S, L")
+        if len(scaled) in (1, 2):
+            raise UserError("model.rope_scaling, rope_factor, rope_context go together")
+        if "mlp_ratio" in given and self.mlp_dim:
+            raise UserError("model.mlp_dim would ignore model.mlp_ratio")
+        if "init" in given and self.mup_base_width:
+            raise UserError("muP draws by itself, not by model.init")
+        if "window_pattern" in given and not self.window:
+            raise UserError("window_pattern needs model.window")
+        if not pattern or set(pattern) - {"S", "L"}:
+            raise UserError("model.window_pattern has other than S, L")
         hides = "S" in pattern and self.window < self.context_length
-        refuse(self.window and not hides, f"model.window={self.window} hides nothing")
+        if self.window and not hides:
+            raise UserError(f"model.window={self.window} hides nothing")
         drops = self.dropout and self.attention not in ("auto", "reference")
-        refuse(drops, f"model.attention={self.attention} has no weights for model.dropout to drop")
+        if drops:
+            raise UserError(
+                f"model.attention={self.attention} has no weights for model.dropout to drop"
+            )
         wants_two = self.norm_position == "post" or self.hyper_connections
         what = "model.parallel_block has one sum, and norm_position=post or hyper_connections two"
-        refuse(self.parallel_block and wants_two, what)
+        if self.parallel_block and wants_two:
+            raise UserError(what)
 
     def canonical(self) -> Self:
         """Returns the same architecture with its sizes written in one way: 0 where that can be."""
@@ -49,7 +70,9 @@ class ModelConfig(Options, group="model"):
         return dataclasses.replace(
             self,
             num_kv_heads=0 if self.kv_heads == self.num_heads else self.kv_heads,
-            head_dim=0 if self.head_size * self.num_heads == self.embed_dim else self.head_dim,
+            head_dim=0
+            if self.head_size * self.num_heads == self.embed_dim
+            else self.head_dim,
             mlp_ratio=DEFAULTS.model.mlp_ratio if rest else ratio,
             mlp_dim=self.hidden_dim if rest else 0,
         )
@@ -122,7 +145,8 @@ class GPTConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(self.vocab_size == 0, "model.vocab_size=0 is not known yet")
+        if self.vocab_size == 0:
+            raise UserError("model.vocab_size=0 is not known yet")
         for name, option in COMPUTED.items():
             check_value(option, getattr(self, name))
 

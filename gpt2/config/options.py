@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from configs import default
-from gpt2.errors import UserError, refuse, require_choice
+from gpt2.errors import UserError, require_choice
 
 DEFAULTS = FrozenConfigDict(default.get_config())
 CHOICES = default.CHOICES
@@ -38,14 +38,22 @@ def _group(name: str) -> dict[str, Any]:
     return functools.reduce(operator.getitem, name.split(".") if name else [], _TREE)
 
 
-def no_option(name: str, prefix: str = "", others: Mapping[str, str] | None = None) -> UserError:
+def no_option(
+    name: str, prefix: str = "", others: Mapping[str, str] | None = None
+) -> UserError:
     """Returns the error for a name that is no option: the nearest, or one of `others`, is meant."""
-    spellings = {option.rpartition(".")[2]: prefix + option for option in reversed(_FLAT)}
-    spellings |= {spelling: prefix + option for spelling, option in default.ALIASES.items()}
+    spellings = {
+        option.rpartition(".")[2]: prefix + option for option in reversed(_FLAT)
+    }
+    spellings |= {
+        spelling: prefix + option for spelling, option in default.ALIASES.items()
+    }
     spellings |= {option: prefix + option for option in _FLAT} | dict(others or {})
     for spelling in (name, name.rpartition(".")[2]):
         if near := difflib.get_close_matches(spelling, spellings, n=1, cutoff=0.8):
-            return UserError(f"there is no option {name}", f"Did you mean {spellings[near[0]]}?")
+            return UserError(
+                f"there is no option {name}", f"Did you mean {spellings[near[0]]}?"
+            )
     return UserError(f"there is no option {name}", "See --help and configs/default.py")
 
 
@@ -70,7 +78,9 @@ def complete(tree: Mapping | ConfigDict, group: str = "") -> dict[str, Any]:
         elif isinstance(usual, float) and type(value) is int:
             value = float(value)
         elif type(value) is not type(usual):
-            raise UserError(f"{prefix}{name}={value!r} is not of type {type(usual).__name__}")
+            raise UserError(
+                f"{prefix}{name}={value!r} is not of type {type(usual).__name__}"
+            )
         options[name] = value
     return options
 
@@ -94,14 +104,19 @@ def check_value(name: str, value: Any) -> None:
         interval = default.RANGES.get(name, "[0, inf)")
         low, high = map(float, interval[1:-1].split(","))
         inside = low < value < high
-        inside |= (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)
-        refuse(not inside, f"{name}={value} is not in {interval}")
+        inside |= (interval[0] == "[" and value == low) or (
+            interval[-1] == "]" and value == high
+        )
+        if not inside:
+            raise UserError(f"{name}={value} is not in {interval}")
 
 
 class Options:
     """A frozen dataclass of a group's options, as configs/ has them; subgroups are stated."""
 
-    if TYPE_CHECKING:  # fields come from configs/default.py, which type checkers do not run
+    if (
+        TYPE_CHECKING
+    ):  # fields come from configs/default.py, which type checkers do not run
         __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
         def __init__(self, **options: Any): ...
@@ -115,10 +130,14 @@ class Options:
             return
         cls._prefix = f"{group}." if group else ""
         groups = inspect.get_annotations(cls)
-        options = {name: value for name, value in _group(group).items() if name not in groups}
+        options = {
+            name: value for name, value in _group(group).items() if name not in groups
+        }
         for name, value in options.items():
             setattr(cls, name, value)
-        cls.__annotations__ = {name: type(value) for name, value in options.items()} | groups
+        cls.__annotations__ = {
+            name: type(value) for name, value in options.items()
+        } | groups
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from configs.default import OPTIMIZERS
 from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
 from gpt2.config.options import DEFAULTS, Options, complete
 from gpt2.config.shapes import Shape, Shapes, read_steps
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 
 SCHEDULES = ("batch_schedule", "context_schedule", "window_schedule")
 
@@ -41,7 +41,10 @@ class LossConfig(Options, group="loss"):
     def __post_init__(self) -> None:
         super().__post_init__()
         read = re.fullmatch(r"(\d+(\.\d+)?(,(?!$)|$))*", self.ahead)
-        refuse(not read, f"loss.ahead={self.ahead} cannot be read", "For example, use 0.5,0.25")
+        if not read:
+            raise UserError(
+                f"loss.ahead={self.ahead} cannot be read", "For example, use 0.5,0.25"
+            )
 
     @property
     def ahead_weights(self) -> list[float]:
@@ -55,43 +58,72 @@ class OptimConfig(Options, group="optim"):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.rates, self.pieces  # which refuse what they cannot read
-        given = {name for name, value in DEFAULTS.optim.items() if getattr(self, name) != value}
+        given = {
+            name
+            for name, value in DEFAULTS.optim.items()
+            if getattr(self, name) != value
+        }
         readable = {option for reads in OPTIMIZERS.values() for option in reads}
         ignored = ", ".join(sorted((readable & given) - {*OPTIMIZERS[self.name]}))
-        refuse(ignored, f"optim.name={self.name} would ignore optim.{ignored}")
+        if ignored:
+            raise UserError(f"optim.name={self.name} would ignore optim.{ignored}")
         for part in ("warmup", "decay"):
             both = getattr(self, f"{part}_steps") and getattr(self, f"{part}_percent")
-            refuse(both, f"optim.{part}_steps and {part}_percent are both given", "Set one 0")
+            if both:
+                raise UserError(
+                    f"optim.{part}_steps and {part}_percent are both given", "Set one 0"
+                )
         decays = self.decay_steps or self.decay_percent
-        refuse(decays and self.schedule != "wsd", "optim.decay_steps and _percent are for wsd")
+        if decays and self.schedule != "wsd":
+            raise UserError("optim.decay_steps and _percent are for wsd")
         warms_up = self.warmup_steps or self.warmup_percent
-        refuse(self.schedule == "inverse_sqrt" and not warms_up, "inverse_sqrt needs a warm-up")
-        free, masks = self.name == "schedule_free", f"optim.cautious={self.cautious}"
-        refuse(free and self.schedule != "constant", "schedule_free wants optim.schedule=constant")
+        if self.schedule == "inverse_sqrt" and not warms_up:
+            raise UserError("inverse_sqrt needs a warm-up")
+        free = self.name == "schedule_free"
+        masks = f"optim.cautious={self.cautious}"
+        if free and self.schedule != "constant":
+            raise UserError("schedule_free wants optim.schedule=constant")
         several = [free, self.ema > 0, self.tail_average > 0].count(True) > 1
-        refuse(several, "optim.ema, tail_average and name=schedule_free all average", "Use one")
-        refuse(free and self.cautious in ("updates", "both"), f"{masks} needs momentum")
+        if several:
+            raise UserError(
+                "optim.ema, tail_average and name=schedule_free all average", "Use one"
+            )
+        if free and self.cautious in ("updates", "both"):
+            raise UserError(f"{masks} needs momentum")
         coupled = self.name in ("adam", "sgd") or not self.weight_decay
-        refuse(coupled and self.cautious in ("decay", "both"), f"{masks} finds no decay to mask")
-        refuse(coupled and self.scheduled_weight_decay, "scheduled_weight_decay finds no decay")
+        if coupled and self.cautious in ("decay", "both"):
+            raise UserError(f"{masks} finds no decay to mask")
+        if coupled and self.scheduled_weight_decay:
+            raise UserError("scheduled_weight_decay finds no decay")
 
     @property
     def pieces(self) -> tuple[tuple[int, float], ...]:
         """The steps of a `piecewise` schedule, ascending, each with its share of the peak."""
-        (name, _, text), what = self.schedule.partition(":"), f"optim.schedule={self.schedule}"
+        (name, _, text), what = (
+            self.schedule.partition(":"),
+            f"optim.schedule={self.schedule}",
+        )
         pieces = read_steps(what, text, float, "piecewise:1000=0.5,2000=0.1")
-        refuse(bool(pieces) != (name == "piecewise"), f"{what} cannot be read")
+        if bool(pieces) != (name == "piecewise"):
+            raise UserError(f"{what} cannot be read")
         return tuple(pieces.items())
 
     @property
     def rates(self) -> tuple[tuple[str, float], ...]:
         """The regular expressions of `layer_rates`, each with its factor."""
-        pairs = [item.rpartition("=")[::2] for item in self.layer_rates.split(",") if item]
+        pairs = [
+            item.rpartition("=")[::2] for item in self.layer_rates.split(",") if item
+        ]
         try:
-            return tuple((re.compile(pattern).pattern, float(factor)) for pattern, factor in pairs)
+            return tuple(
+                (re.compile(pattern).pattern, float(factor))
+                for pattern, factor in pairs
+            )
         except (re.error, ValueError) as error:
             how = "Write REGEX=FACTOR,REGEX=FACTOR"
-            raise UserError(f"optim.layer_rates={self.layer_rates}: {error}", how) from None
+            raise UserError(
+                f"optim.layer_rates={self.layer_rates}: {error}", how
+            ) from None
 
     @property
     def averages(self) -> bool:
@@ -104,7 +136,9 @@ class OptimConfig(Options, group="optim"):
 
     def warmup(self, num_steps: int) -> int:
         """Returns the steps of the warm-up in a run of `num_steps`."""
-        return self.warmup_steps or math.floor(num_steps * self.warmup_percent / 100 + 1e-9)
+        return self.warmup_steps or math.floor(
+            num_steps * self.warmup_percent / 100 + 1e-9
+        )
 
     def decay(self, num_steps: int) -> int:
         """Returns the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
@@ -146,7 +180,9 @@ class ParallelConfig(Options, group="parallel"):
     def sizes(self) -> dict[str, int]:
         """The wanted size of every mesh axis; -1: the rest of the devices."""
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
-        axis = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}.get(self.strategy)
+        axis = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}.get(
+            self.strategy
+        )
         if axis and sizes[axis] == 1:
             sizes[axis] = -1
             sizes["data"] = 1 if self.data == -1 else self.data
@@ -155,15 +191,22 @@ class ParallelConfig(Options, group="parallel"):
     def __post_init__(self) -> None:
         super().__post_init__()
         _, fsdp, tensor = self.sizes.values()
-        is_split, whose = (fsdp, tensor) != (1, 1), "is data parallel only, without fsdp or tensor"
-        refuse(self.strategy == "ddp" and is_split, f"parallel.strategy=ddp {whose}")
-        refuse(self.backend == "pmap" and is_split, f"parallel.backend=pmap {whose}")
+        is_split = (fsdp, tensor) != (1, 1)
+        whose = "is data parallel only, without fsdp or tensor"
+        if self.strategy == "ddp" and is_split:
+            raise UserError(f"parallel.strategy=ddp {whose}")
+        if self.backend == "pmap" and is_split:
+            raise UserError(f"parallel.backend=pmap {whose}")
 
 
 def tokens_by_name(spec: str) -> int:
     """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
     name, _, size = spec.partition(":")
-    return {"gpt2": 50257, "byte": 257, "bpe": int(size) if size.isdecimal() else 0}.get(name, 0)
+    return {
+        "gpt2": 50257,
+        "byte": 257,
+        "bpe": int(size) if size.isdecimal() else 0,
+    }.get(name, 0)
 
 
 class Config(Options, group=""):
@@ -181,44 +224,83 @@ class Config(Options, group=""):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        model, data, train, memory = self.model, self.data, self.train, self.memory
-        refuse(data.val_fraction == 1, "data.val_fraction=1 leaves no training text")
-        rest, parts = data.batch_size % train.accumulate_steps, train.accumulate_steps
-        refuse(rest, f"train.accumulate_steps={parts} does not divide data.batch_size")
+        model = self.model
+        data = self.data
+        train = self.train
+        memory = self.memory
+        if data.val_fraction == 1:
+            raise UserError("data.val_fraction=1 leaves no training text")
+        rest = data.batch_size % train.accumulate_steps
+        parts = train.accumulate_steps
+        if rest:
+            raise UserError(
+                f"train.accumulate_steps={parts} does not divide data.batch_size"
+            )
         finer = self.precision.logits not in ("float32", self.precision.compute)
-        refuse(finer, f"precision.logits={self.precision.logits} is for that compute type alone")
-        unsaved = train.keep_every and train.keep_every % (train.checkpoint_every or math.inf)
-        refuse(unsaved, "train.keep_every is no multiple of train.checkpoint_every")
+        if finer:
+            raise UserError(
+                f"precision.logits={self.precision.logits} is for that compute type alone"
+            )
+        unsaved = train.keep_every and train.keep_every % (
+            train.checkpoint_every or math.inf
+        )
+        if unsaved:
+            raise UserError("train.keep_every is no multiple of train.checkpoint_every")
         unread = not re.fullmatch("((hf|run):.+)?", train.init_from)
-        refuse(unread, f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP")
-        once, unroll = not memory.scan_layers, memory.scan_unroll
-        refuse(once and unroll > 1, "memory.scan_unroll is ignored without memory.scan_layers")
-        refuse(model.num_layers % unroll, "memory.scan_unroll does not divide model.num_layers")
+        if unread:
+            raise UserError(
+                f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP"
+            )
+        once = not memory.scan_layers
+        unroll = memory.scan_unroll
+        if once and unroll > 1:
+            raise UserError("memory.scan_unroll is ignored without memory.scan_layers")
+        if model.num_layers % unroll:
+            raise UserError("memory.scan_unroll does not divide model.num_layers")
         # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
         holds = memory.remat == "offload" and (once or unroll > 1)
-        refuse(holds, "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1")
+        if holds:
+            raise UserError(
+                "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1"
+            )
         moved = train.context_schedule or train.batch_schedule * (data.packing == "pad")
-        refuse(moved and data.packing != "concat", f"data.packing={data.packing} keeps its shapes")
+        if moved and data.packing != "concat":
+            raise UserError(f"data.packing={data.packing} keeps its shapes")
         in_blocks = data.shuffle_block and data.packing != "concat"
-        refuse(in_blocks, f"data.shuffle_block is for data.packing=concat, not {data.packing}")
+        if in_blocks:
+            raise UserError(
+                f"data.shuffle_block is for data.packing=concat, not {data.packing}"
+            )
         pieces = self.shapes.pieces
-        refuse(max(pieces) >= train.num_steps, f"a schedule names step {max(pieces)}, past the end")
-        for start, shape in pieces.items() if any(getattr(train, n) for n in SCHEDULES) else ():
+        if max(pieces) >= train.num_steps:
+            raise UserError(f"a schedule names step {max(pieces)}, past the end")
+        for start, shape in (
+            pieces.items() if any(getattr(train, n) for n in SCHEDULES) else ()
+        ):
             self.at(shape)  # which refuses what no run may have
-            length, done = shape.context_length, self.shapes.tokens(start)
+            length = shape.context_length
+            done = self.shapes.tokens(start)
             odd = length < 1 or model.context_length % length or done % length
             what = f"train.context_schedule has {length}, which does not divide"
-            refuse(odd, f"{what} model.context_length and the {done:,} tokens of steps before")
+            if odd:
+                raise UserError(
+                    f"{what} model.context_length and the {done:,} tokens of steps before"
+                )
 
     @functools.cached_property
     def shapes(self) -> Shapes:
         """The shapes of the run's steps."""
-        texts, example = {n: getattr(self.train, n) for n in SCHEDULES}, "0=64,2000=128"
-        schedules = [read_steps(f"train.{n}={texts[n]}", texts[n], int, example) for n in texts]
+        texts = {n: getattr(self.train, n) for n in SCHEDULES}
+        example = "0=64,2000=128"
+        schedules = [
+            read_steps(f"train.{n}={texts[n]}", texts[n], int, example) for n in texts
+        ]
         first = self.data.batch_size, self.model.context_length, self.model.window
         pieces = {0: Shape(*first)}
         for start in sorted({0, *itertools.chain(*schedules)}):
-            sizes = (each.get(start, now) for each, now in zip(schedules, first, strict=True))
+            sizes = (
+                each.get(start, now) for each, now in zip(schedules, first, strict=True)
+            )
             first = pieces[start] = Shape(*sizes)
         return Shapes(pieces)
 
@@ -244,7 +326,10 @@ class Config(Options, group=""):
         options = complete(tree)
         options["parallel"] |= {"rules": RulesConfig(**options["parallel"]["rules"])}
         groups = {name: type(getattr(cls, name)) for name in options if name != "seed"}
-        return cls(seed=options["seed"], **{name: groups[name](**options[name]) for name in groups})
+        return cls(
+            seed=options["seed"],
+            **{name: groups[name](**options[name]) for name in groups},
+        )
 
     def to_dict(self) -> dict:
         """Returns nested plain dicts, as config.json holds them."""
@@ -252,9 +337,16 @@ class Config(Options, group=""):
 
     def with_vocabulary(self, tokens: int) -> "Config":
         """Returns the config with a `model.vocab_size` of 0 set to the tokenizer's; 0: unknown."""
-        size, tokenizer = self.model.vocab_size or tokens, f"data.tokenizer={self.data.tokenizer}"
-        refuse(not size, f"{tokenizer} tells no size", "Set --config.model.vocab_size")
-        refuse(size < tokens, f"model.vocab_size={size} is less than the {tokens} of {tokenizer}")
+        size = self.model.vocab_size or tokens
+        tokenizer = f"data.tokenizer={self.data.tokenizer}"
+        if not size:
+            raise UserError(
+                f"{tokenizer} tells no size", "Set --config.model.vocab_size"
+            )
+        if size < tokens:
+            raise UserError(
+                f"model.vocab_size={size} is less than the {tokens} of {tokenizer}"
+            )
         model = dataclasses.replace(self.model, vocab_size=size)
         return dataclasses.replace(self, model=model)
 
@@ -287,22 +379,28 @@ def read_options(name: str) -> dict[str, Any]:
     places = Path(file), Path(__file__).parents[2] / file
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        raise UserError(f"--config={name} is no file", "See configs/ for those there are")
+        raise UserError(
+            f"--config={name} is no file", "See configs/ for those there are"
+        )
     try:
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
-            refuse("seed" not in tree, "it does not hold the options of a run")
+            if "seed" not in tree:
+                raise UserError("it does not hold the options of a run")
         else:
             tree = runpy.run_path(str(path))["get_config"](*filter(None, [argument]))
         return complete(tree)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except Exception as error:  # a config file is code of any kind
-        raise UserError(f"{name} cannot be read ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"{name} cannot be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def load_config(workdir: Path) -> Config:
     """Reads the options of a run from its config.json."""
     path = Path(workdir) / "config.json"
-    refuse(not path.is_file(), f"{workdir} holds no run", "Name a workdir of train.py")
+    if not path.is_file():
+        raise UserError(f"{workdir} holds no run", "Name a workdir of train.py")
     return Config.from_dict(read_options(str(path)))

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 
 
-def read_steps(option: str, text: str, kind: Callable[[str], Any], example: str) -> dict[int, Any]:
+def read_steps(
+    option: str, text: str, kind: Callable[[str], Any], example: str
+) -> dict[int, Any]:
     """Returns what `STEP=VALUE,STEP=VALUE` in an option says; steps must ascend from 0 on."""
     try:
         pairs = [item.split("=") for item in text.split(",") if item]
@@ -16,7 +18,8 @@ def read_steps(option: str, text: str, kind: Callable[[str], Any], example: str)
     except ValueError:
         values = [(-1, None)]  # which do not ascend
     ascend = all(a < b for (a, _), (b, _) in itertools.pairwise([(-1, None), *values]))
-    refuse(not ascend, f"{option} cannot be read", f"For example, use {example}")
+    if not ascend:
+        raise UserError(f"{option} cannot be read", f"For example, use {example}")
     return dict(values)
 
 
@@ -55,7 +58,9 @@ class Shapes:
         """Returns the sum of what each of so many steps takes, by its shape."""
         ends = [*self.pieces, steps][1:]
         each = zip(self.pieces.items(), ends, strict=True)
-        return sum(amount(s) * max(min(end, steps) - start, 0) for (start, s), end in each)
+        return sum(
+            amount(s) * max(min(end, steps) - start, 0) for (start, s), end in each
+        )
 
     @property
     def last(self) -> Shape:

@@ -18,12 +18,18 @@ def gpt2_like_ranks(tree: dict[str, Any]) -> tuple[dict[bytes, int], int] | None
     Such a file holds byte-level BPE with GPT-2's pattern and nothing around it. Its ids grow in the
     order of the merges. `<|endoftext|>` is its only added token.
     """
-    model, pattern = tree["model"], tree.get("pre_tokenizer") or {}
+    model = tree["model"]
+    pattern = tree.get("pre_tokenizer") or {}
     added = [token["content"] for token in tree.get("added_tokens", [])]
     if (
         model.get("type") != "BPE"
-        or any(model.get(k) for k in ("dropout", "unk_token", "byte_fallback", "ignore_merges"))
-        or any(model.get(k) for k in ("continuing_subword_prefix", "end_of_word_suffix"))
+        or any(
+            model.get(k)
+            for k in ("dropout", "unk_token", "byte_fallback", "ignore_merges")
+        )
+        or any(
+            model.get(k) for k in ("continuing_subword_prefix", "end_of_word_suffix")
+        )
         or pattern.get("type") != "ByteLevel"
         or pattern.get("add_prefix_space")
         or not pattern.get("use_regex", True)
@@ -39,6 +45,10 @@ def gpt2_like_ranks(tree: dict[str, Any]) -> tuple[dict[bytes, int], int] | None
     ids = {*merged, *(vocabulary.get(c) for c in alphabet)}
     if merged != sorted(merged) or set(vocabulary.values()) != ids:
         return None
-    if ids | {eot} != set(range(len(ids) + 1)):  # an id without a token cannot be decoded
+    if ids | {eot} != set(
+        range(len(ids) + 1)
+    ):  # an id without a token cannot be decoded
         return None
-    return {bytes(alphabet[c] for c in token): i for token, i in vocabulary.items()}, eot
+    return {
+        bytes(alphabet[c] for c in token): i for token, i in vocabulary.items()
+    }, eot

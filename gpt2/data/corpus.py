@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2.errors import UserError, refuse, warn
+from gpt2.errors import UserError, warn
 from gpt2.utils.stores import Remote, at_hand, find, is_url
 
 # Files of up to this size in all are hashed at every start; of more, size and time count.
@@ -35,10 +35,16 @@ Document = str | File
 class Corpus:
     """A source of documents, in an order that never changes."""
 
-    fingerprint: str  # differs whenever the documents may differ; computing it needs no network
+    fingerprint: (
+        str  # differs whenever the documents may differ; computing it needs no network
+    )
     documents: Callable[[], Iterator[Document]]  # starts an iteration over them
-    num_bytes: int = 0  # about how many bytes of text there are; 0: not known in advance
-    seek: Callable[[int], Iterator[Document]] | None = None  # leaves out so many, unread
+    num_bytes: int = (
+        0  # about how many bytes of text there are; 0: not known in advance
+    )
+    seek: Callable[[int], Iterator[Document]] | None = (
+        None  # leaves out so many, unread
+    )
 
 
 def open_corpus(spec: str) -> Corpus:
@@ -46,8 +52,12 @@ def open_corpus(spec: str) -> Corpus:
     prefix, _, argument = spec.partition(":")
     usage, open_ = READERS.get(prefix, ("", None))
     if open_ is None or (":" in usage) != bool(argument):
-        usages = ", ".join([usage] if usage else [u for u, _ in READERS.values()] + ["tokens:GLOB"])
-        raise UserError(f"data.corpus={spec!r} names no corpus", f"Write one of: {usages}")
+        usages = ", ".join(
+            [usage] if usage else [u for u, _ in READERS.values()] + ["tokens:GLOB"]
+        )
+        raise UserError(
+            f"data.corpus={spec!r} names no corpus", f"Write one of: {usages}"
+        )
     return open_(argument)
 
 
@@ -58,10 +68,18 @@ def lies_in_files(spec: str) -> bool:
 
 def find_files(pattern: str) -> Sequence[File]:
     """Returns the files that a glob (`**` included) matches, sorted by name: at least one."""
-    found = [] if is_url(pattern) else glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    found = (
+        []
+        if is_url(pattern)
+        else glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    )
     found.sort(key=lambda name: (len(name), name), reverse=True)
-    names = {os.path.realpath(name): name for name in found}  # links may lead to one in many ways
-    files: Sequence[File] = [Path(p) for p in sorted(names.values()) if Path(p).is_file()]
+    names = {
+        os.path.realpath(name): name for name in found
+    }  # links may lead to one in many ways
+    files: Sequence[File] = [
+        Path(p) for p in sorted(names.values()) if Path(p).is_file()
+    ]
     if not (files := find(pattern) if is_url(pattern) else files):
         raise UserError(
             f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
@@ -77,7 +95,8 @@ def reading(file: File | str) -> Iterator[None]:
         yield
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(
-            f"{file} cannot be read ({error})", "Leave it out, mend it or convert it to UTF-8"
+            f"{file} cannot be read ({error})",
+            "Leave it out, mend it or convert it to UTF-8",
         ) from error
 
 
@@ -89,7 +108,9 @@ def file_fingerprint(files: Sequence[File], *more: str) -> str:
         if isinstance(file, Remote):
             return file.url, file.version
         about = file.stat()
-        differs = [_hash_content(file)] if is_read else [about.st_size, about.st_mtime_ns]
+        differs = (
+            [_hash_content(file)] if is_read else [about.st_size, about.st_mtime_ns]
+        )
         return str(file.absolute()), *differs
 
     parts = [part(file) for file in files]
@@ -114,8 +135,11 @@ def _place_and_field(argument: str) -> tuple[str, str]:
 def _text(pattern: str) -> Corpus:
     """Each file is a document."""
     files = find_files(pattern)
-    fingerprint, size = file_fingerprint(files, "text"), _total_size(files)
-    return Corpus(fingerprint, lambda: iter(files), size, seek=lambda number: iter(files[number:]))
+    fingerprint = file_fingerprint(files, "text")
+    size = _total_size(files)
+    return Corpus(
+        fingerprint, lambda: iter(files), size, seek=lambda number: iter(files[number:])
+    )
 
 
 def _pystdlib(_: str) -> Corpus:
@@ -127,7 +151,9 @@ def _pystdlib(_: str) -> Corpus:
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - excluded  # site-packages may hold ten times as many files
+        folders[:] = (
+            set(folders) - excluded
+        )  # site-packages may hold ten times as many files
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort()
 
@@ -142,7 +168,8 @@ def _pystdlib(_: str) -> Corpus:
 
 def _synthetic(_: str) -> Corpus:
     """Four thousand documents of sums, for tests and benchmarks: the same everywhere, quick."""
-    num_documents, num_lines = 4000, 60
+    num_documents = 4000
+    num_lines = 60
 
     def documents() -> Iterator[str]:
         rng = random.Random(0)
@@ -182,7 +209,10 @@ def _python(argument: str) -> Corpus:
         texts = function()
         for text in texts:
             wrong = isinstance(texts, str) or not isinstance(text, str)
-            refuse(wrong, f"python:{argument} has to return an iterable of str, its documents")
+            if wrong:
+                raise UserError(
+                    f"python:{argument} has to return an iterable of str, its documents"
+                )
             yield text
 
     return Corpus(file_fingerprint([source], "python", argument), documents)
@@ -198,23 +228,34 @@ def _jsonl(argument: str) -> Corpus:
 
         for file in files:
             path = str(at_hand(file))
-            with reading(file), pyarrow.input_stream(path, buffer_size=1 << 20) as stream:
-                lines = io.BufferedReader(stream, 1 << 20)  # decompressed, as the name tells
+            with (
+                reading(file),
+                pyarrow.input_stream(path, buffer_size=1 << 20) as stream,
+            ):
+                lines = io.BufferedReader(
+                    stream, 1 << 20
+                )  # decompressed, as the name tells
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         yield _json_field(line, field, f"{file}:{number}")
 
-    return Corpus(file_fingerprint(files, "jsonl", field), documents, _total_size(files))
+    return Corpus(
+        file_fingerprint(files, "jsonl", field), documents, _total_size(files)
+    )
 
 
 def _json_field(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error})", "Each line must be an object") from error
+        raise UserError(
+            f"{where} is not JSON ({error})", "Each line must be an object"
+        ) from error
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise UserError(f"{where} has no text in {field!r}", "Name the field: jsonl:GLOB#FIELD")
+        raise UserError(
+            f"{where} has no text in {field!r}", "Name the field: jsonl:GLOB#FIELD"
+        )
     # JSON can spell half a surrogate pair, which UTF-8 cannot.
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
@@ -228,11 +269,14 @@ def _parquet(argument: str) -> Corpus:
         for file in files:
             skip = yield from _parquet_column(at_hand(file), column, str(file), skip)
 
-    fingerprint, size = file_fingerprint(files, "parquet", column), _total_size(files)
+    fingerprint = file_fingerprint(files, "parquet", column)
+    size = _total_size(files)
     return Corpus(fingerprint, documents, size, seek=documents)
 
 
-def _parquet_column(file: Any, column: str, name: str, skip: int) -> Generator[str, None, int]:
+def _parquet_column(
+    file: Any, column: str, name: str, skip: int
+) -> Generator[str, None, int]:
     """Yields one string column of a Parquet file, given by path or open, batch by batch.
 
     Rows that are null are empty texts. `skip` rows are left out; it returns how many more to skip.
@@ -244,16 +288,23 @@ def _parquet_column(file: Any, column: str, name: str, skip: int) -> Generator[s
         table = pyarrow.parquet.ParquetFile(file)
         if column not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
-            raise UserError(f"{name} has no column {column!r}", f"Write one behind #: {names}")
-        missing, groups = 0, [*range(table.num_row_groups)]
+            raise UserError(
+                f"{name} has no column {column!r}", f"Write one behind #: {names}"
+            )
+        missing = 0
+        groups = [*range(table.num_row_groups)]
         while groups and skip >= (rows := table.metadata.row_group(groups[0]).num_rows):
             skip -= rows
             del groups[0]
-        for batch in table.iter_batches(batch_size=1024, row_groups=groups, columns=[column]):
+        for batch in table.iter_batches(
+            batch_size=1024, row_groups=groups, columns=[column]
+        ):
             missing += batch.column(0).null_count
             for text in batch.column(0)[skip:].to_pylist():
                 if not isinstance(text, str | None):
-                    raise UserError(f"column {column!r} of {name} holds no text", "Choose another")
+                    raise UserError(
+                        f"column {column!r} of {name} holds no text", "Choose another"
+                    )
                 yield text or ""
             skip = max(skip - len(batch), 0)
         if missing:
@@ -261,7 +312,9 @@ def _parquet_column(file: Any, column: str, name: str, skip: int) -> Generator[s
             _warn_once(f"{rows} are null in {column!r}, and left out")
         return skip
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{name} cannot be read ({error})", "Give Parquet files") from error
+        raise UserError(
+            f"{name} cannot be read ({error})", "Give Parquet files"
+        ) from error
 
 
 def _hugging_face(argument: str) -> Corpus:
@@ -274,16 +327,24 @@ def _hugging_face(argument: str) -> Corpus:
         try:
             hub: Any = HfFileSystem()
             root = f"datasets/{name}@refs/convert/parquet"
-            subsets = sorted(hub.ls(root, detail=False), key=lambda p: not p.endswith("/default"))
-            folders = hub.ls(next(p for p in subsets if "." not in Path(p).name), detail=False)
+            subsets = sorted(
+                hub.ls(root, detail=False), key=lambda p: not p.endswith("/default")
+            )
+            folders = hub.ls(
+                next(p for p in subsets if "." not in Path(p).name), detail=False
+            )
             # Of a large data set the hub converts a first part, and calls it so.
-            (train,) = (p for p in folders if Path(p).name in ("train", "partial-train"))
+            (train,) = (
+                p for p in folders if Path(p).name in ("train", "partial-train")
+            )
             for path in sorted(hub.ls(train, detail=False)):
                 with hub.open(path) as file:
                     skip = yield from _parquet_column(file, column, path, skip)
         except UserError:
             raise
-        except Exception as error:  # of the hub's library: network, access, no such data set
+        except (
+            Exception
+        ) as error:  # of the hub's library: network, access, no such data set
             raise UserError(
                 f"hf:{name} cannot be read ({type(error).__name__}: {error})",
                 "Check name and network; --config.data.corpus=pystdlib needs none",
@@ -304,12 +365,23 @@ def _tfds(argument: str) -> Corpus:
             if not builder.is_prepared():
                 builder = tfds.builder(name, file_format="array_record")
                 # Without a network TFDS would try for minutes.
-                socket.create_connection(("storage.googleapis.com", 443), timeout=5).close()
+                socket.create_connection(
+                    ("storage.googleapis.com", 443), timeout=5
+                ).close()
                 builder.download_and_prepare()
             for record in _tfds_records(builder):
                 text = record[feature]
-                yield text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-        except (tfds.core.DatasetNotFoundError, LookupError, NotImplementedError, OSError) as error:
+                yield (
+                    text.decode("utf-8", "replace")
+                    if isinstance(text, bytes)
+                    else str(text)
+                )
+        except (
+            tfds.core.DatasetNotFoundError,
+            LookupError,
+            NotImplementedError,
+            OSError,
+        ) as error:
             raise UserError(
                 f"tfds:{argument} cannot be read ({type(error).__name__}: {error})",
                 "Check name and network; --config.data.corpus=pystdlib needs none",
@@ -330,7 +402,9 @@ def _tfds_records(builder: Any) -> Iterator[Any]:
             records = TFRecordIterDataset(str(path))
             yield from map(builder.info.features.deserialize_example_np, records)
         except ValueError:  # which holds all of the bytes
-            raise UserError(f"{path} ends within a record", "Download it again") from None
+            raise UserError(
+                f"{path} ends within a record", "Download it again"
+            ) from None
 
 
 # Prefix -> how to write it, and what opens it. tokens.py opens ready tokens: no documents.

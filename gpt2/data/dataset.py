@@ -27,7 +27,7 @@ from gpt2.data.growth import GrowingStream, Growth
 from gpt2.data.own import find_batches
 from gpt2.data.splits import PROGRESS, SPLITS, write_splits
 from gpt2.data.tokens import ReadyTokens, Shard, TokenStream, index, open_ready_tokens
-from gpt2.errors import UserError, refuse, tell, warn
+from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files, stores
 
 FORMAT = 7  # of a prepared directory; another number prepares everything anew
@@ -73,8 +73,12 @@ class Dataset:
     token_crc32: dict[str, Any]  # of each split's tokens; of a mixture, of each part's
     shards: dict[str, list[Shard]]  # of each split, in `directory` or elsewhere
     dtype: str  # of stored tokens
-    mixed: dict[str, tuple[Fraction, "Dataset"]] = dataclasses.field(default_factory=dict)
-    own: Callable | None = None  # the user's function that gives batches, where there is no text
+    mixed: dict[str, tuple[Fraction, "Dataset"]] = dataclasses.field(
+        default_factory=dict
+    )
+    own: Callable | None = (
+        None  # the user's function that gives batches, where there is no text
+    )
     block: int = 0  # tokens that are shuffled among themselves; 0: all
     growth: Growth | None = None  # where this is a first part of a corpus
 
@@ -103,18 +107,28 @@ class Dataset:
     def whole(self) -> "Dataset":
         """Returns the corpus, all of which is prepared then."""
         if self.mixed:
-            return _mix({name: (share, part.whole()) for name, (share, part) in self.mixed.items()})
+            return _mix(
+                {
+                    name: (share, part.whole())
+                    for name, (share, part) in self.mixed.items()
+                }
+            )
         return self.growth.whole.result() if self.growth else self
 
     def describe(self) -> dict:
         """Returns what the corpus holds, not where it lies, for a run's data.json."""
-        tokenizer, parts = self.tokenizer, [part for _, part in self.parts.values()]
+        tokenizer = self.tokenizer
+        parts = [part for _, part in self.parts.values()]
         facts: dict[str, Any] = dict(tokenizer=tokenizer.name)
         facts["tokenizer_sha256"] = tokenizers.fingerprint(tokenizer)
-        facts["first_crc32"] = [p.open("train").crc32(p.block) for p in parts if p.block]
+        facts["first_crc32"] = [
+            p.open("train").crc32(p.block) for p in parts if p.block
+        ]
         if any(part.growth for part in parts):
             return facts
-        splits = {name: dataclasses.asdict(split) for name, split in self.splits.items()}
+        splits = {
+            name: dataclasses.asdict(split) for name, split in self.splits.items()
+        }
         return facts | {"splits": splits, "token_crc32": self.token_crc32}
 
 
@@ -122,9 +136,15 @@ def refuse_other(path: Path, dataset: Dataset) -> bool:
     """Refuses a corpus that is not the one of a run's data.json; returns if that tells anything."""
     saved = files.read_sealed(path) or {}
     found = dataset.describe() if saved else {}
-    if differing := {name for name in found if saved.get(name, found[name]) != found[name]}:
+    if differing := {
+        name for name in found if saved.get(name, found[name]) != found[name]
+    }:
         other = differing & {"tokenizer", "tokenizer_sha256"}
-        name = "the tokenizer that data.tokenizer" if other else "the text that data.corpus"
+        name = (
+            "the tokenizer that data.tokenizer"
+            if other
+            else "the text that data.corpus"
+        )
         what = f"{name} names is no longer what {path.parent} was trained on"
         raise UserError(what, "Restore it, or give another --workdir")
     return bool(saved)
@@ -147,25 +167,33 @@ def prepare(data: DataConfig, ray: Any = None, *, ahead: bool = False) -> Datase
     """
     needs_text = data.tokenizer == "char" or data.tokenizer.startswith("bpe:")
     if own := find_batches(data.corpus):
-        refuse(needs_text, f"{data.corpus} has no text for data.tokenizer={data.tokenizer}")
+        if needs_text:
+            raise UserError(
+                f"{data.corpus} has no text for data.tokenizer={data.tokenizer}"
+            )
         tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
         return Dataset(Path(), tokenizer, {}, {}, {}, "", own=own)
     if shares := read_mixture(data.corpus):
         what = f"data.tokenizer={data.tokenizer} is made from one corpus, and this is a mixture"
         how = "Let gpt2.data.prepare make it of a part, and name the tokenizer.json in its folder"
-        refuse(needs_text, what, how)
+        if needs_text:
+            raise UserError(what, how)
         one = functools.partial(dataclasses.replace, data)
         each = {name: prepare(one(corpus=name), ray, ahead=ahead) for name in shares}
         return _mix({name: (shares[name], each[name]) for name in shares})
     corpus = _open_source(data)
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     parts = [FORMAT, corpus.fingerprint, spec, data.val_fraction, data.unique]
-    label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[-60:].strip("-")
+    label = re.sub(r"[^\w.-]+", "-", f"{data.corpus}-{Path(data.tokenizer).name}")[
+        -60:
+    ].strip("-")
     place = f"{data_place(data.data_dir)}/{label}-{_hash(parts)}"
     directory = stores.copy_of(place).absolute()
     if ahead and data.shuffle_block and _find_damage(directory) is not None:
         find = functools.partial(_begun, directory, data, time.time_ns())
-        return Growth(functools.partial(prepare, data, ray), find).wait("train", data.shuffle_block)
+        return Growth(functools.partial(prepare, data, ray), find).wait(
+            "train", data.shuffle_block
+        )
     if _find_damage(directory) is not None:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
@@ -175,7 +203,10 @@ def prepare(data: DataConfig, ray: Any = None, *, ahead: bool = False) -> Datase
                 if (damage := _find_damage(directory)) is not None:
                     if damage:
                         warn(f"{directory} is damaged ({damage}), and is prepared anew")
-                    tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
+                    tell(
+                        f"preparing {data.corpus} for {data.tokenizer}, once",
+                        sys.stdout,
+                    )
                     _write(directory, corpus, data, ray)
         except OSError as error:
             raise UserError(
@@ -189,7 +220,9 @@ def prepare(data: DataConfig, ray: Any = None, *, ahead: bool = False) -> Datase
     if lost := sum(split.num_lost for split in dataset.splits.values()):
         share = lost / sum(split.num_bytes for split in dataset.splits.values())
         what = f"{share:.2%} of the bytes of {data.corpus} ({lost:,})"
-        warn(f"{what} are unknown to its tokenizer, or altered by it: no bits per byte are given")
+        warn(
+            f"{what} are unknown to its tokenizer, or altered by it: no bits per byte are given"
+        )
     return dataset
 
 
@@ -204,23 +237,29 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
     pairs = [part.split("*", 1) for part in PLUS.split(spec)]
     weights = {name: Fraction(weight) for weight, name in pairs}
     wrong = len(weights) < len(pairs) or not all(weights.values())
-    refuse(wrong, f"data.corpus={spec!r} has a part of no weight, or one twice")
+    if wrong:
+        raise UserError(f"data.corpus={spec!r} has a part of no weight, or one twice")
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
 def _mix(mixed: dict[str, tuple[Fraction, Dataset]]) -> Dataset:
     parts = [part for _, part in mixed.values()]
-    refuse(any(part.own for part in parts), "batches are in data.corpus", "Mix in your function")
+    if any(part.own for part in parts):
+        raise UserError("batches are in data.corpus", "Mix in your function")
 
     def total(split: str) -> Split:
-        columns = zip(*(dataclasses.astuple(part.splits[split]) for part in parts), strict=True)
+        columns = zip(
+            *(dataclasses.astuple(part.splits[split]) for part in parts), strict=True
+        )
         return Split(*map(sum, columns))
 
     return Dataset(
         directory=Path(),
         tokenizer=parts[0].tokenizer,
         splits={name: total(name) for name in SPLITS},
-        token_crc32={name: [part.token_crc32[name] for part in parts] for name in SPLITS},
+        token_crc32={
+            name: [part.token_crc32[name] for part in parts] for name in SPLITS
+        },
         shards={},
         dtype="",
         mixed=mixed,
@@ -241,7 +280,9 @@ def _find_damage(directory: Path) -> str | None:
     if tree is None:
         return "prepared.json was altered"
     total = sum(size for size, _ in tree["files"].values())
-    return files.find_damage(directory, tree["files"], read=total <= _READ_BYTES) or None
+    return (
+        files.find_damage(directory, tree["files"], read=total <= _READ_BYTES) or None
+    )
 
 
 def _load(directory: Path, tree: dict[str, Any], data: DataConfig) -> Dataset:
@@ -269,7 +310,9 @@ def _begun(
     return _load(told.parent, tree, data) if tree and enough else None
 
 
-def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, ray: Any) -> None:
+def _write(
+    directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, ray: Any
+) -> None:
     """Prepares into a directory of its own, going on where it was cut, and renames that."""
     partial = _partial(directory)
     old = directory.with_name(f".{directory.name}.old")
@@ -285,7 +328,9 @@ def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, ray:
             needed = 2 * corpus.num_bytes // (1 if data.tokenizer == "byte" else 5)
             needed -= sum(path.stat().st_size for path in partial.iterdir())
             if (free := shutil.disk_usage(partial).free) < needed:
-                raise OSError(f"{needed:,} more bytes are needed, and {free:,} are free")
+                raise OSError(
+                    f"{needed:,} more bytes are needed, and {free:,} are free"
+                )
             facts = write_splits(corpus, data, partial, ray)
         if _open_source(data).fingerprint != corpus.fingerprint:
             (partial / PROGRESS).unlink(missing_ok=True)
@@ -304,22 +349,36 @@ def _write(directory: Path, corpus: Corpus | ReadyTokens, data: DataConfig, ray:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _describe(directory: Path, data: DataConfig, facts: dict[str, Any]) -> dict[str, Any]:
+def _describe(
+    directory: Path, data: DataConfig, facts: dict[str, Any]
+) -> dict[str, Any]:
     """Returns statistics of what is prepared, and how it came about; README.md shows both."""
     named = "corpus", "tokenizer", "end_of_text", "val_fraction", "unique"
     options = {name: getattr(data, name) for name in named}
-    command = [f"--config.data.{name}={shlex.quote(str(options[name]))}" for name in options]
-    eot, statistics = tokenizers.load(directory / "tokenizer.json").eot, {}
+    command = [
+        f"--config.data.{name}={shlex.quote(str(options[name]))}" for name in options
+    ]
+    eot = tokenizers.load(directory / "tokenizer.json").eot
+    statistics = {}
     for name, split in facts["splits"].items():
-        tokens, size, lost = split["num_tokens"], split["num_bytes"], split.get("num_lost", 0)
-        statistics[name] = dict(documents=split["num_documents"], tokens=tokens, bytes=size)
+        tokens = split["num_tokens"]
+        size = split["num_bytes"]
+        lost = split.get("num_lost", 0)
+        statistics[name] = dict(
+            documents=split["num_documents"], tokens=tokens, bytes=size
+        )
         statistics[name]["bytes per token"] = round(size / max(tokens, 1), 4)
         statistics[name]["share of bytes lost"] = round(lost / max(size, 1), 4)
         stream = TokenStream(facts["shards"][name], facts["dtype"], directory)
         statistics[name] |= stream.count_documents(eot)
-    train, held_out = statistics["train"], statistics["validation"]
-    table = "\n".join(f"| {name} | {train[name]:,} | {held_out[name]:,} |" for name in train)
-    told = options | dict(eot=eot, command=" ".join(command), table=table, num_dropped=0)
+    train = statistics["train"]
+    held_out = statistics["validation"]
+    table = "\n".join(
+        f"| {name} | {train[name]:,} | {held_out[name]:,} |" for name in train
+    )
+    told = options | dict(
+        eot=eot, command=" ".join(command), table=table, num_dropped=0
+    )
     files.write_text(directory / "README.md", README.format(**told | facts))
     digests = files.digest_folder(directory)
     for name in (PROGRESS, "prepared.json", "README.md"):  # a kill leaves the first two

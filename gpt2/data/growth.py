@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 class Growth:
     """A thread that prepares the `whole`, of which `find` returns the part that is on disk."""
 
-    def __init__(self, prepare: "Callable[[], Dataset]", find: "Callable[..., Dataset | None]"):
-        self._find, self.whole = find, Future["Dataset"]()
+    def __init__(
+        self, prepare: "Callable[[], Dataset]", find: "Callable[..., Dataset | None]"
+    ):
+        self._find = find
+        self.whole = Future["Dataset"]()
 
         def run() -> None:
             try:
@@ -44,7 +47,9 @@ class GrowingStream(TokenStream):
 
     def __init__(self, growth: Growth, split: str):
         super().__init__([], "uint16")
-        self._growth, self._split, self._grows = growth, split, True
+        self._growth = growth
+        self._split = split
+        self._grows = True
         self.wait(1)
 
     def wait(self, num_tokens: float) -> int:

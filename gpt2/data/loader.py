@@ -43,7 +43,11 @@ class _Loader(abc.ABC):
     ):
         self._batch_size = batch_size
         self._context_length = context_length
-        self._eot = document_start(dataset, "data.document_mask=True") if document_mask else None
+        self._eot = (
+            document_start(dataset, "data.document_mask=True")
+            if document_mask
+            else None
+        )
 
     @abc.abstractmethod
     def _read(self, place: int, length: int) -> np.ndarray:
@@ -51,7 +55,8 @@ class _Loader(abc.ABC):
 
     def _places(self, step: int) -> tuple[range, int]:
         """Returns where a batch's rows begin among all targets of a run, and their length."""
-        length, size = self._context_length, self._batch_size * self._context_length
+        length = self._context_length
+        size = self._batch_size * self._context_length
         return range(step * size, (step + 1) * size, length), length
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
@@ -89,11 +94,14 @@ class TrainLoader(_Loader):
         **shape: Any,
     ):
         super().__init__(dataset, **shape)
-        length, size = self._context_length, self._batch_size
+        length = self._context_length
+        size = self._batch_size
         self._shapes = shapes or Shapes({0: Shape(size, length, 0)})
         self._unit = size if packing == "pad" else 1
-        self.sources, self._ratios = dict[str, Rows](), list[tuple[int, int]]()
-        left, mean_length = Fraction(1), Fraction(0)
+        self.sources = dict[str, Rows]()
+        self._ratios = list[tuple[int, int]]()
+        left = Fraction(1)
+        mean_length = Fraction(0)
         for number, (name, (share, part)) in enumerate(dataset.parts.items()):
             if number:  # else parts of equal size would have one order
                 seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
@@ -107,9 +115,14 @@ class TrainLoader(_Loader):
                     "Lower --config.data.batch_size or --config.model.context_length",
                 )
             self.sources[name] = rows
-            self._ratios.append((share / left).as_integer_ratio())  # of what the others leave
-            left, mean_length = left - share, mean_length + share * Fraction(rows.mean_length)
-        self.lengths = sorted({n for rows in self.sources.values() for n in rows.lengths})
+            self._ratios.append(
+                (share / left).as_integer_ratio()
+            )  # of what the others leave
+            left = left - share
+            mean_length = mean_length + share * Fraction(rows.mean_length)
+        self.lengths = sorted(
+            {n for rows in self.sources.values() for n in rows.lengths}
+        )
         self._filled = mean_length / length
 
     def tokens_of(self, shape: Shape) -> int:
@@ -120,7 +133,9 @@ class TrainLoader(_Loader):
         """Returns how often each part has been seen after so many steps."""
         left = self._shapes.tokens(step) // self._context_length // self._unit
         epochs = dict[str, float]()
-        for (name, rows), (share, whole) in zip(self.sources.items(), self._ratios, strict=True):
+        for (name, rows), (share, whole) in zip(
+            self.sources.items(), self._ratios, strict=True
+        ):
             taken = left * share // whole
             epochs[name], left = taken * self._unit / rows.num_rows, left - taken
         return epochs
@@ -128,7 +143,9 @@ class TrainLoader(_Loader):
     def _find(self, place: int) -> tuple[Rows, int]:
         """Returns the source of the row at a place, and the row's number there."""
         left, within = divmod(place // self._context_length, self._unit)
-        for rows, (share, whole) in zip(self.sources.values(), self._ratios, strict=True):
+        for rows, (share, whole) in zip(
+            self.sources.values(), self._ratios, strict=True
+        ):
             before = left * share // whole
             if (left + 1) * share // whole > before:
                 return rows, before * self._unit + within
@@ -136,7 +153,8 @@ class TrainLoader(_Loader):
         raise AssertionError("the last source takes what the others leave")
 
     def _places(self, step: int) -> tuple[range, int]:
-        shape, start = self._shapes.at(step + 1), self._shapes.tokens(step)
+        shape = self._shapes.at(step + 1)
+        start = self._shapes.tokens(step)
         rows, number = self._find(start)
         places = range(start, start + shape.tokens, shape.context_length)
         return places, min(rows.length(number), shape.context_length)
@@ -156,7 +174,8 @@ class ValidationLoader(_Loader):
 
     def __init__(self, dataset: Dataset, *, num_batches: int = 0, **shape: Any):
         super().__init__(dataset, **shape)
-        self._stream, self._most = dataset.open("validation"), num_batches or math.inf
+        self._stream = dataset.open("validation")
+        self._most = num_batches or math.inf
 
     @functools.cached_property
     def _num_whole(self) -> int:
@@ -182,7 +201,8 @@ def prefetch(
 
     Errors are raised where a step is asked for.
     """
-    pool, waiting = ThreadPoolExecutor(1, "prefetch"), deque[Future]()
+    pool = ThreadPoolExecutor(1, "prefetch")
+    waiting = deque[Future]()
     try:
         for step in steps:
             waiting.append(pool.submit(make, step))

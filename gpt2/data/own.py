@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpt2.data.corpus import import_function
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 
 NAMES = {"tokens", "targets", "mask", "segments"}
 KEPT = 16  # states, which is more than batches are read ahead
@@ -19,7 +19,11 @@ def find_batches(corpus: str) -> Callable[[str], Iterable] | None:
     """Returns the user's function of a split that gives batches, if `data.corpus` names one."""
     prefix, _, argument = corpus.partition(":")
     function = import_function(argument) if prefix == "python" else None
-    return function if function and "split" in inspect.signature(function).parameters else None
+    return (
+        function
+        if function and "split" in inspect.signature(function).parameters
+        else None
+    )
 
 
 class OwnBatches:
@@ -29,8 +33,13 @@ class OwnBatches:
     `load_state_dict` of the iterable). `state` is what continues after so many steps.
     """
 
-    def __init__(self, corpus: str, make: Callable, shape: tuple[int, int], vocab_size: int):
-        self._corpus, self._make, self._shape, self._vocab_size = corpus, make, shape, vocab_size
+    def __init__(
+        self, corpus: str, make: Callable, shape: tuple[int, int], vocab_size: int
+    ):
+        self._corpus = corpus
+        self._make = make
+        self._shape = shape
+        self._vocab_size = vocab_size
         self.lengths = [shape[1]]
         self._next: int | None = None  # step
         self._states = dict[int, str]()  # by the steps before them
@@ -46,7 +55,8 @@ class OwnBatches:
 
     def batch(self, step: int, rows: slice) -> dict[str, np.ndarray]:
         """Returns the next batch, which holds this process's rows. Steps come in order, once."""
-        refuse(self._next not in (None, step), f"{self._corpus} gives its batches only once")
+        if self._next not in (None, step):
+            raise UserError(f"{self._corpus} gives its batches only once")
         if self._next is None:
             self._begin(self.restored)
         if (batch := next(self._iterator, None)) is None:
@@ -63,7 +73,9 @@ class OwnBatches:
         """Yields the batches held out, so many rows at a time."""
         for batch in map(self._check, self._make(split="validation")):
             for start in range(0, self._shape[0], num_rows):
-                yield {name: rows[start : start + num_rows] for name, rows in batch.items()}
+                yield {
+                    name: rows[start : start + num_rows] for name, rows in batch.items()
+                }
 
     def _begin(self, text: str = "") -> None:
         source = self._make(split="train")
@@ -73,18 +85,30 @@ class OwnBatches:
         self._iterator: Any = iter(source)
         if text and hasattr(self._iterator, "set_state"):
             self._iterator.set_state(state)
-        self._get_state = getattr(self._iterator, "get_state", getattr(source, "state_dict", None))
+        self._get_state = getattr(
+            self._iterator, "get_state", getattr(source, "state_dict", None)
+        )
 
     def _check(self, batch: Any) -> dict[str, np.ndarray]:
         """Returns int32 arrays, with -1 for targets that the mask leaves out."""
         fine = isinstance(batch, Mapping) and {"tokens", "targets"} <= {*batch} <= NAMES
-        refuse(not fine, f"{self._corpus} has to give dicts of {', '.join(sorted(NAMES))}")
+        if not fine:
+            raise UserError(
+                f"{self._corpus} has to give dicts of {', '.join(sorted(NAMES))}"
+            )
         arrays = {name: np.asarray(batch[name]).astype(np.int32) for name in batch}
         for name, array in arrays.items():
-            what = f"{self._corpus} gives {name} of shape {array.shape}, not {self._shape}"
-            refuse(array.shape != self._shape, what)
-        tokens, mask = arrays["tokens"], arrays.pop("mask", True)
+            what = (
+                f"{self._corpus} gives {name} of shape {array.shape}, not {self._shape}"
+            )
+            if array.shape != self._shape:
+                raise UserError(what)
+        tokens = arrays["tokens"]
+        mask = arrays.pop("mask", True)
         arrays["targets"] = targets = np.where(mask, arrays["targets"], np.int32(-1))
         wrong = tokens.min() < 0 or max(tokens.max(), targets.max()) >= self._vocab_size
-        refuse(wrong, f"{self._corpus} gives tokens beyond the {self._vocab_size} of the model")
+        if wrong:
+            raise UserError(
+                f"{self._corpus} gives tokens beyond the {self._vocab_size} of the model"
+            )
         return arrays

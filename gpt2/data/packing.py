@@ -25,8 +25,12 @@ LEAST_SHARE = 0.1  # of the rows that a length needs, since each length is compi
 class Rows:
     """The training rows of a corpus, in the order of a run."""
 
-    wait: Callable[[int], int]  # waits until so many are prepared, or all; returns how many are
-    read: Callable[[int], np.ndarray]  # the tokens of a row, at most a batch's length + 1
+    wait: Callable[
+        [int], int
+    ]  # waits until so many are prepared, or all; returns how many are
+    read: Callable[
+        [int], np.ndarray
+    ]  # the tokens of a row, at most a batch's length + 1
     length: Callable[[int], int]  # of the batch that begins with a row, in targets
     lengths: Sequence[int]  # that batches may have
     mean_length: float
@@ -44,7 +48,9 @@ def concat(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
     Under `data.shuffle_block`, an epoch visits one block of windows after another.
     """
-    stream, block = dataset.open("train"), -(-dataset.block // length)  # of rows, if not 0
+    # of rows, if not 0
+    stream = dataset.open("train")
+    block = -(-dataset.block // length)
     order = functools.lru_cache(2)(functools.partial(shuffled, seed=seed))
 
     @functools.lru_cache(8)
@@ -58,7 +64,9 @@ def concat(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     def read(row: int) -> np.ndarray:
         num_rows = wait(row - row % block + block if block else 0)
         size = block or num_rows
-        epoch, within = divmod(row, num_rows)  # the first one while there is more to come
+        epoch, within = divmod(
+            row, num_rows
+        )  # the first one while there is more to come
         number, place = divmod(within, size)
         here = min(size, num_rows - number * size)
         drawn = epoch * -(-num_rows // size) + number  # blocks before this one
@@ -78,8 +86,10 @@ def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     drawn = np.random.default_rng(seed).permutation(len(starts))
     sizes = np.diff(starts, append=len(stream))[drawn].tolist()
     documents, kept, ends = map(np.array, best_fit(sizes, length + 1))
-    pieces, num_rows = np.stack([starts[drawn][documents], kept], axis=1), len(ends) - 1
-    order, room = shuffled(num_rows, seed), num_rows * (length + 1)
+    pieces = np.stack([starts[drawn][documents], kept], axis=1)
+    num_rows = len(ends) - 1
+    order = shuffled(num_rows, seed)
+    room = num_rows * (length + 1)
 
     def read(row: int) -> np.ndarray:
         number = order(row)
@@ -98,7 +108,9 @@ def best_fit(sizes: Sequence[int], room: int) -> tuple[list[int], list[int], lis
     begin and end among them. One that is as long as a row, or longer, has a row to itself.
     """
     documents = [document for document, size in enumerate(sizes) if size >= room]
-    kept, ends, free = [room] * len(documents), list(range(len(documents) + 1)), room
+    kept = [room] * len(documents)
+    ends = list(range(len(documents) + 1))
+    free = room
     upcoming = ((size, document) for document, size in enumerate(sizes) if size < room)
     waiting = sorted(itertools.islice(upcoming, AHEAD))
     while waiting:
@@ -125,15 +137,19 @@ def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     starts = find_documents(stream, document_start(dataset, "data.packing=pad"))
     sizes = np.diff(starts, append=len(stream) - 1)  # in targets
     counts = -(-sizes // length)
-    cut = length * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+    cut = length * (
+        np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    )
     sizes = np.minimum(np.repeat(sizes, counts) - cut, length)
     begins = np.repeat(starts, counts) + cut
     lengths = choose_lengths(sizes, length)
     missing = 0, -len(sizes) % batch_size
     ranks = np.pad(np.searchsorted(lengths, sizes), missing, "maximum")
-    begins, tokens = np.pad(begins, missing), np.pad(sizes + 1, missing)
+    begins = np.pad(begins, missing)
+    tokens = np.pad(sizes + 1, missing)
     batch_lengths = np.array(lengths)[np.sort(ranks)[batch_size - 1 :: batch_size]]
-    num_batches, room = len(batch_lengths), int(batch_lengths.sum()) * batch_size
+    num_batches = len(batch_lengths)
+    room = int(batch_lengths.sum()) * batch_size
     order = shuffled(num_batches, seed)
 
     @functools.lru_cache(2)
@@ -149,18 +165,25 @@ def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
         found = rows_of(row // batch_size)[row % batch_size]
         return stream.read(int(begins[found]), int(tokens[found]))
 
-    note, lengths = f"{1 - sizes.sum() / room:.1%} padded", np.unique(batch_lengths).tolist()
+    note = f"{1 - sizes.sum() / room:.1%} padded"
+    lengths = np.unique(batch_lengths).tolist()
     each = lambda row: int(batch_lengths[order(row // batch_size)])  # noqa: E731
     return Rows(lambda _: len(ranks), read, each, lengths, room / len(ranks), note)
 
 
 def choose_lengths(sizes: np.ndarray, longest: int) -> list[int]:
     """Returns 128, 256, 512, ... and `longest`, but what few rows would have or none."""
-    doubles = itertools.takewhile(lambda n: n < longest, (SHORTEST << k for k in itertools.count()))
+    doubles = itertools.takewhile(
+        lambda n: n < longest, (SHORTEST << k for k in itertools.count())
+    )
     lengths = [*doubles, longest]
-    shares = np.bincount(np.searchsorted(lengths, sizes), minlength=len(lengths)) / len(sizes)
+    shares = np.bincount(np.searchsorted(lengths, sizes), minlength=len(lengths)) / len(
+        sizes
+    )
     last = int(np.flatnonzero(shares)[-1])
-    return [lengths[k] for k in range(last + 1) if shares[k] >= LEAST_SHARE or k == last]
+    return [
+        lengths[k] for k in range(last + 1) if shares[k] >= LEAST_SHARE or k == last
+    ]
 
 
 PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
@@ -171,14 +194,18 @@ def document_start(dataset: Dataset, option: str) -> int:
     eot = dataset.tokenizer.eot
     few = dataset.splits["train"].num_documents < 2 and dataset.whole().splits["train"]
     if eot is None or (few and few.num_documents < 2):
-        raise UserError(f"{option} needs several documents, and the corpus is one", "Leave it out")
+        raise UserError(
+            f"{option} needs several documents, and the corpus is one", "Leave it out"
+        )
     return eot
 
 
 def find_documents(stream: TokenStream, eot: int) -> np.ndarray:
     """Returns where documents start, int64: at each end-of-text token, and at the very start."""
     chunks = range(0, len(stream), CHUNK)
-    found = [start + np.flatnonzero(stream.read(start, CHUNK) == eot) for start in chunks]
+    found = [
+        start + np.flatnonzero(stream.read(start, CHUNK) == eot) for start in chunks
+    ]
     return np.unique(np.concatenate([[0], *found]))
 
 

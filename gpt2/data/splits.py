@@ -21,16 +21,20 @@ from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document, reading
 from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import TokenWriter
-from gpt2.errors import UserError, refuse, tell
+from gpt2.errors import UserError, tell
 from gpt2.utils import files
 from gpt2.utils.cluster import open_pool
 from gpt2.utils.stores import at_hand
 from gpt2.utils.text import format_bytes, format_count, format_duration
 
 SPLITS = ("train", "validation")
-PART_CHARACTERS = 2**18  # longer documents are encoded in parts, shorter ones several at once
+PART_CHARACTERS = (
+    2**18
+)  # longer documents are encoded in parts, shorter ones several at once
 AHEAD = 32  # groups of parts to encode while a save waits for the disk
-WEIGHED = 2**14  # documents; corpora of up to as many are read once more, for their sizes
+WEIGHED = (
+    2**14
+)  # documents; corpora of up to as many are read once more, for their sizes
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
 SECONDS = 10  # between lines that tell how far it is
 PROGRESS = "progress.json"  # what is written up to such a moment
@@ -49,10 +53,14 @@ class Part:
 
 
 Encoded = tuple[Part, np.ndarray, int]
-Measured = tuple[int, Document, float, int]  # its number, it, its position in [0, 1), its bytes
+Measured = tuple[
+    int, Document, float, int
+]  # its number, it, its position in [0, 1), its bytes
 
 
-def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = None) -> dict:
+def write_splits(
+    corpus: Corpus, data: DataConfig, directory: Path, ray: Any = None
+) -> dict:
     """Writes the tokenizer and the tokens of both splits; returns what `prepared.json` tells.
 
     If there are several documents, each gets an end-of-text token before it. A hash of its content
@@ -64,7 +72,9 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = N
     done, parts = _resume(directory, documents)
     totals = done["splits"]
     if not done["parts"]:
-        everything = data.tokenizer == "char"  # of which validation may lack no character
+        everything = (
+            data.tokenizer == "char"
+        )  # of which validation may lack no character
         texts = (p.text for p in documents.parts() if everything or p.split == "train")
         options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
         build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
@@ -73,11 +83,15 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = N
         what = f"{data.tokenizer} names no token to put between documents"
         raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
     writer = TokenWriter(directory, tokenizer.vocab_size)
-    writer.shards, writer.crc32 = done["shards"], done["token_crc32"]
+    writer.shards = done["shards"]
+    writer.crc32 = done["token_crc32"]
     done["dtype"] = writer.dtype.name
-    for name, _, count in itertools.chain(*(shards[-1:] for shards in writer.shards.values())):
+    for name, _, count in itertools.chain(
+        *(shards[-1:] for shards in writer.shards.values())
+    ):
         os.truncate(directory / name, count * writer.dtype.itemsize)
-    unsaved, num_bytes = 0, sum(total["num_bytes"] for total in totals.values())
+    unsaved = 0
+    num_bytes = sum(total["num_bytes"] for total in totals.values())
     before, began = num_bytes, (told := time.monotonic())
     for part, tokens, lost in encode_in_parallel(tokenizer, parts, ray):
         text = part.text.encode("utf-8")
@@ -98,16 +112,22 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = N
             files.write_json(directory / PROGRESS, files.seal(done))
         num_bytes += len(text)
         if (now := time.monotonic()) > told + SECONDS:
-            told, speed = now, (num_bytes - before) / (now - began)
-            sums = {n: format_count(sum(each[n] for each in totals.values())) for n in total}
+            told = now
+            speed = (num_bytes - before) / (now - began)
+            sums = {
+                n: format_count(sum(each[n] for each in totals.values())) for n in total
+            }
             line = f"{sums['num_documents']} documents, {sums['num_tokens']} tokens, "
             left = format_duration(max(corpus.num_bytes - num_bytes, 0) / speed)
-            line += f"{format_bytes(speed)}/s" + f", {left} left" * (corpus.num_bytes > 0)
+            line += f"{format_bytes(speed)}/s" + f", {left} left" * (
+                corpus.num_bytes > 0
+            )
             tell(line, sys.stdout)
     what = f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
     what += f"empty: it holds {num_bytes} bytes"
     how = "Choose a longer text, more documents that differ, or another fraction"
-    refuse(min(totals[split]["num_tokens"] for split in data.splits) < 2, what, how)
+    if min(totals[split]["num_tokens"] for split in data.splits) < 2:
+        raise UserError(what, how)
     return {
         "splits": totals,
         "token_crc32": writer.crc32,
@@ -117,7 +137,9 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path, ray: Any = N
     }
 
 
-def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], Iterator[Part]]:
+def _resume(
+    directory: Path, documents: "Documents"
+) -> tuple[dict[str, Any], Iterator[Part]]:
     """Returns what a directory holds of a corpus, nothing if that was another, and what follows."""
     if done := files.read_sealed(directory / PROGRESS):
         parts = documents.parts(done["document"])
@@ -128,7 +150,9 @@ def _resume(directory: Path, documents: "Documents") -> tuple[dict[str, Any], It
             return done, parts
     (directory / PROGRESS).unlink(missing_ok=True)
     totals = dict(num_tokens=0, num_bytes=0, num_documents=0, num_lost=0)
-    new: dict[str, Any] = dict(document=0, parts=0)  # the last document's number, parts of it
+    new: dict[str, Any] = dict(
+        document=0, parts=0
+    )  # the last document's number, parts of it
     new |= dict(shards={s: [] for s in SPLITS}, token_crc32=dict.fromkeys(SPLITS, 0))
     return new | {"splits": {s: dict(totals) for s in SPLITS}}, documents.parts()
 
@@ -137,11 +161,17 @@ class Documents:
     """The documents of a corpus that hold text, under `data.unique` each text once."""
 
     def __init__(self, corpus: Corpus, data: DataConfig):
-        self._corpus, self._data = corpus, data
+        self._corpus = corpus
+        self._data = data
         self.num_dropped = 0  # by the last iteration: their text came before
         first = [document for _, document, *_ in itertools.islice(self._read(), 2)]
-        refuse(not first, f"data.corpus={data.corpus!r} holds no text", "Choose another corpus")
-        self.many, self._first, self._held_out = len(first) > 1, first[0], set[float]()
+        if not first:
+            raise UserError(
+                f"data.corpus={data.corpus!r} holds no text", "Choose another corpus"
+            )
+        self.many = len(first) > 1
+        self._first = first[0]
+        self._held_out = set[float]()
         if self.many and corpus.num_bytes:
             self._held_out = _weigh(self._read(), data.val_fraction)
 
@@ -152,20 +182,27 @@ class Documents:
             return
         chosen = self._held_out
         for number, document, position, _ in self._read(start):
-            is_validation = position in chosen if chosen else position < self._data.val_fraction
+            is_validation = (
+                position in chosen if chosen else position < self._data.val_fraction
+            )
             split = "validation" if is_validation else "train"
             for index, text in enumerate(read_parts(document)):
                 yield Part(split, text, number, starts_document=index == 0)
 
     def _read(self, start: int = 0) -> Iterator[Measured]:
-        unique, seen = self._data.unique, defaultdict[bytes, bytearray](bytearray)
+        unique = self._data.unique
+        seen = defaultdict[bytes, bytearray](bytearray)
         first = 0 if unique else start
         self.num_dropped = 0
-        seek = self._corpus.seek or (lambda n: itertools.islice(self._corpus.documents(), n, None))
+        seek = self._corpus.seek or (
+            lambda n: itertools.islice(self._corpus.documents(), n, None)
+        )
         for number, document in enumerate(seek(first), first):
             digest, size = _measure(document)
             if unique and size:
-                alike = seen[digest[:2]]  # 16 bytes of each hash: no set, which takes 100
+                alike = seen[
+                    digest[:2]
+                ]  # 16 bytes of each hash: no set, which takes 100
                 if digest[:16] in alike:
                     self.num_dropped += 1
                     continue
@@ -174,11 +211,15 @@ class Documents:
                 yield number, document, int.from_bytes(digest[:6]) / 2**48, size
 
 
-def encode_in_parallel(tokenizer: Tokenizer, parts: Iterable[Part], ray: Any) -> Iterator[Encoded]:
+def encode_in_parallel(
+    tokenizer: Tokenizer, parts: Iterable[Part], ray: Any
+) -> Iterator[Encoded]:
     """Yields each part with its tokens, int32 [num_tokens], and the bytes lost, in order."""
 
     def encode(group: list[Part]) -> list[Encoded]:
-        return [(p, *tokenizer.encode_part(p.text, starts=p.starts_document)) for p in group]
+        return [
+            (p, *tokenizer.encode_part(p.text, starts=p.starts_document)) for p in group
+        ]
 
     waiting: deque[Future[list[Encoded]]] = deque()
     with open_pool(ray) as (num_workers, submit):
@@ -195,7 +236,10 @@ def read_parts(document: Document) -> Iterator[str]:
     if isinstance(document, str):
         yield from _cut(io.StringIO(document, newline=""))
     else:
-        with reading(document), open(at_hand(document), encoding="utf-8-sig", newline="") as stream:
+        with (
+            reading(document),
+            open(at_hand(document), encoding="utf-8-sig", newline="") as stream,
+        ):
             yield from _cut(stream)
 
 
@@ -213,20 +257,23 @@ def _cut(stream: TextIO) -> Iterator[str]:
 
 
 def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    group, size = [], 0
+    group = []
+    size = 0
     for part in parts:
         group.append(part)
         size += len(part.text)
         if size >= PART_CHARACTERS:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 
 
 def _measure(document: Document) -> tuple[bytes, int]:
     """Returns the SHA-256 of a document's text, and its bytes."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     for text in read_parts(document):
         content = text.encode("utf-8")
         digest.update(content)
@@ -240,13 +287,17 @@ def _weigh(documents: Iterable[Measured], val_fraction: float) -> set[float]:
     It takes documents in order of position, as far as they fit, the smallest if none fits. A share
     of the documents is any share of the bytes where they are few; many give an empty set.
     """
-    weighed = [(position, size) for *_, position, size in itertools.islice(documents, WEIGHED + 1)]
+    weighed = [
+        (position, size)
+        for *_, position, size in itertools.islice(documents, WEIGHED + 1)
+    ]
     if len(weighed) > WEIGHED:
         return set()
     all_positions, all_sizes = zip(*weighed, strict=True)
     positions, places = np.unique(all_positions, return_inverse=True)
     sizes = np.bincount(places, all_sizes)
-    left, chosen = val_fraction * sizes.sum(), set()
+    left = val_fraction * sizes.sum()
+    chosen = set()
     for position, size in zip(positions.tolist(), sizes.tolist(), strict=True):
         if size <= left:
             chosen.add(position)
@@ -263,5 +314,7 @@ def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:
         if text[:cut]:
             yield Part("train", text[:cut], 0, starts_document=position == 0)
         if text[cut:]:
-            yield Part("validation", text[cut:], 0, starts_document=position <= num_train)
+            yield Part(
+                "validation", text[cut:], 0, starts_document=position <= num_train
+            )
         position += len(text)

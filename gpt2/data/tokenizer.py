@@ -21,25 +21,40 @@ import tiktoken
 
 from gpt2.config.run import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 from gpt2.utils import files
 from gpt2.utils.stores import fetch_file
 
-TRAINING_SAMPLE = 100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
+TRAINING_SAMPLE = (
+    100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
+)
 LONGEST_WORD = 250  # bytes; it is trained on longer ones in parts
 
 # What separates text before byte-pair merging (GPT-2's released code, encoder.py).
 GPT2_PATTERN = (
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
+    r"""|\s++$|\s+(?!\S)|\s"""
 )
 GPT2_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 GPT2_END_OF_TEXT = 50256
-END_OF_TEXTS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # of tokenizer.json files
+END_OF_TEXTS = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[SEP]",
+)  # of tokenizer.json files
 # What a tokenizer.json does where a text begins, and the values that keep it from that.
-_GO_ON = dict(prepend="", prepend_scheme="never", add_prefix_space=False, strip_left=False, start=0)
+_GO_ON = dict(
+    prepend="",
+    prepend_scheme="never",
+    add_prefix_space=False,
+    strip_left=False,
+    start=0,
+)
 NAMES = ("gpt2", "byte", "char")
 
 
@@ -86,7 +101,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """Returns the bytes that the token ids stand for."""
-        return b"".join(END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids)
+        return b"".join(
+            END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids
+        )
 
 
 class CharTokenizer(Tokenizer):
@@ -106,12 +123,22 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns a token id for each character, int32 [num_characters]; all must be known."""
-        code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        code_points = np.frombuffer(
+            text.encode("utf-32-le", "surrogatepass"), np.uint32
+        )
         ids = np.searchsorted(self._code_points, code_points)
-        known = self._code_points[np.minimum(ids, len(self._code_points) - 1)] == code_points
+        known = (
+            self._code_points[np.minimum(ids, len(self._code_points) - 1)]
+            == code_points
+        )
         unseen = "".join(sorted({text[i] for i in np.flatnonzero(~known)}))
-        what = f"The char tokenizer does not know {unseen[:20]!r}: its corpus lacks them"
-        refuse(unseen, what, "Use only characters of the training text, or the byte tokenizer")
+        what = (
+            f"The char tokenizer does not know {unseen[:20]!r}: its corpus lacks them"
+        )
+        if unseen:
+            raise UserError(
+                what, "Use only characters of the training text, or the byte tokenizer"
+            )
         return ids.astype(np.int32)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
@@ -126,19 +153,28 @@ class BytePairTokenizer(Tokenizer):
     `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
     """
 
-    def __init__(self, name: str, ranks: dict[bytes, int], eot: int, saved: dict[str, Any]):
+    def __init__(
+        self, name: str, ranks: dict[bytes, int], eot: int, saved: dict[str, Any]
+    ):
         self.name = name
         self.eot = eot
         self.saved = saved
         self._encoding = tiktoken.Encoding(
-            name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: eot}
+            name,
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: eot},
         )
         self.vocab_size = self._encoding.n_vocab
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
-        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no character
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
+        text = text.encode(
+            "utf-8", "replace"
+        ).decode()  # half a surrogate pair is no character
+        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(
+            np.int32
+        )
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """Returns the bytes that the token ids stand for."""
@@ -148,22 +184,33 @@ class BytePairTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
 
-    def __init__(self, tree: dict[str, Any], name: str, end_of_text: str = "", eos: str = ""):
+    def __init__(
+        self, tree: dict[str, Any], name: str, end_of_text: str = "", eos: str = ""
+    ):
         self.name = name
         self._backend = self._rest = _backend(tree)
         parts = {"normalizer", "pre_tokenizer", "decoder"} & tree.keys()
-        rest = {part: json.loads(json.dumps(tree[part]), object_hook=_go_on) for part in parts}
-        if tree | rest != tree:  # what begins a text is no part of the rest of a document
+        rest = {
+            part: json.loads(json.dumps(tree[part]), object_hook=_go_on)
+            for part in parts
+        }
+        if (
+            tree | rest != tree
+        ):  # what begins a text is no part of the rest of a document
             self._rest = _backend(tree | rest)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         names = (text for text in (*END_OF_TEXTS, eos) if text in vocabulary)
         spelling = end_of_text or next(names, "")
-        refuse(spelling and spelling not in vocabulary, f"{name} has no token {spelling}")
+        if spelling and spelling not in vocabulary:
+            raise UserError(f"{name} has no token {spelling}")
         self.eot = vocabulary[spelling] if spelling else None
         self.saved = tree | {"end_of_text": spelling}
         added = self._backend.get_added_tokens_decoder().items()
-        unknown = {vocabulary.get(tree["model"].get("unk_token")), tree["model"].get("unk_id")}
+        unknown = {
+            vocabulary.get(tree["model"].get("unk_token")),
+            tree["model"].get("unk_id"),
+        }
         special = [i for i, token in added if token.special and i not in unknown]
         self._special = special if self.eot is None else [*special, self.eot]
 
@@ -176,7 +223,11 @@ class HuggingFaceTokenizer(Tokenizer):
         backend = self._backend if starts else self._rest
         ids = self._encode(text, backend)
         (back,) = backend.decode_batch([ids.tolist()], skip_special_tokens=True)
-        lost = Counter(text.encode()) - Counter(back.encode()) if back != text else Counter()
+        lost = (
+            Counter(text.encode()) - Counter(back.encode())
+            if back != text
+            else Counter()
+        )
         return ids, max(lost.total(), int(back != text))
 
     def _encode(self, text: str, backend: Any) -> np.ndarray:
@@ -187,10 +238,15 @@ class HuggingFaceTokenizer(Tokenizer):
         if not is_special.any():
             return ids
         # The model's own vocabulary holds the spelling, as Unigram's does: it is cut in two.
-        (encoding,) = backend.encode_batch([text], add_special_tokens=False)  # tells where
+        (encoding,) = backend.encode_batch(
+            [text], add_special_tokens=False
+        )  # tells where
         spans = [encoding.offsets[i] for i in np.flatnonzero(is_special)]
         where = next((text[start:end] for start, end in spans if end - start < 2), "")
-        refuse(where, f"{self.name} makes one of its special tokens of {where!r}, which is text")
+        if where:
+            raise UserError(
+                f"{self.name} makes one of its special tokens of {where!r}, which is text"
+            )
         cuts = [0, *(start + 1 for start, _ in spans), len(text)]
         first, *others = (text[start:end] for start, end in itertools.pairwise(cuts))
         rest = (self._encode(other, self._rest) for other in others)
@@ -298,8 +354,13 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     path = fetch_file(spec)
     what = f"data.tokenizer={spec!r} is neither a tokenizer nor a file"
     how = "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
-    refuse(not path.is_file(), what, how)
-    parts = hashlib.sha256(path.read_bytes()).hexdigest(), end_of_text, _eos_beside(path)
+    if not path.is_file():
+        raise UserError(what, how)
+    parts = (
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+        end_of_text,
+        _eos_beside(path),
+    )
     return " ".join(filter(None, parts))
 
 
@@ -313,7 +374,11 @@ def _eos_beside(path: Path) -> str:
 
 
 def build(
-    spec: str, texts: Iterable[str] = (), *, many_documents: bool = True, end_of_text: str = ""
+    spec: str,
+    texts: Iterable[str] = (),
+    *,
+    many_documents: bool = True,
+    end_of_text: str = "",
 ) -> Tokenizer:
     """Makes the tokenizer that `data.tokenizer` names.
 
@@ -345,7 +410,11 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 return gpt2_tokenizer()
             case {"kind": "byte"}:
                 return ByteTokenizer()
-            case {"kind": "char", "characters": str(characters), "has_eot": bool(has_eot)}:
+            case {
+                "kind": "char",
+                "characters": str(characters),
+                "has_eot": bool(has_eot),
+            }:
                 return CharTokenizer(characters, has_eot)
             case {"model": {"vocab": _}}:
                 saved = tree.pop("end_of_text", "")
@@ -354,18 +423,26 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 if not end_of_text and (like := gpt2_like_ranks(tree)):
                     ranks, eot = like
                     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
-                return HuggingFaceTokenizer(tree, path.name, end_of_text, _eos_beside(path))
+                return HuggingFaceTokenizer(
+                    tree, path.name, end_of_text, _eos_beside(path)
+                )
     except UserError:
         raise
     except Exception as error:  # what the library raises has no narrower class
-        raise UserError(f"{path} is no tokenizer ({type(error).__name__}: {error})", how) from error
+        raise UserError(
+            f"{path} is no tokenizer ({type(error).__name__}: {error})", how
+        ) from error
     raise UserError(f"{path} is no tokenizer", how)
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
     """Returns a tokenizer.json that gives all ids of a text and no more, the same each time."""
     sampling = dict.fromkeys(tree["model"].keys() & {"dropout", "alpha", "nbest_size"})
-    return tree | {"truncation": None, "padding": None, "model": tree["model"] | sampling}
+    return tree | {
+        "truncation": None,
+        "padding": None,
+        "model": tree["model"] | sampling,
+    }
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -39,22 +39,33 @@ class Task(NamedTuple):
     def texts(self, example: dict[str, Any]) -> list[str]:
         """Returns each alternative, question and answer in one; or the question, then both."""
         if self.kind == "multiple_choice":
-            return [f"{example['query']}{self.delimiter}{choice}" for choice in example["choices"]]
+            return [
+                f"{example['query']}{self.delimiter}{choice}"
+                for choice in example["choices"]
+            ]
         answer = f"{self.delimiter}{example['continuation']}"
         if self.kind == "schema":
             return [f"{context}{answer}" for context in example["context_options"]]
         question = example["context"].strip()
         return [f"{question}{self.delimiter}".rstrip(), f"{question}{answer}"]
 
-    def requests(self, index: int, tokenizer: Tokenizer, context_length: int) -> Iterator[Request]:
+    def requests(
+        self, index: int, tokenizer: Tokenizer, context_length: int
+    ) -> Iterator[Request]:
         """Yields what to score of an example: the answer of each alternative."""
-        others = random.Random(1234 + index).sample(range(len(self.examples) - 1), self.num_shots)
+        others = random.Random(1234 + index).sample(
+            range(len(self.examples) - 1), self.num_shots
+        )
         shots = [self.examples[other + (other >= index)] for other in others]
-        before = "".join(f"{self.texts(shot)[shot.get('gold', -1)]}\n\n" for shot in shots)
+        before = "".join(
+            f"{self.texts(shot)[shot.get('gold', -1)]}\n\n" for shot in shots
+        )
         start = [] if tokenizer.eot is None else [tokenizer.eot]
         texts = (before + text for text in self.texts(self.examples[index]))
         rows = [[*start, *tokenizer.encode(text).tolist()] for text in texts]
-        is_end = self.kind == "schema"  # what rows have in common is the answer, not the question
+        is_end = (
+            self.kind == "schema"
+        )  # what rows have in common is the answer, not the question
         shared = len(commonprefix([row[:: -1 if is_end else 1] for row in rows]))  # noqa: RUF071
         lengths = [shared if is_end else len(row) - shared for row in rows]
         if self.kind == "language_modeling":
@@ -66,39 +77,55 @@ class Task(NamedTuple):
 
     def solved(self, scorer: Scorer, tokenizer: Tokenizer) -> list[bool]:
         """Returns which examples a model solves."""
-        numbers, T = range(len(self.examples)), scorer.context_length
+        numbers = range(len(self.examples))
+        T = scorer.context_length
         requests = [list(self.requests(number, tokenizer, T)) for number in numbers]
-        scores = iter(scorer.score([each for parts in requests for each in parts], self.label))
+        scores = iter(
+            scorer.score([each for parts in requests for each in parts], self.label)
+        )
         found = [[next(scores) for _ in parts] for parts in requests]
         if self.kind == "language_modeling":
             return [score.greedy for (score,) in found]
         means = [[score.log_prob / score.count for score in scores] for scores in found]
         answers = [example["gold"] for example in self.examples]
-        return [int(np.argmax(m)) == gold for m, gold in zip(means, answers, strict=True)]
+        return [
+            int(np.argmax(m)) == gold for m, gold in zip(means, answers, strict=True)
+        ]
 
 
 def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the tasks that core.yaml names, and the mean of their centred accuracies."""
-    with (path.parent / "eval_meta_data.csv").open(encoding="utf-8", newline="") as file:
-        chances = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
-    figures, centred, variances = list[Figure](), list[float](), list[float]()
+    with (path.parent / "eval_meta_data.csv").open(
+        encoding="utf-8", newline=""
+    ) as file:
+        chances = {
+            row["Eval Task"]: float(row["Random baseline"])
+            for row in csv.DictReader(file)
+        }
+    figures = list[Figure]()
+    centred = list[float]()
+    variances = list[float]()
     for task in _read_tasks(path):
-        solved, chance = task.solved(scorer, tokenizer), chances[task.label] / 100
+        solved = task.solved(scorer, tokenizer)
+        chance = chances[task.label] / 100
         value, stderr = mean(solved)
         how = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
         figures.append(Figure("core", task.label, value, stderr, len(solved), how))
         centred.append((value - chance) / (1 - chance))
         variances.append((stderr / (1 - chance)) ** 2)
     how = f"mean centred accuracy of {len(figures)} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
-    value, stderr = float(np.mean(centred)), math.sqrt(sum(variances)) / len(figures)
+    value = float(np.mean(centred))
+    stderr = math.sqrt(sum(variances)) / len(figures)
     number = sum(figure.num_examples for figure in figures)
     return [*figures, Figure("core", "CORE", value, stderr, number, how)]
 
 
 def _read_tasks(path: Path) -> Iterator[Task]:
     for about in yaml.safe_load(path.read_text("utf-8"))["icl_tasks"]:
-        kind, file = about["icl_task_type"], path.parent / "eval_data" / about["dataset_uri"]
+        kind = about["icl_task_type"]
+        file = path.parent / "eval_data" / about["dataset_uri"]
         examples = list(read_jsonl(file, *_FIELDS[kind]))
         random.Random(1337).shuffle(examples)
-        num_shots, delimiter = about["num_fewshot"][0], about.get("continuation_delimiter", " ")
+        num_shots = about["num_fewshot"][0]
+        delimiter = about.get("continuation_delimiter", " ")
         yield Task(about["label"], kind, num_shots, delimiter, examples)

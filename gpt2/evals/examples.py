@@ -17,10 +17,15 @@ _FORMATS = "docs/evaluation.md says what the file holds"
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the last token of each passage, as in the GPT-2 paper."""
-    rows = [tokenizer.encode(example["text"]).tolist() for example in read_jsonl(path, "text")]
+    rows = [
+        tokenizer.encode(example["text"]).tolist()
+        for example in read_jsonl(path, "text")
+    ]
     requests = [continuation(row[:-1], row[-1:], scorer.context_length) for row in rows]
-    scores, n = scorer.score(requests, "lambada"), len(requests)
-    right, spread = mean([score.greedy for score in scores]), perplexity(scores)
+    scores = scorer.score(requests, "lambada")
+    n = len(requests)
+    right = mean([score.greedy for score in scores])
+    spread = perplexity(scores)
     how = "the last token, as in the GPT-2 paper"
     return [
         Figure("lambada", "accuracy, last token", *right, n, f"greedy: {how}"),
@@ -32,8 +37,12 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, as llm.c does."""
     examples = list(read_jsonl(path, "ctx", "endings", "label"))
     labels = [str(example["label"]) for example in examples]
-    for label in {*labels} - {str(i) for i in range(min(len(e["endings"]) for e in examples))}:
-        raise UserError(f"{path} has the label {label!r}", "Use examples whose answers are known")
+    for label in {*labels} - {
+        str(i) for i in range(min(len(e["endings"]) for e in examples))
+    }:
+        raise UserError(
+            f"{path} has the label {label!r}", "Use examples whose answers are known"
+        )
     requests = [
         after(tokenizer, example["ctx"], f" {ending}", scorer.context_length)
         for example in examples
@@ -44,14 +53,22 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     sums = [[score.log_prob for score in choices] for choices in scores]
     means = [[score.log_prob / score.count for score in choices] for choices in scores]
     figures = []
-    for name, values, how in (("acc", sums, "sum"), ("acc_norm, llm.c", means, "mean per token")):
-        right = [int(np.argmax(v)) == int(label) for v, label in zip(values, labels, strict=True)]
+    for name, values, how in (
+        ("acc", sums, "sum"),
+        ("acc_norm, llm.c", means, "mean per token"),
+    ):
+        right = [
+            int(np.argmax(v)) == int(label)
+            for v, label in zip(values, labels, strict=True)
+        ]
         how = f"ending of the highest {how}, context as it is"
         figures.append(Figure("hellaswag", name, *mean(right), len(right), how))
     return figures
 
 
-def after(tokenizer: Tokenizer, context: str, text: str, context_length: int) -> Request:
+def after(
+    tokenizer: Tokenizer, context: str, text: str, context_length: int
+) -> Request:
     """Returns the request for the likelihood of `text` after `context`.
 
     Spaces between the two count as part of `text`. The two are tokenised together, so that the text
@@ -62,7 +79,8 @@ def after(tokenizer: Tokenizer, context: str, text: str, context_length: int) ->
     whole = tokenizer.encode(stripped + text).tolist()
     start = len(tokenizer.encode(stripped))
     if not start and tokenizer.eot is not None:
-        whole, start = [tokenizer.eot, *whole], 1
+        whole = [tokenizer.eot, *whole]
+        start = 1
     return continuation(whole[:start], whole[start:], context_length)
 
 

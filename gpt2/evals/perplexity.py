@@ -8,7 +8,7 @@ from gpt2.config import DataConfig
 from gpt2.data.dataset import prepare
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.evals.report import Figure, perplexity, ratio
 from gpt2.evals.scoring import Request, Scorer, windows
 
@@ -16,12 +16,14 @@ from gpt2.evals.scoring import Request, Scorer, windows
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
     """Scores the validation split of a corpus, just as training does, of a mixture by part."""
     dataset = prepare(data)
-    refuse(dataset.own, f"{data.corpus} gives batches, and no text to score")
-    refuse(
-        fingerprint(dataset.tokenizer) != fingerprint(tokenizer),
-        f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}",
-    )
-    figures, losses = list[Figure](), list[tuple[float, float]]()
+    if dataset.own:
+        raise UserError(f"{data.corpus} gives batches, and no text to score")
+    if fingerprint(dataset.tokenizer) != fingerprint(tokenizer):
+        raise UserError(
+            f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}"
+        )
+    figures = list[Figure]()
+    losses = list[tuple[float, float]]()
     num = 0
     for name, (share, part) in dataset.parts.items():
         loader = ValidationLoader(
@@ -31,8 +33,12 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             document_mask=data.document_mask,
         )
         batches = (loader.batch(index) for index in range(len(loader)))
-        requests = [Request(**{key: rows[0] for key, rows in batch.items()}) for batch in batches]
-        scores, n = scorer.score(requests, "validation"), len(requests)
+        requests = [
+            Request(**{key: rows[0] for key, rows in batch.items()})
+            for batch in batches
+        ]
+        scores = scorer.score(requests, "validation")
+        n = len(requests)
         num += n
         loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
         losses.append((share * loss, share * stderr))
@@ -50,24 +56,34 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             bits = loss * per_byte / math.log(2.0), stderr * per_byte / math.log(2.0)
             figures.append(Figure(task, "bits per byte", *bits, n, convention))
     if dataset.mixed:
-        loss, stderr = sum(loss for loss, _ in losses), math.hypot(*(error for _, error in losses))
+        loss = sum(loss for loss, _ in losses)
+        stderr = math.hypot(*(error for _, error in losses))
         convention = "the parts above by their weights"
-        figures.append(Figure("validation", "loss, mixed", loss, stderr, num, convention))
+        figures.append(
+            Figure("validation", "loss, mixed", loss, stderr, num, convention)
+        )
     return figures
 
 
-def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int) -> list[Figure]:
+def wikitext(
+    scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
+) -> list[Figure]:
     """Scores the text of WikiText (the `raw` release, one file), by token and by word."""
     text = path.read_text(encoding="utf-8")
-    by_token = scorer.score(_windows(scorer, tokenizer, text, stride), "wikitext tokens")
-    by_word = scorer.score(_windows(scorer, tokenizer, detokenize(text), stride), "wikitext words")
+    by_token = scorer.score(
+        _windows(scorer, tokenizer, text, stride), "wikitext tokens"
+    )
+    by_word = scorer.score(
+        _windows(scorer, tokenizer, detokenize(text), stride), "wikitext words"
+    )
     # A window's share of the words is that of its tokens: windows do not end where words do.
     words_per_token = len(text.split()) / sum(score.count for score in by_word)
     words = [score.count * words_per_token for score in by_word]
     context = f"windows of {scorer.context_length} tokens, stride {stride}"
     token = f"text as it is; {context}"
     word = f"detokenised text, per whitespace-separated word of the original; {context}"
-    tokens, scored = perplexity(by_token), perplexity(by_word, words)
+    tokens = perplexity(by_token)
+    scored = perplexity(by_word, words)
     return [
         Figure("wikitext", "perplexity per token", *tokens, len(by_token), token),
         Figure("wikitext", "perplexity per word", *scored, len(by_word), word),
@@ -80,23 +96,34 @@ def compression(
     """Scores a file in bits per byte, as enwik8 and text8 are."""
     text = path.read_bytes().decode("utf-8", errors="ignore")
     _, lost = tokenizer.encode_part(text, starts=True)
-    refuse(lost, f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it")
+    if lost:
+        raise UserError(
+            f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
+        )
     scores = scorer.score(_windows(scorer, tokenizer, text, stride), task)
     bytes_per_token = len(text.encode()) / sum(score.count for score in scores)
-    nats, stderr = ratio([-s.log_prob for s in scores], [s.count * bytes_per_token for s in scores])
-    bits, error = nats / math.log(2.0), stderr / math.log(2.0)
-    convention = f"whole file; windows of {scorer.context_length} tokens, stride {stride}"
+    nats, stderr = ratio(
+        [-s.log_prob for s in scores], [s.count * bytes_per_token for s in scores]
+    )
+    bits = nats / math.log(2.0)
+    error = stderr / math.log(2.0)
+    convention = (
+        f"whole file; windows of {scorer.context_length} tokens, stride {stride}"
+    )
     return [Figure(task, "bits per byte", bits, error, len(scores), convention)]
 
 
-def _windows(scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int) -> list[Request]:
+def _windows(
+    scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int
+) -> list[Request]:
     """Returns windows over a text. An end-of-text token, if there is one, comes before it.
 
     Every token of the text is then scored.
     """
     tokens = tokenizer.encode(text).tolist()
     tokens = tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]
-    refuse(len(tokens) < 2, f"a text of {len(text)} characters holds no token to predict")
+    if len(tokens) < 2:
+        raise UserError(f"a text of {len(text)} characters holds no token to predict")
     return windows(tokens, scorer.context_length, stride)
 
 

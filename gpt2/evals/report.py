@@ -38,12 +38,16 @@ def ratio(
     The error is that of a ratio estimator (Cochran 1977, section 2.11). It treats examples as
     independent, and the parts of one example as dependent.
     """
-    x, y = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
-    n, value = len(x), x.sum() / y.sum()
+    x = np.asarray(numerators, np.float64)
+    y = np.asarray(denominators, np.float64)
+    n = len(x)
+    value = x.sum() / y.sum()
     if n < 2:
         return float(value), math.nan
     residuals = x - value * y
-    return float(value), float(np.sqrt(n / (n - 1) * np.square(residuals).sum()) / y.sum())
+    return float(value), float(
+        np.sqrt(n / (n - 1) * np.square(residuals).sum()) / y.sum()
+    )
 
 
 def perplexity(
@@ -67,7 +71,9 @@ def print_table(figures: Sequence[Figure]) -> None:
         stderr = f"{figure.stderr:.2g}" if figure.num_examples > 1 else "unknown"
         numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
         table.add_row(figure.task, figure.metric, *numbers)
-        conventions.setdefault((figure.task, figure.convention), []).append(figure.metric)
+        conventions.setdefault((figure.task, figure.convention), []).append(
+            figure.metric
+        )
     console = Console(markup=False, highlight=False)
     console.print(table)
     for (task, convention), metrics in conventions.items():
@@ -77,5 +83,8 @@ def print_table(figures: Sequence[Figure]) -> None:
 def write_json(figures: Sequence[Figure], path: Path) -> None:
     """Writes the figures as a JSON list of objects, with null for an error that is not known."""
     rows = [dataclasses.asdict(figure) for figure in figures]
-    rows = [row | {"stderr": None if math.isnan(row["stderr"]) else row["stderr"]} for row in rows]
+    rows = [
+        row | {"stderr": None if math.isnan(row["stderr"]) else row["stderr"]}
+        for row in rows
+    ]
     path.write_text(json.dumps(rows, indent=2) + "\n")

@@ -19,14 +19,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.generate import bucket
 from gpt2.model import GPT, GPTConfig
 
 # On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
 # keep an accelerator busy. Small ones waste less on a CPU and keep logits in its cache.
-TOKENS_PER_BATCH, LOGITS_AT_ONCE = 8192, 1024
-CPU_TOKENS_PER_BATCH, CPU_LOGITS_AT_ONCE = 512, 64
+TOKENS_PER_BATCH = 8192
+LOGITS_AT_ONCE = 1024
+CPU_TOKENS_PER_BATCH = 512
+CPU_LOGITS_AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +49,15 @@ class Score:
     greedy: bool  # whether each of them was the likeliest
 
 
-def continuation(context: Sequence[int], tokens: Sequence[int], context_length: int) -> Request:
+def continuation(
+    context: Sequence[int], tokens: Sequence[int], context_length: int
+) -> Request:
     """Returns the request for the likelihood of `tokens` after `context`, cut at its beginning."""
-    refuse(
-        not len(context) or not 0 < len(tokens) <= context_length,
-        f"an example has {len(context)} tokens of context and {len(tokens)} to score",
-        f"Give at least one of each, and at most {context_length} to score",
-    )
+    if not len(context) or not 0 < len(tokens) <= context_length:
+        raise UserError(
+            f"an example has {len(context)} tokens of context and {len(tokens)} to score",
+            f"Give at least one of each, and at most {context_length} to score",
+        )
     text = np.array([*context, *tokens], np.int32)[-context_length - 1 :]
     targets = text[1:].copy()
     targets[: -len(tokens)] = -1
@@ -67,7 +71,9 @@ def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Req
     therefore have at least `context_length - stride` tokens of context.
     """
     ids = np.asarray(tokens, np.int32)
-    requests, scored = [], 0  # targets scored so far
+    # targets scored so far
+    requests = []
+    scored = 0
     for start in range(0, len(ids) - 1, stride):
         text = ids[start : start + context_length + 1]
         targets = text[1:].copy()
@@ -87,8 +93,14 @@ class Scorer:
     Without `params` scores mean nothing: a rehearsal, by which a task shows that it can be read.
     """
 
-    def __init__(self, config: GPTConfig, params: Any, devices: Sequence[jax.Device] | None = None):
-        self.context_length, self.num_tokens = config.context_length, 0
+    def __init__(
+        self,
+        config: GPTConfig,
+        params: Any,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        self.context_length = config.context_length
+        self.num_tokens = 0
         self._console = Console(file=sys.stderr, quiet=devices is not None)
         devices = devices or jax.local_devices()
         on_cpu = devices[0].platform == "cpu"
@@ -97,7 +109,9 @@ class Scorer:
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
         self._num_devices = len(devices)
-        self._score = _program(config, mesh, CPU_LOGITS_AT_ONCE if on_cpu else LOGITS_AT_ONCE)
+        self._score = _program(
+            config, mesh, CPU_LOGITS_AT_ONCE if on_cpu else LOGITS_AT_ONCE
+        )
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order."""
@@ -114,7 +128,9 @@ class Scorer:
             starts = range(0, len(rows), size)
             batches += [(length, size, rows[start : start + size]) for start in starts]
         scores: dict[int, Score] = {}
-        late: tuple[list[int], Any] | None = None  # read while the next batch is under way
+        late: tuple[list[int], Any] | None = (
+            None  # read while the next batch is under way
+        )
         for length, size, rows in track(
             batches, label, console=self._console, disable=not self._console.is_terminal
         ):
@@ -132,7 +148,9 @@ class Scorer:
 
 
 @cache
-def _program(config: GPTConfig, mesh: Mesh, at_once: int) -> Any:  # jit's type hides `_cache_size`
+def _program(
+    config: GPTConfig, mesh: Mesh, at_once: int
+) -> Any:  # jit's type hides `_cache_size`
     score = jax.shard_map(
         partial(_score, GPT(config), at_once),
         mesh=mesh,
@@ -145,7 +163,10 @@ def _program(config: GPTConfig, mesh: Mesh, at_once: int) -> Any:  # jit's type 
 
 def _pad(requests: Sequence[Request], size: int, length: int) -> dict[str, np.ndarray]:
     shape = (size, length)
-    batch = {"tokens": np.zeros(shape, np.int32), "targets": np.full(shape, -1, np.int32)}
+    batch = {
+        "tokens": np.zeros(shape, np.int32),
+        "targets": np.full(shape, -1, np.int32),
+    }
     if requests[0].segments is not None:
         batch["segments"] = np.zeros(shape, np.int32)
     for row, request in enumerate(requests):
@@ -158,9 +179,13 @@ def _score(
     model: nn.Module, at_once: int, params: Any, batch: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Sums over the scored tokens of each row: [B] each."""
-    shape, targets = batch["targets"].shape, batch["targets"].reshape(-1)
+    shape = batch["targets"].shape
+    targets = batch["targets"].reshape(-1)
     hidden: Any = model.apply(
-        {"params": params}, batch["tokens"], segments=batch.get("segments"), method="hidden"
+        {"params": params},
+        batch["tokens"],
+        segments=batch.get("segments"),
+        method="hidden",
     )
     hidden = hidden.reshape(targets.size, -1)
     scored = targets >= 0
@@ -171,12 +196,18 @@ def _score(
         log_probs, greedy = results
         # A slice that would reach beyond the end begins earlier, which only repeats some tokens.
         chosen = jax.lax.dynamic_slice_in_dim(order, step * at_once, at_once)
-        logits = model.apply({"params": params}, hidden[chosen][None], method="logits")[0]
+        logits = model.apply({"params": params}, hidden[chosen][None], method="logits")[
+            0
+        ]
         target = jnp.maximum(targets[chosen], 0)[:, None]
         right = jnp.take_along_axis(logits, target, axis=-1)[:, 0]
         highest = logits.max(axis=-1)
-        log_prob = right - highest - jnp.log(jnp.exp(logits - highest[:, None]).sum(axis=-1))
-        return log_probs.at[chosen].set(log_prob), greedy.at[chosen].set(right == highest)
+        log_prob = (
+            right - highest - jnp.log(jnp.exp(logits - highest[:, None]).sum(axis=-1))
+        )
+        return log_probs.at[chosen].set(log_prob), greedy.at[chosen].set(
+            right == highest
+        )
 
     nothing = jnp.zeros(targets.size, jnp.float32), jnp.zeros(targets.size, bool)
     num_steps = -(-scored.sum() // at_once)
@@ -193,7 +224,9 @@ def _read(rows: list[int], result: dict[str, jax.Array]) -> dict[int, Score]:
     values = jax.device_get(result)
     return {
         index: Score(
-            float(values["log_prob"][row]), int(values["count"][row]), bool(values["greedy"][row])
+            float(values["log_prob"][row]),
+            int(values["count"][row]),
+            bool(values["greedy"][row]),
         )
         for row, index in enumerate(rows)
     }

@@ -9,7 +9,7 @@ from gpt2.config import DataConfig, load_config
 from gpt2.data.corpus import reading
 from gpt2.data.dataset import prepare, refuse_other
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.evals.core import core
 from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.perplexity import compression, wikitext
@@ -35,10 +35,12 @@ TASKS = TEXTS | EXAMPLES
 def find_task(spec: str, directory: str = "") -> tuple[str, Path]:
     """Returns the name and the file of a task, given as NAME or as NAME:DIRECTORY."""
     name, _, own = spec.partition(":")
-    refuse(name not in TASKS, f"there is no task {name} among {', '.join(TASKS)}")
+    if name not in TASKS:
+        raise UserError(f"there is no task {name} among {', '.join(TASKS)}")
     path = Path(own or directory) / TASKS[name][0]
     how = f"Name its directory, as {name}:DIRECTORY"
-    refuse(not path.is_file(), f"the task {name} reads {path}, no file", how)
+    if not path.is_file():
+        raise UserError(f"the task {name} reads {path}, no file", how)
     return name, path
 
 
@@ -48,9 +50,14 @@ def run_task(
     """Scores one task; some slide a window by `stride` tokens, 0: by half of the context."""
     T = scorer.context_length
     stride = stride or max(1, T // 2)
-    refuse(not 0 < stride <= T, f"--stride={stride} skips tokens: the context is {T}", "Lower it")
+    if not 0 < stride <= T:
+        raise UserError(
+            f"--stride={stride} skips tokens: the context is {T}", "Lower it"
+        )
     with reading(path):
-        return TASKS[name][1](scorer, tokenizer, path, *([stride] if name in TEXTS else []))
+        return TASKS[name][1](
+            scorer, tokenizer, path, *([stride] if name in TEXTS else [])
+        )
 
 
 def validation_data(
@@ -65,15 +72,16 @@ def validation_data(
     learnt_here = workdir is not None and (folder / "data.json").exists()
     if not corpus:
         how = f"Add --corpus={data.corpus}, or text:FILE"
-        refuse(not learnt_here, "these weights came without a corpus", how)
+        if not learnt_here:
+            raise UserError("these weights came without a corpus", how)
         refuse_other(folder / "data.json", prepare(data))
         return data
     tokenizer = folder / "tokenizer.json"
     share = data.val_fraction if val_fraction is None else val_fraction
     # A smaller share is refused too, since the share decides which documents are chosen.
-    refuse(
-        learnt_here and corpus == data.corpus and share != data.val_fraction,
-        f"--val_fraction={share} may hold text that the run learnt from",
-    )
+    if learnt_here and corpus == data.corpus and share != data.val_fraction:
+        raise UserError(
+            f"--val_fraction={share} may hold text that the run learnt from"
+        )
     named = str(tokenizer) if tokenizer.is_file() else "gpt2"
     return dataclasses.replace(data, corpus=corpus, tokenizer=named, val_fraction=share)

@@ -42,7 +42,9 @@ def validate(
                 jax.block_until_ready(sums[-MOST_AHEAD])
         sums = jax.device_get(sums)
         for name in sums[0]:
-            mean = math.fsum(s[name][0] for s in sums) / math.fsum(s[name][1] for s in sums)
+            mean = math.fsum(s[name][0] for s in sums) / math.fsum(
+                s[name][1] for s in sums
+            )
             scores[f"eval/{name}"] += share * mean
             if part and name == "loss":
                 scores[f"eval/loss_{part}"] = mean
@@ -57,14 +59,18 @@ class RunTasks:
     """The tasks of `train.eval_tasks`, which a run scores on all of its devices."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, mesh: Mesh):
-        self._tasks = [find_task(spec) for spec in config.train.eval_tasks.split(",") if spec]
-        self._tokenizer, self._devices = tokenizer, list(mesh.devices.flat)
+        self._tasks = [
+            find_task(spec) for spec in config.train.eval_tasks.split(",") if spec
+        ]
+        self._tokenizer = tokenizer
+        self._devices = list(mesh.devices.flat)
         self._config = config.gpt()
         self.score(None)  # what cannot be read is told before the run begins
 
     def score(self, params: Any) -> dict[str, float]:
         """Returns `eval/TASK/METRIC` of parameters in any layout; every process must call it."""
-        scorer, scores = Scorer(self._config, params, self._devices), dict[str, float]()
+        scorer = Scorer(self._config, params, self._devices)
+        scores = dict[str, float]()
         for name, path in self._tasks:
             for figure in run_task(name, scorer, self._tokenizer, path):
                 metric = re.sub("[^a-zA-Z0-9]+", "_", figure.metric)

@@ -4,6 +4,7 @@ python -m gpt2.hf import --from=DIR --workdir=DIR
 python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
 """
 
+from gpt2.errors import UserError
 from gpt2.utils import launch
 
 if __name__ == "__main__":
@@ -12,7 +13,6 @@ if __name__ == "__main__":
 from absl import flags
 
 from gpt2 import cli
-from gpt2.errors import refuse
 from gpt2.hf.weights import export_run, import_run
 
 # The directory that each command reads and the one that it writes.
@@ -30,7 +30,8 @@ def define_flags() -> None:
 def main(command: str) -> None:
     """Runs `import` or `export`, and says what it wrote."""
     for name in _DIRECTORIES[command]:
-        refuse(not flags.FLAGS[name].value, f"--{name} is missing", f"Give --{name}=DIR")
+        if not flags.FLAGS[name].value:
+            raise UserError(f"--{name} is missing", f"Give --{name}=DIR")
     source, target = (str(flags.FLAGS[name].value) for name in _DIRECTORIES[command])
     if command == "import":
         cfg = import_run(source, target)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 from gpt2.hf.families import FAMILIES, TITLES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family
 
@@ -29,15 +29,21 @@ def read_config(directory: Path) -> GPTConfig:
     try:
         config = json.loads(path.read_text("utf-8"))
         kind = config.get("model_type")
-        refuse(kind not in families, f"{path}: its model_type, {kind}, is none of {TITLES}")
+        if kind not in families:
+            raise UserError(f"{path}: its model_type, {kind}, is none of {TITLES}")
         family = families[kind]
         config = dict(family.defaults) | _with_flat_rope(config, family)
         _refuse_others(path, family, config)
         scaled = SCALED_ROPE if config.get("rope_type", "default") != "default" else {}
-        values = {ours: config[theirs] for ours, theirs in {**family.options, **scaled}.items()}
+        values = {
+            ours: config[theirs]
+            for ours, theirs in {**family.options, **scaled}.items()
+        }
         values["activation"] = family.activation_names()[values["activation"]]
         values = {name: value for name, value in values.items() if value is not None}
-        values = {name: float(v) if name in _FLOATS else v for name, v in values.items()}
+        values = {
+            name: float(v) if name in _FLOATS else v for name, v in values.items()
+        }
         return GPTConfig(**values, **family.switches).canonical()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         how = "Give the directory of a Hugging Face model"
@@ -49,16 +55,26 @@ def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     names = {
         "rope_theta": family.options.get("rope_base", "rope_theta"),
-        "partial_rotary_factor": family.options.get("rope_share", "partial_rotary_factor"),
+        "partial_rotary_factor": family.options.get(
+            "rope_share", "partial_rotary_factor"
+        ),
         "type": "rope_type",
     }
     flat = {names.get(name, name): v for name, v in nested.items() if v is not None}
-    return {SCALED_ROPE["rope_context"]: config.get("max_position_embeddings"), **config, **flat}
+    return {
+        SCALED_ROPE["rope_context"]: config.get("max_position_embeddings"),
+        **config,
+        **flat,
+    }
 
 
 def _refuse_others(path: Path, family: Family, config: dict[str, Any]) -> None:
     """Refuses what the family computes in Hugging Face's code and not here."""
-    rope = {"partial_rotary_factor": 1.0, "attention_factor": None, "mscale_all_dim": None}
+    rope = {
+        "partial_rotary_factor": 1.0,
+        "attention_factor": None,
+        "mscale_all_dim": None,
+    }
     fixed = {**family.fixed, **rope, **_ROPE_TYPES.get(config.get("rope_type", ""), {})}
     required: dict[str, tuple] = {name: (value,) for name, value in fixed.items()}
     required[family.options["activation"]] = tuple(family.activation_names())
@@ -68,7 +84,8 @@ def _refuse_others(path: Path, family: Family, config: dict[str, Any]) -> None:
     for name, values in required.items():
         found = config.get(name, values[0])
         what = f"{path}: {name}={found} is not what {family.title} computes here"
-        refuse(found not in values, what, f"It can be {' or '.join(map(str, values))}")
+        if found not in values:
+            raise UserError(what, f"It can be {' or '.join(map(str, values))}")
 
 
 def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:

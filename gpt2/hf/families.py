@@ -7,7 +7,7 @@ gpt2/hf/family.py says what it holds.
 import dataclasses
 
 from gpt2.config import GPTConfig
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.hf.family import Family, Row
 
 _ACTIVATIONS = dict(
@@ -91,10 +91,16 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     switches={"norm": "rmsnorm", "position": "rope", "bias": False},
     options=_OPTIONS
-    | dict(num_kv_heads="num_key_value_heads", norm_eps="rms_norm_eps", rope_base="rope_theta")
+    | dict(
+        num_kv_heads="num_key_value_heads",
+        norm_eps="rms_norm_eps",
+        rope_base="rope_theta",
+    )
     | dict(head_dim="head_dim"),
     activations=_GATES,
-    defaults=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, rope_theta=10000.0)
+    defaults=dict(
+        num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, rope_theta=10000.0
+    )
     | dict(tie_word_embeddings=False, hidden_act="silu"),
     fixed={"attention_bias": False, "mlp_bias": False},
     prefix="model.",
@@ -103,9 +109,27 @@ LLAMA = Family(
     rows=(
         Row("input_layernorm.weight", "ln_1/scale", "D", "D"),
         Row("post_attention_layernorm.weight", "ln_2/scale", "D", "D"),
-        Row("self_attn.q_proj.weight", "attn/c_attn/kernel", "D0NH", "NH D", "multi-head"),
-        Row("self_attn.k_proj.weight", "attn/c_attn/kernel", "D1NH", "NH D", "multi-head"),
-        Row("self_attn.v_proj.weight", "attn/c_attn/kernel", "D2NH", "NH D", "multi-head"),
+        Row(
+            "self_attn.q_proj.weight",
+            "attn/c_attn/kernel",
+            "D0NH",
+            "NH D",
+            "multi-head",
+        ),
+        Row(
+            "self_attn.k_proj.weight",
+            "attn/c_attn/kernel",
+            "D1NH",
+            "NH D",
+            "multi-head",
+        ),
+        Row(
+            "self_attn.v_proj.weight",
+            "attn/c_attn/kernel",
+            "D2NH",
+            "NH D",
+            "multi-head",
+        ),
         Row("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D", "grouped"),
         Row("self_attn.k_proj.weight", "attn/c_kv/kernel", "D0KH", "KH D", "grouped"),
         Row("self_attn.v_proj.weight", "attn/c_kv/kernel", "D1KH", "KH D", "grouped"),
@@ -141,7 +165,9 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     switches={"position": "rope", "parallel_block": True},
     options=_OPTIONS
-    | dict(norm_eps="layer_norm_eps", rope_base="rotary_emb_base", rope_share="rotary_pct"),
+    | dict(
+        norm_eps="layer_norm_eps", rope_base="rotary_emb_base", rope_share="rotary_pct"
+    ),
     activations=_ACTIVATIONS,
     defaults=dict(layer_norm_eps=1e-5, rotary_emb_base=10000.0, rotary_pct=0.25)
     | dict(tie_word_embeddings=False, hidden_act="gelu"),
@@ -179,6 +205,11 @@ TITLES = ", ".join(family.title for family in FAMILIES)
 def family_for(cfg: GPTConfig) -> Family:
     """Returns the family whose switches are those of `cfg`, or names what the nearest lacks."""
     family = min(FAMILIES, key=lambda family: len(family.lacks(cfg)))
-    lacking = ", ".join(f"model.{name}={getattr(cfg, name)}" for name in family.lacks(cfg))
-    refuse(lacking, f"{family.title}, the nearest of {TITLES}, has no option for {lacking}")
+    lacking = ", ".join(
+        f"model.{name}={getattr(cfg, name)}" for name in family.lacks(cfg)
+    )
+    if lacking:
+        raise UserError(
+            f"{family.title}, the nearest of {TITLES}, has no option for {lacking}"
+        )
     return family

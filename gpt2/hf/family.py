@@ -14,7 +14,9 @@ from gpt2.config import DEFAULTS, GPTConfig, ModelConfig
 FREE = ("dropout", "attention", "init", "init_std", "zero_init_projections")
 # Options of scaled rope, which every family with rope has, and their names in config.json.
 SCALED_ROPE = dict(
-    rope_scaling="rope_type", rope_factor="factor", rope_context="original_max_position_embeddings"
+    rope_scaling="rope_type",
+    rope_factor="factor",
+    rope_context="original_max_position_embeddings",
 )
 
 # Endings of stored names that hold no parameter: a mask, its fill value, and frequencies of rope.
@@ -66,24 +68,32 @@ class Tensor:
     @property
     def part(self) -> tuple[int, int] | None:
         """Which axis of the parameter the tensor is a part of, and which part."""
-        return next(((i, int(x)) for i, x in enumerate(self.row.axes) if x.isdigit()), None)
+        return next(
+            ((i, int(x)) for i, x in enumerate(self.row.axes) if x.isdigit()), None
+        )
 
     def to_stored(self, parameter: Any) -> np.ndarray:
         """Returns the tensor as the file holds it, float32, from the parameter."""
         part = tuple(int(x) if x.isdigit() else slice(None) for x in self.row.axes)
         ours, theirs = self._letters()
-        array = np.asarray(parameter[part], np.float32).transpose([ours.index(x) for x in theirs])
+        array = np.asarray(parameter[part], np.float32).transpose(
+            [ours.index(x) for x in theirs]
+        )
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the parameter, or its `part`, float32, from the tensor of the file."""
         ours, theirs = self._letters()
-        array = tensor.astype(np.float32, copy=False).reshape([self.sizes[x] for x in theirs])
+        array = tensor.astype(np.float32, copy=False).reshape(
+            [self.sizes[x] for x in theirs]
+        )
         return np.ascontiguousarray(array.transpose([theirs.index(x) for x in ours]))
 
     def _letters(self) -> tuple[str, str]:
         """Returns the axes of the parameter, or its part, and those of the file."""
-        return "".join(x for x in self.row.axes if x.isalpha()), self.row.stored.replace(" ", "")
+        return "".join(
+            x for x in self.row.axes if x.isalpha()
+        ), self.row.stored.replace(" ", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +133,17 @@ class Family:
 
     def tensors(self, cfg: GPTConfig) -> Iterator[Tensor]:
         """Yields every tensor of a model. Parts of a parameter are in order."""
-        sizes = dict(V=cfg.vocab_size, T=cfg.context_length, D=cfg.embed_dim, F=cfg.hidden_dim)
+        sizes = dict(
+            V=cfg.vocab_size, T=cfg.context_length, D=cfg.embed_dim, F=cfg.hidden_dim
+        )
         sizes |= dict(N=cfg.num_heads, K=cfg.kv_heads, H=cfg.head_size, C=3)
         is_grouped = cfg.kv_heads < cfg.num_heads
         kinds = {"any": True, "untied": not cfg.tie_embeddings}
         kinds |= {"grouped": is_grouped, "multi-head": not is_grouped}
-        layers = ((self.prefix + self.layer.format(i), f"h_{i}/") for i in range(cfg.num_layers))
+        layers = (
+            (self.prefix + self.layer.format(i), f"h_{i}/")
+            for i in range(cfg.num_layers)
+        )
         places = itertools.chain(
             (("", "", row) for row in self.first),
             ((*layer, row) for layer in layers for row in self.rows),
@@ -136,7 +151,9 @@ class Family:
         )
         for name, path, row in places:
             if kinds[row.when]:
-                yield Tensor(name + row.name, tuple((path + row.path).split("/")), row, sizes)
+                yield Tensor(
+                    name + row.name, tuple((path + row.path).split("/")), row, sizes
+                )
 
     def full_name(self, name: str) -> str:
         """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""

@@ -16,7 +16,8 @@ from gpt2.errors import UserError
 
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     """Reads tokenizer.json; without one, GPT-2's own if it fits."""
-    path, rows = Path(directory) / "tokenizer.json", cfg.vocab_size
+    path = Path(directory) / "tokenizer.json"
+    rows = cfg.vocab_size
     tokenizer = ours.load(path) if path.is_file() else None
     other = (Path(directory) / "vocab.json").exists()  # whose tokens may be others
     if tokenizer is None and not other and rows == ours.GPT2_END_OF_TEXT + 1:
@@ -24,7 +25,9 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     # Programs pad a vocabulary to a multiple of 64 or 128, for faster matrix products, or leave
     # rows for tokens to come: Qwen 3 has 151,936 for 151,669 tokens, Pythia 50,688 for 50,277.
     known = tokenizer.vocab_size if tokenizer else 0
-    is_padded = rows % 64 == 0 and known < rows <= max(-(-known // 128) * 128, 1.01 * known)
+    is_padded = rows % 64 == 0 and known < rows <= max(
+        -(-known // 128) * 128, 1.01 * known
+    )
     if tokenizer is None or not (rows == known or is_padded):
         what = f"{directory} holds no tokenizer of its model's {rows} tokens"
         raise UserError(
@@ -41,12 +44,18 @@ def count_tokens(directory: Path, cfg: GPTConfig) -> int:
         return cfg.vocab_size
 
 
-def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: int) -> None:
+def save_tokenizer(
+    directory: Path, tokenizer: ours.Tokenizer, context_length: int
+) -> None:
     """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
-    tree = {name: each for name, each in tokenizer.saved.items() if name != "end_of_text"}
+    tree = {
+        name: each for name, each in tokenizer.saved.items() if name != "end_of_text"
+    }
     match tree:
         case {"kind": "char", "characters": characters, "has_eot": has_eot}:
-            model = models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="")
+            model = models.WordLevel(
+                {c: i for i, c in enumerate(characters)}, unk_token=""
+            )
             split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
             tree = _tree(model, split, decoders.Fuse(), has_eot)
         case {"kind": "byte"}:
@@ -65,17 +74,24 @@ def save_tokenizer(directory: Path, tokenizer: ours.Tokenizer, context_length: i
     if tokenizer.eot is not None:
         eot = tokenizer.decode([tokenizer.eot])
         config |= {"bos_token": eot, "eos_token": eot, "unk_token": eot}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n"
+    )
 
 
 def _byte_level(model: models.BPE) -> dict[str, Any]:
     """Returns the tokenizer.json of GPT-2's kind of tokenizer; end-of-text comes last."""
-    return _tree(model, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+    return _tree(
+        model, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    )
 
 
-def _tree(model: Any, pre_tokenizer: Any, decoder: Any, has_eot: bool = True) -> dict[str, Any]:
+def _tree(
+    model: Any, pre_tokenizer: Any, decoder: Any, has_eot: bool = True
+) -> dict[str, Any]:
     backend = Backend(model)
-    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoder
     if has_eot:
         backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return json.loads(backend.to_str())

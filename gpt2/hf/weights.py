@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gpt2.config import Config, DataConfig, GPTConfig, ModelConfig, load_config
 from gpt2.data import tokenizer as tokenizers
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.hf.config import read_config
 from gpt2.hf.family import FREE, SCALED_ROPE
 from gpt2.hf.model import load, require_new, save
@@ -28,26 +28,36 @@ def import_run(source: str | Path, place: str | Path) -> GPTConfig:
         names = (field.name for field in dataclasses.fields(ModelConfig))
         model = ModelConfig(**{name: getattr(cfg, name) for name in names})
         data = DataConfig(tokenizer=f"{place}/tokenizer.json")
-        files.write_json(scratch / "config.json", Config(model=model, data=data).to_dict())
+        files.write_json(
+            scratch / "config.json", Config(model=model, data=data).to_dict()
+        )
         tokenizer.save(scratch / "tokenizer.json")
-        state = TrainState(step=jnp.int32(0), params=params, opt_state=(), loss_scale=None)
+        state = TrainState(
+            step=jnp.int32(0), params=params, opt_state=(), loss_scale=None
+        )
         with Checkpointer(scratch) as checkpointer:
             checkpointer.save(state, step=0)
-        refuse(checkpointer.failure, checkpointer.failure)
+        if checkpointer.failure:
+            raise UserError(checkpointer.failure)
     return cfg
 
 
-def export_run(workdir: str | Path, place: str | Path, checkpoint: str | int = "best") -> None:
+def export_run(
+    workdir: str | Path, place: str | Path, checkpoint: str | int = "best"
+) -> None:
     """Writes a run's weights (of its `best`, `latest` or numbered checkpoint) and its tokenizer."""
     with stores.writing(place) as directory:
         save(directory, *load_model(workdir, None, checkpoint))
 
 
 def load_model(
-    workdir: str | Path | None, hf_directory: str | Path | None, checkpoint: str | int = "best"
+    workdir: str | Path | None,
+    hf_directory: str | Path | None,
+    checkpoint: str | int = "best",
 ) -> tuple[GPTConfig, dict, tokenizers.Tokenizer]:
     """Loads configuration, parameters (on the default device) and tokenizer of one directory."""
-    refuse(bool(workdir) == bool(hf_directory), "weights are in a workdir or in Hugging Face's")
+    if bool(workdir) == bool(hf_directory):
+        raise UserError("weights are in a workdir or in Hugging Face's")
     if workdir:
         folder = stores.fetch(workdir)
         config, params = load_params(folder, checkpoint)
@@ -61,13 +71,17 @@ def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:
     """Reads configuration and tokenizer of what `train.init_from` names, without its weights."""
     kind, directory, _ = _split_source(source)
     if kind == "run":
-        return load_config(directory).gpt(), tokenizers.load(directory / "tokenizer.json")
+        return load_config(directory).gpt(), tokenizers.load(
+            directory / "tokenizer.json"
+        )
     cfg = read_config(directory)
     tokenizer = load_tokenizer(directory, cfg)
     return dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size), tokenizer
 
 
-def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer) -> dict:
+def load_initial_params(
+    source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer
+) -> dict:
     """Returns the weights that `train.init_from` names, in the layer layout of `cfg`.
 
     A model of shorter context takes the first of their positions. One of a longer context may
@@ -75,19 +89,23 @@ def load_initial_params(source: str, cfg: GPTConfig, tokenizer: tokenizers.Token
     """
     kind, directory, step = _split_source(source)
     found, theirs = check_source(source)
-    refuse(
-        tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer),
-        f"the weights of {source} were learnt with another tokenizer than the data's",
-        f"Use --config.data.tokenizer={directory}/tokenizer.json",
-    )
-    found, wanted = found.canonical(), cfg.canonical()
+    if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
+        raise UserError(
+            f"the weights of {source} were learnt with another tokenizer than the data's",
+            f"Use --config.data.tokenizer={directory}/tokenizer.json",
+        )
+    found = found.canonical()
+    wanted = cfg.canonical()
     names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE}
     if found.context_length >= cfg.context_length or cfg.position != "learned":
         names -= {"context_length"}
     names -= {*SCALED_ROPE} if found.rope_scaling == "none" else set()
-    differing = [name for name in sorted(names) if getattr(found, name) != getattr(wanted, name)]
+    differing = [
+        name for name in sorted(names) if getattr(found, name) != getattr(wanted, name)
+    ]
     options = ", ".join(f"model.{name}={getattr(found, name)}" for name in differing)
-    refuse(options, f"the weights of {source} are of a model with {options}")
+    if options:
+        raise UserError(f"the weights of {source} are of a model with {options}")
     workdir, hf_directory = (None, directory) if kind == "hf" else (directory, None)
     _, params, _ = load_model(workdir, hf_directory, step)
     if cfg.position == "learned":
@@ -103,6 +121,9 @@ def _split_source(source: str) -> tuple[str, Path, str]:
     if kind == "hf":
         return kind, stores.fetch(place, stores.HUGGING_FACE), "best"
     directory, _, step = place.rpartition("@")
-    if not directory or "/" in step or Path(place).expanduser().is_dir():  # a name may hold an @
-        directory, step = place, "best"
+    if (
+        not directory or "/" in step or Path(place).expanduser().is_dir()
+    ):  # a name may hold an @
+        directory = place
+        step = "best"
     return kind, stores.fetch(directory), step

@@ -62,7 +62,9 @@ class Attention(nn.Module):
             layer's values.
         """
         cfg = self.config
-        D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_size
+        D = cfg.embed_dim
+        N = cfg.num_heads
+        H = cfg.head_size
         positions = inputs.positions
         chex.assert_shape(x, (None, None, D))
         chex.assert_shape(positions, ({1, x.shape[0]}, x.shape[1]))
@@ -81,7 +83,9 @@ class Attention(nn.Module):
         dropout = 0.0 if deterministic else cfg.dropout
         dropout_key = self.make_rng("dropout") if dropout else None
         if cache is not None:
-            cache = jax.tree.map(lambda old, new: _write(old, new, positions[:, 0]), cache, (k, v))
+            cache = jax.tree.map(
+                lambda old, new: _write(old, new, positions[:, 0]), cache, (k, v)
+            )
 
         def attend(window: int) -> jax.Array:
             # 8 / H in place of 1 / sqrt(H): equal at GPT-2's own head size of 64 (Yang et al. 2022,
@@ -92,7 +96,9 @@ class Attention(nn.Module):
             if cache is not None:
                 keys, values = cache
                 return attention_cached(q, keys, values, positions[:, -1] + 1, **how)
-            how |= dict(segments=inputs.segments, dropout=dropout, dropout_key=dropout_key)
+            how |= dict(
+                segments=inputs.segments, dropout=dropout, dropout_key=dropout_key
+            )
             return spread_attention(q, k, v, implementation=cfg.attention, **how)
 
         y = by_layer(attend, cfg.windows, layer)
@@ -100,23 +106,36 @@ class Attention(nn.Module):
             y = without_own(y, v)
         if cfg.attention_gate:  # half open at the start, as in the paper
             gate = Linear(cfg, (D, N), ("embed", "heads"), name="c_gate")(x)
-            y = y * jax.nn.sigmoid(constrain(gate, "batch", "length", "heads"))[..., None]
+            y = (
+                y
+                * jax.nn.sigmoid(constrain(gate, "batch", "length", "heads"))[..., None]
+            )
         y = constrain(y, "batch", "length", "heads", "head_size")
         axes = "heads", "head_size", "embed"
-        c_proj = Linear(cfg, (N, H, D), axes, num_contract=2, is_projection=True, name="c_proj")
+        c_proj = Linear(
+            cfg, (N, H, D), axes, num_contract=2, is_projection=True, name="c_proj"
+        )
         return c_proj(y), cache, first_values
 
     def _project(self, x):
         """Returns queries `[B, T, N, H]`, keys and values `[B, T, K, H]`."""
         cfg = self.config
-        D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.kv_heads, cfg.head_size
+        D = cfg.embed_dim
+        N = cfg.num_heads
+        K = cfg.kv_heads
+        H = cfg.head_size
 
         def project(name, *shape):
             axes = ("qkv", "heads", "head_size")[-len(shape) :]
             in_parts = len(shape) > 2
-            y = Linear(cfg, (D, *shape), ("embed", *axes), in_parts=in_parts, name=name)(x)
+            y = Linear(
+                cfg, (D, *shape), ("embed", *axes), in_parts=in_parts, name=name
+            )(x)
             each = y if in_parts else [y]
-            return [constrain(part, "batch", "length", "heads", "head_size") for part in each]
+            return [
+                constrain(part, "batch", "length", "heads", "head_size")
+                for part in each
+            ]
 
         if K == N:
             return project("c_attn", 3, N, H)
@@ -132,7 +151,8 @@ class Attention(nn.Module):
             first_values = jnp.where(layer == 0, v, first_values)
             v = Mix(cfg, (0.5, 0.5), name="value_residual")(v, first_values)
         if cfg.value_embeddings:
-            axes, width = ("vocab", "table"), cfg.kv_heads * cfg.head_size
+            axes = ("vocab", "table")
+            width = cfg.kv_heads * cfg.head_size
             table = Embedding(
                 cfg, cfg.vocab_size, axes, cfg.init_std, width, name="value_embedding"
             )
@@ -167,20 +187,24 @@ def spread_attention(
 def without_own(y: jax.Array, v: jax.Array) -> jax.Array:
     """Takes from `y` `[B, T, N, H]` its part along each position's own value, `[B, T, K, H]`."""
     own = jnp.repeat(v, y.shape[2] // v.shape[2], axis=2).astype(jnp.float32)
-    share = (y * own).sum(-1, keepdims=True) / jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
+    share = (y * own).sum(-1, keepdims=True) / jnp.maximum(
+        (own * own).sum(-1, keepdims=True), TINY
+    )
     return (y - share * own).astype(y.dtype)
 
 
 def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     """Writes `new` [B, T, K, H] into `cache` [B, K, S, H] from each row's `start` [B]."""
-    return jax.vmap(lambda c, n, s: jax.lax.dynamic_update_slice_in_dim(c, n, s, axis=1))(
-        cache, jnp.swapaxes(new, 1, 2), start
-    )
+    return jax.vmap(
+        lambda c, n, s: jax.lax.dynamic_update_slice_in_dim(c, n, s, axis=1)
+    )(cache, jnp.swapaxes(new, 1, 2), start)
 
 
 def resolve_attention(cfg: GPTConfig, device: jax.Device) -> str:
     """Returns the implementation of attention that a model takes on a device."""
     scoring = Scoring(window=cfg.window, softcap=cfg.attention_softcap)
     shape = kernels_for(device), cfg.compute_dtype, cfg.context_length, cfg.head_size
-    given: dict[str, Any] = dict(alibi=cfg.position == "alibi", sinks=cfg.attention_sink)
+    given: dict[str, Any] = dict(
+        alibi=cfg.position == "alibi", sinks=cfg.attention_sink
+    )
     return resolve(cfg.attention, *shape, scoring=scoring, **given)

@@ -44,7 +44,8 @@ class Block(nn.Module):
             stream: before the layer.
             cache, layer, inputs, deterministic: as for `Attention`.
         """
-        cfg, x = self.config, stream.x
+        cfg = self.config
+        x = stream.x
         if cfg.backout:
             middle = jnp.where(layer == cfg.num_layers // 2, x, stream.middle)
             stream = stream.replace(middle=middle)
@@ -56,13 +57,20 @@ class Block(nn.Module):
             read, add = self._connect("connect_1", x, 2 * layer)
             attn = Attention(cfg, name="attn")
             y, cache, first_values = attn(
-                self._before("ln_1", read), cache, layer, inputs, stream.first_values, deterministic
+                self._before("ln_1", read),
+                cache,
+                layer,
+                inputs,
+                stream.first_values,
+                deterministic,
             )
             between = self._after("ln_1", add(dropout(self._sandwich("ln_1_post", y))))
             between = constrain(between, *axes)
         with jax.named_scope("mlp"):
             read, add = self._connect("connect_2", between, 2 * layer + 1)
-            y = MLP(cfg, name="mlp")(self._before("ln_2", x if cfg.parallel_block else read))
+            y = MLP(cfg, name="mlp")(
+                self._before("ln_2", x if cfg.parallel_block else read)
+            )
             x = self._after("ln_2", add(dropout(self._sandwich("ln_2_post", y))))
         x = constrain(x, *axes)
         return stream.replace(x=x, first_values=first_values), cache
@@ -76,12 +84,24 @@ class Block(nn.Module):
 
     def _before(self, name, x):
         """Returns what a branch reads."""
-        return x if self.config.norm_position == "post" else Norm(self.config, name=name)(x)
+        return (
+            x
+            if self.config.norm_position == "post"
+            else Norm(self.config, name=name)(x)
+        )
 
     def _sandwich(self, name, y):
         """Returns what a branch adds."""
-        return Norm(self.config, name=name)(y) if self.config.norm_position == "sandwich" else y
+        return (
+            Norm(self.config, name=name)(y)
+            if self.config.norm_position == "sandwich"
+            else y
+        )
 
     def _after(self, name, x):
         """Returns the stream after a branch, of which `x` is the sum."""
-        return Norm(self.config, name=name)(x) if self.config.norm_position == "post" else x
+        return (
+            Norm(self.config, name=name)(x)
+            if self.config.norm_position == "post"
+            else x
+        )

@@ -51,13 +51,20 @@ class KVCache(struct.PyTreeNode):
     @classmethod
     def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
         """Returns an empty cache for sequences of up to `max_length` tokens."""
-        L, shape = config.num_layers, (batch_size, config.kv_heads, max_length, config.head_size)
+        L = config.num_layers
+        shape = (batch_size, config.kv_heads, max_length, config.head_size)
 
         def pair(*shape: int) -> tuple[jax.Array, jax.Array]:
-            return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
+            return jnp.zeros(shape, config.compute_dtype), jnp.zeros(
+                shape, config.compute_dtype
+            )
 
-        layers = pair(L, *shape) if config.scan_layers else [pair(*shape) for _ in range(L)]
-        return cls(layers, jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, jnp.int32))
+        layers = (
+            pair(L, *shape) if config.scan_layers else [pair(*shape) for _ in range(L)]
+        )
+        return cls(
+            layers, jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, jnp.int32)
+        )
 
 
 class GPT(nn.Module):
@@ -72,7 +79,9 @@ class GPT(nn.Module):
     def setup(self):
         """Creates the layers that the methods share."""
         cfg = self.config
-        self.wte = Embedding(cfg, cfg.vocab_size, ("vocab", "table"), stddev=cfg.init_std)
+        self.wte = Embedding(
+            cfg, cfg.vocab_size, ("vocab", "table"), stddev=cfg.init_std
+        )
         if cfg.position == "learned":
             axes = ("position", "table")
             self.wpe = Embedding(cfg, cfg.context_length, axes, stddev=cfg.init_std / 2)
@@ -83,12 +92,17 @@ class GPT(nn.Module):
             self.bigram = Embedding(cfg, cfg.bigram_embeddings, axes, stddev=0.0)
         if cfg.backout:
             share = nn.initializers.constant(0.2)  # as in nanochat
-            self.backout: jax.Array = named_param(self, "backout", share, (1,), ("mix",))
+            self.backout: jax.Array = named_param(
+                self, "backout", share, (1,), ("mix",)
+            )
         static = ("deterministic",) if cfg.scan_layers else ("layer", "deterministic")
         block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
         if cfg.scan_layers:
             scanned = scan_layers(
-                block, cfg.num_layers, per_layer=("cache", "layer"), unroll=cfg.scan_unroll
+                block,
+                cfg.num_layers,
+                per_layer=("cache", "layer"),
+                unroll=cfg.scan_unroll,
             )
             self.h: Any = scanned(cfg)
         else:
@@ -115,9 +129,13 @@ class GPT(nn.Module):
                 and positions count from its first.
             deterministic: False applies dropout, with the key `rngs={"dropout": key}`.
         """
-        return self.logits(self._hidden(tokens, segments=segments, deterministic=deterministic)[0])
+        return self.logits(
+            self._hidden(tokens, segments=segments, deterministic=deterministic)[0]
+        )
 
-    def hidden(self, tokens: jax.Array, *, segments: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self, tokens: jax.Array, *, segments: jax.Array | None = None
+    ) -> jax.Array:
         """Returns the normalised output of the last layer, [B, T, D] in the compute type.
 
         Arguments are those of `__call__`.
@@ -126,7 +144,9 @@ class GPT(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns the logits [B, T, V], float32, for rows [B, T, D] that `hidden` returned."""
-        return self._logits(hidden, constrain(self._output().padded(), "vocab", "embed"))
+        return self._logits(
+            hidden, constrain(self._output().padded(), "vocab", "embed")
+        )
 
     def loss(
         self,
@@ -155,9 +175,12 @@ class GPT(nn.Module):
         cfg = self.config
         with jax.named_scope("head"):
             output = self._output()
-            table, shards = output.padded(), output.shards
+            table = output.padded()
+            shards = output.shards
         tied = table if cfg.tie_embeddings else None
-        hidden, _ = self._hidden(tokens, segments=segments, deterministic=deterministic, table=tied)
+        hidden, _ = self._hidden(
+            tokens, segments=segments, deterministic=deterministic, table=tied
+        )
         B, T = tokens.shape
         names = "loss", *(f"loss_ahead_{k}" for k in range(2, 2 + len(ahead)))
         with jax.named_scope("head"):
@@ -177,7 +200,10 @@ class GPT(nn.Module):
                 chunk=chunk,
                 shards=shards,
             )
-        return {name: (total, count) for name, total, count in zip(names, *sums, strict=True)}
+        return {
+            name: (total, count)
+            for name, total, count in zip(names, *sums, strict=True)
+        }
 
     def extend(
         self, tokens: jax.Array, num_new: jax.Array, cache: KVCache
@@ -203,7 +229,9 @@ class GPT(nn.Module):
         hidden = jnp.take_along_axis(hidden, end[..., None], axis=1)
         return self._logits(hidden, self._output().embedding)[:, 0], cache
 
-    def _hidden(self, tokens, *, segments=None, deterministic=True, cache=None, table=None):
+    def _hidden(
+        self, tokens, *, segments=None, deterministic=True, cache=None, table=None
+    ):
         """Returns the normalised output of the last layer [B, T, D], and the cache."""
         cfg = self.config
         chex.assert_rank(tokens, 2)
@@ -213,8 +241,12 @@ class GPT(nn.Module):
             chex.assert_shape(segments, (B, T))
             chex.assert_type(segments, int)
         if cfg.context_length < T and cfg.position == "learned":
-            raise ValueError(f"{T} tokens are more than context_length={cfg.context_length}")
-        positions = jnp.arange(T)[None] if segments is None else positions_within(segments)
+            raise ValueError(
+                f"{T} tokens are more than context_length={cfg.context_length}"
+            )
+        positions = (
+            jnp.arange(T)[None] if segments is None else positions_within(segments)
+        )
         x = self.wte(tokens, table)
         if cache is not None:
             positions = positions + cache.length[:, None]
@@ -224,7 +256,9 @@ class GPT(nn.Module):
                 # A product, and so is its gradient: for a sum over 32 sequences, XLA:GPU stores the
                 # stream with the batch innermost, and transposes it for every linear map (11 %).
                 first = self.wpe.first(T)
-                x += jnp.einsum("b,td->btd", jnp.ones(B, x.dtype), first, precision="highest")
+                x += jnp.einsum(
+                    "b,td->btd", jnp.ones(B, x.dtype), first, precision="highest"
+                )
             else:
                 x = x + self.wpe(positions)
         elif cfg.position == "sinusoidal":
@@ -243,7 +277,8 @@ class GPT(nn.Module):
 
     def _add_before(self, x, tokens, positions, cache):
         """Adds to embeddings `[B, T, D]` what comes of the token before each, in its segment."""
-        cfg, exists = self.config, positions > 0
+        cfg = self.config
+        exists = positions > 0
         if cfg.smear:
             first = x[:, :1] if cache is None else self.wte(cache.last[:, None])
             before = jnp.concatenate([first, x[:, :-1]], axis=1)
@@ -257,14 +292,17 @@ class GPT(nn.Module):
 
     def _layers(self, x, cache, positions, segments, tokens, deterministic):
         """Returns the stream `[B, T, D]` after all layers, and their caches."""
-        cfg, turned = self.config, None
+        cfg = self.config
+        turned = None
         if cfg.position == "rope":
             scaling = cfg.rope_scaling, cfg.rope_factor, cfg.rope_context
             turned = rotation(positions, cfg.rope_size, cfg.rope_base, *scaling)
         if cfg.hyper_connections:
             x = jnp.broadcast_to(x, (cfg.hyper_connections, *x.shape))
         embedded = x if cfg.embedding_skip else None
-        inputs = LayerInputs(positions, segments, tokens, embedded=embedded, rotation=turned)
+        inputs = LayerInputs(
+            positions, segments, tokens, embedded=embedded, rotation=turned
+        )
         stream = Stream(x, middle=x if cfg.backout else None)
         if cfg.value_residual:
             values = jnp.zeros((*x.shape[-3:-1], cfg.kv_heads, cfg.head_size), x.dtype)
@@ -303,7 +341,9 @@ class GPT(nn.Module):
     @nn.nowrap
     def _plain(self) -> "GPT":
         """Returns the model that draws parameters: unrolled, for tokens of any length."""
-        plain: dict[str, Any] = dict(scan_layers=False, remat="none", attention="reference")
+        plain: dict[str, Any] = dict(
+            scan_layers=False, remat="none", attention="reference"
+        )
         return GPT(dataclasses.replace(self.config, **plain))
 
     @nn.nowrap
@@ -332,7 +372,9 @@ class GPT(nn.Module):
     def logical_axes(self) -> Any:
         """Returns the names of every parameter's axes, a PartitionSpec in place of each leaf."""
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        axes = nn.get_partition_spec(jax.eval_shape(self._draw, jax.random.key(0), tokens))
+        axes = nn.get_partition_spec(
+            jax.eval_shape(self._draw, jax.random.key(0), tokens)
+        )
         stack = lambda *layers: PartitionSpec("layers", *layers[0])  # noqa: E731
         return in_layout(axes, scanned=self.config.scan_layers, stack=stack)
 
@@ -344,12 +386,15 @@ def positions_within(segments: jax.Array) -> jax.Array:
     return numbers - jax.lax.cummax(jnp.where(is_first, numbers, 0), axis=1)
 
 
-def targets_ahead(targets: jax.Array, segments: jax.Array | None, number: int) -> jax.Array:
+def targets_ahead(
+    targets: jax.Array, segments: jax.Array | None, number: int
+) -> jax.Array:
     """Returns each position's target and those of the next ones in its segment, [B, T, number].
 
     A position without a target of its own, -1, has no others.
     """
-    valid, each = targets >= 0, [targets]
+    valid = targets >= 0
+    each = [targets]
     for k in range(1, number):
         later = lambda x, k=k: jnp.pad(x[:, k:], ((0, 0), (0, k)), constant_values=-1)  # noqa: E731
         seen = valid if segments is None else valid & (later(segments) == segments)

@@ -20,7 +20,11 @@ from gpt2.parallel.rules import constrain, param_shards, vocab_multiple
 
 
 def named_param(
-    module: Any, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str, ...]
+    module: Any,
+    name: str,
+    init: Callable,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
 ) -> jax.Array:
     """Returns a parameter of a module that has a `config`; rules spread it by its axes' names."""
     init = nn.with_logical_partitioning(init, axes)
@@ -51,20 +55,31 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> Any:
         """Maps `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute type."""
-        cfg, contracted = self.config, self.num_contract
-        shards = param_shards(self.axes, forget=cfg.remat == "none" and not cfg.loops_over_layers)
+        cfg = self.config
+        contracted = self.num_contract
+        shards = param_shards(
+            self.axes, forget=cfg.remat == "none" and not cfg.loops_over_layers
+        )
         shape = shards.shard_shape(self.shape) if shards else self.shape
         normal = nn.initializers.normal(self._stddev())
         kernel = named_param(self, "kernel", normal, shape, self.axes)
         bias = None
         if cfg.bias:
-            outputs, axes = self.shape[contracted:], self.axes[contracted:]
+            outputs = self.shape[contracted:]
+            axes = self.axes[contracted:]
             bias = named_param(self, "bias", nn.initializers.zeros, outputs, axes)
         how: dict[str, Any] = dict(dtype=cfg.compute_dtype, shards=shards)
         if self.in_parts:
             y: Any = linear_parts(x, kernel, bias, **how)
         else:
-            y = linear(x, kernel, bias, num_contract=contracted, activation=self.activation, **how)
+            y = linear(
+                x,
+                kernel,
+                bias,
+                num_contract=contracted,
+                activation=self.activation,
+                **how,
+            )
         return checkpoint_name(y, "/".join(self.path[-2:]))
 
     def _stddev(self) -> float:
@@ -86,7 +101,9 @@ class Linear(nn.Module):
         }[cfg.init]
         if not self.is_projection:
             return stddev
-        return 0.0 if cfg.zero_init_projections else stddev / (2 * cfg.num_layers) ** 0.5
+        return (
+            0.0 if cfg.zero_init_projections else stddev / (2 * cfg.num_layers) ** 0.5
+        )
 
 
 class Norm(nn.Module):
@@ -105,13 +122,20 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last axis of `x` `[..., D]`; returns it in the compute type."""
-        cfg, kind = self.config, self.kind or self.config.norm
-        chex.assert_axis_dimension(x, -1, cfg.embed_dim if self.axis == "norm" else cfg.head_size)
-        shape, center, bias = x.shape[-1:], kind == "layernorm", None
+        cfg = self.config
+        kind = self.kind or self.config.norm
+        chex.assert_axis_dimension(
+            x, -1, cfg.embed_dim if self.axis == "norm" else cfg.head_size
+        )
+        shape = x.shape[-1:]
+        center = kind == "layernorm"
+        bias = None
         scale = named_param(self, "scale", nn.initializers.ones, shape, (self.axis,))
         if center and cfg.bias:
             bias = named_param(self, "bias", nn.initializers.zeros, shape, (self.axis,))
-        return norm(x, scale, bias, center=center, eps=cfg.norm_eps, dtype=cfg.compute_dtype)
+        return norm(
+            x, scale, bias, center=center, eps=cfg.norm_eps, dtype=cfg.compute_dtype
+        )
 
 
 class Mix(nn.Module):
@@ -146,7 +170,8 @@ class Smear(nn.Module):
     def __call__(self, x: jax.Array, before: jax.Array) -> jax.Array:
         """Returns the sum, `[B, T, D]` in the compute type; `before` is `x` a position earlier."""
         chex.assert_equal_shape([x, before])
-        width, zeros = self.config.smear_width, nn.initializers.zeros
+        width = self.config.smear_width
+        zeros = nn.initializers.zeros
         weights = named_param(self, "gate", zeros, (width,), ("mix",))
         share = named_param(self, "share", zeros, (1,), ("mix",))
         gate = jax.nn.sigmoid(x[..., :width] @ weights)[..., None]
@@ -162,17 +187,23 @@ class HyperConnection(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, branch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(
+        self, x: jax.Array, branch: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns what branch number `branch` reads, the streams mixed, and weights [n, B, T, 1].
 
         The streams are `x`, [n, B, T, D]; a branch reads [B, T, D].
         """
-        cfg, n = self.config, len(x)
+        cfg = self.config
+        n = len(x)
         init = lambda *_: jnp.stack([jnp.eye(n)[branch % n], *jnp.eye(n), jnp.ones(n)])  # noqa: E731
         weights = named_param(self, "weights", init, (n + 2, n), ("mix", "mix"))
-        shape, zeros = (cfg.embed_dim, n + 2), nn.initializers.zeros
+        shape = (cfg.embed_dim, n + 2)
+        zeros = nn.initializers.zeros
         by_stream = named_param(self, "by_stream", zeros, shape, ("mix", "mix"))
-        scales = named_param(self, "scales", nn.initializers.constant(0.01), (2,), ("mix",))
+        scales = named_param(
+            self, "scales", nn.initializers.constant(0.01), (2,), ("mix",)
+        )
         moved = jnp.tanh(jnp.moveaxis(Norm(cfg, name="norm")(x) @ by_stream, -1, 0))
         moved = jnp.concatenate([scales[0] * moved[:-1], scales[1] * moved[-1:]])
         weights = (weights[..., None, None] + moved)[..., None]
@@ -204,7 +235,9 @@ class Embedding(nn.Module):
         self.shards = param_shards(self.axes)
         shape = self.shards.shard_shape(shape) if self.shards else shape
         normal = nn.initializers.normal(self.stddev)
-        self.embedding: jax.Array = named_param(self, "embedding", normal, shape, self.axes)
+        self.embedding: jax.Array = named_param(
+            self, "embedding", normal, shape, self.axes
+        )
 
     def __call__(self, indices: jax.Array, table: jax.Array | None = None) -> jax.Array:
         """Returns the rows of `indices` [B, T], int32, as [B, T, D] in the compute type.
@@ -235,8 +268,13 @@ class Embedding(nn.Module):
 
         Their gradient needs no scatter, unlike that of `__call__`.
         """
-        rows, dtype = self.embedding[:num_rows], self.config.compute_dtype
-        return gather_parameter(rows, self.shards, dtype) if self.shards else rows.astype(dtype)
+        rows = self.embedding[:num_rows]
+        dtype = self.config.compute_dtype
+        return (
+            gather_parameter(rows, self.shards, dtype)
+            if self.shards
+            else rows.astype(dtype)
+        )
 
 
 def hashed(tokens: jax.Array, before: jax.Array, num_rows: int) -> jax.Array:
@@ -254,7 +292,8 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `x` `[B, T, D]` to `[B, T, D]` in the compute type."""
         cfg = self.config
-        D, F = cfg.embed_dim, cfg.hidden_dim
+        D = cfg.embed_dim
+        F = cfg.hidden_dim
         chex.assert_shape(x, (None, None, D))
         hidden = Linear(cfg, (D, F), ("embed", "mlp"), name="c_fc")(x)
         hidden = constrain(hidden, "batch", "length", "mlp")
@@ -262,5 +301,7 @@ class MLP(nn.Module):
             gate = Linear(cfg, (D, F), ("embed", "mlp"), name="c_gate")(x)
             hidden = GATES[cfg.activation](gate) * hidden
         activation = None if cfg.is_gated else ACTIVATIONS[cfg.activation]
-        how: dict[str, Any] = dict(is_projection=True, activation=activation, name="c_proj")
+        how: dict[str, Any] = dict(
+            is_projection=True, activation=activation, name="c_proj"
+        )
         return Linear(cfg, (F, D), ("mlp", "embed"), **how)(hidden)

@@ -31,7 +31,9 @@ def gelu_tanh_reference(x: jax.Array) -> jax.Array:
 
 
 def _exp_minus_2u(x):
-    return jnp.exp(-_SLOPE * (x + _CUBIC * x**3))  # infinite far below 0; x over it is -0
+    return jnp.exp(
+        -_SLOPE * (x + _CUBIC * x**3)
+    )  # infinite far below 0; x over it is -0
 
 
 def _fwd(x):
@@ -43,7 +45,8 @@ def _fwd(x):
 
 def _bwd(residuals, dy):
     x, y = residuals
-    x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
+    x32 = x.astype(jnp.float32)
+    dy32 = dy.astype(jnp.float32)
     sigmoid = 1.0 / (1.0 + _exp_minus_2u(x32))
     slope_of_2u = _SLOPE * (1.0 + 3.0 * _CUBIC * x32**2)
     # In this order, y (1 - sigmoid) is 0 before a large slope can make it infinite.
@@ -71,7 +74,9 @@ def _power_bwd(power, x, dy):
 # XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
 # next kernel reads (docs/performance.md, XLA:CPU note 14).
 _relu = jax.custom_vjp(_power, nondiff_argnums=(1,))
-_relu.defvjp(lambda x, power: (jax.lax.optimization_barrier(_power(x, power)), x), _power_bwd)
+_relu.defvjp(
+    lambda x, power: (jax.lax.optimization_barrier(_power(x, power)), x), _power_bwd
+)
 
 # `model.activation` -> the function between the MLP's two linear maps.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -83,4 +88,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 # `model.activation` -> the function of a third linear map, which multiplies the first one's result.
-GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": gelu_tanh}
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu": gelu_tanh,
+}

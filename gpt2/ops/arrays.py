@@ -13,7 +13,9 @@ from gpt2.utils.platform import target
 _STAGES = 16
 
 
-def dot(a: jax.Array, b: jax.Array, axes_a, axes_b, dtype: DTypeLike = jnp.float32) -> jax.Array:
+def dot(
+    a: jax.Array, b: jax.Array, axes_a, axes_b, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
     """Contracts axes of `a` with axes of `b` in float32: `[rest of a, rest of b]` in `dtype`."""
     dimensions = ((tuple(axes_a), tuple(axes_b)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
@@ -30,7 +32,8 @@ def sum_rows(x: jax.Array, num_rows: int) -> jax.Array:
     XLA:GPU takes such a sum in two kernels. Here one leaves 16 sums, often beside what computes
     the rows, and adding these up joins what reads the result.
     """
-    rows, rest = math.prod(x.shape[:num_rows]), x.shape[num_rows:]
+    rows = math.prod(x.shape[:num_rows])
+    rest = x.shape[num_rows:]
     if not variants().joint_sums or rows % _STAGES:
         return x.sum(tuple(range(num_rows)), dtype=jnp.float32)
     parts = x.astype(jnp.float32).reshape(_STAGES, rows // _STAGES, *rest).sum(1)

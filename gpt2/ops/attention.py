@@ -38,8 +38,10 @@ def attention(
     implementation: str = "reference",  # as `resolve` names it
     scoring: Scoring = Scoring(),
     slopes: jax.Array | None = None,  # [N] float32, see `alibi_slopes`
-    sinks: jax.Array | None = None,  # [N] float32, logits that take weight and give nothing
-    segments: jax.Array | None = None,  # [B, T] int32; a position sees only its own segment
+    sinks: jax.Array
+    | None = None,  # [N] float32, logits that take weight and give nothing
+    segments: jax.Array
+    | None = None,  # [B, T] int32; a position sees only its own segment
     dropout: float = 0.0,  # probability with which a weight is dropped, drawn by `dropout_key`
     dropout_key: jax.Array | None = None,
     map_kernel: Callable[[Callable], Callable] = lambda kernel: kernel,
@@ -50,7 +52,9 @@ def attention(
     (segments, slopes, sinks))` into a function on each device's part, for what XLA does not split.
     """
     B, T, N, H = q.shape
-    chex.assert_shape([k, v], (B, T, None, H))  # of a single row or position they would broadcast
+    chex.assert_shape(
+        [k, v], (B, T, None, H)
+    )  # of a single row or position they would broadcast
     chex.assert_equal_shape([k, v])
     chex.assert_is_divisible(N, k.shape[2])
     chex.assert_type([k, v], q.dtype)
@@ -58,7 +62,9 @@ def attention(
         chex.assert_shape(segments, (B, T))
         chex.assert_type(segments, int)
     if dropout or implementation == "reference" or target().plain:
-        out = attention_reference(q, k, v, scoring, slopes, segments, sinks, dropout, dropout_key)
+        out = attention_reference(
+            q, k, v, scoring, slopes, segments, sinks, dropout, dropout_key
+        )
         return checkpoint_name(out, CORE_ATTENTION)
     others = segments, slopes, sinks
     if implementation == "xla":
@@ -115,23 +121,36 @@ def resolve(
             return "cannot compute model.attention_sink"
         if alibi and name == "splash":
             return "cannot compute model.position=alibi"
-        if (name == "cudnn" and platform != "gpu") or (name == "splash" and platform != "tpu"):
+        if (name == "cudnn" and platform != "gpu") or (
+            name == "splash" and platform != "tpu"
+        ):
             return f"does not run on this device ({platform})"
         if name == "cudnn" and jnp.dtype(dtype).itemsize != 2:
             return f"needs bfloat16 or float16, and precision.compute is {dtype}"
         if name == "cudnn" and (head_size % 8 or head_size > 128):
-            return f"needs heads of at most 128 in steps of 8, and these have {head_size}"
+            return (
+                f"needs heads of at most 128 in steps of 8, and these have {head_size}"
+            )
         if name == "splash" and context_length % 128:
             return f"needs a context in steps of 128, and this one is {context_length}"
-        return None if name in IMPLEMENTATIONS else f"is not one of {', '.join(IMPLEMENTATIONS)}"
+        return (
+            None
+            if name in IMPLEMENTATIONS
+            else f"is not one of {', '.join(IMPLEMENTATIONS)}"
+        )
 
     if implementation == "auto":
         on_cpu = "blocked" if context_length > SHORT else "reference"
-        preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(platform, "xla")
-        return next(name for name in (preferred, "xla", "reference") if not obstacle(name))
+        preferred = {"cpu": on_cpu, "gpu": "cudnn", "tpu": "splash"}.get(
+            platform, "xla"
+        )
+        return next(
+            name for name in (preferred, "xla", "reference") if not obstacle(name)
+        )
     if found := obstacle(implementation):
         raise UserError(
-            f"model.attention={implementation!r} {found}", "Use --config.model.attention=auto"
+            f"model.attention={implementation!r} {found}",
+            "Use --config.model.attention=auto",
         )
     return implementation
 
@@ -158,7 +177,15 @@ softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def attention_reference(
-    q, k, v, scoring=Scoring(), slopes=None, segments=None, sinks=None, dropout=0, dropout_key=None
+    q,
+    k,
+    v,
+    scoring=Scoring(),
+    slopes=None,
+    segments=None,
+    sinks=None,
+    dropout=0,
+    dropout_key=None,
 ):
     """Computes `attention` by its formula; arguments and result as there."""
     k, v = _repeat_heads(q, k, v)
@@ -169,7 +196,9 @@ def attention_reference(
     products = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
     scores = _biased(scoring.scores(products, q.shape[-1]), slopes, time[:, None], time)
     scores = jnp.where(visible, scores, -jnp.inf)
-    weights = _weights(jax.nn.softmax if target().plain else softmax, scores, sinks).astype(q.dtype)
+    weights = _weights(
+        jax.nn.softmax if target().plain else softmax, scores, sinks
+    ).astype(q.dtype)
     if dropout:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
         weights = jnp.where(kept, weights / (1.0 - dropout), 0.0)
@@ -193,14 +222,23 @@ def attention_cached(
     chex.assert_type([k_cache, v_cache], q.dtype)
     chex.assert_shape(length, (B,) if jnp.ndim(length) else ())
     first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
-    query, key = first + jnp.arange(T)[:, None], jnp.arange(S)
+    query = first + jnp.arange(T)[:, None]
+    key = jnp.arange(S)
     # The queries of a group are rows of one product: XLA:CPU has none of 16 bits with three axes.
     rows = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
-    products = jnp.einsum("bkrh,bksh->bkrs", rows, k_cache, preferred_element_type=jnp.float32)
-    scores = _biased(scoring.scores(products.reshape(B, N, T, S), H), slopes, query, key)
+    products = jnp.einsum(
+        "bkrh,bksh->bkrs", rows, k_cache, preferred_element_type=jnp.float32
+    )
+    scores = _biased(
+        scoring.scores(products.reshape(B, N, T, S), H), slopes, query, key
+    )
     scores = jnp.where(scoring.visible(query, key), scores, -jnp.inf)
-    weights = _weights(jax.nn.softmax, scores, sinks).astype(q.dtype).reshape(B, K, -1, S)
-    out = jnp.einsum("bkrs,bksh->bkrh", weights, v_cache, preferred_element_type=jnp.float32)
+    weights = (
+        _weights(jax.nn.softmax, scores, sinks).astype(q.dtype).reshape(B, K, -1, S)
+    )
+    out = jnp.einsum(
+        "bkrs,bksh->bkrh", weights, v_cache, preferred_element_type=jnp.float32
+    )
     return jnp.moveaxis(out.reshape(B, N, T, H), 1, 2).astype(q.dtype)
 
 
@@ -240,7 +278,9 @@ def _splash(qkv, others, scoring):
         mask = splash_attention.LocalMask((T, T), (scoring.window - 1, 0), offset=0)
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([mask] * N),
-        block_sizes=splash_attention.BlockSizes(**sizes, k_layout=layout, v_layout=layout),
+        block_sizes=splash_attention.BlockSizes(
+            **sizes, k_layout=layout, v_layout=layout
+        ),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=scoring.softcap or None,

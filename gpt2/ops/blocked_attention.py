@@ -18,7 +18,9 @@ from gpt2.ops.scores import Scoring
 from gpt2.utils.remat import CORE_ATTENTION
 
 BLOCK = 256  # queries in a block, if that makes 2 to 8 blocks; measured in docs/log.md
-SCORES = 2**19  # at a time, if one head has no more: 2 MB, the second-level caches of two cores
+SCORES = (
+    2**19
+)  # at a time, if one head has no more: 2 MB, the second-level caches of two cores
 NEVER = -1e30  # the score of a hidden pair; finite, since -inf minus -inf is NaN
 
 
@@ -55,7 +57,12 @@ def _blocked_bwd(scoring, residuals, dout):
     dq, dk, dv, dsinks = jax.lax.map(lambda args: run(*args), operands)
     if sinks is not None:
         dsinks = dsinks.reshape(-1, len(sinks)).sum(axis=0)
-    return *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)), None, None, dsinks
+    return (
+        *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)),
+        None,
+        None,
+        dsinks,
+    )
 
 
 blocked_attention.defvjp(_blocked_fwd, _blocked_bwd)
@@ -67,7 +74,9 @@ def _num_blocks(T):
 
 def _split(x):
     """`[B, T, N, H]` to the bits of `[groups, g, T, H]`, T filled up to whole blocks."""
-    x = jnp.pad(bits(x), ((0, 0), (0, -x.shape[1] % _num_blocks(x.shape[1])), (0, 0), (0, 0)))
+    x = jnp.pad(
+        bits(x), ((0, 0), (0, -x.shape[1] % _num_blocks(x.shape[1])), (0, 0), (0, 0))
+    )
     B, T, N, H = x.shape
     per_head = T * T // _num_blocks(T)  # scores of the last block
     most = max(1, SCORES // per_head)
@@ -86,20 +95,25 @@ def _by_head(groups, like, *numbers):
     """Returns the number of each head's sequence, and numbers `[N]` or None, `[groups, g]`."""
     B, _, N, _ = like.shape
     sequences = (jnp.arange(B * N) // N).reshape(groups.shape[:2])
-    tiled = (x if x is None else jnp.tile(x, B).reshape(groups.shape[:2]) for x in numbers)
+    tiled = (
+        x if x is None else jnp.tile(x, B).reshape(groups.shape[:2]) for x in numbers
+    )
     return sequences, *tiled
 
 
 def _forward(groups, by_head, *, blocks, scoring, dtype):
     """Returns the output `[g, T, H]`, as bits, and the log of the normaliser `[g, T, 1]`."""
     (q, k, v), (sequences, slopes, sinks) = (floats(x, dtype) for x in groups), by_head
-    outs, log_normalisers = [], []
+    outs = []
+    log_normalisers = []
     for queries, keys, visible in blocks:
         products = _dot("gth,gsh->gts", q[:, queries], k[:, keys])
         scores = scoring.scores(products, q.shape[-1])
         if slopes is not None:
             scores += slopes[:, None, None] * _distance(queries, keys)
-        scores = jnp.where(visible if visible.ndim == 2 else visible[sequences], scores, NEVER)
+        scores = jnp.where(
+            visible if visible.ndim == 2 else visible[sequences], scores, NEVER
+        )
         highest = scores.max(axis=-1, keepdims=True)
         if sinks is not None:
             highest = jnp.maximum(highest, sinks[:, None, None])
@@ -127,8 +141,12 @@ def _backward(groups, by_head, *, blocks, scoring, dtype):
     delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]
     dsinks = None
     if sinks is not None:  # a sink is a key whose value is 0
-        dsinks = -(jnp.exp(sinks[:, None, None] - log_normaliser) * delta).sum(axis=(1, 2))
-    dqs, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+        dsinks = -(jnp.exp(sinks[:, None, None] - log_normaliser) * delta).sum(
+            axis=(1, 2)
+        )
+    dqs = []
+    dk = jnp.zeros(k.shape, jnp.float32)
+    dv = jnp.zeros(v.shape, jnp.float32)
     for queries, keys, visible in blocks:
         products = _dot("gsh,gth->gst", k[:, keys], q[:, queries])
         capped = scoring.scores(products, q.shape[-1])
@@ -136,7 +154,9 @@ def _backward(groups, by_head, *, blocks, scoring, dtype):
         if slopes is not None:
             scores += slopes[:, None, None] * _distance(queries, keys).T
         weights = jnp.exp(scores - log_normaliser[..., queries])
-        weights = jnp.where(visible if visible.ndim == 2 else visible[sequences], weights, 0.0)
+        weights = jnp.where(
+            visible if visible.ndim == 2 else visible[sequences], weights, 0.0
+        )
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
         dscores = weights * (dweights - delta[..., queries]) * factor
         if scoring.softcap:
@@ -144,14 +164,18 @@ def _backward(groups, by_head, *, blocks, scoring, dtype):
         dscores = dscores.astype(dtype)
         dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
         dk = dk.at[:, keys].add(_dot("gst,gth->gsh", dscores, q[:, queries]))
-        dv = dv.at[:, keys].add(_dot("gst,gth->gsh", weights.astype(dtype), dout[:, queries]))
+        dv = dv.at[:, keys].add(
+            _dot("gst,gth->gsh", weights.astype(dtype), dout[:, queries])
+        )
     dqkv = jnp.concatenate(dqs, axis=-1), dk, dv
     return *(bits(x.astype(dtype)) for x in dqkv), dsinks
 
 
 def _distance(queries, keys):
     """Returns the position of each key less that of each query, `[queries, keys]` float32."""
-    query, key = (jnp.arange(x.start, x.stop, dtype=jnp.float32) for x in (queries, keys))
+    query, key = (
+        jnp.arange(x.start, x.stop, dtype=jnp.float32) for x in (queries, keys)
+    )
     return key - query[:, None]
 
 
@@ -162,7 +186,8 @@ def _blocks(T, segments, scoring, transposed):
         segments = jnp.pad(segments, ((0, 0), (0, T - segments.shape[1])))
 
     def pairs(x, queries, keys):  # broadcast to `[..., queries, keys]`, or transposed
-        query, key = x[..., queries], x[..., keys]
+        query = x[..., queries]
+        key = x[..., keys]
         if transposed:
             return query[..., None, :], key[..., :, None]
         return query[..., :, None], key[..., None, :]
@@ -170,7 +195,8 @@ def _blocks(T, segments, scoring, transposed):
     blocks = []
     for end in range(block, T + 1, block):
         start = max(0, end - block - scoring.window + 1) if scoring.window else 0
-        queries, keys = slice(end - block, end), slice(start, end)
+        queries = slice(end - block, end)
+        keys = slice(start, end)
         visible = scoring.visible(*pairs(jnp.arange(T), queries, keys))
         if segments is not None:
             visible = visible & jnp.equal(*pairs(segments, queries, keys))

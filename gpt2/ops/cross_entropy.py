@@ -24,9 +24,13 @@ LOGITS_BYTES = 2 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
 CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold
 CPU_ROWS = 512  # at least: every chunk adds to the gradient of the whole table
-LARGE_TABLE_BYTES, LARGE_TABLE_ROWS = 2**25, 2048  # which takes longer where no cache holds it
+# which takes longer where no cache holds it
+LARGE_TABLE_BYTES = 2**25
+LARGE_TABLE_ROWS = 2048
 
-IMPOSSIBLE = -1e9  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
+IMPOSSIBLE = (
+    -1e9
+)  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
 
 
 def cross_entropy(
@@ -39,7 +43,8 @@ def cross_entropy(
     logit_softcap: float = 0.0,  # c > 0: logits x become c tanh(x / c) (Gemma 2, 2024, section 2)
     z_loss: float = 0.0,  # weight of log(normaliser)^2 (PaLM, Chowdhery et al. 2022, section 5)
     label_smoothing: float = 0.0,  # a target's share for all tokens (Szegedy et al. 2016, sec. 7)
-    dtype: DTypeLike | None = None,  # of the operands of products; that of `hidden` if not given
+    dtype: DTypeLike
+    | None = None,  # of the operands of products; that of `hidden` if not given
     logits_dtype: DTypeLike = jnp.float32,  # in which logits are stored
     chunk: int = 0,  # positions (of T) whose logits exist at one time; 0 for all of them
     shards: Any = None,  # `gpt2.parallel.fsdp.Shards`, if `embedding` is a shard
@@ -60,18 +65,29 @@ def cross_entropy(
     dtype = jnp.dtype(dtype or hidden.dtype)
     if target().plain and shards is None:
         how: dict[str, Any] = dict(vocab_size=vocab_size, dtype=dtype, weights=weights)
-        how |= dict(logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing)
+        how |= dict(
+            logit_softcap=logit_softcap, z_loss=z_loss, label_smoothing=label_smoothing
+        )
         return cross_entropy_reference(hidden, embedding, targets, **how)
     count = (targets >= 0).sum((0, 1), dtype=jnp.float32)
-    terms = _Terms(vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype))
-    each = hidden.astype(dtype), embedding, targets.reshape(*targets.shape[:2], -1), weights
+    terms = _Terms(
+        vocab_size, logit_softcap, z_loss, label_smoothing, jnp.dtype(logits_dtype)
+    )
+    each = (
+        hidden.astype(dtype),
+        embedding,
+        targets.reshape(*targets.shape[:2], -1),
+        weights,
+    )
     return _loss_sums(*each, terms, dtype, chunk, shards).reshape(count.shape), count
 
 
 def positions_per_chunk(B: int, T: int, table: tuple[int, ...], is_scarce: bool) -> int:
     """Returns the `chunk` of `cross_entropy` for targets `[B, T]` and a table of a shape."""
     if target().platform == "cpu":
-        least = LARGE_TABLE_ROWS if 4 * math.prod(table) > LARGE_TABLE_BYTES else CPU_ROWS
+        least = (
+            LARGE_TABLE_ROWS if 4 * math.prod(table) > LARGE_TABLE_BYTES else CPU_ROWS
+        )
         rows = max(least, CPU_LOGITS_BYTES // (4 * table[0]))
     else:
         rows = (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * table[0])
@@ -84,15 +100,20 @@ def cross_entropy_reference(hidden, embedding, targets, *, dtype, weights=(), **
     """Computes `cross_entropy` with all logits at once and the derivative left to JAX."""
     terms = _Terms(**losses)
     embedding = embedding[: terms.vocab_size].astype(dtype)
-    logits = soft_cap(dot(hidden.astype(dtype), embedding, (2,), (1,)), terms.logit_softcap)
+    logits = soft_cap(
+        dot(hidden.astype(dtype), embedding, (2,), (1,)), terms.logit_softcap
+    )
     log_probs = jax.nn.log_softmax(logits)
     each = targets.reshape(*targets.shape[:2], -1)
     picked = jnp.take_along_axis(log_probs, jnp.maximum(each, 0), axis=-1)
     mean = log_probs.mean(axis=-1, keepdims=True)
     wanted = (1.0 - terms.label_smoothing) * picked + terms.label_smoothing * mean
-    each_loss = terms.z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True) ** 2 - wanted
+    each_loss = (
+        terms.z_loss * jax.nn.logsumexp(logits, axis=-1, keepdims=True) ** 2 - wanted
+    )
     sums = jnp.where(each >= 0, each_loss, 0.0).sum((0, 1))
-    total, sums = _weigh(weights, sums[None, None])[0, 0], jax.lax.stop_gradient(sums)
+    total = _weigh(weights, sums[None, None])[0, 0]
+    sums = jax.lax.stop_gradient(sums)
     sums = sums.at[0].add(total - jax.lax.stop_gradient(total))
     count = (targets >= 0).sum((0, 1), dtype=jnp.float32)
     return sums.reshape(count.shape), count
@@ -110,14 +131,21 @@ class _Terms:
 
     def logits(self, hidden, embedding):
         """Returns the logits `[B, T, V]`, float32, padding masked out."""
-        logits = dot(hidden, embedding, (2,), (1,), self.logits_dtype).astype(jnp.float32)
+        logits = dot(hidden, embedding, (2,), (1,), self.logits_dtype).astype(
+            jnp.float32
+        )
         logits = soft_cap(logits, self.logit_softcap)
         is_padded = self.vocab_size < len(embedding)
-        return jnp.where(self._exists(logits), logits, IMPOSSIBLE) if is_padded else logits
+        return (
+            jnp.where(self._exists(logits), logits, IMPOSSIBLE) if is_padded else logits
+        )
 
     def _exists(self, logits):
         """Returns which tokens exist, `[1, 1, V]`."""
-        return jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[2]), 2) < self.vocab_size
+        return (
+            jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[2]), 2)
+            < self.vocab_size
+        )
 
     def losses(self, logits, normaliser, highest, hidden, embedding, targets):
         """Returns the losses `[K]`, summed over positions that have a target."""
@@ -125,7 +153,9 @@ class _Terms:
         log_normaliser = highest + jnp.log(normaliser)
         losses = log_normaliser - target_logits
         if self.label_smoothing:
-            mean = jnp.where(self._exists(logits), logits, 0.0).sum(axis=-1, keepdims=True)
+            mean = jnp.where(self._exists(logits), logits, 0.0).sum(
+                axis=-1, keepdims=True
+            )
             losses += self.label_smoothing * (target_logits - mean / self.vocab_size)
         if self.z_loss:
             losses += self.z_loss * log_normaliser**2
@@ -139,7 +169,9 @@ class _Terms:
         """
         is_rounded = hidden.dtype == jnp.float32 and variants().rounds_float32
         if is_rounded or self.logits_dtype != jnp.float32:
-            return jnp.where(_is_target(logits, targets), logits[:, :, None], 0.0).sum(axis=-1)
+            return jnp.where(_is_target(logits, targets), logits[:, :, None], 0.0).sum(
+                axis=-1
+            )
         rows = jnp.take(embedding, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
         logits = jnp.sum(hidden.astype(jnp.float32)[:, :, None] * rows, axis=-1)
         return soft_cap(logits, self.logit_softcap)
@@ -147,13 +179,18 @@ class _Terms:
     def derivative(self, logits, exponentials, normaliser, highest, targets, weights):
         """Returns the derivative of `losses` by the logits before their soft cap, `[B, T, V]`."""
         weigh = partial(_weigh, weights)
-        share, wanted = weigh(targets[..., None] >= 0), weigh(_is_target(logits, targets))
+        share = weigh(targets[..., None] >= 0)
+        wanted = weigh(_is_target(logits, targets))
         factor = 1.0 / normaliser
         if self.z_loss:
             factor *= 1.0 + 2.0 * self.z_loss * (highest + jnp.log(normaliser))
-        dlogits = exponentials * (factor * share) - (1.0 - self.label_smoothing) * wanted
+        dlogits = (
+            exponentials * (factor * share) - (1.0 - self.label_smoothing) * wanted
+        )
         if self.label_smoothing:
-            dlogits -= self.label_smoothing / self.vocab_size * share * self._exists(logits)
+            dlogits -= (
+                self.label_smoothing / self.vocab_size * share * self._exists(logits)
+            )
         if self.logit_softcap:
             dlogits *= 1.0 - (logits / self.logit_softcap) ** 2
         return dlogits
@@ -161,13 +198,19 @@ class _Terms:
 
 def _is_target(logits, targets):
     """A comparison in place of a scatter: it joins a pass over the logits, and splits over V."""
-    return jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, logits.shape[2]), 3) == targets[..., None]
+    return (
+        jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, logits.shape[2]), 3)
+        == targets[..., None]
+    )
 
 
 def _weigh(weights, each):
     """Returns the weighted sum of `each`, `[B, T, K, ...]`, over K; the first one weighs 1."""
     others = range(1, each.shape[2])
-    return sum((weights[k - 1] * each[:, :, k] for k in others), each[:, :, 0].astype(jnp.float32))
+    return sum(
+        (weights[k - 1] * each[:, :, k] for k in others),
+        each[:, :, 0].astype(jnp.float32),
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
@@ -178,15 +221,21 @@ def _loss_sums(hidden, embedding, targets, weights, terms, dtype, chunk, shards)
         hidden, targets = rows
         logits = terms.logits(hidden, table)
         _, normaliser, highest = _softmax(logits)
-        return losses + terms.losses(logits, normaliser, highest, hidden, rows_of, targets), None
+        return losses + terms.losses(
+            logits, normaliser, highest, hidden, rows_of, targets
+        ), None
 
     return _scan(add_chunk, jnp.zeros(targets.shape[2]), hidden, targets, chunk)[0]
 
 
 def _whole(embedding, dtype, shards):
     """Returns all rows in `dtype`, and an array to take single rows from: cheapest as stored."""
-    table = shards.gather(embedding.astype(dtype)) if shards else embedding.astype(dtype)
-    table = jax.lax.optimization_barrier(table)  # or XLA:TPU casts inside of each product (v5e 5 %)
+    table = (
+        shards.gather(embedding.astype(dtype)) if shards else embedding.astype(dtype)
+    )
+    table = jax.lax.optimization_barrier(
+        table
+    )  # or XLA:TPU casts inside of each product (v5e 5 %)
     return table, table if shards else embedding
 
 
@@ -200,16 +249,24 @@ def _loss_sums_fwd(hidden, embedding, targets, weights, terms, dtype, chunk, sha
         logits = terms.logits(hidden, table)
         exponentials, *scale = _softmax(logits)
         losses += terms.losses(logits, *scale, hidden, rows_of, targets)
-        dlogits = terms.derivative(logits, exponentials, *scale, targets, weights).astype(dtype)
+        dlogits = terms.derivative(
+            logits, exponentials, *scale, targets, weights
+        ).astype(dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dembedding += dot(*factors, (0, 1), (0, 1))
-        return (losses, dembedding), dot(dlogits, table, (2,), (0,), result).astype(dtype)
+        return (losses, dembedding), dot(dlogits, table, (2,), (0,), result).astype(
+            dtype
+        )
 
-    by_width = variants().head_by_width and dtype == jnp.float32  # XLA:CPU lacks it in 16 bits
+    by_width = (
+        variants().head_by_width and dtype == jnp.float32
+    )  # XLA:CPU lacks it in 16 bits
     shape = table.shape[::-1] if by_width else table.shape
     sums = jnp.zeros(targets.shape[2]), jnp.zeros(shape, jnp.float32)
     (losses, dembedding), dhidden = _scan(add_chunk, sums, hidden, targets, chunk)
-    if by_width:  # without the barrier, XLA would transpose both factors of a single chunk
+    if (
+        by_width
+    ):  # without the barrier, XLA would transpose both factors of a single chunk
         dembedding = jax.lax.optimization_barrier(dembedding).T
     dembedding = shards.scatter(dembedding) if shards else dembedding
     return losses, (dhidden, dembedding.astype(embedding.dtype))
@@ -232,7 +289,10 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
     padding = -T % chunk
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
-    rows = hidden.reshape(B, -1, chunk, D), targets.reshape(B, -1, chunk, targets.shape[2])
+    rows = (
+        hidden.reshape(B, -1, chunk, D),
+        targets.reshape(B, -1, chunk, targets.shape[2]),
+    )
     rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
     sums, outputs = jax.lax.scan(add_chunk, sums, rows)
     if outputs is not None:
@@ -242,12 +302,16 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
 
 def _softmax(logits):
     """Returns exponentials `[B, T, V]`, their sums and the logits' maximum `[B, T, 1]`."""
-    if not variants().one_pass:  # stored once, for the sum and the gradient: XLA:CPU note 8
+    if (
+        not variants().one_pass
+    ):  # stored once, for the sum and the gradient: XLA:CPU note 8
         highest = logits.max(axis=-1, keepdims=True)
         exponentials = jnp.exp(logits - highest)
         return exponentials, exponentials.sum(axis=-1, keepdims=True), highest
 
-    def join(one, other):  # a sum is scaled when the maximum grows (Milakov and Gimelshein 2018)
+    def join(
+        one, other
+    ):  # a sum is scaled when the maximum grows (Milakov and Gimelshein 2018)
         (top, total), (top_2, total_2) = one, other
         scale = jnp.exp(-jnp.abs(top - top_2))  # of the sum with the lower maximum
         sums = jnp.where(top > top_2, total + scale * total_2, scale * total + total_2)

@@ -61,10 +61,14 @@ def linear_parts(
     return _parts(x.astype(dtype), kernels, bias, dtype, shards)
 
 
-def linear_reference(x, kernel, bias=None, num_contract=1, activation=None, dtype="float32"):
+def linear_reference(
+    x, kernel, bias=None, num_contract=1, activation=None, dtype="float32"
+):
     """Computes `linear` as one `tensordot`, with the derivative left to JAX."""
     x = activation(x.astype(dtype)) if activation else x.astype(dtype)
-    y = jnp.tensordot(x, kernel.astype(dtype), num_contract, preferred_element_type=jnp.float32)
+    y = jnp.tensordot(
+        x, kernel.astype(dtype), num_contract, preferred_element_type=jnp.float32
+    )
     return (y if bias is None else y + bias).astype(dtype)
 
 
@@ -90,10 +94,13 @@ def _flatten(x, kernel, num_contract):
 
 def _product(x, kernel, bias, num_contract, dtype, shards):
     kernel = _whole(kernel, dtype, shards)
-    rows, outputs = x.shape[: x.ndim - num_contract], kernel.shape[num_contract:]
+    rows = x.shape[: x.ndim - num_contract]
+    outputs = kernel.shape[num_contract:]
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
     result = result_type(dtype)
-    y = dot(x, kernel, range(x.ndim - num_contract, x.ndim), range(num_contract), result)
+    y = dot(
+        x, kernel, range(x.ndim - num_contract, x.ndim), range(num_contract), result
+    )
     if bias is not None:
         y = y + bias.astype(result).reshape(kernel.shape[num_contract:])
     return y.astype(dtype).reshape(*rows, *outputs)
@@ -115,11 +122,14 @@ def _linear_bwd(num_contract, activation, dtype, shards, residuals, dy):
     x, kernel, bias = residuals
     if shards:
         kernel, dy = shards.before_backward(kernel, dy)
-    x_shape, kernel_type = x.shape, kernel.dtype
+    x_shape = x.shape
+    kernel_type = kernel.dtype
     kernel = _whole(kernel, dtype, shards)
     kernel_shape = kernel.shape
     x, kernel, num_contract = _flatten(x, kernel, num_contract)
-    rows = range(x.ndim - num_contract)  # the axes over which examples and positions run
+    rows = range(
+        x.ndim - num_contract
+    )  # the axes over which examples and positions run
     dy = dy.reshape(*(x.shape[axis] for axis in rows), *kernel.shape[num_contract:])
     outputs = range(len(rows), dy.ndim)
     if activation:
@@ -127,7 +137,8 @@ def _linear_bwd(num_contract, activation, dtype, shards, residuals, dy):
         # It stands before the product, which XLA:TPU lets compute the derivative.
         x, dy = jax.lax.optimization_barrier((x, dy))
     dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result_type(dtype))
-    dx, x = dx.astype(dtype), floats(x, dtype)
+    dx = dx.astype(dtype)
+    x = floats(x, dtype)
     if activation:
         x, derive = jax.vjp(activation, x)
         (dx,) = derive(dx)
@@ -159,10 +170,14 @@ def _parts_fwd(x, kernels, bias, dtype, shards):
 def _parts_bwd(dtype, shards, residuals, dys):
     """Adds up gradients of `x` inside the products, as cuBLAS can."""
     x, kernels, bias = residuals
-    dx, dkernels, options = None, [], (1, None, dtype, shards)
+    dx = None
+    dkernels = []
+    options = (1, None, dtype, shards)
     for kernel, dy in zip(kernels, dys, strict=True):
         dx_part, dkernel, _ = _linear_bwd(*options, (x, kernel, None), dy)
-        dx = dx_part if dx is None else dx_part + dx  # in this order XLA adds in the product
+        dx = (
+            dx_part if dx is None else dx_part + dx
+        )  # in this order XLA adds in the product
         dkernels.append(dkernel)
     if bias is None:
         return dx, dkernels, None

@@ -64,7 +64,9 @@ def _moments(x):
     from the mean: at worst log2(D) bits of the variance are lost, however far from 0 the mean is.
     """
     distance = x - x[..., :1]
-    mean, square = (y.mean(axis=-1, keepdims=True) for y in (distance, jnp.square(distance)))
+    mean, square = (
+        y.mean(axis=-1, keepdims=True) for y in (distance, jnp.square(distance))
+    )
     return x[..., :1] + mean, square - jnp.square(mean)
 
 

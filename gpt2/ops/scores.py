@@ -17,8 +17,12 @@ def soft_cap(x: jax.Array, cap: float) -> jax.Array:
 class Scoring:
     """What happens to `q k^T` before softmax, beside biases and segments."""
 
-    window: int = 0  # positions that one sees, itself included (as Mistral's); 0: all before it
-    softcap: float = 0.0  # c > 0: scores x become c tanh(x / c) (Gemma 2, arXiv 2408.00118, sec. 2)
+    window: int = (
+        0  # positions that one sees, itself included (as Mistral's); 0: all before it
+    )
+    softcap: float = (
+        0.0  # c > 0: scores x become c tanh(x / c) (Gemma 2, arXiv 2408.00118, sec. 2)
+    )
     scale: float = 0.0  # factor of the products; 0: 1 / sqrt(H)
 
     def factor(self, head_size: int) -> float:
@@ -44,7 +48,12 @@ def alibi_slopes(num_heads: int) -> jax.Array:
 
 
 def rotation(
-    positions: jax.Array, size: int, base: float, scaling: str, factor: float, context: int
+    positions: jax.Array,
+    size: int,
+    base: float,
+    scaling: str,
+    factor: float,
+    context: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines for `positions` `[B or 1, T]`, each `[B or 1, T, 1, size / 2]`.
 
@@ -63,14 +72,19 @@ def rotation(
     return length * jnp.cos(angles), length * jnp.sin(angles)
 
 
-def _share_kept(frequencies: jax.Array, base: float, scaling: str, context: int) -> jax.Array:
+def _share_kept(
+    frequencies: jax.Array, base: float, scaling: str, context: int
+) -> jax.Array:
     """Returns how much of each frequency is kept, between 0 for few turns and 1 for many."""
     half = len(frequencies)
     if scaling == "llama3":  # from 1 turn to 4
         share = (context * frequencies / (2 * math.pi) - 1) / (4 - 1)
     else:  # from 1 turn to 32, and linear in the dimension, as in the paper's code
-        first, last = (half * math.log(context / (2 * math.pi * n), base) for n in (32, 1))
-        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
+        first, last = (
+            half * math.log(context / (2 * math.pi * n), base) for n in (32, 1)
+        )
+        first = max(math.floor(first), 0)
+        last = min(math.ceil(last), 2 * half - 1)
         share = 1 - (jnp.arange(half) - first) / max(last - first, 0.001)
     return jnp.clip(share, 0, 1)
 
@@ -80,4 +94,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     (B, T, _, _), half = x.shape, cos.shape[-1]
     chex.assert_shape([cos, sin], ({1, B}, T, 1, half))
     a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [a * cos - b * sin, a * sin + b * cos, rest], axis=-1
+    ).astype(x.dtype)

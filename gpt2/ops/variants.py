@@ -70,5 +70,7 @@ def variants() -> Variants:
     if traced.splits_axes:
         # The partitioner cannot follow an axis that it splits into a flat one, and it would add up
         # the devices' results in the type of a product.
-        changes |= dict(flat=False, narrow_results=False, ones_for_bias=min(1, found.ones_for_bias))
+        changes |= dict(
+            flat=False, narrow_results=False, ones_for_bias=min(1, found.ones_for_bias)
+        )
     return dataclasses.replace(found, **changes)

@@ -24,7 +24,9 @@ class Axes:
 
     inputs: tuple[int, ...]  # those that are contracted
     outputs: tuple[int, ...]  # new ones, which follow them
-    to_width: bool = False  # whether the outputs are the model's width, and not the inputs
+    to_width: bool = (
+        False  # whether the outputs are the model's width, and not the inputs
+    )
 
 
 _PLAIN = Axes((-2,), (-1,))
@@ -82,20 +84,26 @@ class Kernel:
     def from_matrices(self, matrices: jax.Array) -> jax.Array:
         """Returns matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
         ordered = matrices.reshape([self.shape[axis] for axis in self._order])
-        return ordered.transpose([self._order.index(axis) for axis in range(len(self.shape))])
+        return ordered.transpose(
+            [self._order.index(axis) for axis in range(len(self.shape))]
+        )
 
     @property
     def _order(self) -> tuple[int, ...]:
         """The kernel's axes: those that count, those of rows, those of columns."""
         inputs = tuple(axis % len(self.shape) for axis in self.axes.inputs)
         outputs = tuple(axis % len(self.shape) for axis in self.axes.outputs)
-        counts = tuple(axis for axis in range(len(self.shape)) if axis not in inputs + outputs)
+        counts = tuple(
+            axis for axis in range(len(self.shape)) if axis not in inputs + outputs
+        )
         return counts + (outputs + inputs if self.axes.to_width else inputs + outputs)
 
 
 def kernels(tree: Any) -> Any:
     """Returns the `Kernel` of every leaf of a tree of hidden kernels."""
-    return map_parameters(lambda path, leaf: Kernel(leaf.shape, axes_for(path, leaf)), tree)
+    return map_parameters(
+        lambda path, leaf: Kernel(leaf.shape, axes_for(path, leaf)), tree
+    )
 
 
 def to_matrices(tree: Any) -> Any:
@@ -103,7 +111,9 @@ def to_matrices(tree: Any) -> Any:
     return jax.tree.map(lambda kernel, x: kernel.to_matrices(x), kernels(tree), tree)
 
 
-def map_stacks(function: Callable, trees: tuple[Any, ...], *scalars: jax.Array) -> tuple[Any, ...]:
+def map_stacks(
+    function: Callable, trees: tuple[Any, ...], *scalars: jax.Array
+) -> tuple[Any, ...]:
     """Maps `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 
     Those of equal shapes are one call, whose matrices pjit's devices share (`map_matrices`).
@@ -115,7 +125,9 @@ def map_stacks(function: Callable, trees: tuple[Any, ...], *scalars: jax.Array) 
         members[tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)].append(index)
     results: dict[int, list[jax.Array]] = {}
     for indices in members.values():
-        stacks = tuple(jnp.concatenate([column[i] for i in indices]) for column in columns)
+        stacks = tuple(
+            jnp.concatenate([column[i] for i in indices]) for column in columns
+        )
         mapped = map_matrices(function, stacks, *scalars)
         start = 0
         for i in indices:

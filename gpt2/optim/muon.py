@@ -41,7 +41,12 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(
-    *, momentum: optax.Schedule, nesterov: bool, method: str, neurons: bool, beta2: float
+    *,
+    momentum: optax.Schedule,
+    nesterov: bool,
+    method: str,
+    neurons: bool,
+    beta2: float,
 ) -> optax.GradientTransformation:
     """Returns the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
 
@@ -58,9 +63,12 @@ def scale_by_muon(
         zeros = jax.tree.map(jnp.zeros_like, params)
         return MuonState(jnp.int32(0), zeros, squares if neurons else None)
 
-    def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+    def update(
+        updates: Any, state: MuonState, params: Any = None
+    ) -> tuple[Any, MuonState]:
         del params
-        shapes, beta = kernels(updates), momentum(state.count)
+        shapes = kernels(updates)
+        beta = momentum(state.count)
         mean = jax.tree.map(lambda m, g: _lerp(m, g, 1 - beta), state.momentum, updates)
         ahead = jax.tree.map(lambda g, m: _lerp(g, m, beta), updates, mean)
         # bfloat16 where the hardware is made for it, as in the authors' code.
@@ -69,17 +77,25 @@ def scale_by_muon(
         operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
         orthogonalize = partial(_orthogonalize, method=method, measure=neurons)
         orthogonal, *squares = map_stacks(orthogonalize, (operands,))
-        orthogonal = jax.tree.map(lambda x, like: x.astype(like.dtype), orthogonal, updates)
+        orthogonal = jax.tree.map(
+            lambda x, like: x.astype(like.dtype), orthogonal, updates
+        )
         if neurons:
             squares = jax.tree.map(_by_neuron, shapes, *squares)
-            running = jax.tree.map(lambda v, x: _lerp(v, x, 1 - beta2), state.neurons, squares)
+            running = jax.tree.map(
+                lambda v, x: _lerp(v, x, 1 - beta2), state.neurons, squares
+            )
             scaled = jax.tree.map(_normalize, shapes, orthogonal, squares, running)
         else:
             running = None  # orthogonal: root mean squares follow from the sides (lemma 1 there)
             scaled = jax.tree.map(
-                lambda kernel, x: x * (UPDATE_RMS * max(kernel.sides) ** 0.5), shapes, orthogonal
+                lambda kernel, x: x * (UPDATE_RMS * max(kernel.sides) ** 0.5),
+                shapes,
+                orthogonal,
             )
-        direction = jax.tree.map(lambda kernel, x: kernel.from_matrices(x), shapes, scaled)
+        direction = jax.tree.map(
+            lambda kernel, x: kernel.from_matrices(x), shapes, scaled
+        )
         return direction, MuonState(optax.safe_increment(state.count), mean, running)
 
     return optax.GradientTransformation(init, update)
@@ -107,7 +123,9 @@ def orthogonalized(matrices: jax.Array, method: str) -> jax.Array:
     return x.astype(dtype)
 
 
-def _orthogonalize(stacks: tuple[jax.Array], method: str, measure: bool) -> tuple[jax.Array, ...]:
+def _orthogonalize(
+    stacks: tuple[jax.Array], method: str, measure: bool
+) -> tuple[jax.Array, ...]:
     """Returns matrices, and maybe the mean squares of rows [S, m, 1] and columns [S, 1, n]."""
     x = orthogonalized(*stacks, method)
     if not measure:
@@ -129,7 +147,9 @@ def _normalize(
 
     Its mean squares follow from those of the update, so that no device needs all of a matrix.
     """
-    divisor = jnp.sqrt(running) + 1e-10  # as the authors' code; an unused neuron's update is 0
+    divisor = (
+        jnp.sqrt(running) + 1e-10
+    )  # as the authors' code; an unused neuron's update is 0
     square = jnp.mean(squares / jnp.square(divisor), axis=-1, keepdims=True)
     factor = UPDATE_RMS / (divisor * jnp.sqrt(jnp.maximum(square, 1e-30)))
     sides = (-1, kernel.fan_out, 1) if kernel.axes.to_width else (-1, 1, kernel.fan_out)

@@ -16,7 +16,13 @@ import optax
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
 from gpt2.optim.muon import scale_by_muon
-from gpt2.optim.parameters import Path, decay_mask, is_hidden_kernel, map_parameters, unrolled_names
+from gpt2.optim.parameters import (
+    Path,
+    decay_mask,
+    is_hidden_kernel,
+    map_parameters,
+    unrolled_names,
+)
 from gpt2.optim.soap import scale_by_soap
 from gpt2.optim.transforms import (
     average_parameters,
@@ -27,7 +33,11 @@ from gpt2.optim.transforms import (
 
 
 def make_optimizer(
-    optim: OptimConfig, schedule: optax.Schedule, *, num_steps: int, width_ratio: float = 1.0
+    optim: OptimConfig,
+    schedule: optax.Schedule,
+    *,
+    num_steps: int,
+    width_ratio: float = 1.0,
 ) -> optax.GradientTransformation:
     """Returns clipping, the direction, weight decay, factors, the rate and averages as one chain.
 
@@ -37,20 +47,27 @@ def make_optimizer(
     direction = OPTIMIZERS[optim.name](optim, num_steps)
     if optim.cautious in ("updates", "both"):
         direction = cautious(direction)
-    width_factors, decay = _width_factors(optim, width_ratio), _decay(optim, schedule)
+    width_factors = _width_factors(optim, width_ratio)
+    decay = _decay(optim, schedule)
     if optim.name in ("adam", "sgd"):
-        wider = optax.add_decayed_weights(optim.weight_decay * (width_ratio - 1), _hidden_mask)
+        wider = optax.add_decayed_weights(
+            optim.weight_decay * (width_ratio - 1), _hidden_mask
+        )
         parts = [decay, *[wider] * len(width_factors), direction, *width_factors]
     else:
         parts = [direction, *width_factors, decay]
-    optimizer = optax.chain(*parts, *_rate_factors(optim), optax.scale_by_learning_rate(schedule))
+    optimizer = optax.chain(
+        *parts, *_rate_factors(optim), optax.scale_by_learning_rate(schedule)
+    )
     if optim.name == "schedule_free":
         # Averages, in place of a momentum and a schedule (Defazio et al. 2024, algorithm 1), weigh
         # steps by the square of the rate. optax counts from 1 here.
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema or optim.tail_average:
-        start = optim.tail_start(num_steps)  # until which the average is the newest parameters
+        start = optim.tail_start(
+            num_steps
+        )  # until which the average is the newest parameters
         mean = lambda count: 1 - 1 / jnp.maximum(count + 1 - start, 1)  # noqa: E731
         kept = optax.constant_schedule(optim.ema) if optim.ema else mean
         optimizer = optax.chain(optimizer, average_parameters(kept))
@@ -64,9 +81,13 @@ def num_updates(opt_state: optax.OptState) -> jax.Array:
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
 
-def _decay(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+def _decay(
+    optim: OptimConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
     amount: Any = optim.weight_decay
-    if optim.scheduled_weight_decay:  # the rate, which multiplies it again, over its peak
+    if (
+        optim.scheduled_weight_decay
+    ):  # the rate, which multiplies it again, over its peak
         peak = optim.learning_rate or 1.0
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
     decay = optax.add_decayed_weights(amount, decay_mask)
@@ -81,7 +102,9 @@ def _other_mask(params: Any) -> Any:
     return map_parameters(lambda path, _: not is_hidden_kernel(path), params)
 
 
-def _width_factors(optim: OptimConfig, width_ratio: float) -> list[optax.GradientTransformation]:
+def _width_factors(
+    optim: OptimConfig, width_ratio: float
+) -> list[optax.GradientTransformation]:
     if width_ratio == 1:
         return []
     if optim.name not in _WIDTH_POWERS:
@@ -108,14 +131,18 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
 
     def first_matches(path: Path, leaf: jax.Array) -> list[int | None]:
         return [
-            next((i for i, (p, _) in enumerate(optim.rates) if re.search(p, name)), None)
+            next(
+                (i for i, (p, _) in enumerate(optim.rates) if re.search(p, name)), None
+            )
             for name in unrolled_names(path, leaf)
         ]
 
     def scale(path: Path, update: jax.Array) -> jax.Array:
         matches = first_matches(path, update)
         factors = [1.0 if i is None else optim.rates[i][1] for i in matches]
-        return update * np.array(factors, update.dtype).reshape(-1, *[1] * (update.ndim - 1))
+        return update * np.array(factors, update.dtype).reshape(
+            -1, *[1] * (update.ndim - 1)
+        )
 
     def init(params: Any) -> optax.OptState:
         matched = {*jax.tree.leaves(map_parameters(first_matches, params))}
@@ -157,13 +184,16 @@ def _ademamix(optim: OptimConfig, num_steps: int) -> optax.GradientTransformatio
     """
 
     def progress(count: jax.Array) -> jax.Array:
-        return jnp.minimum((count + 1) / num_steps, 1.0)  # the paper's steps count from 1
+        return jnp.minimum(
+            (count + 1) / num_steps, 1.0
+        )  # the paper's steps count from 1
 
     def alpha(count: jax.Array) -> jax.Array:
         return optim.alpha * progress(count)
 
     def beta3(count: jax.Array) -> jax.Array:
-        start, end = math.log(optim.beta1), math.log(optim.beta3)
+        start = math.log(optim.beta1)
+        end = math.log(optim.beta3)
         share = progress(count)
         rising = jnp.exp(start * end / ((1 - share) * end + share * start))
         return jnp.minimum(rising, optim.beta3)
@@ -196,7 +226,10 @@ def _muon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
 
 def _soap(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
     soap = scale_by_soap(
-        beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, every=optim.precondition_every
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        every=optim.precondition_every,
     )
     return _with_adam(optim, soap)
 
@@ -207,7 +240,9 @@ def _with_adam(
     """Gives hidden kernels to a direction for matrices, and everything else to Adam."""
 
     def kinds(params: Any) -> Any:
-        return jax.tree.map(lambda hidden: "hidden" if hidden else "adam", _hidden_mask(params))
+        return jax.tree.map(
+            lambda hidden: "hidden" if hidden else "adam", _hidden_mask(params)
+        )
 
     return optax.partition({"adam": _adam(optim, 0), "hidden": hidden}, kinds)
 

@@ -21,7 +21,9 @@ _LAYER = re.compile(r"h(_\d+)?")
 def map_parameters(function: Callable, tree: Any, *others: Any) -> Any:
     """Maps `function(path, leaf, *other leaves)` over parameters and trees like them."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: function(tuple(entry.key for entry in path), *leaves), tree, *others
+        lambda path, *leaves: function(tuple(entry.key for entry in path), *leaves),
+        tree,
+        *others,
     )
 
 

@@ -13,7 +13,8 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     A linear warm-up reaches `learning_rate` after `optim.warmup(num_steps)` steps and never gives 0
     (nanoGPT's form). What follows ends on step `num_steps`, where the run is longer than that.
     """
-    peak, warmup = optim.learning_rate, optim.warmup(num_steps)
+    peak = optim.learning_rate
+    warmup = optim.warmup(num_steps)
     name, _, _ = optim.schedule.partition(":")
     after = SCHEDULES[name](optim, max(num_steps - warmup, 1), num_steps)
     if not warmup:
@@ -26,7 +27,9 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
 def _cosine(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """Half a cosine (Loshchilov and Hutter 2017)."""
     peak = optim.learning_rate
-    return optax.cosine_decay_schedule(peak, steps, optim.end_learning_rate / peak if peak else 0.0)
+    return optax.cosine_decay_schedule(
+        peak, steps, optim.end_learning_rate / peak if peak else 0.0
+    )
 
 
 def _linear(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
@@ -47,19 +50,25 @@ def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
         )
     decay = min(decay, steps)
     return optax.linear_schedule(
-        optim.learning_rate, optim.end_learning_rate, decay, transition_begin=steps - decay
+        optim.learning_rate,
+        optim.end_learning_rate,
+        decay,
+        transition_begin=steps - decay,
     )
 
 
 def _inverse_sqrt(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """Falls with the root of the step, from the warm-up on (Vaswani et al. 2017, section 5.3)."""
     warmup = max(optim.warmup(num_steps), 1)
-    return lambda count: optim.learning_rate * jnp.sqrt(warmup / (warmup + jnp.maximum(count, 0)))
+    return lambda count: (
+        optim.learning_rate * jnp.sqrt(warmup / (warmup + jnp.maximum(count, 0)))
+    )
 
 
 def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """Constant shares of the peak, each from its step on."""
-    peak, warmup = optim.learning_rate, optim.warmup(num_steps)
+    peak = optim.learning_rate
+    warmup = optim.warmup(num_steps)
     starts = [step for step, _ in optim.pieces]
     if starts[0] < warmup or starts[-1] >= num_steps:
         raise UserError(
@@ -67,7 +76,10 @@ def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule
             f"after the run of {num_steps}",
             "Move that step, or shorten --config.optim.warmup_steps",
         )
-    rates = [optax.constant_schedule(peak * share) for share in (1.0, *dict(optim.pieces).values())]
+    rates = [
+        optax.constant_schedule(peak * share)
+        for share in (1.0, *dict(optim.pieces).values())
+    ]
     return optax.join_schedules(rates, [step - warmup for step in starts])
 
 

@@ -36,15 +36,21 @@ def scale_by_soap(
     def init(params: Any) -> SoapState:
         def squares(side: int) -> Any:
             return jax.tree.map(
-                lambda kernel, x: jnp.zeros((*kernel.counts, *2 * (kernel.sides[side],)), x.dtype),
+                lambda kernel, x: jnp.zeros(
+                    (*kernel.counts, *2 * (kernel.sides[side],)), x.dtype
+                ),
                 kernels(params),
                 params,
             )
 
         mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-        return SoapState(jnp.int32(0), mu, nu, squares(0), squares(1), squares(0), squares(1))
+        return SoapState(
+            jnp.int32(0), mu, nu, squares(0), squares(1), squares(0), squares(1)
+        )
 
-    def update(updates: Any, state: SoapState, params: Any = None) -> tuple[Any, SoapState]:
+    def update(
+        updates: Any, state: SoapState, params: Any = None
+    ) -> tuple[Any, SoapState]:
         del params
         shapes = kernels(updates)
         in_shape = [to_matrices(tree) for tree in (updates, state.mu, state.nu)]
@@ -54,7 +60,9 @@ def scale_by_soap(
             jax.tree.map(lambda kernel, x: kernel.from_matrices(x), shapes, tree)
             for tree in (direction, mu, nu)
         )
-        beside = jax.tree.map(lambda x, old: x.reshape(old.shape), tuple(beside), state[3:])
+        beside = jax.tree.map(
+            lambda x, old: x.reshape(old.shape), tuple(beside), state[3:]
+        )
         return direction, SoapState(optax.safe_increment(state.count), mu, nu, *beside)
 
     return optax.GradientTransformation(init, update)
@@ -64,11 +72,17 @@ def _step(stacks: tuple[jax.Array, ...], count: jax.Array, **options: Any) -> tu
     """Maps gradients and state, as in `SoapState`, to directions and the next state."""
     with jax.default_matmul_precision("highest"):
         return jax.lax.cond(
-            count == 0, partial(_start, **options), partial(_advance, **options), count, *stacks
+            count == 0,
+            partial(_start, **options),
+            partial(_advance, **options),
+            count,
+            *stacks,
         )
 
 
-def _start(count, grads, mu, nu, row_gram, column_gram, row_basis, column_basis, **options):
+def _start(
+    count, grads, mu, nu, row_gram, column_gram, row_basis, column_basis, **options
+):
     row_gram, column_gram = _grams(grads, row_gram, column_gram, options["beta2"])
     rank = min(grads.shape[1:])
     bases = _eigenvectors(row_gram, rank), _eigenvectors(column_gram, rank)
@@ -92,7 +106,11 @@ def _advance(count, grads, mu, nu, *grams_and_bases, beta1, beta2, eps, every):
         row_basis, rows = _power_iteration(row_gram, row_basis)
         column_basis, columns = _power_iteration(column_gram, column_basis)
         nu = jnp.take_along_axis(nu, rows[:, :, None], axis=1)
-        return row_basis, column_basis, jnp.take_along_axis(nu, columns[:, None, :], axis=2)
+        return (
+            row_basis,
+            column_basis,
+            jnp.take_along_axis(nu, columns[:, None, :], axis=2),
+        )
 
     row_basis, column_basis, nu = jax.lax.cond(
         count % every == 0, refresh, lambda *same: same, row_basis, column_basis, nu
@@ -125,7 +143,9 @@ def _power_iteration(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.
     return _each(lambda x: jnp.linalg.qr(x)[0], ordered), order
 
 
-def _each(decompose: Callable[[jax.Array], jax.Array], matrices: jax.Array) -> jax.Array:
+def _each(
+    decompose: Callable[[jax.Array], jax.Array], matrices: jax.Array
+) -> jax.Array:
     """Decomposes each of `[k, ?, ?]` by itself, on a CPU one after the other.
 
     There LAPACK shares a batch among all simulated devices' threads, which may wait for each other.

@@ -111,5 +111,7 @@ def averaged_params(opt_state: optax.OptState, params: Any) -> Any:
             return node.average
         if isinstance(node, ScheduleFreeState):
             shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-            return jax.jit(schedule_free_eval_params, out_shardings=shardings)(node, params)
+            return jax.jit(schedule_free_eval_params, out_shardings=shardings)(
+                node, params
+            )
     return params

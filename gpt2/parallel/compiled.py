@@ -24,7 +24,8 @@ class CompiledStep:
     """
 
     def __init__(self, name: str, compiling: Future):
-        self.name, self._compiling = name, compiling
+        self.name = name
+        self._compiling = compiling
 
     def block_until_ready(self) -> "CompiledStep":
         """Waits until it is compiled, as `jax.block_until_ready` does for arrays."""
@@ -45,7 +46,9 @@ class CompiledStep:
         if jit_is_off() or not (sizes := self._compiled.memory_analysis()):
             return 0
         kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-        kept -= sizes.alias_size_in_bytes  # outputs that take the place of donated arguments
+        kept -= (
+            sizes.alias_size_in_bytes
+        )  # outputs that take the place of donated arguments
         return kept + sizes.temp_size_in_bytes
 
     @property
@@ -56,17 +59,24 @@ class CompiledStep:
         """Runs it. Other arguments than those it was compiled for are a RecompileError."""
         try:
             return self._compiled(*arguments)
-        except (TypeError, ValueError) as error:  # raised before it runs or takes a donation
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # raised before it runs or takes a donation
             if jit_is_off():
                 raise
-            raise RecompileError(f"{self.name} would be compiled again. {error}") from error
+            raise RecompileError(
+                f"{self.name} would be compiled again. {error}"
+            ) from error
 
     def text(self) -> str:
         """Returns the optimised program as HLO text."""
         return self._compiled.as_text()
 
 
-Steps = dict[Any, tuple[CompiledStep, Callable]]  # by shape: the train step, and the watch
+Steps = dict[
+    Any, tuple[CompiledStep, Callable]
+]  # by shape: the train step, and the watch
 
 
 def compile_once(

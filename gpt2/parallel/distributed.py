@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2.errors import describe_end, refuse, tell, unheard
+from gpt2.errors import UserError, describe_end, tell, unheard
 from gpt2.utils.cluster import ALONE
 
 P = ParamSpec("P")
@@ -32,7 +32,9 @@ R = TypeVar("R")
 HEARTBEAT_SECONDS = 20
 
 # In the messages of collectives and of the runtime where a process is gone.
-_LOST_PEER = re.compile("Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I)
+_LOST_PEER = re.compile(
+    "Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I
+)
 
 
 def initialize(
@@ -45,13 +47,21 @@ def initialize(
     Without `coordinator`, HOST:PORT of process 0, Slurm, Open MPI or a TPU pod tells of them.
     """
     lacks = {each is None for each in (coordinator, num_processes, process_index)}
-    refuse(len(lacks) > 1, "--coordinator, --num_processes, --process_index go together")
-    place = "deactivate" if coordinator else _find_launcher()  # which would hide devices
+    if len(lacks) > 1:
+        raise UserError("--coordinator, --num_processes, --process_index go together")
+    place = (
+        "deactivate" if coordinator else _find_launcher()
+    )  # which would hide devices
     if not place:
         return
     missing = place == "mpi4py" and importlib.util.find_spec("mpi4py") is None
-    refuse(missing, "Open MPI 5 needs the package mpi4py", "Run `pip install mpi4py`")
-    if coordinator and process_index == 0:  # the runtime crashes where the port is taken
+    if missing:
+        raise UserError(
+            "Open MPI 5 needs the package mpi4py", "Run `pip install mpi4py`"
+        )
+    if (
+        coordinator and process_index == 0
+    ):  # the runtime crashes where the port is taken
         socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
     # The runtime waits for the others silently, and ends the process if they do not come.
     tell("waiting for the other processes")
@@ -97,7 +107,9 @@ def _find_launcher() -> str | None:
     numbers = "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES"
     several = {name for name in numbers if int(given.get(name, 1)) > 1}
     if "OMPI_COMM_WORLD_SIZE" in several:
-        return "ompi" if "OMPI_MCA_orte_hnp_uri" in given else "mpi4py"  # since version 5
+        return (
+            "ompi" if "OMPI_MCA_orte_hnp_uri" in given else "mpi4py"
+        )  # since version 5
     if "SLURM_NTASKS" in several and "SLURM_STEP_NODELIST" in given:
         return "slurm"
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
@@ -131,5 +143,7 @@ def from_all(text: str) -> list[str]:
     """Returns the text of each process, in ASCII, in every process."""
     data = text.encode()
     sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(max(sizes)), np.uint8))
+    rows = multihost_utils.process_allgather(
+        np.frombuffer(data.ljust(max(sizes)), np.uint8)
+    )
     return [row.tobytes().decode().rstrip() for row in rows]

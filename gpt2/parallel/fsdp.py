@@ -44,7 +44,11 @@ class Shards:
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of an array whose shards have this shape."""
-        return (*shape[: self.axis], shape[self.axis] * self.number, *shape[self.axis + 1 :])
+        return (
+            *shape[: self.axis],
+            shape[self.axis] * self.number,
+            *shape[self.axis + 1 :],
+        )
 
     def gather(self, shard: jax.Array) -> jax.Array:
         """Returns the whole array."""
@@ -57,29 +61,44 @@ class Shards:
         # axis into an all-reduce where its shards do not fill the 128 lanes. They do the same over
         # more than one axis of a torus, and not over one after another.
         shape = gradient.shape
-        apart = gradient.reshape(*shape[: self.axis], self.number, -1, *shape[self.axis + 1 :])
+        apart = gradient.reshape(
+            *shape[: self.axis], self.number, -1, *shape[self.axis + 1 :]
+        )
         apart = jnp.moveaxis(apart, self.axis, 0)
-        shard, stride = apart.shape[1:], self.number
+        shard = apart.shape[1:]
+        stride = self.number
         # Three axes leave a compiler no order in which the shards are not the outermost.
         apart = apart.reshape(*self.stages, -1, shard[-1])
         for size in self.stages:
             stride //= size
-            starts = (i + j for i in range(0, self.number, stride * size) for j in range(stride))
+            starts = (
+                i + j
+                for i in range(0, self.number, stride * size)
+                for j in range(stride)
+            )
             groups = [[start + k * stride for k in range(size)] for start in starts]
             together = groups if len(self.stages) > 1 else None
             apart = jax.lax.psum_scatter(apart, AXIS, axis_index_groups=together)
         return apart.reshape(shard)
 
-    def before_backward(self, shard: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def before_backward(
+        self, shard: jax.Array, gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns its arguments, of which the backward pass gathers and multiplies."""
-        return jax.lax.optimization_barrier((shard, gradient)) if self.forget else (shard, gradient)
+        return (
+            jax.lax.optimization_barrier((shard, gradient))
+            if self.forget
+            else (shard, gradient)
+        )
 
 
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
     """Returns the sides of the torus that devices `[N]` fill in order, or just their number."""
     coords = [tuple(getattr(device, "coords", ())) for device in devices]
     sides = tuple(len(set(places)) for places in zip(*coords, strict=True))
-    in_order = len(set(coords)) == len(coords) == math.prod(sides) and coords == sorted(coords)
+    in_order = len(set(coords)) == len(coords) == math.prod(sides) and coords == sorted(
+        coords
+    )
     if in_order and len(coords) > 1:
         return tuple(side for side in sides if side > 1)
     return (len(coords),)
@@ -110,4 +129,6 @@ def look_up(columns: jax.Array, indices: jax.Array, dtype: DTypeLike) -> jax.Arr
     """
     everyone = jax.lax.all_gather(indices, AXIS)  # [devices, B, T]
     found = jnp.take(columns, everyone, axis=0).astype(dtype)
-    return jax.lax.all_to_all(found, AXIS, split_axis=0, concat_axis=found.ndim - 1, tiled=True)[0]
+    return jax.lax.all_to_all(
+        found, AXIS, split_axis=0, concat_axis=found.ndim - 1, tiled=True
+    )[0]

@@ -22,7 +22,9 @@ def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
         axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(("fsdp", "tensor"), shape[-2:], strict=True)
     ]
-    return PartitionSpec(*(None,) * (len(shape) - 2), *(sides if min(shape[-2:]) > 1 else ()))
+    return PartitionSpec(
+        *(None,) * (len(shape) - 2), *(sides if min(shape[-2:]) > 1 else ())
+    )
 
 
 def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
@@ -39,7 +41,9 @@ def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
     def dealt(x: jax.Array, num_axes: int) -> jax.Array:
         """Returns `x`, whose first axis is split over so many axes of the mesh."""
         over = MESH_AXES[:num_axes]
-        sides = (None if axis in over else axis for axis in matrix_spec(x.shape, mesh)[1:])
+        sides = (
+            None if axis in over else axis for axis in matrix_spec(x.shape, mesh)[1:]
+        )
         spec = PartitionSpec(over, *sides)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
@@ -57,4 +61,6 @@ def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
     )
     length = len(jax.tree.leaves(stacks)[0])
     results = mapped(jax.tree.map(deal, stacks), *scalars)
-    return jax.tree.map(lambda x: functools.reduce(dealt, (2, 1, 0), x)[:length], results)
+    return jax.tree.map(
+        lambda x: functools.reduce(dealt, (2, 1, 0), x)[:length], results
+    )

@@ -25,12 +25,16 @@ def split_cpu(number: int) -> None:
         jax.config.update("jax_num_cpu_devices", number)
 
 
-def make_mesh(parallel: ParallelConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    parallel: ParallelConfig, devices: list[jax.Device] | None = None
+) -> Mesh:
     """Returns the mesh with axes `data`, `fsdp`, `tensor`, in the order of the hardware's links."""
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(parallel, len(devices))
     types = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=types, devices=devices)
+    return jax.make_mesh(
+        tuple(sizes.values()), MESH_AXES, axis_types=types, devices=devices
+    )
 
 
 def describe_mesh(mesh: Mesh) -> str:
@@ -43,7 +47,9 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     sizes = parallel.sizes
     asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {name: num_devices // (fixed or 1) if n == -1 else n for name, n in sizes.items()}
+    sizes = {
+        name: num_devices // (fixed or 1) if n == -1 else n for name, n in sizes.items()
+    }
     if math.prod(sizes.values()) != num_devices:
         raise UserError(
             f"{asked} does not make a mesh of {num_devices} devices",
@@ -64,7 +70,8 @@ def check_layout(config: Config, num_devices: int) -> None:
             f"{config.train.accumulate_steps}",
             f"Use a multiple of {shards}",
         )
-    rules, model = Rules.from_config(config.parallel), config.model
+    rules = Rules.from_config(config.parallel)
+    model = config.model
     table = {**rules.optimizer, "sequence": rules.activations["sequence"]}
     for axis, name, size in (
         ("heads", "model.num_heads", model.num_heads),
@@ -72,11 +79,16 @@ def check_layout(config: Config, num_devices: int) -> None:
         ("mlp", "the MLP's width", model.hidden_dim),
         ("table", "model.embed_dim", model.embed_dim),
         ("embed", "model.embed_dim", model.embed_dim),
-        *(("sequence", "model.context_length", shape.context_length) for shape in shapes),
+        *(
+            ("sequence", "model.context_length", shape.context_length)
+            for shape in shapes
+        ),
     ):
         if size % math.prod(sizes[over] for over in table[axis]):
             over = " x ".join(f"parallel.{over}={sizes[over]}" for over in table[axis])
-            raise UserError(f"{name}={size} does not split over {over}", "Use sizes that divide it")
+            raise UserError(
+                f"{name}={size} does not split over {over}", "Use sizes that divide it"
+            )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -87,8 +99,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
     """Returns the rows of the global batch that this process's devices hold, one after another."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    parts = sorted({index[0].indices(batch_size)[:2] for index in indices if index is not None})
-    start, stop = parts[0][0], parts[-1][1]
+    parts = sorted(
+        {index[0].indices(batch_size)[:2] for index in indices if index is not None}
+    )
+    start = parts[0][0]
+    stop = parts[-1][1]
     if sum(last - first for first, last in parts) != stop - start:
         raise UserError(
             f"process {jax.process_index()} holds rows of the batch that are not neighbours",

@@ -31,31 +31,47 @@ from gpt2.utils.platform import tracing
 class PjitBackend:
     """Runs steps over a mesh. See `gpt2.parallel.make_backend`."""
 
-    def __init__(self, mesh: Mesh, logical_axes: Any, layout_rules: Rules, gather_by: str = "step"):
+    def __init__(
+        self,
+        mesh: Mesh,
+        logical_axes: Any,
+        layout_rules: Rules,
+        gather_by: str = "step",
+    ):
         self.mesh = mesh
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.gather_by = gather_by  # unless the rules leave nothing that layers gather: see below
+        self.gather_by = (
+            gather_by  # unless the rules leave nothing that layers gather: see below
+        )
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)
         self._batch_sharding = batch_sharding(mesh)
         # Axes of size 1 are left out, since a collective over one is not always optimised away.
-        self._batch_axes = tuple(axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1)
+        self._batch_axes = tuple(
+            axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1
+        )
         axes = logical_axes, self._optimizer, self._compute
         self._leaves = jax.tree.map(self._make_leaf, *axes, is_leaf=rules.is_spec)
         if not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
             self.gather_by = "step"
 
-    def _make_leaf(self, names: Any, reduced: PartitionSpec, compute: PartitionSpec) -> "_Leaf":
-        split = [dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)]
+    def _make_leaf(
+        self, names: Any, reduced: PartitionSpec, compute: PartitionSpec
+    ) -> "_Leaf":
+        split = [
+            dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)
+        ]
         if self.mesh.shape["fsdp"] == 1 or not split:
             return _Leaf(compute)
         found = rules.gathered_axis(tuple(names), self.mesh, self.rules)
         if self.gather_by == "layer" and found is not None:
             return _Leaf(reduced, split[0], by_layer=True)
         is_shared = "tensor" in jax.tree.leaves(reduced[split[0]])
-        return _Leaf(compute, split[0], tensor=self.mesh.shape["tensor"] if is_shared else 1)
+        return _Leaf(
+            compute, split[0], tensor=self.mesh.shape["tensor"] if is_shared else 1
+        )
 
     @property
     def layout(self) -> str:
@@ -68,7 +84,9 @@ class PjitBackend:
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
-        opt_state = optimizer_specs(state.opt_state, state.params, self._optimizer, self.mesh)
+        opt_state = optimizer_specs(
+            state.opt_state, state.params, self._optimizer, self.mesh
+        )
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 
@@ -76,7 +94,9 @@ class PjitBackend:
         """Returns how gradients of parameters are spread while micro-batches add up."""
         return self._on_mesh(jax.tree.map(lambda leaf: leaf.spec, self._leaves))
 
-    def init_state(self, init_fn: Callable[[jax.Array], State], key: jax.Array) -> State:
+    def init_state(
+        self, init_fn: Callable[[jax.Array], State], key: jax.Array
+    ) -> State:
         """Returns `init_fn(key)`, each device computing only its own part of it."""
         shardings = self.state_shardings(jax.eval_shape(init_fn, key))
         return jax.jit(init_fn, out_shardings=shardings)(key)
@@ -92,7 +112,9 @@ class PjitBackend:
             for name, rows in batch.items()
         }
 
-    def batch_shapes(self, shape: tuple[int, int], names: Iterable[str]) -> dict[str, Any]:
+    def batch_shapes(
+        self, shape: tuple[int, int], names: Iterable[str]
+    ) -> dict[str, Any]:
         """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
         whole = jax.ShapeDtypeStruct(shape, "int32", sharding=self._batch_sharding)
         return dict.fromkeys(names, whole)
@@ -103,7 +125,9 @@ class PjitBackend:
 
         def train_step(state, batch):
             state, metrics = spread(state, batch)
-            return jax.lax.with_sharding_constraint(state, self.state_shardings(state)), metrics
+            return jax.lax.with_sharding_constraint(
+                state, self.state_shardings(state)
+            ), metrics
 
         return jax.jit(train_step, donate_argnums=0)
 
@@ -132,14 +156,18 @@ class PjitBackend:
         What `tensor` splits stays with XLA's partitioner.
         """
         mesh = self.mesh
-        manual = set(mesh.axis_names) if mesh.shape["tensor"] == 1 else set(rules.BATCH_AXES)
+        manual = (
+            set(mesh.axis_names) if mesh.shape["tensor"] == 1 else set(rules.BATCH_AXES)
+        )
 
         def on_device(params, rows):
             if mesh.shape["tensor"] > 1:
                 spread = jax.tree.map(partial(rules.on_trace, mesh), self._compute)
                 params = jax.lax.with_sharding_constraint(params, spread)
             with tracing(has_shards=self.gather_by == "layer"):
-                sums, grads = function(params, rows, jax.lax.axis_index(rules.BATCH_AXES))
+                sums, grads = function(
+                    params, rows, jax.lax.axis_index(rules.BATCH_AXES)
+                )
             if with_gradients:
                 grads = self._sum_gradients(grads)
             return jax.lax.psum(sums, self._batch_axes), grads
@@ -147,7 +175,9 @@ class PjitBackend:
         def mapped(params, batch):
             if self.num_shards == 1:
                 return function(params, batch, 0)
-            params = jax.lax.with_sharding_constraint(params, self.gradient_shardings(params))
+            params = jax.lax.with_sharding_constraint(
+                params, self.gradient_shardings(params)
+            )
             in_specs, out_specs = (
                 jax.tree.map(f, self._leaves) for f in (_Leaf.in_spec, _Leaf.out_spec)
             )
@@ -160,7 +190,9 @@ class PjitBackend:
                 check_vma=False,
             )(params, batch)
             if with_gradients:
-                grads = jax.tree.map(lambda grad, param: grad.reshape(param.shape), grads, params)
+                grads = jax.tree.map(
+                    lambda grad, param: grad.reshape(param.shape), grads, params
+                )
             return sums, grads
 
         return mapped
@@ -218,7 +250,11 @@ class _Leaf:
 
     def in_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split what a device is given."""
-        return PartitionSpec(*[None] * self.dim, "fsdp") if self.by_layer else PartitionSpec()
+        return (
+            PartitionSpec(*[None] * self.dim, "fsdp")
+            if self.by_layer
+            else PartitionSpec()
+        )
 
     def out_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split the sum of gradients."""
@@ -230,7 +266,9 @@ class _Leaf:
         """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""
         if self.tensor == 1:
             return grad
-        return grad.reshape(*grad.shape[: self.dim], self.tensor, -1, *grad.shape[self.dim + 1 :])
+        return grad.reshape(
+            *grad.shape[: self.dim], self.tensor, -1, *grad.shape[self.dim + 1 :]
+        )
 
     def apart_spec(self, compute: PartitionSpec) -> PartitionSpec:
         """Returns how `tensor` splits what `set_apart` has returned."""

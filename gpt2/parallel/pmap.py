@@ -39,9 +39,13 @@ class PmapBackend:
 
     gradient_shardings = state_shardings
 
-    def init_state(self, init_fn: Callable[[jax.Array], State], key: jax.Array) -> State:
+    def init_state(
+        self, init_fn: Callable[[jax.Array], State], key: jax.Array
+    ) -> State:
         """Returns `init_fn(key)`, computed by every device for itself."""
-        return jax.jit(init_fn, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(key)
+        return jax.jit(
+            init_fn, out_shardings=NamedSharding(self.mesh, PartitionSpec())
+        )(key)
 
     def local_rows(self, batch_size: int) -> slice:
         """Returns which rows of a global batch this process has to provide."""
@@ -57,7 +61,9 @@ class PmapBackend:
             for name, rows in batch.items()
         }
 
-    def batch_shapes(self, shape: tuple[int, int], names: Iterable[str]) -> dict[str, Any]:
+    def batch_shapes(
+        self, shape: tuple[int, int], names: Iterable[str]
+    ) -> dict[str, Any]:
         """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
         split = (self.num_shards, shape[0] // self.num_shards, shape[1])
         whole = jax.ShapeDtypeStruct(split, "int32", sharding=self._batch_sharding)
@@ -71,8 +77,13 @@ class PmapBackend:
         """Returns the pmapped `(params, batch) -> metrics`, which all devices have alike."""
 
         def on_device(state, batch):
-            device, several = self._devices[0], len(self._devices) > 1
-            about = dict(platform=platform_of(device), kernels=kernels_for(device), several=several)
+            device = self._devices[0]
+            several = len(self._devices) > 1
+            about = dict(
+                platform=platform_of(device),
+                kernels=kernels_for(device),
+                several=several,
+            )
             with tracing(**about, splits_axes=False):
                 return step(state, batch, _map_sum)
 

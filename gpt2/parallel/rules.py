@@ -59,8 +59,12 @@ class Rules:
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> "Rules":
         """Returns the rules that the options ask for."""
-        names = sorted({each.name for each in dataclasses.fields(RulesConfig)} - {"sequence"})
-        table = dict.fromkeys(WHOLE, ()) | {name: parallel.rules.axes(name) for name in names}
+        names = sorted(
+            {each.name for each in dataclasses.fields(RulesConfig)} - {"sequence"}
+        )
+        table = dict.fromkeys(WHOLE, ()) | {
+            name: parallel.rules.axes(name) for name in names
+        }
         rules = cls.from_table(table, parallel.strategy)
         is_megatron = parallel.strategy == "megatron"
         activations = {
@@ -76,7 +80,9 @@ class Rules:
     @classmethod
     def from_table(cls, table: Table, strategy: str = "auto") -> "Rules":
         """Returns the rules of any model whose parameters are stored as a table says."""
-        compute = {name: tuple(a for a in axes if a != "fsdp") for name, axes in table.items()}
+        compute = {
+            name: tuple(a for a in axes if a != "fsdp") for name, axes in table.items()
+        }
         storage = compute if strategy == "zero1" else table
         return cls(strategy, storage, table, compute, activations=compute)
 
@@ -115,8 +121,11 @@ def is_spec(node: Any) -> bool:
 @contextlib.contextmanager
 def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """Makes `constrain` spread activations over `mesh` for what is traced inside."""
-    device, sizes = mesh.devices.flat[0], mesh.shape
-    about = dict(platform=platform_of(device), kernels=kernels_for(device), several=mesh.size > 1)
+    device = mesh.devices.flat[0]
+    sizes = mesh.shape
+    about = dict(
+        platform=platform_of(device), kernels=kernels_for(device), several=mesh.size > 1
+    )
     with tracing(**about, splits_axes=sizes["tensor"] > 1, mesh=mesh, rules=rules):
         yield
 
@@ -130,7 +139,8 @@ def gathered_for(params: Any, micro_batch: Any) -> tuple[Any, Any]:
 
 def param_shards(names: tuple[str, ...], *, forget: bool = False) -> Shards | None:
     """Returns how the traced program holds a parameter of these axes in shards; None: whole."""
-    mesh, rules = target().mesh, target().rules
+    mesh = target().mesh
+    rules = target().rules
     axis = gathered_axis(names, mesh, rules) if target().has_shards else None
     if axis is None:
         return None
@@ -179,7 +189,9 @@ def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh if abstract.empty else abstract, spec)
 
 
-def map_devices(function: Callable, names: tuple[str, ...], other_names: Any) -> Callable:
+def map_devices(
+    function: Callable, names: tuple[str, ...], other_names: Any
+) -> Callable:
     """Returns `function`, made to run on each device's part of its arguments.
 
     It is for kernels that XLA cannot split. Where nothing is split, it is returned as it is.

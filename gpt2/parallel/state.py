@@ -22,7 +22,9 @@ def abstract_state(backend: Any, init_fn: Callable[[jax.Array], State]) -> State
 def with_shardings(shapes: Any, shardings: Any) -> Any:
     """Returns a tree of shapes with shardings."""
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
         shapes,
         shardings,
     )
@@ -30,7 +32,9 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 
 def gather_whole(tree: Any, mesh: Mesh) -> Any:
     """Returns a tree whole on this process's first device. Every process must call it."""
-    whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))(tree)
+    whole = jax.jit(
+        lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec())
+    )(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
 
 
@@ -45,7 +49,11 @@ def bytes_per_device(tree: Any) -> int:
 def state_bytes(backend: Any, state: Any) -> dict[str, int]:
     """Returns bytes per device of parameters, optimizer state and the sum of gradients."""
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
-    parts = {"parameters": state.params, "optimizer": state.opt_state, "gradients": gradients}
+    parts = {
+        "parameters": state.params,
+        "optimizer": state.opt_state,
+        "gradients": gradients,
+    }
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
@@ -55,7 +63,11 @@ def optimizer_specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> An
     State is spread as `storage` says of the parameter whose path its own path ends with.
     """
     name = partial(jax.tree_util.keystr, simple=True, separator="/")
-    leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(storage), strict=True)
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(params),
+        jax.tree.leaves(storage),
+        strict=True,
+    )
     by_name = {name(path): (param.shape, spec) for (path, param), spec in leaves}
 
     def find(path: Any, leaf: Any) -> PartitionSpec:
@@ -67,7 +79,10 @@ def optimizer_specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> An
 
 
 def _spec(
-    shape: tuple[int, ...], param_shape: tuple[int, ...], param_spec: PartitionSpec, mesh: Mesh
+    shape: tuple[int, ...],
+    param_shape: tuple[int, ...],
+    param_spec: PartitionSpec,
+    mesh: Mesh,
 ) -> PartitionSpec:
     """Returns the spec of state of this shape, whose parameter has that one.
 
@@ -81,8 +96,12 @@ def _spec(
         return matrix_spec(shape, mesh)
     entries = (*param_spec, *[None] * (len(param_shape) - len(param_spec)))
     axes = iter(zip(param_shape, entries, strict=True))
-    kept = [next((axis for axis in axes if size in (1, axis[0])), None) for size in shape]
+    kept = [
+        next((axis for axis in axes if size in (1, axis[0])), None) for size in shape
+    ]
     if None in kept:
         return PartitionSpec()
     pairs = zip(shape, cast(list, kept), strict=True)
-    return PartitionSpec(*(entry if size == full else None for size, (full, entry) in pairs))
+    return PartitionSpec(
+        *(entry if size == full else None for size, (full, entry) in pairs)
+    )

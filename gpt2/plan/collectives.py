@@ -9,7 +9,13 @@ import numpy as np
 
 from gpt2.utils.text import format_bytes
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +23,14 @@ class Collective:
     """One collective instruction."""
 
     kind: str
-    group: tuple[int, ...]  # devices that take part together, of the first group if several
+    group: tuple[
+        int, ...
+    ]  # devices that take part together, of the first group if several
     bytes: int  # of the whole array, gathered or not yet scattered, each time it runs
     times: int = 1  # how often it runs per call of the program
-    loop_unknown: bool = False  # it runs in a loop of unknown length, of which `times` is one turn
+    loop_unknown: bool = (
+        False  # it runs in a loop of unknown length, of which `times` is one turn
+    )
     asynchronous: bool = False  # it has a start and an end
     overlapped: bool = False  # a matrix product, however short, runs between them
 
@@ -32,14 +42,18 @@ class Collective:
         one on (Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
         """
         share = (len(self.group) - 1) / len(self.group)
-        factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
+        factor = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(
+            self.kind, share
+        )
         return factor * self.bytes * self.times
 
 
 def collectives(text: str) -> list[Collective]:
     """Returns the collectives of a program as HLO, without those of a device with itself."""
     # The line that names the module tells how many devices there are.
-    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    sizes = re.findall(
+        r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0]
+    )
     num_devices = math.prod(map(int, sizes))
     computations, entry = split_computations(text)
     found = []
@@ -60,7 +74,9 @@ def collectives(text: str) -> list[Collective]:
                 overlapped = any(_has_product(x, computations) for x in during)
                 asynchronous = start is not None or _CHAIN in line
                 found.append(
-                    Collective(kind, group, size, times, unknown, asynchronous, overlapped)
+                    Collective(
+                        kind, group, size, times, unknown, asynchronous, overlapped
+                    )
                 )
                 continue
             is_loop = " while(" in line
@@ -75,13 +91,16 @@ def collectives(text: str) -> list[Collective]:
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
     """Returns a row per kind of collective: how many, how much is sent, and beside products."""
-    rows, asynchronous = {}, any(c.asynchronous for c in found)
+    rows = {}
+    asynchronous = any(c.asynchronous for c in found)
     for kind in [kind for kind in KINDS if any(c.kind == kind for c in found)]:
         members = [c for c in found if c.kind == kind]
         sent = sum(c.bytes_sent for c in members)
         overlapped = sum(c.bytes_sent for c in members if c.overlapped)
         size = format_bytes(sum(c.bytes * c.times for c in members))
-        rows[kind] = f"{sum(c.times for c in members)} of {size} in all, {format_bytes(sent)} sent"
+        rows[kind] = (
+            f"{sum(c.times for c in members)} of {size} in all, {format_bytes(sent)} sent"
+        )
         rows[kind] += f", {overlapped / sent:.0%} overlapped" if asynchronous else ""
     if any(c.loop_unknown for c in found):
         rows["loops"] = "some have no known length: what they send is counted once"
@@ -95,7 +114,9 @@ _CALLED = re.compile(
     r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
-_CHAIN = "chain_id="  # in what a TPU's compiler writes of a collective in several fusions
+_CHAIN = (
+    "chain_id="  # in what a TPU's compiler writes of a collective in several fusions
+)
 # A reduce-scatter of a TPU is a fusion that holds an all-reduce, and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
@@ -104,7 +125,9 @@ def _until_done(
     line: str, rest: list[str], after: list[str], computations: dict[str, list[str]]
 ) -> list[str]:
     """Returns the lines that run while a collective does; none if it is not asynchronous."""
-    if chain := re.search(rf'{_CHAIN}"\d+"', line):  # of a TPU: other fusions continue it
+    if chain := re.search(
+        rf'{_CHAIN}"\d+"', line
+    ):  # of a TPU: other fusions continue it
         return [
             other
             for other in after
@@ -159,13 +182,19 @@ def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:
 def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
     """Returns the first group of devices, which HLO writes in one of four ways."""
     if kind == "collective-permute":  # {{0,1},{1,0}}: who sends to whom
-        pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2])
+        pairs = re.findall(
+            r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2]
+        )
         return next(((int(a), int(b)) for a, b in pairs if a != b), (0,))
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return _integers(listed[1])
     if iota := re.search(rf"replica_groups=(\[[\d,]+\]){_IOTA}", line):
-        return tuple(_device_ids(*iota.groups()[1:]).reshape(_integers(iota[1]))[0].tolist())
-    mesh = re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", line)
+        return tuple(
+            _device_ids(*iota.groups()[1:]).reshape(_integers(iota[1]))[0].tolist()
+        )
+    mesh = re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", line
+    )
     if mesh is None:  # {}: all together
         return tuple(range(num_devices))
     axes, order, used = mesh.groups()
@@ -197,7 +226,8 @@ def _integers(text: str) -> tuple[int, ...]:
 def split_computations(text: str) -> tuple[dict[str, list[str]], str]:
     """Returns the lines of every computation by name, and the name of the entry."""
     computations: dict[str, list[str]] = {}
-    entry, current = "", None
+    entry = ""
+    current = None
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
             current = computations.setdefault(header.group(2), [])
@@ -209,7 +239,11 @@ def split_computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def called_by(line: str) -> list[str]:
     """Returns the names of the computations that an instruction calls."""
-    return [name.strip("%{} ") for group in _CALLED.findall(line) for name in group.split(",")]
+    return [
+        name.strip("%{} ")
+        for group in _CALLED.findall(line)
+        for name in group.split(",")
+    ]
 
 
 def _turns_of(line: str, computations: Mapping[str, Sequence[str]]) -> int | None:
@@ -222,10 +256,14 @@ def _turns_of(line: str, computations: Mapping[str, Sequence[str]]) -> int | Non
         return int(trips[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     lines = computations.get(condition[1], []) if condition else []
-    limit = re.search(r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", _root(lines))
+    limit = re.search(
+        r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT", _root(lines)
+    )
     if limit is None:
         return None
-    value = re.search(rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)", "\n".join(lines))
+    value = re.search(
+        rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)", "\n".join(lines)
+    )
     return int(value[1]) if value else None
 
 
@@ -233,6 +271,8 @@ def _array_bytes(shape: str) -> list[int]:
     """Returns the bytes of each array of a shape: `f32[2,3]`, or a tuple's, `(pred[], bf16[8])`."""
     sizes = []
     for dtype, dims in _ARRAY.findall(shape):
-        bits = 8 if dtype == "pred" else _integers(dtype)[0]  # f32, bf16, u8, f8e4m3fn, s4
+        bits = (
+            8 if dtype == "pred" else _integers(dtype)[0]
+        )  # f32, bf16, u8, f8e4m3fn, s4
         sizes.append(bits * math.prod(_integers(dims)) // 8)
     return sizes

@@ -12,7 +12,14 @@ from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, leave_at_interrupt, tell
 from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
-from gpt2.plan.plan import ATTAINABLE, OutOfMemory, Plan, compile_plan, make_program, usable_memory
+from gpt2.plan.plan import (
+    ATTAINABLE,
+    OutOfMemory,
+    Plan,
+    compile_plan,
+    make_program,
+    usable_memory,
+)
 from gpt2.plan.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.telemetry.flops import model_flops_per_token
@@ -23,9 +30,15 @@ from gpt2.utils.text import format_bytes, format_count
 def define_flags() -> None:
     """Defines the flags that ask for a plan."""
     flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
-    flags.DEFINE_integer("plan_devices", None, "As --plan, for simulated devices.", lower_bound=1)
-    flags.DEFINE_string("plan_chips", None, "As --plan, for v5e-8, h100-8, target.txtpb-8, ...")
-    flags.DEFINE_string("plan_text", None, "As --plan, with a file for the compiled step.")
+    flags.DEFINE_integer(
+        "plan_devices", None, "As --plan, for simulated devices.", lower_bound=1
+    )
+    flags.DEFINE_string(
+        "plan_chips", None, "As --plan, for v5e-8, h100-8, target.txtpb-8, ..."
+    )
+    flags.DEFINE_string(
+        "plan_text", None, "As --plan, with a file for the compiled step."
+    )
     about = "As --plan, for a handful of layouts, the fastest first. What --config. gives stays."
     flags.DEFINE_bool("plan_search", False, about)
 
@@ -33,7 +46,15 @@ def define_flags() -> None:
 def is_asked() -> bool:
     """Returns whether the flags ask for a plan in place of a run."""
     args = flags.FLAGS
-    return any([args.plan, args.plan_devices, args.plan_chips, args.plan_text, args.plan_search])
+    return any(
+        [
+            args.plan,
+            args.plan_devices,
+            args.plan_chips,
+            args.plan_text,
+            args.plan_search,
+        ]
+    )
 
 
 def run(config: Config, given: Collection[str]) -> int:
@@ -42,12 +63,15 @@ def run(config: Config, given: Collection[str]) -> int:
     A search keeps the options whose dotted names are `given`.
     """
     leave_at_interrupt()  # there is nothing to save
-    args, devices = flags.FLAGS, _find_devices()
+    args = flags.FLAGS
+    devices = _find_devices()
     kind = "simulated" if args.plan_devices else devices[0].device_kind
     if args.plan_search:
         return _search(config, devices, kind, given)
     program = make_program(config, devices)
-    tell(f"compiling a step for {len(devices)} devices ({kind}); a TPU's compiler takes minutes")
+    tell(
+        f"compiling a step for {len(devices)} devices ({kind}); a TPU's compiler takes minutes"
+    )
     try:
         plan = compile_plan(program)
     except OutOfMemory as error:
@@ -73,7 +97,9 @@ def _find_devices() -> list[jax.Device]:
 
 
 def _print(plan: Plan, kind: str) -> None:
-    program, config, board = plan.program, plan.program.config, board_name(kind)
+    program = plan.program
+    config = plan.program.config
+    board = board_name(kind)
     per_token = model_flops_per_token(config.gpt(), config.shapes.largest)
     sections = {
         "plan": {
@@ -101,7 +127,8 @@ def _print(plan: Plan, kind: str) -> None:
 
 def _forecast(plan: Plan, board: str) -> str:
     """Returns the time of a step on an accelerator of `BOARDS`, and whether it fits."""
-    seconds, network = plan.step_seconds(board), plan.network_seconds(board)
+    seconds = plan.step_seconds(board)
+    network = plan.network_seconds(board)
     share = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%} of memory"
     fits = "" if plan.bytes_needed <= usable_memory(board) else ": too much"
     tokens = plan.program.config.tokens_per_step / seconds
@@ -111,7 +138,9 @@ def _forecast(plan: Plan, board: str) -> str:
 
 def _layouts(num_devices: int) -> Iterator[dict[str, Any]]:
     """Yields the options of `parallel.` that a search tries."""
-    usual = dict(backend="pjit", strategy="auto", data=-1, fsdp=1, tensor=1, fsdp_gather="auto")
+    usual = dict(
+        backend="pjit", strategy="auto", data=-1, fsdp=1, tensor=1, fsdp_gather="auto"
+    )
     yield usual
     if num_devices == 1:
         return
@@ -127,10 +156,14 @@ def _layouts(num_devices: int) -> Iterator[dict[str, Any]]:
                 yield usual | dict(data=1, fsdp=-1, tensor=tensor)
 
 
-def _search(config: Config, devices: list[jax.Device], kind: str, given: Collection[str]) -> int:
+def _search(
+    config: Config, devices: list[jax.Device], kind: str, given: Collection[str]
+) -> int:
     """Compiles each layout until a variant of it fits, and prints the fastest first."""
     board = board_name(kind) or "H100"  # for simulated devices
-    tell(f"compiling steps for {len(devices)} devices ({kind}), with memory and speed of {board}")
+    tell(
+        f"compiling steps for {len(devices)} devices ({kind}), with memory and speed of {board}"
+    )
     found: dict[str, tuple[bool, float, str]] = {}
     for layout in _layouts(len(devices)):
         own = {f"parallel.{name}": value for name, value in layout.items()}
@@ -143,9 +176,15 @@ def _search(config: Config, devices: list[jax.Device], kind: str, given: Collect
                 {"memory.remat": remat} for remat in ("none", "dots", "full")
             ]
             for variant in [*variants, variants[-1] | {"train.accumulate_steps": rows}]:
-                chosen = own | {name: v for name, v in variant.items() if name not in given}
-                changed = {name: v for name, v in chosen.items() if option(config, name) != v}
-                flags_to_add = " ".join(f"--config.{name}={v}" for name, v in changed.items())
+                chosen = own | {
+                    name: v for name, v in variant.items() if name not in given
+                }
+                changed = {
+                    name: v for name, v in chosen.items() if option(config, name) != v
+                }
+                flags_to_add = " ".join(
+                    f"--config.{name}={v}" for name, v in changed.items()
+                )
                 if flags_to_add not in found:
                     program = make_program(with_options(config, chosen), devices)
                     found[flags_to_add] = _try(program, board)
@@ -167,7 +206,8 @@ def _try(program: Program, board: str) -> tuple[bool, float, str]:
         return True, math.inf, f"does not fit: {error}"
     except jax.errors.JaxRuntimeError as error:  # which loses no other layout
         return True, math.inf, f"does not compile: {str(error).splitlines()[0]}"
-    seconds, needed = plan.step_seconds(board), format_bytes(plan.bytes_needed)
+    seconds = plan.step_seconds(board)
+    needed = format_bytes(plan.bytes_needed)
     if plan.bytes_needed > usable_memory(board):
         return True, seconds, f"does not fit: needs {needed}"
     return False, seconds, f"{1e3 * seconds:,.4g} ms a step, {needed}"

@@ -35,7 +35,9 @@ class Plan:
     """What one training step takes."""
 
     program: Program
-    memory: dict[str, int]  # bytes per device; activations stand for all else that it holds
+    memory: dict[
+        str, int
+    ]  # bytes per device; activations stand for all else that it holds
     text: str  # of the compiled step, as HLO
     collectives: list[Collective]
     compile_seconds: float
@@ -59,7 +61,9 @@ class Plan:
 
     def step_seconds(self, board: str) -> float:
         """Returns the seconds of a step on an accelerator of `BOARDS`."""
-        compute = compute_seconds(self.program.config, self.program.backend.mesh.size, board)
+        compute = compute_seconds(
+            self.program.config, self.program.backend.mesh.size, board
+        )
         hidden = self.network_seconds(board, overlapped=True)
         return max(compute, hidden) + self.network_seconds(board)
 
@@ -75,12 +79,18 @@ def compile_plan(program: Program) -> Plan:
     state = program.state_shapes
     try:
         largest = program.at(program.config.shapes.largest)
-        compiled = largest.compile_train(state, program.batch_shapes).block_until_ready()
+        compiled = largest.compile_train(
+            state, program.batch_shapes
+        ).block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
-        short = f"needs {used[1]}iB of {used[2]}iB" if used else str(error).strip().split("\n")[0]
+        short = (
+            f"needs {used[1]}iB of {used[2]}iB"
+            if used
+            else str(error).strip().split("\n")[0]
+        )
         raise OutOfMemory(short) from None
     memory = state_bytes(program.backend, state)
     memory["activations"] = compiled.peak_bytes - sum(memory.values())
@@ -91,7 +101,9 @@ def compile_plan(program: Program) -> Plan:
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
     """Returns the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
     cfg = config.gpt()
-    per_token = model_flops_per_token(cfg, config.shapes.largest) + recomputed_flops_per_token(cfg)
+    per_token = model_flops_per_token(
+        cfg, config.shapes.largest
+    ) + recomputed_flops_per_token(cfg)
     flops = config.tokens_per_step * per_token / num_devices
     return flops / (ATTAINABLE * BOARDS[board].peak_flops(config.precision.compute))
 
@@ -100,7 +112,8 @@ def recomputed_flops_per_token(cfg: GPTConfig) -> float:
     """Returns the FLOPs of the products that `memory.remat` computes twice for one token."""
     if cfg.remat == "none":
         return 0.0
-    width, heads = cfg.embed_dim, cfg.num_heads * cfg.head_size
+    width = cfg.embed_dim
+    heads = cfg.num_heads * cfg.head_size
     reads_sum = cfg.norm_position != "pre"  # a norm reads what a branch adds
     seen = [window or cfg.context_length for window in cfg.windows]
     flops = {

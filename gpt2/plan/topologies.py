@@ -35,15 +35,47 @@ class _Gpu(NamedTuple):
     threads: int = 2048  # of a multiprocessor
 
 
-_GB, _MIB, _GIB = 10**9, 2**20, 2**30
+_GB = 10**9
+_MIB = 2**20
+_GIB = 2**30
 _GPUS = {
-    "h100": _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.98, 80 * _GIB, 3352 * _GB, 50 * _MIB, 228),
-    "h200": _Gpu("NVIDIA H200", (9, 0), 132, 1.98, 141 * _GB, 4800 * _GB, 50 * _MIB, 228),
-    "a100": _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1.41, 80 * _GIB, 2039 * _GB, 40 * _MIB, 164),
-    "l4": _Gpu("NVIDIA L4", (8, 9), 58, 2.04, 24 * _GB, 300 * _GB, 48 * _MIB, 100, 1536),
+    "h100": _Gpu(
+        "NVIDIA H100 80GB HBM3",
+        (9, 0),
+        132,
+        1.98,
+        80 * _GIB,
+        3352 * _GB,
+        50 * _MIB,
+        228,
+    ),
+    "h200": _Gpu(
+        "NVIDIA H200", (9, 0), 132, 1.98, 141 * _GB, 4800 * _GB, 50 * _MIB, 228
+    ),
+    "a100": _Gpu(
+        "NVIDIA A100-SXM4-80GB",
+        (8, 0),
+        108,
+        1.41,
+        80 * _GIB,
+        2039 * _GB,
+        40 * _MIB,
+        164,
+    ),
+    "l4": _Gpu(
+        "NVIDIA L4", (8, 9), 58, 2.04, 24 * _GB, 300 * _GB, 48 * _MIB, 100, 1536
+    ),
     "t4": _Gpu("Tesla T4", (7, 5), 40, 1.59, 16 * _GB, 320 * _GB, 4 * _MIB, 64, 1024),
     "4090": _Gpu(
-        "NVIDIA GeForce RTX 4090", (8, 9), 128, 2.52, 24 * _GB, 1008 * _GB, 72 * _MIB, 100, 1536
+        "NVIDIA GeForce RTX 4090",
+        (8, 9),
+        128,
+        2.52,
+        24 * _GB,
+        1008 * _GB,
+        72 * _MIB,
+        100,
+        1536,
     ),
 }
 
@@ -73,7 +105,11 @@ def find_devices(name: str) -> list[jax.Device]:
         if number.bit_count() == 1 and least <= number <= most:
             return _tpus(kind, number, dimensions)
     elif number and (kind in _GPUS or kind.endswith(".txtpb")):
-        target = _target(_GPUS[kind]) if kind in _GPUS else Path(kind).read_text(encoding="utf-8")
+        target = (
+            _target(_GPUS[kind])
+            if kind in _GPUS
+            else Path(kind).read_text(encoding="utf-8")
+        )
         machines = max(1, number // _GPUS_OF_A_MACHINE)
         topology = f"1x{machines}x{number // machines}"
         return _describe("cuda", "plan-gpu", topology=topology, target_config=target)
@@ -90,7 +126,9 @@ def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
-    chips = number // 2 if kind in ("v2", "v3") else number  # which have two devices each
+    chips = (
+        number // 2 if kind in ("v2", "v3") else number
+    )  # which have two devices each
     # The sides are powers of two, as equal as they can be.
     bits = chips.bit_length() - 1
     sides = [2 ** ((bits + i) // dimensions) for i in range(dimensions)]

@@ -9,13 +9,16 @@ folder as profile.md already; this makes it again, and prints it.
 from pathlib import Path
 
 from gpt2 import cli
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.profile.page import explain
 
 
 def main(*paths: str) -> None:
     """Prints the page of a trace."""
-    refuse(len(paths) != 1, f"{len(paths)} traces are named, not one", "Give a run's workdir")
+    if len(paths) != 1:
+        raise UserError(
+            f"{len(paths)} traces are named, not one", "Give a run's workdir"
+        )
     print(explain(Path(paths[0])), end="")
 
 

@@ -7,11 +7,15 @@ from gpt2.profile.program import ProgramText
 from gpt2.profile.trace import Ran, Span, Trace
 
 # What devices wait for between two runs of the step, beside phases of the loop.
-SYNC, PYTHON, LAUNCH = "host synchronisation", "Python in the loop", "start of a program"
+SYNC = "host synchronisation"
+PYTHON = "Python in the loop"
+LAUNCH = "start of a program"
 LOADER = "slow loader"
 _SAMPLED_LATE = 3e-3  # seconds after which the sampler has seen that a line was left
 
-Gaps = dict[tuple[str, str, str], float]  # by what is waited for, FILE:LINE of the host, its source
+Gaps = dict[
+    tuple[str, str, str], float
+]  # by what is waited for, FILE:LINE of the host, its source
 
 
 class Cost(NamedTuple):
@@ -48,13 +52,21 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     runs = _runs([ran for ran in every if ran.module == module], len(trace.steps))
     if not runs:
         raise ValueError("the trace holds no step")
-    steps, borders = len(runs), max(1, len(runs) - 1)
-    taken, counts = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
+    steps = len(runs)
+    borders = max(1, len(runs) - 1)
+    taken = defaultdict[tuple[str, str], float](float)
+    counts = Counter[tuple[str, str]]()
     gaps = defaultdict[tuple[str, str, str], float](float)
-    idle, busy, busy_until = 0.0, 0.0, runs[0][0]
+    idle = 0.0
+    busy = 0.0
+    busy_until = runs[0][0]
     ended = max(end for _, end in runs)
     for ran in every:
-        if program.is_container(ran.name) or ran.end <= runs[0][0] or ran.start >= ended:
+        if (
+            program.is_container(ran.name)
+            or ran.end <= runs[0][0]
+            or ran.start >= ended
+        ):
             continue
         taken[ran.module, ran.name] += ran.end - ran.start
         counts[ran.module, ran.name] += 1
@@ -70,13 +82,18 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
         busy += max(0.0, ran.end - max(busy_until, ran.start))
         busy_until = max(busy_until, ran.end)
 
-    shared, operations = busy / sum(taken.values()), dict[str, Cost]()
+    shared = busy / sum(taken.values())
+    operations = dict[str, Cost]()
     for (owner, name), seconds in taken.items():
         if owner == module:
-            operations[name] = Cost(shared * seconds / steps, counts[owner, name] / steps)
+            operations[name] = Cost(
+                shared * seconds / steps, counts[owner, name] / steps
+            )
         else:
             gaps[f"program {owner}", "", ""] += shared * seconds / borders
-    total = sum(cost.seconds for cost in operations.values()) + idle + sum(gaps.values())
+    total = (
+        sum(cost.seconds for cost in operations.values()) + idle + sum(gaps.values())
+    )
     numbers = [step.name for step in trace.steps]
     return Breakdown(total, steps, numbers, operations, idle, dict(gaps))
 
@@ -88,7 +105,8 @@ def _runs(own: list[Ran], steps: int) -> list[tuple[float, float]]:
     counts = Counter(ran.name for ran in own)
     least = min(counts, key=counts.__getitem__, default="")
     once = next((name for name in counts if counts[name] == steps), least)
-    again, device = 0, min((ran.device for ran in own), default=0)
+    again = 0
+    device = min((ran.device for ran in own), default=0)
     for ran in own:
         again += ran.name == once
         if ran.device == device:
@@ -98,7 +116,9 @@ def _runs(own: list[Ran], steps: int) -> list[tuple[float, float]]:
     return sorted(spans.values())
 
 
-def _waiting_for(trace: Trace, start: float, end: float, number: int, idle_since: float) -> Gaps:
+def _waiting_for(
+    trace: Trace, start: float, end: float, number: int, idle_since: float
+) -> Gaps:
     """Shares an idle moment before a run between what the host did in it."""
     if number < len(trace.steps) and trace.steps[number].start <= idle_since:
         return {(LAUNCH, "", ""): end - start}  # the devices did not wait for the host
@@ -109,13 +129,21 @@ def _waiting_for(trace: Trace, start: float, end: float, number: int, idle_since
     found: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for phase in trace.phases:
         if overlap(phase) > 0:
-            found[LOADER if phase.name == "data wait" else phase.name, "", ""] += overlap(phase)
+            found[LOADER if phase.name == "data wait" else phase.name, "", ""] += (
+                overlap(phase)
+            )
     rest = end - start - sum(found.values())
     # The line that waited for the devices until they were idle.
-    released = [x for x in trace.lines if x.waits and x.start < idle_since <= x.end + _SAMPLED_LATE]
+    released = [
+        x
+        for x in trace.lines
+        if x.waits and x.start < idle_since <= x.end + _SAMPLED_LATE
+    ]
     if released:
         found[SYNC, released[-1].name, released[-1].text] += rest
-    elif found and rest < sum(found.values()):  # what starts the step is late for the same reason
+    elif found and rest < sum(
+        found.values()
+    ):  # what starts the step is late for the same reason
         found[max(found, key=found.__getitem__)] += rest
     else:
         lines = (line for line in trace.lines if overlap(line) > 0)

@@ -21,11 +21,17 @@ class Profiler:
     `logdir` takes the trace and its page, for which `text` returns the compiled step as HLO.
     """
 
-    def __init__(self, logdir: Path | str, options: LoggingConfig, text: Callable[[], str]):
-        self._logdir, self._text, start = Path(logdir), text, options.profile_start
+    def __init__(
+        self, logdir: Path | str, options: LoggingConfig, text: Callable[[], str]
+    ):
+        self._logdir = Path(logdir)
+        self._text = text
+        start = options.profile_start
         self._steps = range(start, start + options.profile_steps)
         self._tracing = self._has_trace = False
-        self._trace, self._annotation = contextlib.ExitStack(), contextlib.ExitStack()  # of a step
+        # of a step
+        self._trace = contextlib.ExitStack()
+        self._annotation = contextlib.ExitStack()
 
     def step(self, step: int, in_flight: Any) -> None:
         """Begins or ends the trace where `step`, the next to be dispatched, is its first or last.
@@ -38,7 +44,9 @@ class Profiler:
             self._tracing = not self._tracing
             self._start() if self._tracing else self._trace.close()
         if self._tracing:
-            self._annotation.enter_context(jax.profiler.StepTraceAnnotation(STEP, step_num=step))
+            self._annotation.enter_context(
+                jax.profiler.StepTraceAnnotation(STEP, step_num=step)
+            )
 
     def close(self, in_flight: Any) -> None:
         """Ends a trace that the run's end cuts short, and writes the page of any trace."""
@@ -57,9 +65,13 @@ class Profiler:
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call: bulky, and slows what it measures
+        options.python_tracer_level = (
+            0  # every Python call: bulky, and slows what it measures
+        )
         index = jax.process_index()  # processes of one host would write to one file
         logdir = self._logdir / f"process_{index}" if index else self._logdir
-        self._trace.enter_context(jax.profiler.trace(str(logdir), profiler_options=options))
+        self._trace.enter_context(
+            jax.profiler.trace(str(logdir), profiler_options=options)
+        )
         self._trace.enter_context(sampled())
         self._has_trace = True

@@ -27,7 +27,11 @@ _WRAPPER = re.compile(
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CONTAINER = re.compile(r" (while|call|conditional)\(")
 # A library's kernel by its name -> what the instruction holds that it runs for.
-_LIBRARIES = {"nvjet|.*(gem[mv]|cutlass)": "__cublas", ".*cudnn": "__cudnn$", "memcpy": " copy("}
+_LIBRARIES = {
+    "nvjet|.*(gem[mv]|cutlass)": "__cublas",
+    ".*cudnn": "__cudnn$",
+    "memcpy": " copy(",
+}
 _HELPER = re.compile(r"Memset|.*splitKreduce")  # of the kernel beside it
 
 
@@ -35,7 +39,9 @@ class Operation(NamedTuple):
     """An instruction that a device runs by itself."""
 
     kind: str = "other"  # of `_KINDS`
-    part: str = "unknown"  # a scope or module, with `forward` or `backward` if differentiated
+    part: str = (
+        "unknown"  # a scope or module, with `forward` or `backward` if differentiated
+    )
     path: str = ""  # in JAX, its last levels: modules, and the primitive
 
 
@@ -52,7 +58,9 @@ class ProgramText:
         self.module = header[1] if header else ""
         self._computations, self._entry = split_computations(text)
         lines = (line for lines in self._computations.values() for line in lines)
-        self._lines = {name[1]: line for line in lines if (name := _INSTRUCTION.match(line))}
+        self._lines = {
+            name[1]: line for line in lines if (name := _INSTRUCTION.match(line))
+        }
 
     def is_container(self, name: str) -> bool:
         """Returns whether this is a loop or a call, whose time is that of operations inside."""
@@ -66,7 +74,10 @@ class ProgramText:
         if name not in self._lines:
             return Operation()
         inside = list(self._inside(line := self._lines[name]))
-        kind = next((k for k, x in _KINDS.items() if any(re.search(x, i) for i in inside)), "other")
+        kind = next(
+            (k for k, x in _KINDS.items() if any(re.search(x, i) for i in inside)),
+            "other",
+        )
         # XLA names some fusions by nothing of the model: then the commonest inside.
         parts = (part for part in map(part_of, inside) if not part.startswith("other"))
         named = Counter(parts).most_common(1)
@@ -79,10 +90,14 @@ class ProgramText:
         A graph tells names alone, such as `loop_add_fusion_3`, which several fusions share. Kernels
         run in the order of the text, so each belongs to the next instruction that fits.
         """
-        order, places = list(self._schedule(self._entry)), defaultdict[str, list[int]](list)
+        order = list(self._schedule(self._entry))
+        places = defaultdict[str, list[int]](list)
         for i, name in enumerate(order):
             inside = "".join(self._inside(self._lines[name]))
-            for key in (name.partition(".")[0], *(x for x in _LIBRARIES.values() if x in inside)):
+            for key in (
+                name.partition(".")[0],
+                *(x for x in _LIBRARIES.values() if x in inside),
+            ):
                 places[key].append(i)
         at = latest = -1
         for kernel in kernels:
@@ -92,7 +107,9 @@ class ProgramText:
             stays = _HELPER.match(kernel) or (key == "__cudnn$" and at in places[key])
             if not stays and (fitting := places[key]):
                 latest = fitting[bisect_right(fitting, at) % len(fitting)]
-                at = at if key == " copy(" else latest  # graphs copy early what they can
+                at = (
+                    at if key == " copy(" else latest
+                )  # graphs copy early what they can
             yield order[latest] if (stays or places[key]) and latest >= 0 else kernel
 
     def _schedule(self, computation: str) -> Iterator[str]:
@@ -124,7 +141,9 @@ def part_of(line: str) -> str:
     is_backward = "transpose(" in path or "rematted_computation" in path
     scope = next((each for each in SCOPES if each in levels), None)
     if scope is None:
-        named = (x for x in levels[1:-1] if x and not _WRAPPER.match(x) and "->" not in x)
+        named = (
+            x for x in levels[1:-1] if x and not _WRAPPER.match(x) and "->" not in x
+        )
         scope = next(named, "other")
     if scope == "optimizer" or "jvp(" not in path:
         return scope

@@ -14,7 +14,9 @@ import jax
 
 LINE = "host line"  # the name of its annotations
 _INTERVAL = 0.002  # seconds from one look to the next
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+)
 
 
 @contextlib.contextmanager
@@ -24,7 +26,9 @@ def sampled() -> Iterator[None]:
     Python's own tracer would give each call, at a cost that changes what is measured.
     """
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(threading.get_ident(), ended), daemon=True)
+    thread = threading.Thread(
+        target=_watch, args=(threading.get_ident(), ended), daemon=True
+    )
     thread.start()
     try:
         yield
@@ -53,7 +57,8 @@ def _describe(frame: FrameType) -> dict[str, str]:
         outer = outer.f_back
     if outer is None:
         return {"where": "Python", "inside": frame.f_code.co_name}
-    file, line = outer.f_code.co_filename, outer.f_lineno
+    file = outer.f_code.co_filename
+    line = outer.f_lineno
     # Annotations give a meaning to commas, equals signs and brackets: quoted as in a URL.
     text = quote(linecache.getline(file, line).strip(), safe=" ._:/*+-")
     return {

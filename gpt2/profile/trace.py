@@ -8,11 +8,15 @@ from urllib.parse import unquote
 
 from jax.profiler import ProfileData
 
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 from gpt2.profile.sampler import LINE
 
 STEP = "train"  # the annotation of a step
-PHASES = ("data wait", "validation", "checkpoint")  # of `StepClock`, where devices may wait
+PHASES = (
+    "data wait",
+    "validation",
+    "checkpoint",
+)  # of `StepClock`, where devices may wait
 # What a function or a line of Python is called that waits for a device.
 _WAIT = re.compile(
     r"block_until_ready|asarray|np\.array|_value\b|__(array|float|int|bool)__"
@@ -57,9 +61,14 @@ def find_trace(path: Path) -> Path:
         return path
     folder = path / "profile" if (path / "profile").is_dir() else path
     files = folder.rglob("*.xplane.pb")  # not those of other processes
-    found = [f for f in files if not f.relative_to(folder).parts[0].startswith("process_")]
-    how = "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5"
-    refuse(not found, f"{path} holds no trace", how)
+    found = [
+        f for f in files if not f.relative_to(folder).parts[0].startswith("process_")
+    ]
+    how = (
+        "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5"
+    )
+    if not found:
+        raise UserError(f"{path} holds no trace", how)
     return max(found, key=lambda file: file.stat().st_mtime)
 
 
@@ -68,17 +77,22 @@ def read_trace(path: Path) -> Trace:
     try:
         planes = list(ProfileData.from_file(str(path)).planes)
     except Exception as error:  # which type, the versions of JAX differ in
-        raise UserError(f"{path} is no trace, or damaged", "Trace the run again") from error
+        raise UserError(
+            f"{path} is no trace, or damaged", "Trace the run again"
+        ) from error
     host = next((plane for plane in planes if plane.name == "/host:CPU"), None)
     chips = sorted(p.name for p in planes if re.match(r"/device:(GPU|TPU)", p.name))
     device = next((p for p in planes if chips and p.name == chips[0]), host)
-    steps, phases, lines = list[Span](), list[Span](), list[Span]()
+    steps = list[Span]()
+    phases = list[Span]()
+    lines = list[Span]()
     for thread in host.lines if host else ():
         for event in thread.events:
             stats = dict(event.stats) if event.name in (LINE, STEP) else {}
             span = Span(event.name, 1e-9 * event.start_ns, 1e-9 * event.end_ns)
             if event.name == LINE:
-                where, text = str(stats.get("where", "")), unquote(str(stats.get("text", "")))
+                where = str(stats.get("where", ""))
+                text = unquote(str(stats.get("text", "")))
                 waits = bool(_WAIT.search(f"{stats.get('inside', '')} {text}"))
                 lines.append(span._replace(name=where, text=text, waits=waits))
             elif "step_num" in stats:
@@ -87,7 +101,9 @@ def read_trace(path: Path) -> Trace:
                 phases.append(span)
     for spans in (steps, phases, lines):
         spans.sort(key=lambda span: span.start)
-    operations = sorted(_operations(device), key=lambda ran: ran.start) if device else []
+    operations = (
+        sorted(_operations(device), key=lambda ran: ran.start) if device else []
+    )
     return Trace(operations, steps, phases, lines)
 
 

@@ -25,9 +25,15 @@ class Chip(NamedTuple):
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
         """Returns bytes/s that each device of a ring, given by numbers, sends; None if unknown."""
-        together = sum(device // self.domain == group[0] // self.domain for device in group)
-        if together < len(group):  # the adapters of all devices of a domain share the traffic
-            return None if self.far is None else 1e9 * min(self.near, self.far * together)
+        together = sum(
+            device // self.domain == group[0] // self.domain for device in group
+        )
+        if together < len(
+            group
+        ):  # the adapters of all devices of a domain share the traffic
+            return (
+                None if self.far is None else 1e9 * min(self.near, self.far * together)
+            )
         return 1e9 * self.near
 
 
@@ -43,7 +49,17 @@ CHIPS = (
     Chip("H100 PCIe", 756.5, 378.0, "NVIDIA H100 data sheet, PCIe"),
     Chip("H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL"),
     Chip("H100", 989.5, 494.5, "NVIDIA H100 data sheet, SXM", 80, 450, 8, 50),
-    Chip("A100 40GB", 312.0, 156.0, "NVIDIA A100 data sheet", 40, 300, 8, 25, "A100.*40GB"),
+    Chip(
+        "A100 40GB",
+        312.0,
+        156.0,
+        "NVIDIA A100 data sheet",
+        40,
+        300,
+        8,
+        25,
+        "A100.*40GB",
+    ),
     Chip("A100", 312.0, 156.0, "NVIDIA A100 data sheet", 80, 300, 8, 25),
     Chip("A10G", 70.0, 35.0, "NVIDIA A10G data sheet", 24, 32, 8),
     Chip("L40S", 362.0, 183.0, "NVIDIA L40S data sheet"),
@@ -55,14 +71,46 @@ CHIPS = (
     Chip("RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper", 24, 32, 8),
     Chip("RTX 3090", 71.0, 35.6, "NVIDIA GA102 architecture white paper"),
     Chip("TPU7", 1153.5, 1153.5, "Google Cloud TPU7x page", 96, 300, 18432),
-    Chip("TPU v6e", 918.0, 918.0, "Google Cloud TPU v6e page", 32, 400, 256, None, "TPU v6"),
-    Chip("TPU v5e", 197.0, 197.0, "Google Cloud TPU v5e page", 16, 200, 256, None, "TPU v5(e| l)"),
-    Chip("TPU v5p", 459.0, 459.0, "Google Cloud TPU v5p page", 95, 600, 8960, None, "TPU v5"),
+    Chip(
+        "TPU v6e",
+        918.0,
+        918.0,
+        "Google Cloud TPU v6e page",
+        32,
+        400,
+        256,
+        None,
+        "TPU v6",
+    ),
+    Chip(
+        "TPU v5e",
+        197.0,
+        197.0,
+        "Google Cloud TPU v5e page",
+        16,
+        200,
+        256,
+        None,
+        "TPU v5(e| l)",
+    ),
+    Chip(
+        "TPU v5p",
+        459.0,
+        459.0,
+        "Google Cloud TPU v5p page",
+        95,
+        600,
+        8960,
+        None,
+        "TPU v5",
+    ),
     Chip("TPU v4", 275.0, 275.0, "Google Cloud TPU v4 page", 32, 300, 4096),
     Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page", 16, 164, 2048),
     Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1", 8, 124, 512),
 )
-BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}  # whose memory and links are known
+BOARDS = {
+    chip.name: chip for chip in CHIPS if chip.memory
+}  # whose memory and links are known
 
 
 def find_chip(kind: str) -> Chip | None:
@@ -70,7 +118,9 @@ def find_chip(kind: str) -> Chip | None:
     if re.search(r"\b(Laptop|MIG)\b", kind):  # slower than the chip of that name
         return None
     # Whole names only: an RTX A1000 is not an A100.
-    rows = (c for c in CHIPS if re.search(rf"\b{c.pattern or c.name}(?!\d)", kind, re.I))
+    rows = (
+        c for c in CHIPS if re.search(rf"\b{c.pattern or c.name}(?!\d)", kind, re.I)
+    )
     return next(rows, None)
 
 

@@ -16,7 +16,9 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     All but tables whose rows are looked up: of positions, values, pairs of tokens, and of tokens if
     the head is untied. The vocabulary counts unpadded.
     """
-    width, hidden, H = cfg.embed_dim, cfg.hidden_dim, cfg.head_size
+    width = cfg.embed_dim
+    hidden = cfg.hidden_dim
+    H = cfg.head_size
     heads = cfg.num_heads * H
     centered = cfg.bias and cfg.norm == "layernorm"
     norm = width * (2 if centered else 1)
@@ -26,11 +28,25 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     kernels = width * (into_attention + heads) + (into_mlp + 1) * width * hidden
     biases = into_attention + 2 * width + into_mlp * hidden if cfg.bias else 0
     mixes = 2 * (cfg.value_embeddings + cfg.value_residual + cfg.embedding_skip)
-    by_head = cfg.num_heads * (cfg.attention_gate * (width + cfg.bias) + cfg.attention_sink)
+    by_head = cfg.num_heads * (
+        cfg.attention_gate * (width + cfg.bias) + cfg.attention_sink
+    )
     n = cfg.hyper_connections
     streams = 2 * ((n + 2) * (n + width) + 2 + norm) if n else 0
-    layer = kernels + biases + num_norms * norm + 2 * H * cfg.qk_norm + mixes + by_head + streams
-    once = cfg.smear * (cfg.smear_width + 1) + cfg.backout + norm * (cfg.norm_position != "post")
+    layer = (
+        kernels
+        + biases
+        + num_norms * norm
+        + 2 * H * cfg.qk_norm
+        + mixes
+        + by_head
+        + streams
+    )
+    once = (
+        cfg.smear * (cfg.smear_width + 1)
+        + cfg.backout
+        + norm * (cfg.norm_position != "post")
+    )
     return cfg.num_layers * layer + once + cfg.vocab_size * width
 
 
@@ -45,7 +61,9 @@ def model_flops_per_token(cfg: GPTConfig, shape: Shape | None = None) -> float:
     T = shape.context_length if shape else cfg.context_length
     cfg = dataclasses.replace(cfg, **own)
     seen = sum(min(window or T, T) for window in cfg.windows)
-    return float(6 * count_compute_parameters(cfg) + 12 * cfg.num_heads * cfg.head_size * seen)
+    return float(
+        6 * count_compute_parameters(cfg) + 12 * cfg.num_heads * cfg.head_size * seen
+    )
 
 
 def total_peak_flops(dtype: str) -> float | None:

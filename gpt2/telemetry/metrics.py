@@ -29,7 +29,8 @@ class MetricsFile(Writer):
         self._newest = self._end = 0  # step and byte on disk
         for end, record in _read(path):
             if record["step"] <= resume_step:
-                self._newest, self._end = record["step"], end
+                self._newest = record["step"]
+                self._end = end
         self._waiting = list[dict[str, Any]]()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.truncate(self._file, self._end)
@@ -60,7 +61,10 @@ class MetricsFile(Writer):
         """Writes the oldest records in one call: only a kill inside it could tear a line."""
         lines = list[bytes]()
         for record in self._waiting[:number]:
-            finite = {n: value if math.isfinite(value) else None for n, value in record.items()}
+            finite = {
+                n: value if math.isfinite(value) else None
+                for n, value in record.items()
+            }
             lines.append(json.dumps(finite).encode() + b"\n")
             self._newest = record["step"]
         data = b"".join(lines)
@@ -81,7 +85,9 @@ def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]
     totals = (record.get("perf/total_seconds") for record in records)
     saves = (r for r in records if r["step"] <= step and f"{SECONDS}step" in r)
     saved = next(saves, {}).items()
-    seconds = {name.removeprefix(SECONDS): s for name, s in saved if name.startswith(SECONDS)}
+    seconds = {
+        name.removeprefix(SECONDS): s for name, s in saved if name.startswith(SECONDS)
+    }
     return seconds, max(0.0, next(filter(None, totals), 0.0) - sum(seconds.values()))
 
 

@@ -15,17 +15,21 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     The published losses of `reference` lie at the steps by which the run has read as many tokens.
     """
     import pandas as pd
-    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+    from matplotlib.figure import (
+        Figure,  # without pyplot: no window system, no global state
+    )
 
     records = read_metrics(workdir / "metrics.jsonl")
     losses = pd.DataFrame(records, columns=["step", "train/loss", "eval/loss"])
     losses = losses.set_index("step").astype(float)
-    train, validation = losses["train/loss"].dropna(), losses["eval/loss"].dropna()
+    train = losses["train/loss"].dropna()
+    validation = losses["eval/loss"].dropna()
     if train.empty:
         return
     # Without the first values, before the model knows which tokens are frequent.
     late = pd.concat([train.iloc[len(train) // 20 :], validation])
-    low, high = late.min(), late.max()
+    low = late.min()
+    high = late.max()
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
     axes, time = figure.subplots(2, height_ratios=[16, 1])
     axes.set(title=str(workdir), xlabel="step", ylabel="loss (nats per token)")
@@ -37,9 +41,12 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
         axes.plot(validation, color="C3", marker="o", markersize=4, label=label)
     axes.set_xlim(axes.get_xlim())  # of the run, whatever is published
     newest = [record for record in records if "tokens" in record][-1]
-    per_step, last = newest["tokens"] / newest["step"], newest["step"]
+    per_step = newest["tokens"] / newest["step"]
+    last = newest["step"]
     for index, (name, points) in enumerate(read_reference(reference).items()):
-        look: dict[str, Any] = dict(color=("0.25", "0.5", "0.65", "0.8")[index % 4], linestyle="--")
+        look: dict[str, Any] = dict(
+            color=("0.25", "0.5", "0.65", "0.8")[index % 4], linestyle="--"
+        )
         steps = points[:, 0] / per_step
         if np.isnan(steps).all():
             axes.axhline(points[0, 1], label=f"{name} {points[0, 1]:.3f}", **look)
@@ -47,7 +54,8 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
             axes.plot(steps, points[:, 1], marker=".", label=name, **look)
         beyond = (steps < 0.05 * last) | (steps > last)
         shown = [low, high, *points[~beyond, 1]]
-        low, high = min(shown), max(shown)
+        low = min(shown)
+        high = max(shown)
     span = high - low
     axes.set_ylim(low - 0.08 * span - 0.01, high + span / 2 + 0.01)
     axes.legend(frameon=False, loc="upper right")
@@ -55,7 +63,9 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     left = 0.0
     for name, share in shares.items():
         text = f"{name} {share:.0%}" if share > 0.005 * len(name) + 0.02 else ""
-        time.bar_label(time.barh(0, share, left=left), [text], label_type="center", fontsize=7)
+        time.bar_label(
+            time.barh(0, share, left=left), [text], label_type="center", fontsize=7
+        )
         left += share
     time.set(xlim=(0, 1), title="time since the first start")
     time.set_axis_off()

@@ -28,13 +28,19 @@ class Progress(Writer):
     `work` of so many steps takes the time.
     """
 
-    def __init__(self, total: int, start: int = 0, work: Callable[[int], float] = float):
-        self._total, self._start, self._began = total, start, time.perf_counter()
+    def __init__(
+        self, total: int, start: int = 0, work: Callable[[int], float] = float
+    ):
+        self._total = total
+        self._start = start
+        self._began = time.perf_counter()
         self._work = work
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
-        shown = [text(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
+        shown = [
+            text(metrics[name]) for name, text in _SHOWN.items() if name in metrics
+        ]
         is_validation = any(name.startswith("eval/") for name in metrics)
         if is_validation and not shown:  # of tasks, whose names are their own
             shown = [f"{name[5:]} {value:.4g}" for name, value in metrics.items()]
@@ -43,7 +49,11 @@ class Progress(Writer):
             left = (time.perf_counter() - self._began) / (now - before) * (end - now)
             shown += [f"{format_duration(left)} left"] * bool(shown)
         if shown:
-            self.say(" | ".join([f"step {step:>{len(str(self._total))}}/{self._total}", *shown]))
+            self.say(
+                " | ".join(
+                    [f"step {step:>{len(str(self._total))}}/{self._total}", *shown]
+                )
+            )
 
     def say(self, text: str) -> None:
         """Prints a line of its own."""

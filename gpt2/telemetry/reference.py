@@ -18,17 +18,23 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
     """
     if not name:
         return {}
-    path = next((p for p in (Path(name), PLACE / f"{name}.csv") if p.is_file()), Path(name))
+    path = next(
+        (p for p in (Path(name), PLACE / f"{name}.csv") if p.is_file()), Path(name)
+    )
     curves: dict[str, list[tuple[float, float]]] = {}
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(line for line in file if not line.startswith("#")):
+            for row in csv.DictReader(
+                line for line in file if not line.startswith("#")
+            ):
                 point = float(row["tokens"] or "nan"), float(row["loss"])
                 curves.setdefault(row.get("name") or path.stem, []).append(point)
         if not curves or any(len(c) > 1 and np.isnan(c).any() for c in curves.values()):
             raise ValueError("a number is missing")
     except (OSError, ValueError, KeyError, TypeError) as error:
         names = ", ".join(sorted(file.stem for file in PLACE.glob("*.csv")))
-        how = f"Use {names}, or a table of numbers that begins with the line tokens,loss"
+        how = (
+            f"Use {names}, or a table of numbers that begins with the line tokens,loss"
+        )
         raise UserError(f"{name} holds no published losses ({error})", how) from None
     return {name: np.array(sorted(points)) for name, points in curves.items()}

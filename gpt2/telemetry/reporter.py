@@ -27,16 +27,23 @@ class Reporter(AbstractContextManager):
     Each scalar is logged under its name, every `log_every` steps, at the first and at the last.
     """
 
-    def __init__(self, writers: Sequence[Writer], clock: StepClock, options: TrainConfig):
-        self._writers, self._clock, self._options = writers, clock, options
+    def __init__(
+        self, writers: Sequence[Writer], clock: StepClock, options: TrainConfig
+    ):
+        self._writers = writers
+        self._clock = clock
+        self._options = options
         self._late: tuple[int, dict[str, jax.Array], str, Any] | None = None
         self._losses: list[float] = []  # since the last line
         self._warned = set[Writer]()
 
     @classmethod
-    def for_run(cls, config: Config, clock: StepClock, workdir: Path, start: int) -> "Reporter":
+    def for_run(
+        cls, config: Config, clock: StepClock, workdir: Path, start: int
+    ) -> "Reporter":
         """Returns what reports a run to its files and the screen, in the first process alone."""
-        train, logging = config.train, config.logging
+        train = config.train
+        logging = config.logging
         writers: list[Writer] = [Watchdog(clock, train.hang_seconds)]
         if jax.process_index() == 0:
             writers.append(MetricsFile(workdir / "metrics.jsonl", start))
@@ -48,7 +55,11 @@ class Reporter(AbstractContextManager):
         return cls(writers, clock, train)
 
     def step(
-        self, step: int, metrics: dict[str, jax.Array], note: str = "", norms: Any = None
+        self,
+        step: int,
+        metrics: dict[str, jax.Array],
+        note: str = "",
+        norms: Any = None,
     ) -> None:
         """Takes what a step just dispatched will give, and reports the step before.
 
@@ -64,7 +75,9 @@ class Reporter(AbstractContextManager):
         (step, metrics, note, watched), self._late = self._late, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if watched is not None:  # of a step that diverges too
-            self.write(step, {n: float(norm) for n, norm in jax.device_get(watched).items()})
+            self.write(
+                step, {n: float(norm) for n, norm in jax.device_get(watched).items()}
+            )
         self._check(step, values)
         self._clock.count_step(step)
         if note:
@@ -77,12 +90,15 @@ class Reporter(AbstractContextManager):
             tokens = {"tokens": self._clock.tokens(step)}
             stats = [device.memory_stats() or {} for device in jax.local_devices()]
             peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
-            memory = {"perf/peak_memory_bytes": float(peak)} if peak else {}  # CPUs do not tell
+            memory = (
+                {"perf/peak_memory_bytes": float(peak)} if peak else {}
+            )  # CPUs do not tell
             self.write(step, tokens | values | self._clock.read() | memory)
 
     def _check(self, step: int, values: dict[str, float]) -> None:
         """Raises if a step ends the run, tells of one that is skipped, and keeps its loss."""
-        loss, grad_norm = values["train/loss"], values["train/grad_norm"]
+        loss = values["train/loss"]
+        grad_norm = values["train/grad_norm"]
         is_skipped = values.pop("skipped", 0.0) > 0
         is_bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if values.pop("bad_in_a_row", float(is_bad)) > self._options.skip_bad_steps:
@@ -125,9 +141,14 @@ class Watchdog(Writer):
 
     EXIT_CODE = 4
 
-    def __init__(self, clock: StepClock, least_seconds: float, end: Callable = os._exit):
-        self._clock, self._least, self._end = clock, least_seconds, end
-        self._quiet, self._allowed = 0.0, math.nan
+    def __init__(
+        self, clock: StepClock, least_seconds: float, end: Callable = os._exit
+    ):
+        self._clock = clock
+        self._least = least_seconds
+        self._end = end
+        self._quiet = 0.0
+        self._allowed = math.nan
         self._closed = threading.Event()
         if least_seconds:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -146,8 +167,12 @@ class Watchdog(Writer):
         while not self._closed.wait(pause):
             if self._clock.current in ("step", "data wait"):  # where steps should end
                 self._quiet += pause
-            allowed = 1800.0 if math.isnan(self._allowed) else self._allowed  # others may compile
+            allowed = (
+                1800.0 if math.isnan(self._allowed) else self._allowed
+            )  # others may compile
             if self._quiet > max(self._least, allowed):
                 faulthandler.dump_traceback(sys.stderr)
-                tell("error: the run hangs: no step came in time; the same command continues")
+                tell(
+                    "error: the run hangs: no step came in time; the same command continues"
+                )
                 return self._end(self.EXIT_CODE)

@@ -31,8 +31,12 @@ class StepClock:
         before: Mapping[str, float] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ):
-        self.tokens, self.flops, self._peak = tokens, flops, peak_flops
-        self._now, self.current, self._since = now, "start and end", now()
+        self.tokens = tokens
+        self.flops = flops
+        self._peak = peak_flops
+        self._now = now
+        self.current = "start and end"
+        self._since = now()
         self._seconds = defaultdict(float, before or {})
         wait = self._seconds["data wait"]
         self._num_steps = self._last = 0
@@ -40,12 +44,19 @@ class StepClock:
 
     @classmethod
     def for_run(
-        cls, config: Config, tokens_of: Callable[[Shape], int], before: Mapping[str, float] | None
+        cls,
+        config: Config,
+        tokens_of: Callable[[Shape], int],
+        before: Mapping[str, float] | None,
     ) -> "StepClock":
         """Returns the clock of a run on all devices."""
         shapes = set(config.shapes.pieces.values())
-        costs = {s: tokens_of(s) * model_flops_per_token(config.gpt(), s) for s in shapes}
-        tokens, flops = (partial(config.shapes.sum, of) for of in (tokens_of, costs.__getitem__))
+        costs = {
+            s: tokens_of(s) * model_flops_per_token(config.gpt(), s) for s in shapes
+        }
+        tokens, flops = (
+            partial(config.shapes.sum, of) for of in (tokens_of, costs.__getitem__)
+        )
         return cls(tokens, flops, total_peak_flops(config.precision.compute), before)
 
     @contextlib.contextmanager
@@ -61,18 +72,23 @@ class StepClock:
 
     def count_step(self, step: int) -> None:
         """Counts an optimizer step, the one after the step before."""
-        self._num_steps, self._last = self._num_steps + 1, step
+        self._num_steps = self._num_steps + 1
+        self._last = step
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
-        total, wait = self.total_seconds, self._seconds["data wait"]
+        total = self.total_seconds
+        wait = self._seconds["data wait"]
         now = self._num_steps, self._seconds["step"] + wait, wait
-        steps, seconds, wait = (new - old for new, old in zip(now, self._read, strict=True))
+        steps, seconds, wait = (
+            new - old for new, old in zip(now, self._read, strict=True)
+        )
         self._read = now
         if not (steps and seconds):
             return {}
         tokens, flops = (
-            f(self._last) - f(self._last - int(steps)) for f in (self.tokens, self.flops)
+            f(self._last) - f(self._last - int(steps))
+            for f in (self.tokens, self.flops)
         )
         metrics = {
             "perf/step_seconds": seconds / steps,
@@ -89,7 +105,9 @@ class StepClock:
         """Returns the seconds of each phase, for the line of a save, from which a run goes on."""
         self._switch(self.current)
         spent = self._seconds.items()
-        return {f"{SECONDS}{name}": s for name, s in spent if name not in ("lost", "down")}
+        return {
+            f"{SECONDS}{name}": s for name, s in spent if name not in ("lost", "down")
+        }
 
     @property
     def total_seconds(self) -> float:
@@ -101,9 +119,14 @@ class StepClock:
         """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
         total = self.total_seconds
         ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
-        return {{"step": "goodput"}.get(name, name): each / total for name, each in ranked if each}
+        return {
+            {"step": "goodput"}.get(name, name): each / total
+            for name, each in ranked
+            if each
+        }
 
     def _switch(self, name: str) -> None:
         now = self._now()
         self._seconds[self.current] += now - self._since
-        self.current, self._since = name, now
+        self.current = name
+        self._since = now

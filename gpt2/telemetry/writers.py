@@ -34,7 +34,8 @@ class EventFile(Writer):
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         directory.mkdir(parents=True, exist_ok=True)
-        self._event, self._summary = Event, summary
+        self._event = Event
+        self._summary = summary
         # Names count whole seconds: a file of the same name would be replaced.
         self._file = event_file_writer.EventsWriter(
             str(directory / "events"), filename_suffix=f".{time.time_ns()}"
@@ -71,7 +72,9 @@ class Wandb(Writer):
             identity.write_text(secrets.token_hex(8))
         about = dict(name=workdir.resolve().name, dir=str(workdir), config=dict(config))
         # Of two values for a step, W&B keeps the first: the same.
-        self._run = wandb.init(project="gpt2", id=identity.read_text(), resume="allow", **about)
+        self._run = wandb.init(
+            project="gpt2", id=identity.read_text(), resume="allow", **about
+        )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs metrics by name."""

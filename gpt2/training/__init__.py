@@ -7,4 +7,11 @@ from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.steps import next_token_loss
 
-__all__ = ["Batches", "Checkpointer", "Diagnosis", "Program", "TrainState", "next_token_loss"]
+__all__ = [
+    "Batches",
+    "Checkpointer",
+    "Diagnosis",
+    "Program",
+    "TrainState",
+    "next_token_loss",
+]

@@ -14,7 +14,7 @@ from gpt2.config.shapes import Shape
 from gpt2.data.dataset import Dataset
 from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.own import OwnBatches
-from gpt2.errors import refuse
+from gpt2.errors import UserError
 from gpt2.parallel import Backend, distributed
 from gpt2.utils.text import format_count
 
@@ -25,19 +25,28 @@ class Batches:
     """A run's batches: each process reads its own devices' rows, and puts them there ahead."""
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
-        self.dataset, self._put, data = dataset, backend.put_batch, config.data
-        self._local_rows, self._shapes = functools.cache(backend.local_rows), config.shapes
-        self._num_steps, micro = config.train.num_steps, config.micro_batch_size
-        self._eval_rows, length = self._local_rows(micro), config.model.context_length
+        self.dataset = dataset
+        self._put = backend.put_batch
+        data = config.data
+        self._local_rows = functools.cache(backend.local_rows)
+        self._shapes = config.shapes
+        self._num_steps = config.train.num_steps
+        micro = config.micro_batch_size
+        self._eval_rows = self._local_rows(micro)
+        length = config.model.context_length
         self._most = config.train.eval_batches or None
         if dataset.own:
             fixed = config.train.batch_schedule or config.train.context_schedule
-            refuse(fixed, f"{data.corpus} gives batches of one shape")
-            rows, vocab_size = self._local_rows(data.batch_size), config.model.vocab_size
+            if fixed:
+                raise UserError(f"{data.corpus} gives batches of one shape")
+            rows = self._local_rows(data.batch_size)
+            vocab_size = config.model.vocab_size
             shape = rows.stop - rows.start, length
             self._train: Any = OwnBatches(data.corpus, dataset.own, shape, vocab_size)
             return
-        options: dict[str, Any] = dict(context_length=length, document_mask=data.document_mask)
+        options: dict[str, Any] = dict(
+            context_length=length, document_mask=data.document_mask
+        )
         order: dict[str, Any] = dict(batch_size=data.batch_size, shapes=config.shapes)
         order |= dict(seed=config.seed, packing=data.packing)
         self._train = TrainLoader(dataset, **order, **options)
@@ -54,8 +63,12 @@ class Batches:
     @property
     def phase(self) -> str:
         """What a wait for a batch counts as: it may take as long as a preparation."""
-        growths = [part.growth for _, part in self.dataset.parts.values() if part.growth]
-        return "data wait" if all(each.whole.done() for each in growths) else "preparation"
+        growths = [
+            part.growth for _, part in self.dataset.parts.values() if part.growth
+        ]
+        return (
+            "data wait" if all(each.whole.done() for each in growths) else "preparation"
+        )
 
     def _read(self, step: int) -> Any:
         rows = self._local_rows(self._shapes.at(step + 1).batch_size)
@@ -70,7 +83,8 @@ class Batches:
         """
         if position:
             what = f"the checkpoint holds the places of {len(position)} processes in their batches"
-            refuse(len(position) != jax.process_count(), what, "Start as many")
+            if len(position) != jax.process_count():
+                raise UserError(what, "Start as many")
             self._train.restored = position[jax.process_index()]
         return prefetch(self._read, range(start, stop))
 
@@ -80,7 +94,9 @@ class Batches:
         Also tokens to predict for each byte of held-out text, if a validation covers all of it.
         """
         if self.dataset.own:
-            batches = self._train.validation(self._eval_rows.stop - self._eval_rows.start)
+            batches = self._train.validation(
+                self._eval_rows.stop - self._eval_rows.start
+            )
             first = itertools.islice(batches, number or self._most)
             return {"": (1.0, map(self._put, first))}, None
         read = lambda part, step: self._put(part.batch(step, self._eval_rows))  # noqa: E731
@@ -88,17 +104,24 @@ class Batches:
             name: (share, prefetch(partial(read, part), range(number or len(part))))
             for name, (share, part) in self._held_out.items()
         }
-        is_whole = not number and all(loader.is_whole for _, loader in self._held_out.values())
+        is_whole = not number and all(
+            loader.is_whole for _, loader in self._held_out.values()
+        )
         return held_out, self.dataset.targets_per_byte if is_whole else None
 
     def examples(self, start: int = 0) -> tuple[dict[Shape, Any], Any]:
         """Returns a batch of each shape after `start`, and one of validation."""
         ((_, held_out), *_) = self.validation(1)[0].values()
-        held_out, examples = next(iter(held_out)), dict[Shape, Any]()
-        begins = (begin for begin in self._shapes.pieces if start < begin < self._num_steps)
+        held_out = next(iter(held_out))
+        examples = dict[Shape, Any]()
+        begins = (
+            begin for begin in self._shapes.pieces if start < begin < self._num_steps
+        )
         for shape in (self._shapes.at(begin + 1) for begin in (start, *begins)):
             rows = self._local_rows(shape.batch_size)
-            for length in {min(length, shape.context_length) for length in self._train.lengths}:
+            for length in {
+                min(length, shape.context_length) for length in self._train.lengths
+            }:
                 zeros = np.zeros((rows.stop - rows.start, length), np.int32)
                 each = self._put(dict.fromkeys(held_out, zeros))
                 examples[shape._replace(context_length=length)] = each
@@ -112,19 +135,28 @@ class Batches:
         """Returns what so many steps read, as text for people."""
         lines = list[str]()
         for name, epochs in self._train.epochs(num_steps).items():
-            splits, note = self.dataset.parts[name][1].splits, self._train.sources[name].note
-            tokens, held = (format_count(splits[n].num_tokens) for n in ("train", "validation"))
+            splits = self.dataset.parts[name][1].splits
+            note = self._train.sources[name].note
+            tokens, held = (
+                format_count(splits[n].num_tokens) for n in ("train", "validation")
+            )
             text = f"{tokens} tokens, seen {epochs:.2g} times; {held} held out"
             if self.dataset.parts[name][1].growth:
-                text = f"{tokens} tokens so far, {held} held out; more are being prepared"
+                text = (
+                    f"{tokens} tokens so far, {held} held out; more are being prepared"
+                )
             lines.append(f"{name}: " * bool(name) + text + f"; {note}" * bool(note))
         return f"\n{'':9}".join(lines) or "batches of its own"
 
     def epoch_end(self, step: int) -> str:
         """Returns a line if the step, counted from 1, ends epoch 1, 2, 4, 8, ...; else nothing."""
-        lines, before = list[str](), self._train.epochs(step - 1)
+        lines = list[str]()
+        before = self._train.epochs(step - 1)
         for name, epochs in self._train.epochs(step).items():
             if (epoch := int(epochs)).bit_length() > int(before[name]).bit_length():
-                which, rows = f" of {name}" * bool(name), self._train.sources[name].num_rows
-                lines.append(f"epoch {epoch}{which} ends: all {rows:,} rows have been seen")
+                which = f" of {name}" * bool(name)
+                rows = self._train.sources[name].num_rows
+                lines.append(
+                    f"epoch {epoch}{which} ends: all {rows:,} rows have been seen"
+                )
         return "; ".join([*lines, "the next one has another order"] if lines else [])

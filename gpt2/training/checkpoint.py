@@ -45,7 +45,11 @@ class Checkpointer(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, workdir: Path | str, keep: int = 1, keep_every: int = 0, read_only: bool = False
+        self,
+        workdir: Path | str,
+        keep: int = 1,
+        keep_every: int = 0,
+        read_only: bool = False,
     ):
         self._workdir = Path(workdir).resolve()
         self._directory = self._workdir / "checkpoints"
@@ -53,7 +57,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.failure = ""  # why the newest state that was to be saved is not
         score = lambda metrics: metrics[METRIC]  # noqa: E731
         best = policy.BestN(
-            get_metric_fn=score, reverse=True, n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=score,
+            reverse=True,
+            n=1,
+            keep_checkpoints_without_metrics=False,
         )
         kept = [policy.LatestN(keep), best]
         kept += [policy.EveryNSteps(keep_every)] if keep_every else []
@@ -65,7 +72,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             create=not read_only,
             cleanup_tmp_directories=not read_only,
             async_options=ocp.options.AsyncOptions(
-                barrier_sync_fn=self._wait_for_others if jax.process_count() > 1 else None,
+                barrier_sync_fn=self._wait_for_others
+                if jax.process_count() > 1
+                else None,
                 create_directories_asynchronously=False,  # or a read-only disk is tried for minutes
             ),
         )
@@ -115,18 +124,25 @@ class Checkpointer(contextlib.AbstractContextManager):
             return
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         if distributed.from_first(shutil.disk_usage(self._workdir).free < needed):
-            self._warn(step, "no room is left on the disk")  # a save would fill it, and fail
+            self._warn(
+                step, "no room is left on the disk"
+            )  # a save would fill it, and fail
             return
         self._saving = step
         layout: dict[str, Any] = dict(scan_layers=is_scanned(state.params))
         layout |= dict(guard=state.guard is not None, position=list(position))
         try:
-            if jax.process_count() > 1 and stores.url_of(self._workdir):  # disks of their own
+            if jax.process_count() > 1 and stores.url_of(
+                self._workdir
+            ):  # disks of their own
                 state = jax.tree.map(_gathered, state)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    **{name: ocp.args.StandardSave(part) for name, part in _parts(state).items()},
+                    **{
+                        name: ocp.args.StandardSave(part)
+                        for name, part in _parts(state).items()
+                    },
                     layout=ocp.args.JsonSave(layout),
                     digests=ocp.args.JsonSave({}),
                 ),
@@ -142,10 +158,18 @@ class Checkpointer(contextlib.AbstractContextManager):
         saved = _as_saved(shapes, layout["scan_layers"])
         # A run may gain a guard, lose it, or lower its limit when it continues.
         parts = _parts(saved if layout["guard"] else saved.replace(guard=None))
-        items = self._read(step, **{n: ocp.args.StandardRestore(p) for n, p in parts.items()})
+        items = self._read(
+            step, **{n: ocp.args.StandardRestore(p) for n, p in parts.items()}
+        )
         zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
-        guard = items["guard"].capped() if "guard" in parts else jax.tree.map(zeros, shapes.guard)
-        state = TrainState(**items["rest"] | {"params": items["params"], "guard": guard})
+        guard = (
+            items["guard"].capped()
+            if "guard" in parts
+            else jax.tree.map(zeros, shapes.guard)
+        )
+        state = TrainState(
+            **items["rest"] | {"params": items["params"], "guard": guard}
+        )
         return _in_layout_of(shapes, state)
 
     def position(self, step: int) -> list[str]:
@@ -165,7 +189,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Orbax and TensorStore raise many kinds
             what = f"checkpoint {self._directory / str(step)} cannot be read ({_first_line(error)})"
-            raise UserError(what, "Use the code that saved it, or another checkpoint") from error
+            raise UserError(
+                what, "Use the code that saved it, or another checkpoint"
+            ) from error
 
     def wait(self) -> None:
         """Returns once everything saved is on disk, or has failed."""
@@ -176,22 +202,28 @@ class Checkpointer(contextlib.AbstractContextManager):
         except Exception as error:  # of many kinds
             self._recover(error)
         else:
-            self._saving, self.failure = None, ""
+            self._saving = None
+            self.failure = ""
 
     def close(self) -> None:
         """Waits until everything saved is on disk, and ends the saving threads."""
         self.wait()
         self._manager.close()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or jax.process_count() == 1:  # else a save would wait for the others
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        if (
+            error is None or jax.process_count() == 1
+        ):  # else a save would wait for the others
             self.close()
 
     def _recover(self, error: Exception) -> None:
         """Tells of a save that failed, and goes on with the checkpoints before it."""
         if jax.process_count() > 1:
             raise self._for_all(error)
-        step, self._saving = self._saving, None
+        step = self._saving
+        self._saving = None
         with contextlib.suppress(Exception):
             self._manager.close()
         self._open()  # which removes what the save left
@@ -201,7 +233,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._warn(step, _first_line(error))
 
     def _warn(self, step: int | None, reason: str) -> None:
-        self.failure = f"the state of step {step} is not saved in {self._directory} ({reason})"
+        self.failure = (
+            f"the state of step {step} is not saved in {self._directory} ({reason})"
+        )
         distributed.only_first(warn)(f"{self.failure}; the run goes on")
 
     def _for_all(self, error: Exception) -> Exception:
@@ -223,8 +257,12 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     config = with_options(load_config(Path(workdir)), defaults)
     config = dataclasses.replace(config, parallel=ParallelConfig())
     if not (saved := saved_steps(workdir)):
-        raise UserError(f"{workdir} holds no checkpoint yet", "Train for longer, or wait")
-    if damage := "; ".join(filter(None, (find_damage(workdir, s, ("metrics",)) for s in saved))):
+        raise UserError(
+            f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
+        )
+    if damage := "; ".join(
+        filter(None, (find_damage(workdir, s, ("metrics",)) for s in saved))
+    ):
         raise UserError(damage, "Restore it from a copy, or move it elsewhere")
     device = jax.local_devices()[0]
     shapes = Program.from_config(config, [device]).state_shapes
@@ -233,8 +271,12 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         latest = max(steps.values(), default=None)
         steps |= {"latest": latest, "best": (checkpointer.best() or [latest])[0]}
         if (step := steps.get(str(which))) is None:
-            raise UserError(f"{workdir} has no checkpoint {which}", f"Use {', '.join(steps)}")
-        averages = config.optim.averages  # for which the optimizer's state is read whole
+            raise UserError(
+                f"{workdir} has no checkpoint {which}", f"Use {', '.join(steps)}"
+            )
+        averages = (
+            config.optim.averages
+        )  # for which the optimizer's state is read whole
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
             raise UserError(damage, "Restore it from a copy, or use another")
         if averages:
@@ -292,14 +334,20 @@ def _parts(state: TrainState) -> dict[str, Any]:
 def _as_saved(target: Any, scanned: bool) -> Any:
     """Returns the shapes and shardings of `target` with its layers as they were saved."""
 
-    def reshaped(leaf: jax.ShapeDtypeStruct, shape: tuple, spec: Any) -> jax.ShapeDtypeStruct:
+    def reshaped(
+        leaf: jax.ShapeDtypeStruct, shape: tuple, spec: Any
+    ) -> jax.ShapeDtypeStruct:
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec(sharding.spec)))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    def stack(leaf: jax.ShapeDtypeStruct, *others: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return reshaped(leaf, (1 + len(others), *leaf.shape), lambda spec: (None, *spec))
+    def stack(
+        leaf: jax.ShapeDtypeStruct, *others: jax.ShapeDtypeStruct
+    ) -> jax.ShapeDtypeStruct:
+        return reshaped(
+            leaf, (1 + len(others), *leaf.shape), lambda spec: (None, *spec)
+        )
 
     def take(leaf: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
         return reshaped(leaf, leaf.shape[1:], lambda spec: spec[1:])
@@ -313,4 +361,6 @@ def _in_layout_of(target: Any, restored: Any) -> Any:
     if is_scanned(restored) == scanned:
         return restored
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-    return jax.jit(partial(in_layout, scanned=scanned), out_shardings=shardings)(restored)
+    return jax.jit(partial(in_layout, scanned=scanned), out_shardings=shardings)(
+        restored
+    )

@@ -24,10 +24,16 @@ def latest_step(workdir: Path | str) -> int | None:
     return max(saved_steps(workdir), default=None)
 
 
-def newest_whole_step(workdir: Path | str, after: int = -1, *, read: bool = True) -> int | None:
+def newest_whole_step(
+    workdir: Path | str, after: int = -1, *, read: bool = True
+) -> int | None:
     """Returns the newest step beyond `after` whose checkpoint is whole, or None."""
-    steps = sorted((step for step in saved_steps(workdir) if step > after), reverse=True)
-    return next((step for step in steps if not find_damage(workdir, step, read=read)), None)
+    steps = sorted(
+        (step for step in saved_steps(workdir) if step > after), reverse=True
+    )
+    return next(
+        (step for step in steps if not find_damage(workdir, step, read=read)), None
+    )
 
 
 def find_damage(
@@ -41,7 +47,11 @@ def find_damage(
     saved = files.read_sealed(folder / "digests" / "digests")
     if saved is None:
         return f"checkpoint {folder} is damaged (digests/digests is missing or was altered)"
-    found = {name: saved["files"][name] for name in saved["files"] if name.split("/")[0] in items}
+    found = {
+        name: saved["files"][name]
+        for name in saved["files"]
+        if name.split("/")[0] in items
+    }
     stores.complete(Path(workdir), (f"checkpoints/{step}/{name}" for name in found))
     damage = files.find_damage(folder, found, read=read)
     return f"checkpoint {folder} is damaged ({damage})" if damage else ""

@@ -21,11 +21,16 @@ def hash_code(source: Path = SOURCE) -> str:
 
     Comments, docstrings and the breaking of lines do not count, the version of Python does.
     """
-    package, digest = source / "gpt2", hashlib.sha256()
+    package = source / "gpt2"
+    digest = hashlib.sha256()
     found = package.rglob("[!.]*.py")  # editors keep files of their own, with a dot
     paths = [path for path in found if path.relative_to(package).parts[0] not in _ASIDE]
-    for path in sorted([*paths, *source.glob("train.py"), *package.glob("evals/validation.py")]):
-        digest.update(f"{path.relative_to(source)}\n{_bare(path.read_bytes())}\n".encode())
+    for path in sorted(
+        [*paths, *source.glob("train.py"), *package.glob("evals/validation.py")]
+    ):
+        digest.update(
+            f"{path.relative_to(source)}\n{_bare(path.read_bytes())}\n".encode()
+        )
     return digest.hexdigest()[:12]
 
 
@@ -47,7 +52,8 @@ def read_starts(workdir: Path) -> list[dict[str, Any]]:
 
     A start from an earlier step does away with the steps of those before it.
     """
-    path, starts = workdir / "environment.jsonl", list[dict[str, Any]]()
+    path = workdir / "environment.jsonl"
+    starts = list[dict[str, Any]]()
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         start = {"code": "unknown"} | json.loads(line)  # of earlier versions
         starts = [each for each in starts if each["step"] < start["step"]] + [start]

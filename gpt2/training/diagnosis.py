@@ -50,28 +50,49 @@ class Diagnosis:
         try:
             origin = self._find_origin(error, state)
         except Exception as failure:  # of many kinds, such as too little memory
-            origin = f"where it began is not known ({type(failure).__name__}: {failure})"
-        best = self.checkpointer.best()  # the newest may be finite and spoilt all the same
+            origin = (
+                f"where it began is not known ({type(failure).__name__}: {failure})"
+            )
+        best = (
+            self.checkpointer.best()
+        )  # the newest may be finite and spoilt all the same
         good = best[0] if best else latest_step(self.workdir)
-        how = f" and start from --config.train.init_from=run:{self.workdir}@{good}" if good else ""
+        how = (
+            f" and start from --config.train.init_from=run:{self.workdir}@{good}"
+            if good
+            else ""
+        )
         how = f"Lower --config.optim.learning_rate{how}"
         return UserError(f"{error}: {origin}", how, exit_code=3)
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
         program = self.program
         if error.before:
-            step, number = error.step - 1, program.config.train.accumulate_steps
+            step = error.step - 1
+            number = program.config.train.accumulate_steps
             shapes = program.config.shapes
             if state.guard is None:  # else it is as it was before the step
-                jax.tree.map(lambda leaf: leaf.delete(), state)  # no device may hold two
-                start, like = find_start(self.workdir), program.state_shapes
-                state = self.checkpointer.restore(start, like) if start else self.first_state()
-                for count, batch in enumerate(self.batches.train(start, step), start + 1):
+                jax.tree.map(
+                    lambda leaf: leaf.delete(), state
+                )  # no device may hold two
+                start = find_start(self.workdir)
+                like = program.state_shapes
+                state = (
+                    self.checkpointer.restore(start, like)
+                    if start
+                    else self.first_state()
+                )
+                for count, batch in enumerate(
+                    self.batches.train(start, step), start + 1
+                ):
                     state, _ = self.steps[shapes.find(count, batch)][0](state, batch)
-            params, source = state.params, self.batches.train(step, step + 1)
+            params = state.params
+            source = self.batches.train(step, step + 1)
             program = program.at(shapes.at(error.step))
         else:
-            step, number, params = None, 1, state.eval_params
+            step = None
+            number = 1
+            params = state.eval_params
             held_out = self.batches.validation()[0].values()
             source = (batch for _, batches in held_out for batch in batches)
         names = list[str]()
@@ -80,36 +101,52 @@ class Diagnosis:
             flags = gather_whole(probe(params, batch), program.backend.mesh)
             for index, row in enumerate(jax.device_get(flags), 1 + count):
                 if row.any():
-                    where = "micro-batch" if error.before else "batch of the validation split"
-                    return f"{names[(row > 0).argmax()]} was the first, in {where} {index}"
+                    where = (
+                        "micro-batch"
+                        if error.before
+                        else "batch of the validation split"
+                    )
+                    return (
+                        f"{names[(row > 0).argmax()]} was the first, in {where} {index}"
+                    )
         return "run again, all is finite, which points to the hardware or to a sum"
 
 
-def _make_probe(program: Program, step: int | None, number: int, names: list[str]) -> Callable:
+def _make_probe(
+    program: Program, step: int | None, number: int, names: list[str]
+) -> Callable:
     """Returns `probe(params, batch, map_sum) -> flags` [number of micro-batches, tensors], int32.
 
     Above 0 is NaN or Inf. Tracing sets `names` of tensors in the order in which they are computed.
     """
     tensors = lambda tree: flatten_dict(in_layout(tree, scanned=False), sep="/")  # noqa: E731
     loss = evaluation_loss(program.model) if step is None else program.loss
-    modules = dict[str, None]()  # in the order in which they end, with `h` for every layer
+    modules = dict[
+        str, None
+    ]()  # in the order in which they end, with `h` for every layer
 
     def note(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-        output, module = next_method(*args, **kwargs), context.module
+        output = next_method(*args, **kwargs)
+        module = context.module
         if module.path and context.method_name in ("__call__", "first"):
             modules[_LAYER.sub("h", "/".join(module.path))] = None
             report(module, "output", _is_bad(output))
         return output
 
     def place(name: str) -> tuple[int, int, int]:
-        inside, layer = f"{_LAYER.sub('h', name)}/", _LAYER.match(name)
+        inside = f"{_LAYER.sub('h', name)}/"
+        layer = _LAYER.match(name)
         at = [i for i, module in enumerate(modules) if inside.startswith(f"{module}/")]
         at = at or [len(modules)]  # the head, which is no module
         return max(at), int(layer[1]) if layer else 0, min(at)
 
     def look(params: Any, rows: Batch, device: Any) -> tuple[jax.Array, None]:
         def flags_for(micro_batch: Batch, index: jax.Array) -> jax.Array:
-            key = None if step is None else dropout_key(program.config.seed, step, index, device)
+            key = (
+                None
+                if step is None
+                else dropout_key(program.config.seed, step, index, device)
+            )
 
             def forward(params: Any) -> tuple[jax.Array, Any]:
                 with nn.intercept_methods(note):
@@ -117,12 +154,21 @@ def _make_probe(program: Program, step: int | None, number: int, names: list[str
                 return sums["loss"][0], sums
 
             (total, sums), grads = jax.value_and_grad(forward, has_aux=True)(params)
-            weights, grads = tensors(params), tensors(grads)
-            outputs = {n.removesuffix("/output"): sums[n][0] for n in sums if n.endswith("/output")}
+            weights = tensors(params)
+            grads = tensors(grads)
+            outputs = {
+                n.removesuffix("/output"): sums[n][0]
+                for n in sums
+                if n.endswith("/output")
+            }
             flags = {f"parameter {n}": _is_bad(leaf) for n, leaf in weights.items()}
-            flags |= {f"the output of {n}": outputs[n] > 0 for n in sorted(outputs, key=place)}
+            flags |= {
+                f"the output of {n}": outputs[n] > 0 for n in sorted(outputs, key=place)
+            }
             flags["the loss"] = _is_bad(total)
-            for n in sorted(grads, key=place, reverse=True):  # as the backward pass goes
+            for n in sorted(
+                grads, key=place, reverse=True
+            ):  # as the backward pass goes
                 flags[f"the gradient of {n}"] = _is_bad(grads[n])
             names[:] = flags
             found = jnp.stack(list(flags.values()))
@@ -134,5 +180,9 @@ def _make_probe(program: Program, step: int | None, number: int, names: list[str
 
 
 def _is_bad(tree: Any) -> jax.Array:
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    arrays = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     return ~jnp.stack([jnp.isfinite(leaf).all() for leaf in arrays]).all()

@@ -73,18 +73,24 @@ class Program:
         check_layout(config, len(devices))
         gpt = model(config.gpt())
         rates = schedule(config.optim, config.train.num_steps)
-        sizes = dict(num_steps=config.train.num_steps, width_ratio=config.model.width_ratio)
+        sizes = dict(
+            num_steps=config.train.num_steps, width_ratio=config.model.width_ratio
+        )
         chain = optimizer(config.optim, rates, **sizes)
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
         resolve_attention(gpt.config, devices[0])
         gather = choose_gather(config, devices, num_params(shapes))
-        backend = make_backend(config.parallel, gpt.logical_axes(), list(devices), gather_by=gather)
+        backend = make_backend(
+            config.parallel, gpt.logical_axes(), list(devices), gather_by=gather
+        )
         update = loss(gpt, config.loss), chain, rates
         options = dict(seed=config.seed, accumulate_steps=config.train.accumulate_steps)
         train_step = make_train_step(*update, **options)
         watch_step = make_watch_step(make_update(*update, **options))
         eval_step = make_eval_step(evaluation_loss(gpt))
-        parts: Any = dict(model=model, loss=loss, schedule=schedule, optimizer=optimizer)
+        parts: Any = dict(
+            model=model, loss=loss, schedule=schedule, optimizer=optimizer
+        )
         again = partial(cls.from_config, devices=devices, **parts)
         steps = train_step, watch_step, eval_step
         return cls(config, gpt, update[0], chain, backend, *steps, again)
@@ -94,7 +100,8 @@ class Program:
         return self._first_state(draw_params(self.model, key))
 
     def _first_state(self, params: Any) -> TrainState:
-        compute, train = self.config.precision.compute, self.config.train
+        compute = self.config.precision.compute
+        train = self.config.train
         return TrainState.create(params, self.optimizer, compute, train)
 
     def init_state(self, params: Any = None) -> TrainState:
@@ -105,7 +112,9 @@ class Program:
         if params is None:
             return self.backend.init_state(self.init, init_key(self.config.seed))
         shardings = self.backend.state_shardings(self.state_shapes).params
-        return self.backend.init_state(self._first_state, jax.device_put(params, shardings))
+        return self.backend.init_state(
+            self._first_state, jax.device_put(params, shardings)
+        )
 
     @functools.cached_property
     def state_shapes(self) -> TrainState:
@@ -133,9 +142,12 @@ class Program:
 
     def describe(self, batches: Batches, steps: Steps, start: int) -> str:
         """Returns the run's first screen: what its options do not tell."""
-        num_steps, compiled = self.config.train.num_steps, [each for each, _ in steps.values()]
+        num_steps = self.config.train.num_steps
+        compiled = [each for each, _ in steps.values()]
         ends = [self.config.shapes.at(step) for step in (start + 1, num_steps)]
-        sizes = " to ".join(dict.fromkeys(f"{batches.tokens_of(shape):,}" for shape in ends))
+        sizes = " to ".join(
+            dict.fromkeys(f"{batches.tokens_of(shape):,}" for shape in ends)
+        )
         peak = format_bytes(max(each.peak_bytes for each in compiled))
         seconds = max(each.compile_seconds for each in compiled)
         kind = self.backend.mesh.devices.flat[0].device_kind
@@ -158,7 +170,10 @@ class Program:
         steps = Steps()
         for shape, batch in examples.items():
             program = self.at(shape)
-            steps[shape] = program.compile_train(state, batch), program.compile_watch(state, batch)
+            steps[shape] = (
+                program.compile_train(state, batch),
+                program.compile_watch(state, batch),
+            )
         return steps
 
     def traced_text(self, steps: Steps) -> str:
@@ -174,8 +189,11 @@ class Program:
         return self._compile(self.backend.compile_train(self.train_step), state, batch)
 
     def _compile(self, step: Any, state: TrainState, batch: Any) -> CompiledStep:
-        cfg, platform = self.model.config, platform_of(self.backend.mesh.devices.flat[0])
-        options = compiler_options(cfg.remat, looped=cfg.loops_over_layers, platform=platform)
+        cfg = self.model.config
+        platform = platform_of(self.backend.mesh.devices.flat[0])
+        options = compiler_options(
+            cfg.remat, looped=cfg.loops_over_layers, platform=platform
+        )
         return compile_once(step, state, batch, options=options)
 
     def compile_watch(
@@ -185,8 +203,12 @@ class Program:
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
-        compiled = self._compile(self.backend.compile_watch(self.watch_step), state, batch)
-        return lambda step, state, batch: None if step % every else compiled(state, batch)
+        compiled = self._compile(
+            self.backend.compile_watch(self.watch_step), state, batch
+        )
+        return lambda step, state, batch: (
+            None if step % every else compiled(state, batch)
+        )
 
     def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
         """Compiles `(params, batch) -> {name: (sum, count)}`."""
@@ -199,7 +221,9 @@ def draw_params(model: GPT, key: jax.Array) -> Any:
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
 
-def choose_gather(config: Config, devices: Sequence[jax.Device], num_params: int) -> str:
+def choose_gather(
+    config: Config, devices: Sequence[jax.Device], num_params: int
+) -> str:
     """Returns when parameters are gathered over `fsdp`: by `layer` or by `step`."""
     if config.parallel.fsdp_gather != "auto":
         return config.parallel.fsdp_gather
@@ -211,4 +235,6 @@ def choose_gather(config: Config, devices: Sequence[jax.Device], num_params: int
         return "layer"
     # `step` sends less, and holds parameters and gradients, 8 bytes each.
     name = board_name(devices[0].device_kind)
-    return "layer" if name and 8 * num_params > 0.5 * 1e9 * BOARDS[name].memory else "step"
+    return (
+        "layer" if name and 8 * num_params > 0.5 * 1e9 * BOARDS[name].memory else "step"
+    )

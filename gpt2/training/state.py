@@ -16,7 +16,9 @@ class LossScale(struct.PyTreeNode):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2)."""
 
     scale: jax.Array  # float32 scalar that multiplies the loss
-    good_steps: jax.Array  # int32 scalar, steps with finite gradients since `scale` last changed
+    good_steps: (
+        jax.Array
+    )  # int32 scalar, steps with finite gradients since `scale` last changed
 
     GROWTH_INTERVAL = 2000
 
@@ -28,7 +30,9 @@ class LossScale(struct.PyTreeNode):
     def update(self, finite: jax.Array) -> "LossScale":
         """Halves the scale after an overflow, doubles it after `GROWTH_INTERVAL` good steps."""
         grown = finite & (self.good_steps + 1 >= self.GROWTH_INTERVAL)
-        scale = jnp.where(finite, jnp.where(grown, self.scale * 2, self.scale), self.scale / 2)
+        scale = jnp.where(
+            finite, jnp.where(grown, self.scale * 2, self.scale), self.scale / 2
+        )
         good_steps = jnp.where(finite & ~grown, self.good_steps + 1, 0)
         return LossScale(jnp.clip(scale, 1.0, 2.0**24), good_steps)
 

@@ -24,15 +24,22 @@ def make_watch_step(
     `update_norm/NAME`.
     """
 
-    def watch_step(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Metrics:
-        step, norms = update(state, batch, map_sum), Metrics()
+    def watch_step(
+        state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
+    ) -> Metrics:
+        step = update(state, batch, map_sum)
+        norms = Metrics()
 
         def note(kind: str, path: tuple[str, ...], leaf: jax.Array) -> None:
             each = leaf if is_stacked(path) else [leaf]
             for name, tensor in zip(unrolled_names(path, leaf), each, strict=True):
                 norms[f"{kind}_norm/{name}"] = jnp.sqrt(jnp.sum(jnp.square(tensor)))
 
-        for kind, tree in (("param", state.params), ("grad", step.grads), ("update", step.updates)):
+        for kind, tree in (
+            ("param", state.params),
+            ("grad", step.grads),
+            ("update", step.updates),
+        ):
             map_parameters(partial(note, kind), tree)
         return norms
 

@@ -43,11 +43,14 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
     there is no `loss.ahead`. train.py may swap this function for another of its signature.
     """
 
-    def loss(params: Any, batch: Batch, key: Any = None, step: jax.Array | None = None) -> Sums:
+    def loss(
+        params: Any, batch: Batch, key: Any = None, step: jax.Array | None = None
+    ) -> Sums:
         chex.assert_rank(batch["tokens"], 2)
         chex.assert_equal_shape(list(batch.values()))
         chex.assert_type(list(batch.values()), int)
-        drops, fade = key is not None and model.config.dropout > 0, options.ahead_fade
+        drops = key is not None and model.config.dropout > 0
+        fade = options.ahead_fade
         left = jnp.maximum(1 - step / fade, 0.0) if step is not None and fade else 1.0
         sums, variables = model.apply(
             {"params": params},
@@ -74,7 +77,10 @@ def on_one_device(function: Callable) -> Callable:
 
 def means(sums: Sums, prefix: str) -> Metrics:
     """Returns `{prefix + name: sum / count}`; where nothing was counted, the sum."""
-    return {prefix + name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
+    return {
+        prefix + name: total / jnp.maximum(count, 1.0)
+        for name, (total, count) in sums.items()
+    }
 
 
 class Update(NamedTuple):
@@ -102,7 +108,9 @@ def make_update(
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def update(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Update:
+    def update(
+        state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
+    ) -> Update:
         chex.assert_shape(state.step, ())
         chex.assert_type(state.step, int)
         scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
@@ -126,7 +134,8 @@ def make_update(
             # A product is not stored: docs/performance.md, XLA:CPU note 1.
             inverse = 1.0 / (scale * jnp.maximum(sums["loss"][1], 1.0))
             grads = jax.tree.map(lambda g: g * inverse, grads)
-            metrics, grad_norm = means(sums, "train/"), global_norm(grads)
+            metrics = means(sums, "train/")
+            grad_norm = global_norm(grads)
             keep, judged, about_skips = _judge(state, metrics["train/loss"], grad_norm)
 
             def take() -> tuple[Any, Any, Any]:
@@ -137,21 +146,32 @@ def make_update(
                 return optax.apply_updates(state.params, updates), opt_state, updates
 
             def skip() -> tuple[Any, Any, Any]:
-                return state.params, state.opt_state, jax.tree.map(jnp.zeros_like, state.params)
+                return (
+                    state.params,
+                    state.opt_state,
+                    jax.tree.map(jnp.zeros_like, state.params),
+                )
 
-            params, opt_state, updates = take() if keep is None else either(keep, take, skip)
+            params, opt_state, updates = (
+                take() if keep is None else either(keep, take, skip)
+            )
         metrics |= about_skips | {
             "train/grad_norm": grad_norm,
             "train/learning_rate": jnp.float32(schedule(num_updates(state.opt_state))),
         }
-        new_state = judged.replace(step=state.step + 1, params=params, opt_state=opt_state)
+        new_state = judged.replace(
+            step=state.step + 1, params=params, opt_state=opt_state
+        )
         return Update(new_state, metrics, grads, updates)
 
     return update
 
 
 def make_train_step(
-    loss: LossFn, optimizer: optax.GradientTransformation, schedule: optax.Schedule, **options: Any
+    loss: LossFn,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    **options: Any,
 ) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
     """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
@@ -159,7 +179,9 @@ def make_train_step(
     """
     update = make_update(loss, optimizer, schedule, **options)
 
-    def train_step(state: TrainState, batch: Batch, map_sum: MapSum = on_one_device) -> Any:
+    def train_step(
+        state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
+    ) -> Any:
         return update(state, batch, map_sum)[:2]
 
     return train_step
@@ -171,7 +193,8 @@ def _judge(
     """Returns whether to take a step, None for always, `state` that knows of it, and metrics."""
     keep: jax.Array | None = None
     overflows: Any = False
-    about_skips, loss_scale = Metrics(), state.loss_scale
+    about_skips = Metrics()
+    loss_scale = state.loss_scale
     if loss_scale is not None:
         keep = finite = jnp.isfinite(grad_norm)
         # A scale that cannot be lowered is not to blame.
@@ -180,7 +203,9 @@ def _judge(
         about_skips = {"bad_in_a_row": is_bad.astype(jnp.float32)}
         loss_scale = loss_scale.update(finite)
     if state.guard is not None:
-        keep, judged = state.guard.judge(loss, grad_norm)  # it keeps no step that overflows
+        keep, judged = state.guard.judge(
+            loss, grad_norm
+        )  # it keeps no step that overflows
         guard = _choose(overflows, state.guard, judged)
         loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
         about_skips = {
@@ -200,11 +225,15 @@ def make_eval_step(loss: LossFn) -> Callable[[Any, Batch, MapSum], Sums]:
     """Returns `eval_step(params, batch, map_sum=on_one_device)`: `loss` over the global batch."""
 
     def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
-        return map_sum(lambda params, rows, device: (loss(params, rows), None))(params, batch)[0]
+        return map_sum(lambda params, rows, device: (loss(params, rows), None))(
+            params, batch
+        )[0]
 
     return eval_step
 
 
 def evaluation_loss(model: GPT) -> LossFn:
     """Returns the plain cross-entropy of validation: no dropout, logits in float32."""
-    return next_token_loss(GPT(dataclasses.replace(model.config, logits_dtype="float32")))
+    return next_token_loss(
+        GPT(dataclasses.replace(model.config, logits_dtype="float32"))
+    )

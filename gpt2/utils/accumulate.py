@@ -19,7 +19,9 @@ def accumulate(
     """
     if num_micro_batches == 1:
         return function(batch, jnp.int32(0))
-    micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
+    micro_batches = jax.tree.map(
+        lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch
+    )
 
     def body(total, indexed_micro_batch):
         index, micro_batch = indexed_micro_batch
@@ -27,7 +29,8 @@ def accumulate(
 
     first = jax.tree.map(lambda x: x[0], micro_batches)
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, first, jnp.int32(0))
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(function, first, jnp.int32(0)),
     )
     indices = jnp.arange(num_micro_batches, dtype=jnp.int32)
     total, _ = jax.lax.scan(body, zeros, (indices, micro_batches))

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2.errors import UserError, refuse
+from gpt2.errors import UserError
 from gpt2.utils.files import is_locked, lock_for_good
 
 ALONE = "GPT2_ALONE"  # a variable of processes that are no part of what a launcher has begun
@@ -28,7 +28,9 @@ class Slot(NamedTuple):
 
     cores: Set[int]
     environment: dict[str, str]
-    task: dict[str, Any] | None = None  # in place of both, what a Ray cluster keeps for it
+    task: dict[str, Any] | None = (
+        None  # in place of both, what a Ray cluster keeps for it
+    )
 
 
 def connect(cluster: str) -> Any:
@@ -36,15 +38,22 @@ def connect(cluster: str) -> Any:
     if not cluster:
         return None
     kind, _, address = cluster.partition(":")
-    refuse(kind != "ray", f"--cluster={cluster} is not ray[:ADDRESS]")
+    if kind != "ray":
+        raise UserError(f"--cluster={cluster} is not ray[:ADDRESS]")
     try:
         import ray
 
-        if port := address.rpartition(":")[2]:  # where nobody answers, Ray would try for minutes
-            socket.create_connection((address.rpartition(":")[0], int(port)), 10).close()
+        if port := address.rpartition(":")[
+            2
+        ]:  # where nobody answers, Ray would try for minutes
+            socket.create_connection(
+                (address.rpartition(":")[0], int(port)), 10
+            ).close()
         ray.init(address or "auto")
     except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"no Ray cluster is reached ({error})", "See docs/cluster.md") from None
+        raise UserError(
+            f"no Ray cluster is reached ({error})", "See docs/cluster.md"
+        ) from None
     return ray
 
 
@@ -55,18 +64,26 @@ def open_pool(ray: Any) -> Iterator[tuple[int, Callable[..., Future]]]:
     Ray repeats what a lost node had. Threads suffice where calls release the interpreter lock.
     """
     if not ray:
-        number, interval = os.cpu_count() or 1, sys.getswitchinterval()
-        sys.setswitchinterval(2e-4)  # seconds for which they wait for the lock, less than 5e-3
+        number = os.cpu_count() or 1
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(
+            2e-4
+        )  # seconds for which they wait for the lock, less than 5e-3
         with ThreadPoolExecutor(number) as pool:
             yield number, pool.submit
         sys.setswitchinterval(interval)  # a run may follow
         return
     task = functools.cache(ray.remote(max_retries=-1))
     number = int(ray.cluster_resources().get("CPU", 1))
-    yield number, lambda function, *arguments: task(function).remote(*arguments).future()
+    yield (
+        number,
+        lambda function, *arguments: task(function).remote(*arguments).future(),
+    )
 
 
-def start(command: Sequence[str], log: Path, lock: Path, slot: Slot) -> "subprocess.Popen | Task":
+def start(
+    command: Sequence[str], log: Path, lock: Path, slot: Slot
+) -> "subprocess.Popen | Task":
     """Starts a Python file, which holds `lock`, appends to `log`, and gets SIGTERM when we end."""
     if slot.task:
         return Task(command, log, lock, slot.task)
@@ -91,12 +108,17 @@ def start(command: Sequence[str], log: Path, lock: Path, slot: Slot) -> "subproc
 class Task:
     """What `start` starts, on a Ray cluster, as a `subprocess.Popen`; a lost node's starts anew."""
 
-    def __init__(self, command: Sequence[str], log: Path, lock: Path, options: dict[str, Any]):
+    def __init__(
+        self, command: Sequence[str], log: Path, lock: Path, options: dict[str, Any]
+    ):
         import ray
 
         run = ray.remote(max_retries=-1, **options)(_run)
-        self._ends = run.remote(command, log, lock, os.getcwd(), options.get("num_cpus"))
-        self._ray, self.wait = ray, functools.partial(ray.wait, [self._ends])
+        self._ends = run.remote(
+            command, log, lock, os.getcwd(), options.get("num_cpus")
+        )
+        self._ray = ray
+        self.wait = functools.partial(ray.wait, [self._ends])
         self.terminate = functools.partial(ray.cancel, self._ends)
 
     def poll(self) -> int | None:
@@ -104,7 +126,9 @@ class Task:
         return self._ray.get(self._ends) if self.wait(timeout=0)[0] else None
 
 
-def _run(command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: int | None) -> int:
+def _run(
+    command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: int | None
+) -> int:
     """Runs what `start` starts, in a Ray worker, and returns the exit code."""
     os.chdir(folder)
     while is_locked(lock):  # where an earlier try still saves its state
@@ -122,6 +146,9 @@ def _run(command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: 
 @functools.cache
 def _own_cores(number: int | None) -> Set[int]:
     """Returns cores that this process keeps from others of its kind; all, without a number."""
-    cores, mine = os.sched_getaffinity(0), f"{tempfile.gettempdir()}/gpt2-{os.getuid()}-core"
-    free = (core for core in cores if not number or lock_for_good(Path(f"{mine}-{core}")))
+    cores = os.sched_getaffinity(0)
+    mine = f"{tempfile.gettempdir()}/gpt2-{os.getuid()}-core"
+    free = (
+        core for core in cores if not number or lock_for_good(Path(f"{mine}-{core}"))
+    )
     return set(itertools.islice(free, number)) or cores

@@ -79,14 +79,18 @@ def is_locked(path: Path) -> bool:
 
 def lock_for_good(path: Path) -> bool:
     """Takes the lock `path` until this process ends; returns False if another process holds it."""
-    return _take(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))  # never closed: that would unlock
+    return _take(
+        os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    )  # never closed: that would unlock
 
 
 def _take(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return not isinstance(error, BlockingIOError)  # else a file system without locks
+        return not isinstance(
+            error, BlockingIOError
+        )  # else a file system without locks
     return True
 
 
@@ -95,10 +99,15 @@ def digest_folder(folder: Path) -> dict[str, list[int]]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(4) as pool:
         sums = zip(paths, pool.map(_crc32, paths), strict=True)
-        return {str(path.relative_to(folder)): [path.stat().st_size, crc] for path, crc in sums}
+        return {
+            str(path.relative_to(folder)): [path.stat().st_size, crc]
+            for path, crc in sums
+        }
 
 
-def find_damage(folder: Path, digests: dict[str, list[int]], *, read: bool = True) -> str:
+def find_damage(
+    folder: Path, digests: dict[str, list[int]], *, read: bool = True
+) -> str:
     """Says what is wrong with a file that differs from its digest, or nothing.
 
     Unless files are `read`, only their sizes are compared.
@@ -108,7 +117,9 @@ def find_damage(folder: Path, digests: dict[str, list[int]], *, read: bool = Tru
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name} has {found} bytes, not {size}"
         with ThreadPoolExecutor(4) as pool:
-            sums = {name: pool.submit(_crc32, folder / name) for name in digests if read}
+            sums = {
+                name: pool.submit(_crc32, folder / name) for name in digests if read
+            }
             for name, crc in sums.items():
                 if crc.result() != digests[name][1]:
                     return f"{name} was altered"
@@ -127,7 +138,14 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
     try:
         tree = json.loads(path.read_text("utf-8"))
         crc = tree.pop("crc32")
-    except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError):
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ):
         return None
     return tree if crc == _crc32_of(tree) else None
 

@@ -22,7 +22,9 @@ _GPU_FLAGS = (
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
-_CPU_FLAG = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"  # for little memory
+_CPU_FLAG = (
+    "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"  # for little memory
+)
 _chosen: set[str] = set()  # variables of JAX's cache that this process set
 _imported = time.monotonic()
 
@@ -42,11 +44,15 @@ def prepare_process() -> None:
     tpus = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     if libtpu and not (plugins or tpus):  # it prints what looks like failures
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if (os.environ.get("JAX_PLATFORMS") or ("any" if plugins or libtpu else "cpu")) == "cpu":
+    if (
+        os.environ.get("JAX_PLATFORMS") or ("any" if plugins or libtpu else "cpu")
+    ) == "cpu":
         os.environ |= (tunables := _lacking_tunables())
         if tunables and not again and "jax" not in sys.modules:
             os.environ[_STARTED_AGAIN] = "1"
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # waits for the next start
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGINT}
+            )  # waits for the next start
             os.execv(sys.executable, sys.orig_argv)
         os.environ |= cpu_environment()
     if any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
@@ -63,7 +69,9 @@ def seconds_since_start() -> float:
     """Returns how old this process is. Where it started itself again, both starts count."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf(
+            "SC_CLK_TCK"
+        )
     except (OSError, AttributeError):  # not Linux
         return time.monotonic() - _imported
 
@@ -97,7 +105,9 @@ def release_free_memory() -> None:
 
 def has_old_xla() -> bool:
     """Returns whether XLA is that of JAX 0.10. A flag that a newer one lacks ends the process."""
-    from importlib.metadata import version  # slow, and the first of two starts needs none
+    from importlib.metadata import (
+        version,  # slow, and the first of two starts needs none
+    )
 
     return version("jaxlib").startswith("0.10.")
 

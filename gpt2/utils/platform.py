@@ -16,16 +16,26 @@ class Target:
     """What runs the traced program: as a backend says, or else JAX's default device."""
 
     platform: str  # `cpu`, `gpu` or `tpu`
-    splits_axes: bool = False  # XLA's partitioner splits axes of activations over devices
+    splits_axes: bool = (
+        False  # XLA's partitioner splits axes of activations over devices
+    )
     several: bool = False  # several devices run it together
-    plain: bool = False  # operations take their references in place of their own backward rules
-    mesh: Any = None  # what spreads the program, beside `rules`, of `gpt2.parallel.rules`
+    plain: bool = (
+        False  # operations take their references in place of their own backward rules
+    )
+    mesh: Any = (
+        None  # what spreads the program, beside `rules`, of `gpt2.parallel.rules`
+    )
     rules: Any = None
-    has_shards: bool = False  # each device may hold shards of parameters, gathered by layer
+    has_shards: bool = (
+        False  # each device may hold shards of parameters, gathered by layer
+    )
     kernels: str = ""  # `kernels_for` its devices
 
 
-_target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+_target: contextvars.ContextVar[Target | None] = contextvars.ContextVar(
+    "target", default=None
+)
 
 
 def jit_is_off() -> bool:
@@ -35,7 +45,9 @@ def jit_is_off() -> bool:
 
 def target() -> Target:
     """Returns what the current trace is for."""
-    found = _target.get() or Target(jax.default_backend(), kernels=kernels_for(jax.devices()[0]))
+    found = _target.get() or Target(
+        jax.default_backend(), kernels=kernels_for(jax.devices()[0])
+    )
     return dataclasses.replace(found, plain=found.plain or jit_is_off())
 
 
@@ -61,12 +73,17 @@ def platform_of(device: jax.Device) -> str:
 
 def kernels_for(device: jax.Device) -> str:
     """Returns the platform whose fused attention a device runs: `older` before v4 and Ampere."""
-    is_old_tpu = device.device_kind in ("TPU v2", "TPU v3")  # Mosaic lacks their 16-bit products
+    is_old_tpu = device.device_kind in (
+        "TPU v2",
+        "TPU v3",
+    )  # Mosaic lacks their 16-bit products
     is_older = is_old_tpu or float(getattr(device, "compute_capability", 9)) < 8
     return "older" if is_older else platform_of(device)
 
 
-def either(condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]) -> Any:
+def either(
+    condition: jax.Array, function: Callable[[], Any], other: Callable[[], Any]
+) -> Any:
     """Returns `function()` where a boolean scalar on the devices holds, and else `other()`."""
     if target().platform == "cpu":  # a GPU would wait for the host to choose
         return jax.lax.cond(condition, function, other)

@@ -12,7 +12,10 @@ def init_key(seed: int) -> jax.Array:
 
 
 def dropout_key(
-    seed: int, step: jax.Array | int, micro_batch: jax.Array | int, device: jax.Array | int
+    seed: int,
+    step: jax.Array | int,
+    micro_batch: jax.Array | int,
+    device: jax.Array | int,
 ) -> jax.Array:
     """Returns the dropout key of one micro-batch on one device at one step, all counted from 0.
 

@@ -21,7 +21,11 @@ _LAYER = re.compile(r"h_(\d+)")
 
 
 def scan_layers(
-    block: type[nn.Module], num_layers: int, *, per_layer: Collection[str], unroll: int = 1
+    block: type[nn.Module],
+    num_layers: int,
+    *,
+    per_layer: Collection[str],
+    unroll: int = 1,
 ) -> type[nn.Module]:
     """Returns a module that applies `block(x, ...) -> (x, y)` `num_layers` times, carrying x.
 
@@ -51,7 +55,9 @@ def by_layer(function: Callable, values: Sequence, layer: int | jax.Array) -> An
     return jax.lax.switch(branch, [partial(function, value) for value in different])
 
 
-def report(module: nn.Module, name: str, total: jax.Array, count: jax.Array | float = 1.0) -> None:
+def report(
+    module: nn.Module, name: str, total: jax.Array, count: jax.Array | float = 1.0
+) -> None:
     """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
 
     PATH is the module's, as `h_3/attn`. `total` and `count` add up over micro-batches, devices and
@@ -64,7 +70,9 @@ def report(module: nn.Module, name: str, total: jax.Array, count: jax.Array | fl
 def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Returns `{PATH/name: (total, count)}` of what modules `report`, layer by layer."""
     tree = in_layout(collection, scanned=False)
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))
+    pairs = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, tuple)
+    )
     return {"/".join(entry.key for entry in path): pair for path, pair in pairs}
 
 

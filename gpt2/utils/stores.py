@@ -25,11 +25,14 @@ from typing import Any
 
 import fsspec
 
-from gpt2.errors import URLS, UserError, refuse, warn
+from gpt2.errors import URLS, UserError, warn
 from gpt2.utils import files
 
-HUGGING_FACE = r"[^/]+\.(json|safetensors)$"  # a model's files, without other frameworks'
-RECORD, _OWNER = ".store.json", ".owner"
+HUGGING_FACE = (
+    r"[^/]+\.(json|safetensors)$"  # a model's files, without other frameworks'
+)
+RECORD = ".store.json"
+_OWNER = ".owner"
 _PATIENCE = 300.0  # seconds that the end of a run waits for its store
 _PAUSE = 2.0  # seconds between looks at the working copy
 _STEP = re.compile(r"(.*checkpoints/\d+)/")
@@ -63,14 +66,20 @@ def find(pattern: str) -> list[Remote]:
         found = store.glob(root, detail=True) if is_glob else {root: store.info(root)}
         found = {store.unstrip_protocol(name): info for name, info in found.items()}
     are_files = (url for url in sorted(found) if found[url]["type"] == "file")
-    return [Remote(url, found[url].get("size") or 0, _version(found[url])) for url in are_files]
+    return [
+        Remote(url, found[url].get("size") or 0, _version(found[url]))
+        for url in are_files
+    ]
 
 
 def at_hand(file: Path | Remote) -> Path:
     """Returns where on this machine a file lies: that of a store in the cache, by its own name."""
     if isinstance(file, Path):
         return file
-    path = _cache("files", f"{file.url} {file.version}") / Path(file.url.partition("?")[0]).name
+    path = (
+        _cache("files", f"{file.url} {file.version}")
+        / Path(file.url.partition("?")[0]).name
+    )
     if not path.exists():
         with _reaching(file.url) as (store, root):
             _get(store, root, path)
@@ -95,20 +104,31 @@ def fetch(place: str | Path, only: str = "") -> Path:
         return folder
     with _exchange(str(place), folder) as (store, root, record):
         theirs = _versions(store, root)
-        owner, is_ours = folder / _OWNER, False
-        with contextlib.suppress(FileNotFoundError):  # whose last exchange may have been cut short
+        owner = folder / _OWNER
+        is_ours = False
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # whose last exchange may have been cut short
             is_ours = owner.read_bytes() == store.cat_file(f"{root}/{_OWNER}")
         if not is_ours and {name: record[name][2] for name in record} != theirs:
             found = _files(folder)
-            if any(record.get(name, [0, 0])[:2] != found[name] for name in found):  # never sent
-                aside = folder.rename(folder.with_name(f"{folder.name}-{time.time_ns()}"))
+            if any(
+                record.get(name, [0, 0])[:2] != found[name] for name in found
+            ):  # never sent
+                aside = folder.rename(
+                    folder.with_name(f"{folder.name}-{time.time_ns()}")
+                )
                 warn(f"{place} has changed; what this machine had is in {aside}")
             shutil.rmtree(folder, ignore_errors=True)
         here = {name: record[name][:2] for name in record if (folder / name).exists()}
         record.clear()
-        record.update((name, [*here.get(name, [0, 0]), theirs[name]]) for name in theirs)
+        record.update(
+            (name, [*here.get(name, [0, 0]), theirs[name]]) for name in theirs
+        )
         wanted = {n for n in theirs if _mark(n) in theirs and not _WEIGHTS.match(n)}
-        _fetch_missing(store, root, folder, record, {n for n in wanted if re.match(only, n)})
+        _fetch_missing(
+            store, root, folder, record, {n for n in wanted if re.match(only, n)}
+        )
     return folder
 
 
@@ -126,13 +146,19 @@ def refresh(folder: Path) -> None:
 def fetch_file(place: str | Path) -> Path:
     """Returns where a file lies on this machine that a path or a URL names, JSON beside it too."""
     folder, _, name = str(place).rpartition("/")
-    return fetch(folder, r"[^/]+\.json$") / name if is_url(place) else Path(place).expanduser()
+    return (
+        fetch(folder, r"[^/]+\.json$") / name
+        if is_url(place)
+        else Path(place).expanduser()
+    )
 
 
 def complete(folder: Path, names: Iterable[str]) -> None:
     """Fetches those files of a working copy that it lacks; of another folder there are none."""
     url, record = _read_record(folder)
-    if missing := {name for name in names if name in record and not (folder / name).exists()}:
+    if missing := {
+        name for name in names if name in record and not (folder / name).exists()
+    }:
         with _exchange(url, folder) as (store, root, record):
             _fetch_missing(store, root, folder, record, missing)
 
@@ -141,15 +167,20 @@ def push(place: str | Path, folder: Path) -> None:
     """Sends a URL what its working copy has gained or lost since the last exchange."""
     if not is_url(place):
         return
-    record, found = _read_record(folder)[1], _files(folder)
+    record = _read_record(folder)[1]
+    found = _files(folder)
     changed = {n for n in found if record.get(n, [0, 0])[:2] != found[n]}
-    gone = {n for n in record if n not in found and (record[n][0] or _mark(n) not in found)}
+    gone = {
+        n for n in record if n not in found and (record[n][0] or _mark(n) not in found)
+    }
     if not changed and not gone:
         return
     kept = folder.with_name(f".{folder.name}.sending")
     with _exchange(str(place), folder) as (store, root, record):
         shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
-        for name in changed:  # what the run removes meanwhile stays there until it is sent
+        for (
+            name
+        ) in changed:  # what the run removes meanwhile stays there until it is sent
             (kept / name).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 os.link(folder / name, kept / name)
@@ -160,7 +191,9 @@ def push(place: str | Path, folder: Path) -> None:
         theirs = _versions(store, root)
         record.clear()
         record.update(
-            (n, [*found.get(n, [0, 0]), theirs[n]]) for n in theirs if n in found or _STEP.match(n)
+            (n, [*found.get(n, [0, 0]), theirs[n]])
+            for n in theirs
+            if n in found or _STEP.match(n)
         )
         shutil.rmtree(kept, ignore_errors=True)
 
@@ -173,12 +206,16 @@ def writing(place: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path
         return
-    with tempfile.TemporaryDirectory() as scratch, _reaching(str(place)) as (store, root):
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _reaching(str(place)) as (store, root),
+    ):
         yield (path := Path(scratch) / Path(place).name)
         if path.is_file():
             _put(store, path, root)
         else:
-            refuse(_versions(store, root), f"{place} exists already", "Give another place")
+            if _versions(store, root):
+                raise UserError(f"{place} exists already", "Give another place")
             push(place, path)
 
 
@@ -189,9 +226,11 @@ class Mirror(contextlib.AbstractContextManager):
     """
 
     def __init__(self, place: str | Path, sends: bool = True):
-        self.folder, self._is_lost = fetch(place), False
+        self.folder = fetch(place)
+        self._is_lost = False
         self._place = place if sends else self.folder
-        self._key, self._ends = secrets.token_bytes(8), threading.Event()
+        self._key = secrets.token_bytes(8)
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
 
     def __enter__(self) -> "Mirror":
@@ -206,17 +245,20 @@ class Mirror(contextlib.AbstractContextManager):
     def _send(self) -> None:
         with _reaching(str(self._place)) as (store, root):
             self._is_lost = store.cat_file(f"{root}/{_OWNER}") != self._key
-        refuse(self._is_lost, f"another run has taken {self._place} over")
+        if self._is_lost:
+            raise UserError(f"another run has taken {self._place} over")
         push(self._place, self.folder)
 
     def _follow(self) -> None:
-        sent, is_told = None, False
+        sent = None
+        is_told = False
         while not self._ends.wait(_PAUSE):
             marks = {name for name in _files(self.folder) if _MARK.fullmatch(name)}
             try:
                 if marks != sent:
                     self._send()
-                sent, is_told = marks, False
+                sent = marks
+                is_told = False
             except UserError as error:
                 if self._is_lost:
                     return os.kill(os.getpid(), signal.SIGTERM)
@@ -224,7 +266,9 @@ class Mirror(contextlib.AbstractContextManager):
                     warn(f"{error.what}; the run goes on")
                 is_told = True
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
         if not is_url(self._place):
             return
         self._ends.set()
@@ -236,7 +280,9 @@ class Mirror(contextlib.AbstractContextManager):
             except UserError as failure:
                 if self._is_lost or time.monotonic() - start > _PATIENCE:
                     URLS.clear()
-                    told = UserError(failure.what, f"All of it is in {self.folder}", exit_code=5)
+                    told = UserError(
+                        failure.what, f"All of it is in {self.folder}", exit_code=5
+                    )
                     if error is None:
                         raise told from None
                     return warn(str(told))
@@ -244,7 +290,9 @@ class Mirror(contextlib.AbstractContextManager):
 
 
 def _cache(kind: str, url: str) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2-jax"
+    root = (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2-jax"
+    )
     key = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
     return root / kind / f"{Path(url).name.partition(' ')[0]}-{key}"
 
@@ -257,13 +305,19 @@ def _reaching(url: str) -> Iterator[tuple[Any, str]]:
         yield store, root.rstrip("/")
     except UserError:
         raise
-    except Exception as error:  # of each driver's own kinds; a missing one names its package
+    except (
+        Exception
+    ) as error:  # of each driver's own kinds; a missing one names its package
         told = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"{url} cannot be reached ({told})", "Mend that, and repeat") from error
+        raise UserError(
+            f"{url} cannot be reached ({told})", "Mend that, and repeat"
+        ) from error
 
 
 @contextlib.contextmanager
-def _exchange(url: str, folder: Path) -> Iterator[tuple[Any, str, dict[str, list[int]]]]:
+def _exchange(
+    url: str, folder: Path
+) -> Iterator[tuple[Any, str, dict[str, list[int]]]]:
     """Yields what `_reaching` yields, and a working copy's record, which it keeps in the end."""
     lock = folder.with_name(f".{folder.name}.exchange")
     with files.locked(lock), _reaching(url) as (store, root):
@@ -287,8 +341,15 @@ def _version(info: dict[str, Any]) -> int:
 
 def _versions(store: Any, root: str) -> dict[str, int]:
     store.invalidate_cache()
-    found = {n.removeprefix(root).lstrip("/"): i for n, i in store.find(root, detail=True).items()}
-    return {n: _version(found[n]) for n in found if n and n[-1] != "/" and not _HIDDEN.match(n)}
+    found = {
+        n.removeprefix(root).lstrip("/"): i
+        for n, i in store.find(root, detail=True).items()
+    }
+    return {
+        n: _version(found[n])
+        for n in found
+        if n and n[-1] != "/" and not _HIDDEN.match(n)
+    }
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
@@ -297,7 +358,8 @@ def _files(folder: Path) -> dict[str, list[int]]:
     for root, _, names in os.walk(folder):
         for path in (Path(root, name) for name in names):
             with contextlib.suppress(FileNotFoundError):  # a run is at work
-                about, name = path.stat(), path.relative_to(folder).as_posix()
+                about = path.stat()
+                name = path.relative_to(folder).as_posix()
                 found[name] = [about.st_size, about.st_mtime_ns]
     return {name: found[name] for name in found if not _HIDDEN.match(name)}
 
@@ -308,7 +370,9 @@ def _mark(name: str) -> str:
     return f"{step[1]}/digests/digests" if step else name
 
 
-def _fetch_missing(store: Any, root: str, folder: Path, record: dict, names: set[str]) -> None:
+def _fetch_missing(
+    store: Any, root: str, folder: Path, record: dict, names: set[str]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     missing = {name for name in names if not (folder / name).exists()}
     _in_order(lambda name: _get(store, f"{root}/{name}", folder / name), missing)
@@ -316,7 +380,9 @@ def _fetch_missing(store: Any, root: str, folder: Path, record: dict, names: set
     record.update((name, [*found[name], record[name][2]]) for name in missing)
 
 
-def _in_order(job: Callable[[str], None], names: set[str], backwards: bool = False) -> None:
+def _in_order(
+    job: Callable[[str], None], names: set[str], backwards: bool = False
+) -> None:
     """Does a job for each file, several at once; marks come last, or first."""
     marks = {name for name in names if _MARK.fullmatch(name)}
     with ThreadPoolExecutor(8) as pool:
@@ -333,7 +399,9 @@ def _get(store: Any, source: str, path: Path) -> None:
 
 def _put(store: Any, path: Path, target: str) -> None:
     whole = path.stat().st_size < 1 << 26  # at once, since a run may be adding to it
-    store.pipe_file(target, path.read_bytes()) if whole else store.put_file(str(path), target)
+    store.pipe_file(target, path.read_bytes()) if whole else store.put_file(
+        str(path), target
+    )
 
 
 def _remove(store: Any, name: str) -> None:

@@ -28,4 +28,8 @@ def format_bytes(number: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Writes a duration: 0:01:23, `1 day, 4:05:00`."""
-    return str(datetime.timedelta(seconds=round(seconds))) if math.isfinite(seconds) else "?"
+    return (
+        str(datetime.timedelta(seconds=round(seconds)))
+        if math.isfinite(seconds)
+        else "?"
+    )

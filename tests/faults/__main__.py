@@ -27,10 +27,16 @@ from tests.faults.laboratory import Broken, Laboratory
 def main(arguments: Sequence[str] | None = None) -> int:
     """Makes faults, prints a line for each, and returns the exit code of the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", allow_abbrev=False)
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments of faults")
-    parser.add_argument("--workdir", type=Path, help="an empty folder for runs, which stay there")
-    parser.add_argument("--most", type=int, default=sys.maxsize, help="times to make a fault")
+    parser.add_argument(
+        "--workdir", type=Path, help="an empty folder for runs, which stay there"
+    )
+    parser.add_argument(
+        "--most", type=int, default=sys.maxsize, help="times to make a fault"
+    )
     chosen = parser.parse_args(arguments)
     # Jobs in the background ignore Ctrl-C, and so would the runs.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -50,11 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 try:
                     print(f"| {what} | {often} | yes | {make():.0f} s |", flush=True)
                 except Exception as error:  # the other rows are worth having
-                    about = str(error) if isinstance(error, Broken) else traceback.format_exc()
+                    about = (
+                        str(error)
+                        if isinstance(error, Broken)
+                        else traceback.format_exc()
+                    )
                     print(f"| {what} | {often} | **no** | |\n{about}", flush=True)
                     failed += 1
     minutes = (time.monotonic() - began) / 60
-    print(f"\nseed {chosen.seed}, {minutes:.0f} minutes, {failed} rows failed", flush=True)
+    print(
+        f"\nseed {chosen.seed}, {minutes:.0f} minutes, {failed} rows failed", flush=True
+    )
     return int(failed > 0)
 
 

@@ -40,7 +40,9 @@ def signals(lab: Laboratory, number: signal.Signals, times: int) -> Iterator[Fau
 
     def make() -> float:
         longest, saved = 0.0, 0
-        moments = [*DELAYS, *itertools.islice(itertools.cycle(PHASES[2:5]), times)][:times]
+        moments = [*DELAYS, *itertools.islice(itertools.cycle(PHASES[2:5]), times)][
+            :times
+        ]
         for phase in moments:
             where = cold if phase == "compile" else {}
             with lab.run(workdir, STEPS, data_dir=data_dir, **where) as run:
@@ -65,7 +67,9 @@ def strike(run: Watched, number: signal.Signals, saved: int) -> str:
     run.process.send_signal(number)
     run.process.send_signal(signal.SIGCONT)
     code = 128 + number
-    codes = {signal.SIGKILL: [-number], signal.SIGINT: [code]}.get(number, [code, -number])
+    codes = {signal.SIGKILL: [-number], signal.SIGINT: [code]}.get(
+        number, [code, -number]
+    )
     # Where no step is left, the run ends as it would have.
     run.wait(*codes, *([0] if hit == "report" and number != signal.SIGKILL else []))
     if hit not in ("start", "preparation"):
@@ -95,7 +99,10 @@ def mounted(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def filled(disk: Path) -> Iterator[None]:
     """Leaves a disk no room while inside."""
-    with (disk / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    with (
+        (disk / "filling").open("wb", buffering=0) as file,
+        contextlib.suppress(OSError),
+    ):
         while file.write(bytes(4096)):
             pass
     yield
@@ -106,8 +113,14 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
     """Fills the disk of a run or of its prepared text. It takes root."""
 
     def check_told(run: Watched) -> None:
-        told = re.findall(r"^warning: the state of step \d+ is not", run.err.read_text(), re.M)
-        if not told or f"error: the state of step {SHORT} is not saved" not in run.err.read_text():
+        told = re.findall(
+            r"^warning: the state of step \d+ is not", run.err.read_text(), re.M
+        )
+        if (
+            not told
+            or f"error: the state of step {SHORT} is not saved"
+            not in run.err.read_text()
+        ):
             raise Broken(f"it does not tell of its saves: {run.err.read_text()!r}")
 
     def full_during_a_save(index: int) -> float:
@@ -123,7 +136,10 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
             return max(run.quiet, lab.finish(run.workdir, SHORT, saved))
 
     def full_during_preparation(index: int) -> float:
-        disk, workdir = lab.directory / f"data-disk-{index}", lab.directory / f"unprepared-{index}"
+        disk, workdir = (
+            lab.directory / f"data-disk-{index}",
+            lab.directory / f"unprepared-{index}",
+        )
         with mounted(disk):
             with lab.run(workdir, SHORT, data_dir=disk) as run:
                 run.until_phase("preparation")
@@ -172,14 +188,19 @@ def processes(lab: Laboratory) -> Iterator[Fault]:
         with pair(workdir) as runs:
             runs[0].until_phase(phase, saved=10 if phase == "step" else 0)
             saved, seconds = newest_saved(workdir), []
-            for run, signaled in (runs[1 - index], number), (runs[index], signal.SIGCONT):
+            for run, signaled in (
+                (runs[1 - index], number),
+                (runs[index], signal.SIGCONT),
+            ):
                 runs[index].process.send_signal(signaled)
                 began = time.monotonic()
                 run.forget_quiet()
                 run.wait(*ALONE, -number)
                 seconds.append(time.monotonic() - began)
         if max(seconds) > LIMIT:
-            raise Broken(f"process {index} in {phase}: it took {max(seconds):.0f} s to end")
+            raise Broken(
+                f"process {index} in {phase}: it took {max(seconds):.0f} s to end"
+            )
         finish(workdir)
         check_start(workdir, saved)
         compare(workdir, reference)
@@ -187,7 +208,10 @@ def processes(lab: Laboratory) -> Iterator[Fault]:
 
     for number, what in (signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped"):
         moments = list(itertools.product((0, 1), ("step", "compile")))[: lab.most]
-        make = lambda number=number, moments=moments: max(harm(number, *m) for m in moments)  # noqa: E731
+
+        def make(number=number, moments=moments):
+            return max(harm(number, *m) for m in moments)
+
         yield f"one of two processes {what}", len(moments), make
 
 

@@ -36,9 +36,13 @@ class Watched:
         quiet: the longest time in which it neither wrote a line nor ended, in seconds.
     """
 
-    def __init__(self, workdir: Path, data_dir: Path, *options: str, screen: Path, **variables):
+    def __init__(
+        self, workdir: Path, data_dir: Path, *options: str, screen: Path, **variables
+    ):
         self.workdir, self._data_dir = workdir, data_dir
-        self.out, self.err = (screen.with_name(f"{screen.name}.{end}") for end in ("out", "err"))
+        self.out, self.err = (
+            screen.with_name(f"{screen.name}.{end}") for end in ("out", "err")
+        )
         self._starts_before = len(starts_of(workdir))
         variables |= {"GPT2_DATA_DIR": str(data_dir), "PYTHONPATH": str(ROOT)}
         variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
@@ -90,7 +94,9 @@ class Watched:
 
     def until_phase(self, phase: str, saved: int = 0) -> None:
         """Waits for a phase, once a step is saved."""
-        self.until(lambda: newest_saved(self.workdir) >= saved and self.phase() == phase)
+        self.until(
+            lambda: newest_saved(self.workdir) >= saved and self.phase() == phase
+        )
 
     def stop(self) -> None:
         """Stops the process until a SIGCONT."""
@@ -113,11 +119,18 @@ class Laboratory:
         self.directory, self.random, self.most = directory, random.Random(seed), most
         self.data_dir, self._screens = directory / "data", directory / "screens"
         self._screens.mkdir()
-        self._corpus = f"--config.data.corpus=text:{write_words(directory / 'corpus', 30, 8000)}"
+        self._corpus = (
+            f"--config.data.corpus=text:{write_words(directory / 'corpus', 30, 8000)}"
+        )
 
     def run(self, workdir: Path, steps: int, *options: str, **where) -> Watched:
         """Starts a run; `where`: `data_dir`, `process` and environment variables."""
-        options = (*_OPTIONS, self._corpus, f"--config.train.num_steps={steps}", *options)
+        options = (
+            *_OPTIONS,
+            self._corpus,
+            f"--config.train.num_steps={steps}",
+            *options,
+        )
         screen = self._screens / f"{workdir.name}-{where.pop('process', 0)}"
         data_dir = where.pop("data_dir", self.data_dir)
         return Watched(workdir, data_dir, *options, screen=screen, **where)
@@ -153,11 +166,16 @@ def check_start(workdir: Path, saved: int) -> None:
 def compare(workdir: Path, reference: Path) -> None:
     """Raises Broken unless two runs ended with the same parameters and metrics, bit for bit."""
     found, wanted = params_of(workdir), params_of(reference)
-    others = [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
+    others = [
+        name for name in wanted if found[name].tobytes() != wanted[name].tobytes()
+    ]
     if others:
         raise Broken(f"other values in {', '.join(others[:3])}")
     names = ("step", "train/loss", "eval/loss")
-    logged = [[tuple(map(m.get, names)) for m in metrics_of(each)] for each in (workdir, reference)]
+    logged = [
+        [tuple(map(m.get, names)) for m in metrics_of(each)]
+        for each in (workdir, reference)
+    ]
     if logged[0] != logged[1]:
         raise Broken("other metrics than without faults")
 
