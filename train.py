@@ -94,7 +94,9 @@ def main() -> int:
             return 0
     state = None if start else first_state(program, dataset)
     before = folder.begin(workdir, config, dataset, start)
-    clock = StepClock.for_run(config, batches.tokens_of, before)
+    clock = StepClock.for_run(
+        config, batches.tokens_of, program.flops_per_token, before
+    )
     checkpointer = Checkpointer(
         workdir, config.train.keep_checkpoints, config.train.keep_every
     )

@@ -37,7 +37,7 @@ CHOICES = {
     "model.position": ("learned", "rope", "sinusoidal", "alibi", "none"),
     "model.rope_scaling": ("none", "llama3", "yarn"),
     "model.init": ("normal", "xavier", "fan_in"),
-    "model.attention": ("auto", "reference", "xla", "blocked", "cudnn", "splash"),
+    "model.attention": ("auto", "plain", "xla", "blocked", "cudnn", "splash"),
     "precision.params": ("float32",),  # 16 bits lose an optimizer's small updates
     "precision.compute": ("float32", "bfloat16", "float16"),
     "precision.logits": ("float32", "bfloat16"),

@@ -34,8 +34,8 @@ from gpt2.ablate.tables import _share, reach_table, sizes_table
 from gpt2.ablate.terms import at_sizes, choose_score, equalize, flops, step_flops
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
+from gpt2.model.flops import count_compute_parameters
 from gpt2.optim import make_schedule
-from gpt2.telemetry.flops import count_compute_parameters
 from gpt2.utils.files import seal
 from tests.helpers import ROOT, TINY, make_repository
 

@@ -18,7 +18,7 @@ from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import Curve, read_curve
 from gpt2.config import GPTConfig, flatten
 from gpt2.errors import UserError
-from gpt2.telemetry.flops import model_flops_per_token
+from gpt2.model.flops import model_flops_per_token
 from gpt2.telemetry.reference import read_reference
 from gpt2.training.code import read_starts
 from gpt2.utils import launch

@@ -11,7 +11,7 @@ from dataclasses import replace
 from gpt2.ablate.arms import Arm
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError
-from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
+from gpt2.model.flops import count_compute_parameters, model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
 _DURATIONS = (

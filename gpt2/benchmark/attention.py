@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpt2.config import Config
-from gpt2.model import resolve_attention
-from gpt2.ops import Scoring, attention
+from gpt2.model.ingredients import score_terms
+from gpt2.ops import Scoring
+from gpt2.parallel.kernels import attention_by, choose_attention
 
 TIMES = 3.0
 BLOCKS = 8  # of a row
@@ -29,7 +30,9 @@ def check_attention(config: Config) -> Iterator[dict[str, Any]]:
     """
     model = config.model
     compute = config.precision.compute
-    name = resolve_attention(config.with_vocabulary(1).gpt(), jax.devices()[0])
+    device = jax.devices()[0]
+    cfg = config.with_vocabulary(1).gpt()
+    name, _ = choose_attention(cfg, device, score_terms(cfg))
     dtype = compute.replace("float32", "bfloat16")
     N = model.num_heads
     window = model.window or model.context_length // 4
@@ -39,7 +42,7 @@ def check_attention(config: Config) -> Iterator[dict[str, Any]]:
     for K, seen, documents in [*checks, (grouped, window, True)]:
         check = f"{dtype}, {K} of {N} heads" + f", window {seen}" * bool(seen)
         row = {"name": name, "check": check + ", documents" * documents}
-        scoring = Scoring(window=seen, softcap=model.attention_softcap)
+        scoring = Scoring(model.head_size**-0.5, seen)
         try:
             yield row | compare(name, shape, dtype, K, scoring, documents)
         except (
@@ -74,17 +77,18 @@ def compare(
 
     @partial(jax.jit, static_argnums=0)
     def run(implementation: str, *qkv: jax.Array) -> dict[str, jax.Array]:
-        options: Any = dict(scoring=scoring, segments=segments if documents else None)
+        attention = attention_by(implementation, jax.default_backend())
+        masks = segments if documents else None
         out, pull = jax.vjp(
-            partial(attention, implementation=implementation, **options), *qkv
+            lambda q, k, v: attention(q, k, v, scoring._replace(segments=masks)), *qkv
         )
         dq, dk, dv = pull(weight.astype(out.dtype))
         return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
     found = run(name, *qkv)
-    rounded = run("reference", *qkv)
+    rounded = run("plain", *qkv)
     with jax.default_matmul_precision("highest"):
-        exact = run("reference", *(x.astype(jnp.float32) for x in qkv))
+        exact = run("plain", *(x.astype(jnp.float32) for x in qkv))
     errors = {
         key: worst(found[key], rounded[key], exact[key], B * BLOCKS) for key in exact
     }

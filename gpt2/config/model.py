@@ -54,7 +54,7 @@ class ModelConfig(Options, group="model"):
         hides = "S" in pattern and self.window < self.context_length
         if self.window and not hides:
             raise UserError(f"model.window={self.window} hides nothing")
-        drops = self.dropout and self.attention not in ("auto", "reference")
+        drops = self.dropout and self.attention not in ("auto", "plain")
         if drops:
             raise UserError(
                 f"model.attention={self.attention} has no weights for model.dropout to drop"

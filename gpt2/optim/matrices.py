@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from gpt2.optim.parameters import Path, is_stacked, map_parameters
-from gpt2.parallel.matrices import map_matrices
+from gpt2.optim.parameters import Path, map_parameters
+from gpt2.parallel.matrices import Matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,8 @@ AXES = {
 
 
 def axes_for(path: Path, kernel: Any) -> Axes:
-    """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[in, out]`."""
-    name = "/".join(path[-3:-1])
-    if name not in AXES:
-        chex.assert_rank(kernel, 2 + is_stacked(path))
-    return AXES.get(name, _PLAIN)
+    """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[..., in, out]`."""
+    return AXES.get("/".join(path[-3:-1]), _PLAIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +74,11 @@ class Kernel:
         sides = math.prod(self.shape[axis] for axis in self.axes.inputs), self.fan_out
         return sides[::-1] if self.axes.to_width else sides
 
-    def to_matrices(self, x: jax.Array) -> jax.Array:
+    def to_matrices(self, x: Array) -> Array:
         """Returns the kernel `x` as matrices `[k, rows, columns]`."""
         return x.transpose(self._order).reshape(-1, *self.sides)
 
-    def from_matrices(self, matrices: jax.Array) -> jax.Array:
+    def from_matrices(self, matrices: Array) -> Array:
         """Returns matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
         ordered = matrices.reshape([self.shape[axis] for axis in self._order])
         return ordered.transpose(
@@ -112,23 +109,23 @@ def to_matrices(tree: Any) -> Any:
 
 
 def map_stacks(
-    function: Callable, trees: tuple[Any, ...], *scalars: jax.Array
+    matrices: Matrices, function: Callable, trees: tuple[Any, ...], *scalars: Array
 ) -> tuple[Any, ...]:
     """Maps `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 
-    Those of equal shapes are one call, whose matrices pjit's devices share (`map_matrices`).
+    Those of equal shapes are one call, whose matrices devices share as `matrices` say.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]
     members = defaultdict(list)
     for index, leaves in enumerate(zip(*columns, strict=True)):
         members[tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)].append(index)
-    results: dict[int, list[jax.Array]] = {}
+    results: dict[int, list[Array]] = {}
     for indices in members.values():
         stacks = tuple(
             jnp.concatenate([column[i] for i in indices]) for column in columns
         )
-        mapped = map_matrices(function, stacks, *scalars)
+        mapped = matrices.map(function, stacks, *scalars)
         start = 0
         for i in indices:
             end = start + len(columns[0][i])

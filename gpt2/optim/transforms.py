@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
-from gpt2.ops.variants import variants
 from gpt2.optim.parameters import map_parameters, tensor_axes
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
@@ -15,14 +15,12 @@ _MIN_SHARE = 1e-3
 _SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
 
 
-def global_norm(grads: Any) -> jax.Array:
-    """Returns the norm of all gradients together, a float32 scalar; of small ones by one kernel."""
+def joint_norm(grads: Any) -> Array:
+    """Returns the norm of all gradients together, of small ones by one kernel (for GPUs)."""
     leaves = jax.tree.leaves(grads)
-    if variants().joint_sums:
-        small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
-        large = [leaf for leaf in leaves if leaf.size >= _SMALL]
-        leaves = [*large, jnp.concatenate(small)] if small else large
-    return optax.tree.norm(leaves)
+    small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
+    large = [leaf for leaf in leaves if leaf.size >= _SMALL]
+    return optax.tree.norm([*large, jnp.concatenate(small)] if small else large)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -32,7 +30,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     """
 
     def update_fn(grads, state, params=None, *, grad_norm=None, **_):
-        norm = global_norm(grads) if grad_norm is None else grad_norm
+        norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
         factor = jnp.minimum(1.0, max_norm / norm)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
 
@@ -45,7 +43,7 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
     What is left of a tensor is divided by its share. Entries without a gradient count neither way.
     """
 
-    def mask(path: tuple[str, ...], update: jax.Array, grad: jax.Array) -> jax.Array:
+    def mask(path: tuple[str, ...], update: Array, grad: Array) -> Array:
         agrees = (update * grad > 0).astype(update.dtype)
         axes = tensor_axes(path, update)
         asked = jnp.sum(grad != 0, axes, keepdims=True, dtype=update.dtype)
@@ -62,7 +60,7 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
     """Decays where that does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
 
-    def choose(update: jax.Array, decayed: jax.Array, param: jax.Array) -> jax.Array:
+    def choose(update: Array, decayed: Array, param: Array) -> Array:
         return jnp.where(update * param >= 0, decayed, update)
 
     def update_fn(updates: Any, state: optax.OptState, params: Any = None):
@@ -75,7 +73,7 @@ def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransfo
 class AverageState(NamedTuple):
     """The state of `average_parameters`."""
 
-    count: jax.Array  # type: ignore[assignment] # int32 scalar, updates so far
+    count: Array  # type: ignore[assignment] # int32 scalar, updates so far
     average: Any  # a tree like the parameters
 
 

@@ -18,14 +18,19 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gpt2.config import GPTConfig
+from gpt2.ops import Ops
+from gpt2.ops.fsdp import Shards
 from gpt2.parallel import rules
-from gpt2.parallel.fsdp import Shards
+from gpt2.parallel.kernels import Terms, make_ops
+from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State, optimizer_specs
-from gpt2.utils.platform import tracing
+from gpt2.utils.platform import platform_of
 
 
 class PjitBackend:
@@ -73,6 +78,16 @@ class PjitBackend:
             compute, split[0], tensor=self.mesh.shape["tensor"] if is_shared else 1
         )
 
+    def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
+        """Returns what a model computes with within `map_sum`."""
+        by_layer = self.gather_by == "layer"
+        return make_ops(cfg, self.mesh, terms, self.rules, gathers_by_layer=by_layer)
+
+    @property
+    def matrices(self) -> Matrices:
+        """Where optimizers compute whole matrices: each on one device."""
+        return Matrices(self.mesh, platform_of(self.mesh.devices.flat[0]))
+
     @property
     def layout(self) -> str:
         """The backend, its mesh, what is split and when it is gathered, as text for people."""
@@ -94,9 +109,7 @@ class PjitBackend:
         """Returns how gradients of parameters are spread while micro-batches add up."""
         return self._on_mesh(jax.tree.map(lambda leaf: leaf.spec, self._leaves))
 
-    def init_state(
-        self, init_fn: Callable[[jax.Array], State], key: jax.Array
-    ) -> State:
+    def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
         """Returns `init_fn(key)`, each device computing only its own part of it."""
         shardings = self.state_shardings(jax.eval_shape(init_fn, key))
         return jax.jit(init_fn, out_shardings=shardings)(key)
@@ -105,7 +118,7 @@ class PjitBackend:
         """Returns which rows of a global batch this process has to provide."""
         return local_rows(self._batch_sharding, batch_size)
 
-    def put_batch(self, batch: dict) -> dict[str, jax.Array]:
+    def put_batch(self, batch: dict) -> dict[str, Array]:
         """Places this process's rows [B local, T] of a global batch on its devices."""
         return {
             name: jax.make_array_from_process_local_data(self._batch_sharding, rows)
@@ -141,12 +154,11 @@ class PjitBackend:
         return jax.jit(self._spread(step, with_gradients=False))
 
     def _spread(self, step: Callable, with_gradients: bool) -> Callable:
-        """Returns a step that is traced for this mesh."""
+        """Returns a step that sums over this mesh."""
         map_sum = partial(self._map_sum, with_gradients=with_gradients)
 
         def spread(state, batch):
-            with rules.spread_over(self.mesh, self.rules):
-                return step(state, batch, map_sum)
+            return step(state, batch, map_sum)
 
         return spread
 
@@ -164,10 +176,8 @@ class PjitBackend:
             if mesh.shape["tensor"] > 1:
                 spread = jax.tree.map(partial(rules.on_trace, mesh), self._compute)
                 params = jax.lax.with_sharding_constraint(params, spread)
-            with tracing(has_shards=self.gather_by == "layer"):
-                sums, grads = function(
-                    params, rows, jax.lax.axis_index(rules.BATCH_AXES)
-                )
+            device = jax.lax.axis_index(rules.BATCH_AXES)
+            sums, grads = function(params, rows, device)
             if with_gradients:
                 grads = self._sum_gradients(grads)
             return jax.lax.psum(sums, self._batch_axes), grads
@@ -220,7 +230,7 @@ class PjitBackend:
             check_vma=False,
         )(jax.tree.map(_Leaf.set_apart, leaves, grads))
 
-    def _sum_gradient(self, leaf: "_Leaf", grad: jax.Array) -> jax.Array:
+    def _sum_gradient(self, leaf: "_Leaf", grad: Array) -> Array:
         if leaf.dim is None:
             return jax.lax.psum(grad, self._batch_axes)
         if not leaf.by_layer:
@@ -262,7 +272,7 @@ class _Leaf:
             return PartitionSpec()
         return PartitionSpec(*[None] * (self.dim + (self.tensor > 1)), "fsdp")
 
-    def set_apart(self, grad: jax.Array) -> jax.Array:
+    def set_apart(self, grad: Array) -> Array:
         """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""
         if self.tensor == 1:
             return grad

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel.matrices import matrix_spec
@@ -13,7 +14,7 @@ from gpt2.parallel.matrices import matrix_spec
 State = TypeVar("State", bound=Any)
 
 
-def abstract_state(backend: Any, init_fn: Callable[[jax.Array], State]) -> State:
+def abstract_state(backend: Any, init_fn: Callable[[Array], State]) -> State:
     """Returns the shapes, dtypes and shardings of the state that `init_fn(key)` would give."""
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     return with_shardings(shapes, backend.state_shardings(shapes))

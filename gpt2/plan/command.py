@@ -10,6 +10,7 @@ from absl import flags
 
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, leave_at_interrupt, tell
+from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.plan import (
@@ -22,7 +23,6 @@ from gpt2.plan.plan import (
 )
 from gpt2.plan.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS, board_name
-from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.utils.text import format_bytes, format_count
 

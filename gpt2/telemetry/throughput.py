@@ -10,7 +10,7 @@ import jax
 
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
-from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
+from gpt2.telemetry.flops import total_peak_flops
 from gpt2.telemetry.metrics import SECONDS
 
 
@@ -47,13 +47,12 @@ class StepClock:
         cls,
         config: Config,
         tokens_of: Callable[[Shape], int],
+        flops_per_token: Callable[[Shape], float],
         before: Mapping[str, float] | None,
     ) -> "StepClock":
         """Returns the clock of a run on all devices."""
         shapes = set(config.shapes.pieces.values())
-        costs = {
-            s: tokens_of(s) * model_flops_per_token(config.gpt(), s) for s in shapes
-        }
+        costs = {shape: tokens_of(shape) * flops_per_token(shape) for shape in shapes}
         tokens, flops = (
             partial(config.shapes.sum, of) for of in (tokens_of, costs.__getitem__)
         )

@@ -18,7 +18,6 @@ from flax.traverse_util import flatten_dict
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import gather_whole
 from gpt2.parallel.compiled import Steps
-from gpt2.parallel.rules import gathered_for
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
@@ -128,7 +127,7 @@ def _make_probe(
     def note(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         output = next_method(*args, **kwargs)
         module = context.module
-        if module.path and context.method_name in ("__call__", "first"):
+        if module.path and context.method_name in ("__call__", "parts", "table"):
             modules[_LAYER.sub("h", "/".join(module.path))] = None
             report(module, "output", _is_bad(output))
         return output
@@ -150,7 +149,7 @@ def _make_probe(
 
             def forward(params: Any) -> tuple[jax.Array, Any]:
                 with nn.intercept_methods(note):
-                    sums = loss(*gathered_for(params, micro_batch), key, step)
+                    sums = loss(params, micro_batch, key, step)
                 return sums["loss"][0], sums
 
             (total, sums), grads = jax.value_and_grad(forward, has_aux=True)(params)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax import Array
 
 from gpt2.config import TrainConfig
 from gpt2.optim import averaged_params
@@ -15,10 +15,10 @@ from gpt2.training.guard import Guard
 class LossScale(struct.PyTreeNode):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2)."""
 
-    scale: jax.Array  # float32 scalar that multiplies the loss
+    scale: Array  # float32 scalar that multiplies the loss
     good_steps: (
-        jax.Array
-    )  # int32 scalar, steps with finite gradients since `scale` last changed
+        Array  # int32 scalar, steps with finite gradients since `scale` last changed
+    )
 
     GROWTH_INTERVAL = 2000
 
@@ -27,7 +27,7 @@ class LossScale(struct.PyTreeNode):
         """Returns the scale at the start of training."""
         return cls(jnp.float32(2.0**12), jnp.int32(0))
 
-    def update(self, finite: jax.Array) -> "LossScale":
+    def update(self, finite: Array) -> "LossScale":
         """Halves the scale after an overflow, doubles it after `GROWTH_INTERVAL` good steps."""
         grown = finite & (self.good_steps + 1 >= self.GROWTH_INTERVAL)
         scale = jnp.where(
@@ -40,7 +40,7 @@ class LossScale(struct.PyTreeNode):
 class TrainState(struct.PyTreeNode):
     """The state of training after `step` optimizer steps."""
 
-    step: jax.Array  # int32 scalar
+    step: Array  # int32 scalar
     params: Any  # plain nested dictionaries
     opt_state: optax.OptState
     loss_scale: LossScale | None  # for float16

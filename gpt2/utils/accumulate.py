@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 
 def accumulate(
-    function: Callable[[dict[str, jax.Array], jax.Array], Any],
-    batch: dict[str, jax.Array],
+    function: Callable[[dict[str, Array], Array], Any],
+    batch: dict[str, Array],
     num_micro_batches: int,
 ) -> Any:
     """Sums `function(micro_batch, index)` over equal slices of the batch's rows, B a multiple.

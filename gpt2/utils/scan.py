@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 METRICS = "metrics"  # the collection of what modules `report`
 
@@ -43,7 +44,7 @@ def scan_layers(
     )
 
 
-def by_layer(function: Callable, values: Sequence, layer: int | jax.Array) -> Any:
+def by_layer(function: Callable, values: Sequence, layer: int | Array) -> Any:
     """Returns `function(value)` for a layer's value; `values` are Python's, one for each layer.
 
     `layer` is a number, or traced in a scan, where every different value has a branch of its own.
@@ -56,7 +57,7 @@ def by_layer(function: Callable, values: Sequence, layer: int | jax.Array) -> An
 
 
 def report(
-    module: nn.Module, name: str, total: jax.Array, count: jax.Array | float = 1.0
+    module: nn.Module, name: str, total: Array, count: Array | float = 1.0
 ) -> None:
     """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
 
@@ -67,7 +68,7 @@ def report(
     module.sow(METRICS, name, pair, init_fn=lambda: None, reduce_fn=lambda _, new: new)
 
 
-def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+def reported(collection: Any) -> dict[str, tuple[Array, Array]]:
     """Returns `{PATH/name: (total, count)}` of what modules `report`, layer by layer."""
     tree = in_layout(collection, scanned=False)
     pairs = jax.tree_util.tree_leaves_with_path(
