@@ -11,9 +11,14 @@ import optax
 import pytest
 
 from configs import default
-from gpt2 import ops
 from gpt2.config import SIZES, Config
 from gpt2.model import KVCache, layers, num_params
+from gpt2.ops import Objective, Ops, Scoring, plain
+from gpt2.ops.cross_entropy import cross_entropy
+from gpt2.ops.linear import linear
+from gpt2.ops.norm import norm
+from gpt2.ops.variants import VARIANTS
+from gpt2.parallel.kernels import attention_by
 from gpt2.training.program import Program
 from tests.helpers import thorough
 
@@ -21,7 +26,7 @@ TOTALS = dict(
     zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True)
 )
 B, T, V = 16, 1024, 50257
-IMPLEMENTATIONS = ("reference", "blocked", "xla", "splash")
+IMPLEMENTATIONS = ("plain", "blocked", "xla", "splash")
 WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
 
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -101,8 +106,9 @@ def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_n
 
 
 def attend(name):
-    return lambda q, k, v, segments: ops.attention(
-        q, k, v, segments=segments, implementation=name
+    attention = attention_by(name, "cpu")
+    return lambda q, k, v, segments: attention(
+        q, k, v, Scoring(0.25, segments=segments)
     )
 
 
@@ -126,8 +132,15 @@ def cache_of(batch_size, **changes):
 
 
 def module(kind, *fields):
-    made = kind(CONFIG, *fields)
+    made = kind(CONFIG, Ops(), *fields)
     return lambda *args: made.init_with_output(jax.random.key(0), *args)[0]
+
+
+CPU = VARIANTS["cpu"]
+cached = partial(plain.attention_cached, scoring=Scoring(0.25))
+score = partial(
+    cross_entropy, objective=Objective(vocab_size=11), variants=CPU, rows=512
+)
 
 
 def on_batch(step):
@@ -161,32 +174,48 @@ NOT_W, NOT_TABLE = (
     [floats(1, 3, 5), floats(5, 32)],
     all_of(floats, (10, 32), (12, 1), (32, 12)),
 )
+NOT_TARGETS = all_of(
+    ints, (1, 8, 1), (2, 1, 1), (8, 1), (2, 7, 1), (2, 8), (2, 8, 1, 1)
+)
+NOT_TARGETS += [floats(2, 8, 1)]
 EXTEND = (PARAMS, ROWS, LENGTHS, cache_of(2)), (), NOT_TOKENS, NOT_LENGTHS, NOT_CACHE
 NOT_BATCH = NOT_ROWS, NOT_ROWS, NOT_ROWS
 BORDERS = {
     "apply": (MODEL.apply, (PARAMS, ROWS), (), NOT_TOKENS),
-    "loss": (method(MODEL, "loss"), (PARAMS, ROWS, ROWS), (), NOT_ROWS, NOT_ROWS),
+    "loss": (
+        method(MODEL, "loss"),
+        (PARAMS, ROWS, ints(2, 8, 1)),
+        (),
+        NOT_ROWS,
+        NOT_TARGETS,
+    ),
     "extend": (method(MODEL, "extend"), *EXTEND),
     "Norm": (module(layers.Norm), (X,), NOT_X),
     "MLP": (module(layers.MLP), (X,), [*NOT_X, floats(8, 32)]),
     "attention_cached": (
-        *(ops.attention_cached, (floats(2, 1, 4, 16), KV, KV, LENGTHS)),
+        *(cached, (floats(2, 1, 4, 16), KV, KV, LENGTHS)),
         *([], NOT_KV, NOT_KV, NOT_LENGTHS),
     ),
-    "linear": (ops.linear, (X, W, WB), [*NOT_X, ints(2, 32)], NOT_W, NOT_BIAS),
+    "linear": (
+        partial(linear, dtype="float32", variants=CPU),
+        (X, W, WB),
+        [*NOT_X, ints(2, 32)],
+        NOT_W,
+        NOT_BIAS,
+    ),
     "norm": (
-        ops.norm,
+        partial(norm, dtype="float32", variants=CPU),
         (X, VECTOR, VECTOR),
         [*NOT_X, ints(2, 32)],
         NOT_VECTOR,
         NOT_VECTOR,
     ),
     "cross_entropy": (
-        *(partial(ops.cross_entropy, vocab_size=11), (X, TABLE, ROWS)),
+        *(score, (X, TABLE, ints(2, 8, 1))),
         *(
             [*NOT_X, floats(8, 32)],
             NOT_TABLE,
-            [*NOT_ROWS[:-2], ints(2, 8, 1, 1), floats(2, 8)],
+            NOT_TARGETS,
         ),
     ),
     "train": (on_batch(small().train_step), (STATE, ROWS, ROWS, ROWS), (), *NOT_BATCH),
