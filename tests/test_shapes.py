@@ -106,10 +106,18 @@ def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_n
 
 
 def attend(name):
-    attention = attention_by(name, "cpu")
-    return lambda q, k, v, segments: attention(
-        q, k, v, Scoring(0.25, segments=segments)
-    )
+    """Returns attention of queries, keys and values that an ingredient gives."""
+
+    def attended(q, k, v, segments):
+        extra = Ingredient(CONFIG)
+        extra.heads = lambda *_: Heads(q, k, v)
+        ops = Ops(attention=attention_by(name, "cpu"))
+        flow = Flow(segments, jnp.arange(128)[None], segments)
+        with mock.patch("gpt2.model.attention.ingredients_of", lambda _: (extra,)):
+            make = Attention(CONFIG, ops).init_with_output
+            return make(jax.random.key(0), jnp.zeros((2, 128, 32)), None, flow)[0][0]
+
+    return attended
 
 
 def small(accumulate_steps=1):

@@ -51,6 +51,7 @@ def cross_entropy(
     chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
     chex.assert_type(targets, int)
     array, shards = table if isinstance(table, Shard) else (table, None)
+    chex.assert_axis_dimension_gteq(array, 0, objective.vocab_size)
     if not _has_numbers_alone(objective):
         whole = gather_parameter(array, shards, objective.dtype) if shards else array
         return plain.cross_entropy(hidden, whole, targets, objective)
