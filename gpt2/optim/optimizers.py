@@ -7,7 +7,6 @@ multiplied by the learning rate, such as `optax.scale_by_adam`.
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ from gpt2.optim.transforms import (
     clip_by_global_norm,
 )
 from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 
 def make_optimizer(
@@ -98,7 +98,7 @@ def num_updates(opt_state: optax.OptState) -> Array | None:
 def _decay(
     optim: OptimConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    amount: Any = optim.weight_decay
+    amount: Tree = optim.weight_decay
     if (
         optim.scheduled_weight_decay
     ):  # the rate, which multiplies it again, over its peak
@@ -108,11 +108,11 @@ def _decay(
     return cautious_decay(decay) if optim.cautious in ("decay", "both") else decay
 
 
-def _hidden_mask(params: Any) -> Any:
+def _hidden_mask(params: Tree) -> Tree:
     return map_parameters(lambda path, _: is_hidden_kernel(path), params)
 
 
-def _other_mask(params: Any) -> Any:
+def _other_mask(params: Tree) -> Tree:
     return map_parameters(lambda path, _: not is_hidden_kernel(path), params)
 
 
@@ -158,7 +158,7 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
             -1, *[1] * (update.ndim - 1)
         )
 
-    def init(params: Any) -> optax.OptState:
+    def init(params: Tree) -> optax.OptState:
         matched = {*jax.tree.leaves(map_parameters(first_matches, params))}
         for index, (pattern, _) in enumerate(optim.rates):
             if index not in matched:  # a run would ignore it
@@ -270,7 +270,7 @@ def _with_adam(
     """Gives hidden kernels to a direction for matrices, and everything else to Adam."""
     adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
 
-    def kinds(params: Any) -> Any:
+    def kinds(params: Tree) -> Tree:
         return jax.tree.map(
             lambda hidden: "hidden" if hidden else "adam", _hidden_mask(params)
         )

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from gpt2.utils import launch
 from gpt2.utils.platform import jit_is_off
+from gpt2.utils.trees import Tree
 
 # XLA needs no Python, which traces the next step meanwhile. One thread: processes of a run compile
 # in the same order.
@@ -52,10 +52,10 @@ class CompiledStep:
         return kept + sizes.temp_size_in_bytes
 
     @property
-    def _compiled(self) -> Any:
+    def _compiled(self) -> Tree:
         return self._compiling.result()[0]
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Tree) -> Tree:
         """Runs it. Other arguments than those it was compiled for are a RecompileError."""
         try:
             return self._compiled(*arguments)
@@ -75,12 +75,12 @@ class CompiledStep:
 
 
 Steps = dict[
-    Any, tuple[CompiledStep, Callable]
+    Tree, tuple[CompiledStep, Callable]
 ]  # by shape: the train step, and the watch
 
 
 def compile_once(
-    function: Any, *arguments: Any, options: Mapping[str, str] | None = None
+    function: Tree, *arguments: Tree, options: Mapping[str, str] | None = None
 ) -> CompiledStep:
     """Traces a jitted or pmapped function for these arguments or shapes, and starts to compile it.
 
@@ -89,7 +89,7 @@ def compile_once(
     began = time.perf_counter()
     lowered = None if jit_is_off() else function.lower(*arguments)
 
-    def finish() -> tuple[Any, float]:
+    def finish() -> tuple[Tree, float]:
         compiled = lowered.compile(dict(options or {})) if lowered else function
         launch.release_free_memory()  # hundreds of megabytes that the compiler used
         return compiled, time.perf_counter() - began

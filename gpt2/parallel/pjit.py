@@ -15,7 +15,6 @@ Gradients cross the data axis once, after the last micro-batch.
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import jax
 from jax import Array
@@ -31,6 +30,7 @@ from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State, optimizer_specs
 from gpt2.utils.platform import platform_of
+from gpt2.utils.trees import Tree
 
 
 class PjitBackend:
@@ -39,7 +39,7 @@ class PjitBackend:
     def __init__(
         self,
         mesh: Mesh,
-        logical_axes: Any,
+        logical_axes: Tree,
         layout_rules: Rules,
         gather_by: str = "step",
     ):
@@ -63,7 +63,7 @@ class PjitBackend:
             self.gather_by = "step"
 
     def _make_leaf(
-        self, names: Any, reduced: PartitionSpec, compute: PartitionSpec
+        self, names: Tree, reduced: PartitionSpec, compute: PartitionSpec
     ) -> "_Leaf":
         split = [
             dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)
@@ -105,7 +105,7 @@ class PjitBackend:
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 
-    def gradient_shardings(self, params: Any) -> Any:
+    def gradient_shardings(self, params: Tree) -> Tree:
         """Returns how gradients of parameters are spread while micro-batches add up."""
         return self._on_mesh(jax.tree.map(lambda leaf: leaf.spec, self._leaves))
 
@@ -127,7 +127,7 @@ class PjitBackend:
 
     def batch_shapes(
         self, shape: tuple[int, int], names: Iterable[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tree]:
         """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
         whole = jax.ShapeDtypeStruct(shape, "int32", sharding=self._batch_sharding)
         return dict.fromkeys(names, whole)
@@ -207,7 +207,7 @@ class PjitBackend:
 
         return mapped
 
-    def _sum_gradients(self, grads: Any) -> Any:
+    def _sum_gradients(self, grads: Tree) -> Tree:
         """Adds up gradients over the devices that split the batch, and keeps what is stored here.
 
         The collectives are explicit. XLA's partitioner would reduce whole gradients and drop what a
@@ -238,7 +238,7 @@ class PjitBackend:
             grad = Shards(dim, rules.fsdp_stages(self.mesh)).scatter(grad)
         return jax.lax.psum(grad, "data") if "data" in self._batch_axes else grad
 
-    def _on_mesh(self, specs: Any) -> Any:
+    def _on_mesh(self, specs: Tree) -> Tree:
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
 
 
@@ -254,7 +254,7 @@ class _Leaf:
     """
 
     spec: PartitionSpec
-    dim: Any = None  # an int, where there is one
+    dim: Tree = None  # an int, where there is one
     by_layer: bool = False
     tensor: int = 1
 

@@ -1,7 +1,6 @@
 """Parameters of FSDP by layer, of which each device holds a shard (gpt2/ops/fsdp.py)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -10,6 +9,7 @@ from jax import Array
 from gpt2.ops import plain
 from gpt2.ops.fsdp import Shard, Shards, gather_parameter
 from gpt2.ops.plain import Init
+from gpt2.utils.trees import Tree
 
 
 def kernel_param(
@@ -45,6 +45,6 @@ def whole_param(
     return found
 
 
-def isolate(params: Any, micro_batch: Any) -> tuple[Any, Any]:
+def isolate(params: Tree, micro_batch: Tree) -> tuple[Tree, Tree]:
     """Returns both, so that shards are gathered for this micro-batch, and not once for all."""
     return jax.lax.optimization_barrier((params, micro_batch))
