@@ -21,7 +21,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data import Dataset, prepare
-from gpt2.errors import DivergedError, UserError, leave_at_interrupt, tell
+from gpt2.errors import DivergedError, UserError, tell
 from gpt2.evals.validation import RunTasks, validate
 from gpt2.generate import write_samples
 from gpt2.hf.weights import check_source, load_initial_params
@@ -30,6 +30,7 @@ from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import StopSignal, distributed, find_devices, gather_whole
 from gpt2.plan import command as plan
 from gpt2.profile import Profiler
+from gpt2.signals import leave_at_interrupt
 from gpt2.telemetry import Reporter, StepClock, plot_losses
 from gpt2.training import (
     Batches,

@@ -5,19 +5,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from gpt2.config.options import no_option, require_option
+from gpt2.config.options import Options, flatten, no_option, require_option
 from gpt2.config.run import Config, read_options
-from gpt2.errors import (
-    UserError,
-    exit_on_user_error,
-    leave_at_interrupt,
-    raise_at_interrupt,
-)
+from gpt2.errors import UserError, exit_on_user_error
+from gpt2.signals import leave_at_interrupt, raise_at_interrupt
 
 
 @exit_on_user_error()
@@ -42,30 +37,26 @@ def run(
         app.define_help_flags()
         known = set(flags.FLAGS)
         define_flags()
-        for name in set(flags.FLAGS) - known:
-            flags.FLAGS.register_key_flag_for_module(
-                sys.argv[0], flags.FLAGS[name]
-            )  # for --help
-    if default_config and not any(re.match("--?config(=|$)", arg) for arg in sys.argv):
+        for name in set(flags.FLAGS) - known:  # which --help shows
+            flag = flags.FLAGS[name]
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    has_config = any(re.match("--?config(=|$)", each) for each in sys.argv)
+    if default_config and not has_config:
         path = Path(__file__).parents[1] / "configs" / f"{default_config}.py"
         sys.argv.insert(1, f"--config={path}")  # where ml_collections looks, too
 
     def parse(argv: list[str]) -> list[str]:
         _, *arguments = parse_flags(argv)
-        named = arguments[: bool(commands)]
-        missing = commands and not {*named} & {*commands}
-        if missing:
+        if commands and (not arguments or arguments[0] not in commands):
             raise UserError(f"a command is missing: one of {', '.join(commands)}")
-        if len(arguments) > len(named) and not takes_files:
-            raise UserError(
-                f"{arguments[-1]} is not a flag", "Write options as --name=value"
-            )
+        if len(arguments) > bool(commands) and not takes_files:
+            what = f"{arguments[-1]} is not a flag"
+            raise UserError(what, "Write options as --name=value")
         return [argv[0], *arguments]
 
     def call(argv: list[str]) -> int | None:
-        logging.set_verbosity(
-            logging.FATAL
-        )  # what libraries log, they raise too, or it is no help
+        # What libraries log, they raise too, or it is no help.
+        logging.set_verbosity(logging.FATAL)
         code = main(*argv[1:])
         leave_at_interrupt()
         return code
@@ -82,16 +73,13 @@ def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags, and returns the program's name and the arguments that are no flags."""
     has_config = "config" in flags.FLAGS
     try:
-        for argument in (
-            flags.FLAGS.read_flags_from_files(argv[1:]) if has_config else ()
-        ):
-            if match := re.match(r"--?(?:no)?config\.([^=]*)", argument):
-                require_option(match[1], "--config.")
+        if has_config:
+            for argument in flags.FLAGS.read_flags_from_files(argv[1:]):
+                if match := re.match(r"--?(?:no)?config\.([^=]*)", argument):
+                    require_option(match[1], "--config.")
         return flags.FLAGS(argv)
-    except SystemExit as end:
-        sys.exit(
-            0 if end.code == 1 else end.code
-        )  # absl ends --help with 1, as if it had failed
+    except SystemExit as end:  # absl ends --help with 1, as if it had failed
+        sys.exit(0 if end.code == 1 else end.code)
     except flags.UnrecognizedFlagError as error:
         if not has_config:
             raise UserError(str(error)) from None  # it proposes the nearest
@@ -111,16 +99,18 @@ def define_config() -> None:
     """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
     about = (
         "File of options, see configs/, or a run's config.json; if not given, "
-        "configs/quickstart.py. --config.group.option=value sets one of them."
+        "configs/quickstart.py. --config.group.option=value sets one of them. These are "
+        "the options, with their meaning in configs/default.py:"
     )
+    for name, value in flatten(Config().to_dict()).items():
+        about += f"\n{name}={value}"
     try:
         config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
     except flags.CantOpenFlagFileError as error:  # it looks for FILE
         raise UserError(str(error).removeprefix("ERROR:: ")) from None
-    flags.FLAGS["config"].parser = _ConfigFileParser()
-    flags.FLAGS[
-        "config"
-    ].default_as_str = None  # for --help: `about` tells what stands for None
+    flag = flags.FLAGS["config"]
+    flag.parser = _ConfigFileParser()
+    flag.default_as_str = None  # for --help: `about` tells what stands for None
 
 
 class _ConfigFileParser(flags.ArgumentParser):
@@ -143,7 +133,7 @@ def config_name() -> str:
     return path.stem
 
 
-def overrides() -> dict[str, Any]:
+def overrides() -> Options:
     """Returns the options that `--config.a.b=v` set, by dotted name."""
     return dict(config_flags.get_override_values(flags.FLAGS["config"]))
 
@@ -158,13 +148,30 @@ def define_run() -> None:
         "debug", False, "Compile without optimisation: edit, run and print sooner."
     )
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
-    flags.DEFINE_integer(
-        "num_processes", None, "How many processes there are.", lower_bound=1
-    )
+    flags.DEFINE_integer("num_processes", None, "How many there are.", lower_bound=1)
     flags.DEFINE_integer(
         "process_index", None, "Number of this process, from 0.", lower_bound=0
     )
     flags.register_validator("workdir", lambda given: given != "", "it names no folder")
+    flags.register_validator(
+        "coordinator", _is_address, "it is not HOST:PORT, as localhost:1234"
+    )
+    flags.register_multi_flags_validator(
+        ["num_processes", "process_index"],
+        _has_process,
+        "there is no such process, since they count from 0",
+    )
+
+
+def _is_address(given: str | None) -> bool:
+    match = re.fullmatch(r".+:(\d+)", given or "localhost:1")
+    return match is not None and 0 < int(match[1]) < 2**16
+
+
+def _has_process(given: dict[str, int | None]) -> bool:
+    number = given["num_processes"]
+    index = given["process_index"]
+    return number is None or index is None or index < number
 
 
 def define_source() -> None:

@@ -108,8 +108,8 @@ def test_commands_prepare_their_process_before_they_import_jax():
 
 COMMAND = """
 from absl import flags
-from gpt2 import cli, errors
-errors.begin_process()
+from gpt2 import cli, signals
+signals.begin_process()
 
 def define_flags():
     flags.DEFINE_integer("steps", 1, "How many.")
@@ -151,7 +151,7 @@ def run_early(program):
     start = (
         "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     )
-    start += "from gpt2 import errors\nfrom gpt2.utils import launch\n"
+    start += "from gpt2 import signals\nfrom gpt2.utils import launch\n"
     command = [sys.executable, "-c", start + program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
@@ -167,7 +167,7 @@ except KeyboardInterrupt:
     print("caught")
 """
     assert run_early(program.format("")) == (130, "", "stopped by SIGINT\n")
-    assert run_early(program.format("errors.raise_at_interrupt()")) == (
+    assert run_early(program.format("signals.raise_at_interrupt()")) == (
         0,
         "caught\n",
         "",

@@ -61,9 +61,9 @@ def test_groups_have_the_fields_and_defaults_of_the_default_config():
 
 def test_every_table_about_options_is_about_options():
     options = flatten(DEFAULTS.to_dict())
-    assert {*CHOICES, *configs.default.RANGES, *configs.default.ALIASES.values()} <= {
-        *options
-    }
+    assert {*configs.default.ALIASES.values()} <= {*options}
+    read = {name for names in configs.default.OPTIMIZERS.values() for name in names}
+    assert {f"optim.{name}" for name in read} <= {*options}
 
 
 def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice():

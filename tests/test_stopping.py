@@ -10,7 +10,7 @@ import time
 import chex
 import pytest
 
-from gpt2.parallel.stop import StopSignal
+from gpt2.signals import StopSignal
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
 from tests.helpers import (
@@ -40,14 +40,14 @@ ENDLESS = """
 ENDLESS = [*TINY, *ENDLESS.split()]
 
 
-LOOP = "errors.leave_at_interrupt('it continues'); signal.signal(signal.SIGINT, lambda *_: 0)"
+LOOP = "signals.leave_at_interrupt('it continues'); signal.signal(signal.SIGINT, lambda *_: 0)"
 FINISHING = "SIGINT: finishing the step, then saving; a second one leaves at once\n"
 BLOCKED = """
 import os, signal, threading, hashlib, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from gpt2 import errors
-errors.begin_process()
-errors.raise_at_interrupt()
+from gpt2 import signals
+signals.begin_process()
+signals.raise_at_interrupt()
 {mode}
 
 def press():
@@ -74,7 +74,7 @@ finally:
         ),
         ("", (0.5, 0.0, 0.0), ""),  # a launcher has sent the same one several times
         (
-            "errors.leave_at_interrupt('it continues')",
+            "signals.leave_at_interrupt('it continues')",
             (0.5,),
             "stopped by SIGINT; it continues\n",
         ),

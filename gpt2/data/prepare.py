@@ -25,14 +25,17 @@ def main() -> None:
     dataset = prepare(config.data, connect(flags.FLAGS.cluster))
     if dataset.own:
         raise UserError(f"{data.corpus} gives batches, of which none are stored")
-    shape = dict(batch_size=data.batch_size, context_length=config.model.context_length)
     for name, (_, part) in dataset.parts.items():
         print(
             (part.directory / "README.md").read_text("utf-8"), part.directory, sep="\n"
         )
         if flags.FLAGS.inspect:
             loader = TrainLoader(
-                dataset, seed=config.seed, packing=data.packing, **shape
+                dataset,
+                batch_size=data.batch_size,
+                context_length=config.model.context_length,
+                seed=config.seed,
+                packing=data.packing,
             )
             rows = loader.sources[name]
             for number in range(min(3, rows.num_rows)):

@@ -76,8 +76,13 @@ def write_splits(
             data.tokenizer == "char"
         )  # of which validation may lack no character
         texts = (p.text for p in documents.parts() if everything or p.split == "train")
-        options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
-        build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
+        built = build(
+            data.tokenizer,
+            texts,
+            many_documents=documents.many,
+            end_of_text=data.end_of_text,
+        )
+        built.save(directory / "tokenizer.json")
     tokenizer = load(directory / "tokenizer.json")
     if (eot := tokenizer.eot) is None and documents.many:
         what = f"{data.tokenizer} names no token to put between documents"

@@ -84,14 +84,15 @@ class Program:
             config.parallel, gpt.logical_axes(), list(devices), gather_by=gather
         )
         update = loss(gpt, config.loss), chain, rates
-        options = dict(seed=config.seed, accumulate_steps=config.train.accumulate_steps)
-        train_step = make_train_step(*update, **options)
-        watch_step = make_watch_step(make_update(*update, **options))
+        parts = config.train.accumulate_steps
+        train_step = make_train_step(*update, seed=config.seed, accumulate_steps=parts)
+        watched = make_update(*update, seed=config.seed, accumulate_steps=parts)
+        watch_step = make_watch_step(watched)
         eval_step = make_eval_step(evaluation_loss(gpt))
-        parts: Any = dict(
+        again_with: Any = dict(
             model=model, loss=loss, schedule=schedule, optimizer=optimizer
         )
-        again = partial(cls.from_config, devices=devices, **parts)
+        again = partial(cls.from_config, devices=devices, **again_with)
         steps = train_step, watch_step, eval_step
         return cls(config, gpt, update[0], chain, backend, *steps, again)
 
