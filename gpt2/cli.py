@@ -1,15 +1,17 @@
 """The command line: flags, options by `--config`, and one line for a mistake."""
 
+import faulthandler
 import io
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from gpt2.config.options import Options, flatten, no_option, require_option
+from gpt2.config.options import Options, flatten, no_option, read_option, require_option
 from gpt2.config.run import Config, read_options
 from gpt2.errors import UserError, exit_on_user_error
 from gpt2.signals import leave_at_interrupt, raise_at_interrupt
@@ -30,6 +32,8 @@ def run(
     `takes_files`, any number. Without `--config`, options are those of configs/`default_config`.
     """
     raise_at_interrupt()
+    faulthandler.enable()
+    logging.disable()  # what libraries log, they raise too, or it is no help
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
         sys.stdout.reconfigure(errors="replace")
     sys.argv[1:] = map(_with_home, sys.argv[1:])
@@ -45,23 +49,15 @@ def run(
         path = Path(__file__).parents[1] / "configs" / f"{default_config}.py"
         sys.argv.insert(1, f"--config={path}")  # where ml_collections looks, too
 
-    def parse(argv: list[str]) -> list[str]:
-        _, *arguments = parse_flags(argv)
-        if commands and (not arguments or arguments[0] not in commands):
-            raise UserError(f"a command is missing: one of {', '.join(commands)}")
-        if len(arguments) > bool(commands) and not takes_files:
-            what = f"{arguments[-1]} is not a flag"
-            raise UserError(what, "Write options as --name=value")
-        return [argv[0], *arguments]
-
-    def call(argv: list[str]) -> int | None:
-        # What libraries log, they raise too, or it is no help.
-        logging.set_verbosity(logging.FATAL)
-        code = main(*argv[1:])
-        leave_at_interrupt()
-        return code
-
-    app.run(call, flags_parser=parse)
+    _, *arguments = parse_flags(sys.argv)
+    if commands and (not arguments or arguments[0] not in commands):
+        raise UserError(f"a command is missing: one of {', '.join(commands)}")
+    if len(arguments) > bool(commands) and not takes_files:
+        what = f"{arguments[-1]} is not a flag"
+        raise UserError(what, "Write options as --name=value")
+    code = main(*arguments)
+    leave_at_interrupt()
+    sys.exit(code)
 
 
 def _with_home(argument: str) -> str:
@@ -75,8 +71,10 @@ def parse_flags(argv: list[str]) -> list[str]:
     try:
         if has_config:
             for argument in flags.FLAGS.read_flags_from_files(argv[1:]):
-                if match := re.match(r"--?(?:no)?config\.([^=]*)", argument):
+                if match := re.match(r"--?(?:no)?config\.([^=]*)=?(.*)", argument):
                     require_option(match[1], "--config.")
+                    if match[2]:
+                        read_option(match[1], match[2])
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl ends --help with 1, as if it had failed
         sys.exit(0 if end.code == 1 else end.code)
@@ -86,13 +84,8 @@ def parse_flags(argv: list[str]) -> list[str]:
         known = {name: f"--{name}" for name in flags.FLAGS if "." not in name}
         raise no_option(error.flagname, "--config.", known) from None
     except (flags.Error, TypeError, ValueError) as error:
-        told = str(error).replace("\n", " ")
-        # What int(), float() and absl say of a text of another type.
-        if words := re.match(
-            r"flag (--(.*?)=.*): (invalid literal|could not|\('Non-bool)", told
-        ):
-            told = f"{words[1]} is not of type {flags.FLAGS[words[2]].flag_type()}"
-        raise UserError(told, "See configs/default.py, or --help") from None
+        what = str(error).replace("\n", " ")
+        raise UserError(what, "See configs/default.py, or --help") from None
 
 
 def define_config() -> None:
@@ -154,24 +147,17 @@ def define_run() -> None:
     )
     flags.register_validator("workdir", lambda given: given != "", "it names no folder")
     flags.register_validator(
-        "coordinator", _is_address, "it is not HOST:PORT, as localhost:1234"
+        "coordinator",
+        lambda given: given is None or re.fullmatch(r".+:\d{1,5}", given),
+        "it is not HOST:PORT, such as localhost:1234",
     )
     flags.register_multi_flags_validator(
-        ["num_processes", "process_index"],
-        _has_process,
+        ["process_index", "num_processes"],
+        lambda given: (
+            None in given.values() or given["process_index"] < given["num_processes"]
+        ),
         "there is no such process, since they count from 0",
     )
-
-
-def _is_address(given: str | None) -> bool:
-    match = re.fullmatch(r".+:(\d+)", given or "localhost:1")
-    return match is not None and 0 < int(match[1]) < 2**16
-
-
-def _has_process(given: dict[str, int | None]) -> bool:
-    number = given["num_processes"]
-    index = given["process_index"]
-    return number is None or index is None or index < number
 
 
 def define_source() -> None:

@@ -115,8 +115,8 @@ layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k l
     - next((i for i, (p, _) in enumerate(optim.rates) if
     + next((i for i, (p, _) in reversed([*enumerate(optim.rates)]) if
 an option that the optimizer does not read passes: config/run.py, config -k 'sgd and refused'
-    - {*OPTIMIZERS[self.name]}
-    + {*OPTIMIZERS[self.name], 'beta1'}
+    - {*reads}
+    + {*reads, 'beta1'}
 the mask hides the token itself: ops/scores.py, switch_values -k gelu
     - seen = query >= key
     + seen = (query > key) | (query == 0)

@@ -71,6 +71,12 @@ MISTAKES = [  # a command, and a word of the line
     (["train.py", "--config=run/config.json"], "--workdir"),
     (["train.py", "--config=hf/config.json", "--workdir=x"], "hf/config.json"),
     ([*TRAIN, "--num_processes=2"], "coordinator"),
+    ([*TRAIN, "--coordinator=localhost"], "HOST:PORT"),
+    (
+        [*TRAIN, "--process_index=7", "--num_processes=2", "--coordinator=localhost:1"],
+        "process_index=7",
+    ),
+    ([*TRAIN, "--config.optim.schedule=piecewise:4=-1"], "-1"),
     (["eval.py"], "workdir"),
     (["eval.py", "--workdir=older"], "seed"),
     (["eval.py", "--workdir=moved"], "no longer"),

@@ -2,7 +2,6 @@
 
 from configs.default import Logging as LoggingConfig
 from configs.default import Memory as MemoryConfig
-from configs.default import Precision as PrecisionConfig
 from gpt2.config.model import SIZES, GPTConfig, ModelConfig
 from gpt2.config.options import CHOICES, DEFAULTS, flatten, read_option
 from gpt2.config.run import (

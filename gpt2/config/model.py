@@ -38,8 +38,6 @@ class ModelConfig(default.Model):
         scaled = {"rope_scaling", "rope_factor", "rope_context"}
         if scaled & given and scaled - given:
             raise UserError("model.rope_scaling, rope_factor, rope_context go together")
-        if "mlp_ratio" in given and self.mlp_dim:
-            raise UserError("model.mlp_dim would ignore model.mlp_ratio")
         if "init" in given and self.mup_base_width:
             raise UserError("muP draws by itself, not by model.init")
         if "window_pattern" in given and not self.window:

@@ -1,9 +1,10 @@
 """Options by their dotted names, as configs/default.py states them: types, ranges, misspellings."""
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from absl import flags
@@ -14,6 +15,8 @@ from gpt2.errors import UserError, require_choice
 
 Value = bool | int | float | str
 Options = dict[str, Any]  # by name; groups are nested, or part of a dotted name
+
+Item = TypeVar("Item")
 
 DEFAULTS = FrozenConfigDict(default.get_config())
 
@@ -35,10 +38,8 @@ class Option:
     def holds(self, number: float) -> bool:
         """Returns whether a number lies in the interval."""
         low, high = map(float, self.interval[1:-1].split(","))
-        if number == low:
-            return self.interval[0] == "["
-        if number == high:
-            return self.interval[-1] == "]"
+        if number in (low, high):
+            return self.interval[0 if number == low else -1] in "[]"
         return low < number < high
 
 
@@ -79,20 +80,17 @@ def no_option(
     name: str, prefix: str = "", others: Mapping[str, str] | None = None
 ) -> UserError:
     """Returns the error for a name that is no option: the nearest, or one of `others`, is meant."""
-    meant: dict[str, str] = {}
-    for option in reversed(OPTIONS):
-        meant[option.rpartition(".")[2]] = prefix + option
-    for spelling, option in default.ALIASES.items():
-        meant[spelling] = prefix + option
+    meant = dict(others or {})
     for option in OPTIONS:
         meant[option] = prefix + option
-    meant |= others or {}
-    for spelling in (name, name.rpartition(".")[2]):
-        near = difflib.get_close_matches(spelling, meant, n=1, cutoff=0.8)
-        if near:
+        meant.setdefault(option.rpartition(".")[2], prefix + option)
+    for spelling, option in default.ALIASES.items():
+        meant[spelling] = prefix + option
+    how = "See --help and configs/default.py"
+    for spelling in (name.rpartition(".")[2], name):
+        if near := difflib.get_close_matches(spelling, meant, n=1, cutoff=0.8):
             how = f"Did you mean {meant[near[0]]}?"
-            return UserError(f"there is no option {name}", how)
-    return UserError(f"there is no option {name}", "See --help and configs/default.py")
+    return UserError(f"there is no option {name}", how)
 
 
 def require_option(name: str, prefix: str = "") -> None:
@@ -128,6 +126,19 @@ def read_factor(text: str) -> float:
     if factor and not 1e-6 <= factor <= 1e6:
         raise ValueError(f"{text} is neither 0 nor from 1e-6 to 1e6")
     return factor
+
+
+def read_items(
+    option: str, text: str, read: Callable[[str], Item], example: str
+) -> list[Item]:
+    """Returns what the text of an option lists, separated by commas, each item read by `read`."""
+    if not text:
+        return []
+    try:
+        return [read(item) for item in text.split(",")]
+    except (ValueError, re.error) as error:
+        what = f"{option}={text} cannot be read ({error})"
+        raise UserError(what, f"For example, use {example}") from None
 
 
 def check_value(name: str, value: object) -> Value:

@@ -15,7 +15,14 @@ from ml_collections import ConfigDict
 
 from configs import default
 from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
-from gpt2.config.options import Options, changed, complete, flatten, read_factor
+from gpt2.config.options import (
+    Options,
+    changed,
+    complete,
+    flatten,
+    read_factor,
+    read_items,
+)
 from gpt2.config.shapes import Shape, Shapes, read_steps
 from gpt2.errors import UserError
 
@@ -49,13 +56,7 @@ class LossConfig(default.Loss):
     @cached_property
     def ahead_weights(self) -> tuple[float, ...]:
         """The weights of `ahead`."""
-        if not self.ahead:
-            return ()
-        try:
-            return tuple(map(read_factor, self.ahead.split(",")))
-        except ValueError as error:
-            how = "For example, use 0.5,0.25"
-            raise UserError(f"loss.ahead={self.ahead}: {error}", how) from None
+        return tuple(read_items("loss.ahead", self.ahead, read_factor, "0.5,0.25"))
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class OptimConfig(default.Optim):
     def __post_init__(self) -> None:
         _ = self.rates, self.pieces  # which refuse what they cannot read
         reads = default.OPTIMIZERS[self.name]
-        others = {option for each in default.OPTIMIZERS.values() for option in each}
-        ignored = changed(self) & others - {*reads}
+        others = set[str]().union(*default.OPTIMIZERS.values()) - {*reads}
+        ignored = changed(self) & others
         if ignored:
             told = ", ".join(sorted(ignored))
             raise UserError(f"optim.name={self.name} would ignore optim.{told}")
@@ -100,24 +101,18 @@ class OptimConfig(default.Optim):
     def pieces(self) -> tuple[tuple[int, float], ...]:
         """The steps of a `piecewise` schedule, ascending, each with its share of the peak."""
         name, _, text = self.schedule.partition(":")
-        what = f"optim.schedule={self.schedule}"
-        pieces = read_steps(what, text, read_factor, "piecewise:1000=0.5,2000=0.1")
+        pieces = read_steps(
+            f"optim.schedule={name}:", text, read_factor, "0=1,2000=0.1"
+        )
         if bool(pieces) != (name == "piecewise"):
-            raise UserError(f"{what} cannot be read")
+            raise UserError(f"optim.schedule={self.schedule} cannot be read")
         return tuple(pieces.items())
 
     @cached_property
     def rates(self) -> tuple[tuple[str, float], ...]:
         """The regular expressions of `layer_rates`, each with its factor."""
-        rates = []
-        try:
-            for item in filter(None, self.layer_rates.split(",")):
-                pattern, _, factor = item.rpartition("=")
-                re.compile(pattern)
-                rates.append((pattern, read_factor(factor)))
-        except (re.error, ValueError) as error:
-            what = f"optim.layer_rates={self.layer_rates}: {error}"
-            raise UserError(what, "Write REGEX=FACTOR,REGEX=FACTOR") from None
+        text = self.layer_rates
+        rates = read_items("optim.layer_rates", text, _read_rate, "wte=0.5,h_.*=2")
         return tuple(rates)
 
     @property
@@ -137,6 +132,12 @@ class OptimConfig(default.Optim):
         """Returns the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
         percent = self.decay_percent or 20  # Hu et al. 2024
         return self.decay_steps or max(_floor(num_steps * percent / 100), 1)
+
+
+def _read_rate(item: str) -> tuple[str, float]:
+    pattern, _, factor = item.rpartition("=")
+    re.compile(pattern)
+    return pattern, read_factor(factor)
 
 
 def _floor(number: float) -> int:
@@ -228,9 +229,9 @@ class Config(default.Options):
             raise UserError(
                 f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP"
             )
-        if train.context_schedule and data.packing != "concat":
-            raise UserError(f"data.packing={data.packing} keeps its shapes")
-        if train.batch_schedule and data.packing == "pad":
+        keeps_batches = data.packing == "pad" and train.batch_schedule
+        keeps_lengths = data.packing != "concat" and train.context_schedule
+        if keeps_batches or keeps_lengths:
             raise UserError(f"data.packing={data.packing} keeps its shapes")
         self._check_memory()
         self._check_shapes()
@@ -272,7 +273,7 @@ class Config(default.Options):
         changes: dict[int, dict[str, int]] = {0: {}}
         for name, size in SCHEDULES.items():
             text = getattr(self.train, name)
-            values = read_steps(f"train.{name}={text}", text, int, "0=64,2000=128")
+            values = read_steps(f"train.{name}", text, int, "0=64,2000=128")
             for start, value in values.items():
                 changes.setdefault(start, {})[size] = value
         model = self.model
@@ -357,16 +358,16 @@ def read_options(name: str) -> Options:
     `FILE:ARGUMENT` hands the argument to the file's `get_config`. A file that is not in this folder
     may be one that came with the package: `configs/quickstart.py`.
     """
-    file, argument = name, ""
-    if not Path(name).is_file():
+    path = Path(name)
+    argument = ""
+    if not path.is_file():
         file, _, argument = name.partition(":")
-    path = Path(file)
+        path = Path(file)
     if not path.is_file():
-        path = Path(__file__).parents[2] / file
+        path = Path(__file__).parents[2] / path
     if not path.is_file():
-        raise UserError(
-            f"--config={name} is no file", "See configs/ for those there are"
-        )
+        how = "See configs/ for those there are"
+        raise UserError(f"--config={name} is no file", how)
     try:
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from gpt2.config.options import read_items
 from gpt2.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,20 +14,21 @@ Number = TypeVar("Number", int, float)
 
 
 def read_steps(
-    option: str, text: str, kind: Callable[[str], Number], example: str
+    option: str, text: str, read: Callable[[str], Number], example: str
 ) -> dict[int, Number]:
     """Returns what `STEP=VALUE,STEP=VALUE` in an option says; steps must ascend from 0 on."""
-    values: dict[int, Number] = {}
-    try:
-        for item in filter(None, text.split(",")):
-            step, _, value = item.partition("=")
-            if int(step) <= max(values, default=-1):
-                raise ValueError("its steps do not ascend")
-            values[int(step)] = kind(value)
-    except ValueError as error:
-        how = f"For example, use {example}"
-        raise UserError(f"{option} cannot be read ({error})", how) from None
-    return values
+
+    def read_pair(item: str) -> tuple[int, Number]:
+        step, _, value = item.partition("=")
+        return int(step), read(value)
+
+    before = -1
+    values = read_items(option, text, read_pair, example)
+    for step, _ in values:
+        if step <= before:
+            raise UserError(f"{option}={text} has steps that do not ascend")
+        before = step
+    return dict(values)
 
 
 class Shape(NamedTuple):
