@@ -1,6 +1,7 @@
 """The shape of a model, and the sizes that OpenAI released."""
 
 import inspect
+import itertools
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Self
@@ -113,8 +114,8 @@ class ModelConfig(default.Model):
     def windows(self) -> tuple[int, ...]:
         """For each layer, how many tokens a position sees, itself included; 0: all."""
         widths = {"S": self.window, "L": 0}
-        pattern = self.window_pattern
-        return tuple(widths[pattern[i % len(pattern)]] for i in range(self.num_layers))
+        letters = itertools.cycle(self.window_pattern)
+        return tuple(widths[next(letters)] for _ in range(self.num_layers))
 
     @cached_property
     def width_ratio(self) -> float:

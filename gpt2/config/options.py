@@ -43,21 +43,27 @@ class Option:
         return low < number < high
 
 
+def _read_type(hint: type) -> Option:
+    """Returns what the type of a field says of an option."""
+    stated = get_args(hint)
+    if not stated:
+        return Option(hint)
+    if get_origin(hint) is Literal:
+        return Option(str, choices=stated)
+    kind, meant = stated  # of Annotated: a table of names, or an interval
+    if kind is str:
+        return Option(str, choices=tuple(meant))
+    return Option(kind, interval=meant)
+
+
 def _read_group(group: type, prefix: str = "") -> dict[str, Option]:
     """Returns the options of a dataclass and of the groups in it, by dotted name, in order."""
     options: dict[str, Option] = {}
     for name, hint in get_type_hints(group, include_extras=True).items():
-        stated = get_args(hint)
         if isinstance(hint, type) and is_dataclass(hint):
             options |= _read_group(hint, f"{prefix}{name}.")
-        elif get_origin(hint) is Literal:
-            options[prefix + name] = Option(str, choices=stated)
-        elif not stated:
-            options[prefix + name] = Option(hint)
-        elif stated[0] is str:  # Annotated by a table of names
-            options[prefix + name] = Option(str, choices=tuple(stated[1]))
-        else:  # Annotated by an interval
-            options[prefix + name] = Option(stated[0], interval=stated[1])
+        else:
+            options[prefix + name] = _read_type(hint)
     return options
 
 
@@ -131,14 +137,14 @@ def read_factor(text: str) -> float:
 def read_items(
     option: str, text: str, read: Callable[[str], Item], example: str
 ) -> list[Item]:
-    """Returns what the text of an option lists, separated by commas, each item read by `read`."""
+    """Returns what `text` lists, separated by commas, each item by `read`; `option` is told."""
     if not text:
         return []
     try:
         return [read(item) for item in text.split(",")]
     except (ValueError, re.error) as error:
-        what = f"{option}={text} cannot be read ({error})"
-        raise UserError(what, f"For example, use {example}") from None
+        how = f"For example, use {example}"
+        raise UserError(f"{option} cannot be read ({error})", how) from None
 
 
 def check_value(name: str, value: object) -> Value:

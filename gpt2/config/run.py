@@ -56,7 +56,8 @@ class LossConfig(default.Loss):
     @cached_property
     def ahead_weights(self) -> tuple[float, ...]:
         """The weights of `ahead`."""
-        return tuple(read_items("loss.ahead", self.ahead, read_factor, "0.5,0.25"))
+        what = f"loss.ahead={self.ahead}"
+        return tuple(read_items(what, self.ahead, read_factor, "0.5,0.25"))
 
 
 @dataclass(frozen=True)
@@ -101,19 +102,18 @@ class OptimConfig(default.Optim):
     def pieces(self) -> tuple[tuple[int, float], ...]:
         """The steps of a `piecewise` schedule, ascending, each with its share of the peak."""
         name, _, text = self.schedule.partition(":")
-        pieces = read_steps(
-            f"optim.schedule={name}:", text, read_factor, "0=1,2000=0.1"
-        )
+        what = f"optim.schedule={self.schedule}"
+        pieces = read_steps(what, text, read_factor, "piecewise:1000=0.5,2000=0.1")
         if bool(pieces) != (name == "piecewise"):
-            raise UserError(f"optim.schedule={self.schedule} cannot be read")
+            raise UserError(f"{what} cannot be read")
         return tuple(pieces.items())
 
     @cached_property
     def rates(self) -> tuple[tuple[str, float], ...]:
         """The regular expressions of `layer_rates`, each with its factor."""
         text = self.layer_rates
-        rates = read_items("optim.layer_rates", text, _read_rate, "wte=0.5,h_.*=2")
-        return tuple(rates)
+        what = f"optim.layer_rates={text}"
+        return tuple(read_items(what, text, _read_rate, "wte=0.5,h_.*=2"))
 
     @property
     def averages(self) -> bool:
@@ -273,7 +273,7 @@ class Config(default.Options):
         changes: dict[int, dict[str, int]] = {0: {}}
         for name, size in SCHEDULES.items():
             text = getattr(self.train, name)
-            values = read_steps(f"train.{name}", text, int, "0=64,2000=128")
+            values = read_steps(f"train.{name}={text}", text, int, "0=64,2000=128")
             for start, value in values.items():
                 changes.setdefault(start, {})[size] = value
         model = self.model

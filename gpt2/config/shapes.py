@@ -26,7 +26,7 @@ def read_steps(
     values = read_items(option, text, read_pair, example)
     for step, _ in values:
         if step <= before:
-            raise UserError(f"{option}={text} has steps that do not ascend")
+            raise UserError(f"{option} has steps that do not ascend")
         before = step
     return dict(values)
 
