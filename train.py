@@ -221,4 +221,4 @@ def train(
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags, default_config="quickstart")
+    cli.run(main, define_flags)

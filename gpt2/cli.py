@@ -22,14 +22,13 @@ def run(
     main: Callable[..., int | None],
     define_flags: Callable[[], object] | None = None,
     *,
-    default_config: str = "",
     commands: Sequence[str] = (),
     takes_files: bool = False,
 ) -> None:
     """Parses the command line, and exits with what `main` returns; a mistake is a line and 2.
 
     `main` receives the arguments that are no flags: one of `commands`, and then, if the program
-    `takes_files`, any number. Without `--config`, options are those of configs/`default_config`.
+    `takes_files`, any number. Without `--config`, options are those of configs/quickstart.py.
     """
     raise_at_interrupt()
     faulthandler.enable()
@@ -44,9 +43,9 @@ def run(
         for name in set(flags.FLAGS) - known:  # which --help shows
             flag = flags.FLAGS[name]
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-    has_config = any(re.match("--?config(=|$)", each) for each in sys.argv)
-    if default_config and not has_config:
-        path = Path(__file__).parents[1] / "configs" / f"{default_config}.py"
+    is_given = any(re.match("--?config(=|$)", each) for each in sys.argv)
+    if "config" in flags.FLAGS and not is_given:
+        path = Path(__file__).parents[1] / "configs" / "quickstart.py"
         sys.argv.insert(1, f"--config={path}")  # where ml_collections looks, too
 
     _, *arguments = parse_flags(sys.argv)
@@ -67,22 +66,20 @@ def _with_home(argument: str) -> str:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags, and returns the program's name and the arguments that are no flags."""
-    has_config = "config" in flags.FLAGS
     try:
-        if has_config:
-            for argument in flags.FLAGS.read_flags_from_files(argv[1:]):
-                if match := re.match(r"--?(?:no)?config\.([^=]*)=?(.*)", argument):
-                    require_option(match[1], "--config.")
-                    if match[2]:
-                        read_option(match[1], match[2])
+        for argument in flags.FLAGS.read_flags_from_files(argv[1:]):
+            if match := re.match(r"--?(?:no)?config\.([^=]*)=?(.*)", argument):
+                require_option(match[1], "--config.")
+                if match[2]:
+                    read_option(match[1], match[2])
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl ends --help with 1, as if it had failed
         sys.exit(0 if end.code == 1 else end.code)
     except flags.UnrecognizedFlagError as error:
-        if not has_config:
-            raise UserError(str(error)) from None  # it proposes the nearest
-        known = {name: f"--{name}" for name in flags.FLAGS if "." not in name}
-        raise no_option(error.flagname, "--config.", known) from None
+        told = str(error)  # with the nearest flag
+        if "config" in flags.FLAGS and "Did you mean" not in told:
+            raise no_option(error.flagname, "--config.") from None
+        raise UserError(told) from None
     except (flags.Error, TypeError, ValueError) as error:
         what = str(error).replace("\n", " ")
         raise UserError(what, "See configs/default.py, or --help") from None

@@ -185,4 +185,4 @@ def _report(sweep: Sweep) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags, default_config="quickstart")
+    cli.run(main, define_flags)

@@ -82,11 +82,9 @@ def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
     return flat
 
 
-def no_option(
-    name: str, prefix: str = "", others: Mapping[str, str] | None = None
-) -> UserError:
-    """Returns the error for a name that is no option: the nearest, or one of `others`, is meant."""
-    meant = dict(others or {})
+def no_option(name: str, prefix: str = "") -> UserError:
+    """Returns the error for a name that is no option, which proposes the nearest."""
+    meant: dict[str, str] = {}
     for option in OPTIONS:
         meant[option] = prefix + option
         meant.setdefault(option.rpartition(".")[2], prefix + option)

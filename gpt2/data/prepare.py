@@ -60,4 +60,4 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags, default_config="quickstart")
+    cli.run(main, define_flags)
