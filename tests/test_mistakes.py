@@ -49,7 +49,7 @@ def pristine(tmp_path_factory):
 
 MISTAKES = [  # a command, and a word of the line
     ([*TRAIN, "--config.train.num_stps=3"], "--config.train.num_steps"),
-    ([*TRAIN, "--workdr=x"], "--workdir"),
+    ([*TRAIN, "--workdr=x"], "mean: workdir"),
     ([*TRAIN, "--config.optim.name=adamv"], "adam"),
     ([*TRAIN, "--config.parallel.data=3"], "parallel"),
     ([*TRAIN, "--config.model.context_length=100000"], "context_length"),
