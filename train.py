@@ -27,10 +27,10 @@ from gpt2.generate import write_samples
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import StopSignal, distributed, find_devices, gather_whole
+from gpt2.parallel import distributed, find_devices, gather_whole
 from gpt2.plan import command as plan
 from gpt2.profile import Profiler
-from gpt2.signals import leave_at_interrupt
+from gpt2.signals import StopSignal, leave_at_interrupt
 from gpt2.telemetry import Reporter, StepClock, plot_losses
 from gpt2.training import (
     Batches,

@@ -46,7 +46,8 @@ def exit_on_user_error() -> Iterator[None]:
         _silence(sys.stdout)
         sys.exit(128 + signal.SIGPIPE)
     except (UserError, OSError, KeyboardInterrupt, RuntimeError) as error:
-        if not (end := describe_end(error)):
+        end = describe_end(error)
+        if end is None:
             raise
         message, code = end
         tell(message)
@@ -70,8 +71,10 @@ def describe_end(error: BaseException) -> tuple[str, int] | None:
     None: the exception is a mistake of the program, and its traceback has to be seen.
     """
     if isinstance(error, OSError) and error.errno in _REFUSED:
-        where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
-        error = UserError(f"{error.strerror}{where}")
+        told = str(error.strerror)
+        if error.filename:
+            told += f" ({os.fsdecode(error.filename)})"
+        error = UserError(told)
     if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
         error = UserError(str(error).splitlines()[0])  # of JAX, for JAX_PLATFORMS
     if isinstance(error, UserError):

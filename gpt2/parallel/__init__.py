@@ -29,7 +29,6 @@ from gpt2.parallel.state import (
     gather_whole,
     state_bytes,
 )
-from gpt2.signals import StopSignal
 
 Backend = PjitBackend | PmapBackend
 
