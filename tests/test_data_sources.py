@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.data import dataset as prepare
+from gpt2.data import prepare
+from gpt2.data.ready import open_ready_tokens
 from gpt2.data.tokenizer import build
-from gpt2.data.tokens import open_ready_tokens
 from gpt2.errors import UserError
 
 TEXTS = [
@@ -32,7 +32,7 @@ def make(tmp_path):
             val_fraction=val_fraction,
             data_dir=data_dir,
         )
-        return prepare.prepare(data)
+        return prepare(data)
 
     return make
 
@@ -171,7 +171,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
         make(f"tokens:{path}", "gpt2")
     for dtype in (np.int64, object):
         _write_array(path, [1, 2, 3], dtype)
-        with pytest.raises(UserError, match=r"holds int64|no array of tokens"):
+        with pytest.raises(UserError, match=r"holds int64|cannot be read"):
             make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(1000))
     _write_array(tmp_path / "more.bin", range(1000), np.uint32)
