@@ -1,5 +1,6 @@
 """Text and tokens from elsewhere: the hub, TFDS, and ready token shards."""
 
+import gzip
 import importlib
 import sys
 from functools import partial
@@ -8,6 +9,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tensorboardX.record_writer import masked_crc32c
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare
@@ -163,7 +165,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     _write_shard(path, [60_000] * 100)
     with pytest.raises(UserError, match="token 60000"):
         make(f"tokens:{path}", "gpt2")
-    path.write_bytes(b"odd")
+    path.write_bytes(bytes(3))
     with pytest.raises(UserError, match="not a shard"):
         make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(1000), magic=20240522)  # llm.c's HellaSwag
@@ -206,6 +208,11 @@ def test_the_validation_shards_are_those_with_the_word_in_their_name(
     assert split[2] == (3 if is_validation else 2)
 
 
+def frame(content):
+    """Bytes of a TFRecord file, and the CRC that comes behind them."""
+    return content + masked_crc32c(content).to_bytes(4, "little")
+
+
 @pytest.mark.thorough  # TFDS takes seconds to import
 def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     import tensorflow_datasets as tfds
@@ -217,9 +224,7 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
         records = [
             features.serialize_example({"body": text}) for text in TEXTS[shard::2]
         ]
-        framed = (
-            len(r).to_bytes(8, "little") + bytes(4) + r + bytes(4) for r in records
-        )
+        framed = [frame(len(r).to_bytes(8, "little")) + frame(r) for r in records]
         path = folder / f"poems-train.tfrecord-0000{shard}-of-00002"
         path.write_bytes(b"".join(framed))
     split = tfds.core.SplitInfo(
@@ -235,6 +240,15 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     )
     read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
     assert sorted(read) == sorted(TEXTS)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match="ends within a record"):
-        make("tfds:poems#body", val_fraction=0.2)
+    whole = path.read_bytes()
+    flipped, longer = bytearray(whole), bytearray(whole)
+    flipped[60] ^= 1
+    longer[0] ^= 1
+    half = whole[: sum(len(each) for each in framed[:20])]
+    damaged = [whole[:-20], flipped, longer, half, bytes(5000), gzip.compress(whole)]
+    for number, content in enumerate(damaged, 1):
+        path.write_bytes(content)
+        with pytest.raises(
+            UserError, match=r"poems\S* cannot be read .*(record|altered)"
+        ):
+            make("tfds:poems#body", val_fraction=number / 10)

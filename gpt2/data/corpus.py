@@ -9,6 +9,7 @@ import json
 import os
 import random
 import socket
+import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -303,10 +304,15 @@ def _tfds(argument: str) -> Corpus:
                 server = ("storage.googleapis.com", 443)
                 socket.create_connection(server, timeout=5).close()
                 builder.download_and_prepare()
+            num_read = 0
             for record in _tfds_records(builder):
                 text = record[feature]
                 is_bytes = isinstance(text, bytes)
                 yield text.decode("utf-8", "replace") if is_bytes else str(text)
+                num_read += 1
+            num_records = builder.info.splits["train"].num_examples
+            if num_read != num_records:
+                raise EOFError(f"{num_read:,} of its {num_records:,} records are there")
 
     return Corpus(f"tfds-{name}-{feature}", _after_reading(documents))
 
@@ -316,12 +322,25 @@ def _tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:
     if builder.info.file_format.value != "tfrecord":
         yield from builder.as_data_source(split="train")
         return
-    from grain.experimental import TFRecordIterDataset
-
     for path in builder.info.splits["train"].filepaths:
-        with reading(path, "Download it again"):
-            for record in TFRecordIterDataset(str(path)):
+        with reading(path, "Download it again"), open(path, "rb") as stream:
+            for record in _tfrecords(stream):
                 yield builder.info.features.deserialize_example_np(record)
+
+
+def _tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yields the records of a TFRecord file: of each its length, that one's CRC, it, its CRC."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    while head := stream.read(12):
+        length, length_crc = struct.unpack("<QI", head)
+        if masked_crc32c(head[:8]) != length_crc:
+            raise ValueError("the length of a record was altered")
+        record = stream.read(length)
+        crc = stream.read(4)
+        if masked_crc32c(record) != int.from_bytes(crc, "little"):
+            raise ValueError("a record was altered or cut")
+        yield record
 
 
 # Prefix -> how to write it, and what opens it. ready.py opens `tokens:`, which are no documents.

@@ -4,7 +4,6 @@ nanoGPT writes bare .bin files, llm.c and modded-nanogpt some with a header, bui
 """
 
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from gpt2.utils.stores import at_hand, find, is_url
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 # Magic number and version: those of GPT-2's and of Llama 3's tokens.
 FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+OTHERS = (b"PK\x03\x04", b"\x1f\x8b\x08")  # how PyTorch's files and .gz begin
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
 
 
@@ -92,15 +92,14 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> Dataset:
                 f"the {name} split of data.corpus has no token to predict",
                 "Choose another --config.data.val_fraction",
             )
-        split = Split(num_tokens=len(stream), shards=shards)
+        split = Split(num_tokens=len(stream), crc32=stream.crc32(), shards=shards)
         for _, tokens in stream.chunks():
-            stored = tokens.astype(ready.dtype)
-            if stored.max() >= tokenizer.vocab_size:
+            largest = int(tokens.view(np.uint32).max())
+            if largest >= tokenizer.vocab_size:
                 raise UserError(
-                    f"the {name} shards hold token {stored.max()}, which {tokenizer.name} lacks",
+                    f"the {name} shards hold token {largest}, which {tokenizer.name} lacks",
                     "Give the --config.data.tokenizer that they were made with",
                 )
-            split.crc32 = zlib.crc32(stored.tobytes(), split.crc32)
             is_text = tokens != tokenizer.eot
             split.num_documents += int((~is_text).sum())
             if name == "validation":  # exactly, also where tokens depend on neighbours
@@ -127,10 +126,16 @@ def _refuse_characters(files: Sequence[File]) -> None:
 def _open_shard(file: Path) -> tuple[Shard, str]:
     """Finds the tokens in a file, and their type."""
     with reading(file, "Leave it out"), open(file, "rb") as stream:
-        start = stream.read(4 * HEADER).ljust(4 * HEADER, b"\xff")
+        start = stream.read(4 * HEADER)
         size = file.stat().st_size
         if start.startswith(b"\x93NUMPY"):
             return _open_array(file)
+    if file.suffix != ".bin" or start.startswith(OTHERS) or _is_text(start):
+        raise UserError(
+            f"{file} is no file of tokens, which end in .bin or .npy",
+            "Leave it out of tokens:GLOB; text:GLOB reads text",
+        )
+    start = start.ljust(4 * HEADER, b"\xff")
     magic, version, count = map(int, np.frombuffer(start, np.int32)[:3])
     high_halves = np.frombuffer(start, np.uint16)[1::2]  # if tokens have 32 bits
     dtype = "uint32" if high_halves.max() < 4 else "uint16"
@@ -156,6 +161,13 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
     return Shard(str(file), skip, count), dtype
 
 
+def _is_text(start: bytes) -> bool:
+    """Returns whether a file begins with printable characters, as tokens never do."""
+    text = start.decode("utf-8", "ignore")  # which may end within a character
+    is_whole = len(text.encode()) > len(start) - 4
+    return is_whole and all(c.isprintable() or c.isspace() for c in text)
+
+
 def _open_array(file: Path) -> tuple[Shard, str]:
     """Finds the tokens in a .npy file, and their type."""
     array = np.lib.format.open_memmap(file, mode="r")
@@ -163,8 +175,8 @@ def _open_array(file: Path) -> tuple[Shard, str]:
         raise UserError(
             f"{file} holds {array.dtype}, not uint16 or uint32", "Leave it out"
         )
-    if array.size == 0:
-        raise UserError(f"{file} holds no tokens", "Leave it out")
+    if array.size == 0 or not array.flags.c_contiguous:
+        raise UserError(f"{file} holds no tokens one after another", "Leave it out")
     skip = array.offset // array.itemsize
     return Shard(str(file), skip, array.size), array.dtype.name
 

@@ -22,8 +22,8 @@ from gpt2.data.corpus import Corpus, Document
 from gpt2.data.dataset import Dataset
 from gpt2.data.foreign import reading
 from gpt2.data.tokenizer import Tokenizer, build, load
-from gpt2.data.tokens import Split, TokenWriter
-from gpt2.errors import UserError, tell
+from gpt2.data.tokens import Split, TokenStream, TokenWriter
+from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files
 from gpt2.utils.cluster import open_pool
 from gpt2.utils.stores import at_hand
@@ -36,6 +36,7 @@ AHEAD = 32  # groups of parts to encode while a save waits for the disk
 WEIGHED = 2**14
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
 SECONDS = 10  # between lines that tell how far it is
+TOKENIZER = "tokenizer.json"
 PROGRESS = "progress.json"  # what is written up to such a moment
 # A part ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
@@ -72,6 +73,8 @@ class Progress:
     document: int = 0  # its number
     parts: int = 0
     text_crc32: int = 0  # of the last part's text
+    tokenizer_crc32: int = 0  # of its file
+    dtype: str = ""  # of stored tokens
 
     @classmethod
     def load(cls, directory: Path) -> "Progress | None":
@@ -86,6 +89,20 @@ class Progress:
         """Brings all that is written to the disk, and then what says that it is there."""
         files.sync_tree(directory)
         files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
+
+    def find_damage(self, directory: Path) -> str:
+        """Says what a directory does not hold as it was written, or nothing."""
+        try:
+            tokenizer = (directory / TOKENIZER).read_bytes()
+            if zlib.crc32(tokenizer) != self.tokenizer_crc32:
+                return f"{TOKENIZER} was altered"
+            for name, split in self.splits.items():
+                stream = TokenStream(split.shards, self.dtype, directory)
+                if stream.crc32() != split.crc32:
+                    return f"tokens of {name} were altered"
+        except (OSError, UserError) as error:
+            return str(error)
+        return ""
 
     def add(self, part: Part, num_lost: int) -> None:
         """Counts a part whose tokens have been written."""
@@ -121,8 +138,9 @@ def write_splits(
             many_documents=documents.many,
             end_of_text=data.end_of_text,
         )
-        tokenizer.save(directory / "tokenizer.json")
-    tokenizer = load(directory / "tokenizer.json")
+        tokenizer.save(directory / TOKENIZER)
+        progress.tokenizer_crc32 = zlib.crc32((directory / TOKENIZER).read_bytes())
+    tokenizer = load(directory / TOKENIZER)
     if tokenizer.eot is None and documents.many:
         raise UserError(
             f"{data.tokenizer} names no token to put between documents",
@@ -130,6 +148,7 @@ def write_splits(
         )
     opening = np.array([tokenizer.eot or 0], np.int32)
     writer = TokenWriter(directory, tokenizer.vocab_size, progress.splits)
+    progress.dtype = writer.dtype.name
     unsaved = 0
     told = time.monotonic()
     for part, tokens, num_lost in encode_in_parallel(tokenizer, parts, ray):
@@ -152,24 +171,34 @@ def write_splits(
             f"data.corpus={data.corpus!r} empty: it holds {num_bytes} bytes",
             "Choose a longer text, more documents that differ, or another fraction",
         )
+    if damage := progress.find_damage(directory):
+        (directory / PROGRESS).unlink(missing_ok=True)
+        raise UserError(
+            f"{directory} does not hold what was written ({damage})",
+            "Repeat the command, or name another disk by --config.data.data_dir",
+        )
     if data.unique:
         tell(
             f"{documents.num_dropped:,} documents came twice, and are dropped",
             sys.stdout,
         )
-    return Dataset(directory, tokenizer, splits, writer.dtype.name)
+    return Dataset(directory, tokenizer, splits, progress.dtype)
 
 
 def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator[Part]]:
     """Returns what a directory holds of a corpus, nothing if that was another, and what follows."""
     progress = Progress.load(directory)
-    if progress:
+    damage = progress.find_damage(directory) if progress else ""
+    if damage:
+        warn(f"{directory} is damaged ({damage}), and is begun anew")
+    elif progress:
         parts = documents.parts(progress.document)
         last = deque(itertools.islice(parts, progress.parts), 1)
         if last and zlib.crc32(last[0].text.encode()) == progress.text_crc32:
             tell(f"going on after document {progress.document:,}", sys.stdout)
             return progress, parts
-    (directory / PROGRESS).unlink(missing_ok=True)
+    for path in directory.iterdir():
+        path.unlink()
     return Progress(), documents.parts()
 
 

