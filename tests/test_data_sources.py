@@ -154,9 +154,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     path = tmp_path / "train.bin"
     _write_shard(path, range(1000), **GPT2)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(
-        UserError, match="has 950 tokens, and its header says version 1 and 1000"
-    ):
+    with pytest.raises(UserError, match="no file of uint16 tokens, or is cut"):
         make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(50))
     for share, split in ((0.01, "validation"), (0.99, "train")):
@@ -166,10 +164,10 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     with pytest.raises(UserError, match="token 60000"):
         make(f"tokens:{path}", "gpt2")
     path.write_bytes(bytes(3))
-    with pytest.raises(UserError, match="not a shard"):
+    with pytest.raises(UserError, match="no file of uint16 tokens"):
         make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(1000), magic=20240522)  # llm.c's HellaSwag
-    with pytest.raises(UserError, match="has 1000 tokens, and its header"):
+    with pytest.raises(UserError, match="holds of an unknown format, not uint16"):
         make(f"tokens:{path}", "gpt2")
     for dtype in (np.int64, object):
         _write_array(path, [1, 2, 3], dtype)

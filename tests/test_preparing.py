@@ -3,9 +3,7 @@
 import errno
 import json
 import re
-import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -93,9 +91,7 @@ def test_a_preparation_begins_anew_if_the_text_is_another_one(run, tmp_path):
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
 
-def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(
-    tmp_path, monkeypatch
-):
+def test_a_full_disk_is_told_and_room_lets_it_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "SAVED_TOKENS", 2**17)
     data = DataConfig(corpus="synthetic", tokenizer="byte")
     make = lambda name: prepare(replace(data, data_dir=str(tmp_path / name)))  # noqa: E731
@@ -111,12 +107,6 @@ def test_a_full_disk_is_told_in_advance_or_once_and_room_lets_it_go_on(
         UserError, match=r"No space left on device\)\. Make room, and repeat"
     ):
         make("full")
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
-        with pytest.raises(
-            UserError, match="more bytes are needed, and 1,000,000 are free"
-        ):
-            make("full")
     make("full")
     assert next(calls) < 2000 + 2200  # of 4000 documents
     make("whole")

@@ -51,29 +51,15 @@ class Dataset:
     def describe(self) -> dict[str, object]:
         """Returns what the corpus holds, not where it lies, for a run's data.json."""
         counts = dict[str, dict[str, int]]()
-        crc32 = dict[str, int | list[int]]()
         for name, split in self.splits.items():
             counts[name] = {count: getattr(split, count) for count in COUNTS}
-            each = [part.splits[name].crc32 for _, part in self.mixed.values()]
-            crc32[name] = each or split.crc32
         return {
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": fingerprint(self.tokenizer),
             "splits": counts,
-            "token_crc32": crc32,
+            "token_crc32": {name: split.crc32 for name, split in self.splits.items()},
+            "parts": [part.describe() for _, part in self.mixed.values()],
         }
-
-
-def mix(mixed: dict[str, tuple[Fraction, Dataset]]) -> Dataset:
-    """Returns corpora of one tokenizer as one, whose rows come by their shares."""
-    parts = [part for _, part in mixed.values()]
-    splits = dict[str, Split]()
-    for name in parts[0].splits:
-        splits[name] = Split()
-        for count in COUNTS:
-            total = sum(getattr(part.splits[name], count) for part in parts)
-            setattr(splits[name], count, total)
-    return Dataset(Path(), parts[0].tokenizer, splits, "", mixed)
 
 
 def refuse_other(path: Path, dataset: Dataset) -> bool:

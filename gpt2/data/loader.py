@@ -43,10 +43,6 @@ def assemble(windows: Sequence[np.ndarray], length: int, eot: int | None) -> Bat
     return batch
 
 
-def _segment_start(dataset: Dataset, document_mask: bool) -> int | None:
-    return document_start(dataset, "data.document_mask=True") if document_mask else None
-
-
 class TrainLoader:
     """Training batches, shuffled without replacement; any can be read directly.
 
@@ -67,7 +63,9 @@ class TrainLoader:
         packing: str = "concat",
         shapes: Shapes | None = None,
     ):
-        self._eot = _segment_start(dataset, document_mask)
+        self._eot = None
+        if document_mask:
+            self._eot = document_start(dataset, "data.document_mask=True")
         self._context_length = context_length
         self._shapes = shapes or Shapes({0: Shape(batch_size, context_length, 0)})
         self._unit = batch_size if packing == "pad" else 1  # rows from one source
@@ -156,7 +154,9 @@ class ValidationLoader:
         document_mask: bool = False,
         num_batches: int = 0,
     ):
-        self._eot = _segment_start(dataset, document_mask)
+        self._eot = None
+        if document_mask:
+            self._eot = document_start(dataset, "data.document_mask=True")
         self._stream = dataset.open("validation")
         self._batch_size = batch_size
         self._context_length = context_length

@@ -194,7 +194,8 @@ PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 def document_start(dataset: Dataset, option: str) -> int:
     """Returns the token that opens each document; refuses an option that needs several."""
     eot = dataset.tokenizer.eot
-    if eot is None or dataset.splits["train"].num_documents < 2:
+    trains = [part.splits["train"] for _, part in dataset.parts.values()]
+    if eot is None or sum(split.num_documents for split in trains) < 2:
         raise UserError(
             f"{option} needs several documents, and the corpus is one", "Leave it out"
         )

@@ -18,7 +18,7 @@ from types import ModuleType
 from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
-from gpt2.data.dataset import COUNTS, Dataset, mix
+from gpt2.data.dataset import COUNTS, Dataset
 from gpt2.data.foreign import hash_of
 from gpt2.data.own import find_batches
 from gpt2.data.ready import ReadyTokens, index, open_ready_tokens
@@ -65,7 +65,7 @@ def prepare(data: DataConfig, ray: ModuleType | None = None) -> Dataset:
     for name, share in shares.items():
         part = _prepare_corpus(dataclasses.replace(data, corpus=name), ray)
         mixed[name] = share, part
-    return mix(mixed)
+    return Dataset(Path(), part.tokenizer, {}, "", mixed)
 
 
 def read_mixture(spec: str) -> dict[str, Fraction]:
@@ -181,54 +181,34 @@ def _find_damage(directory: Path) -> str:
 
 def write(wanted: Wanted, ray: ModuleType | None) -> Dataset:
     """Prepares into a folder of its own, going on where it was cut, and renames that."""
+    data = wanted.data
+    source = wanted.source
     directory = wanted.directory
     if damage := _find_damage(directory):
         warn(f"{directory} is damaged ({damage}), and is prepared anew")
-    tell(
-        f"preparing {wanted.data.corpus} for {wanted.data.tokenizer}, once", sys.stdout
-    )
+    tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
     partial = directory.with_name(f".{directory.name}.partial")
-    old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)  # left by a process that stopped halfway
-    if not (partial / PROGRESS).exists():
-        shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(exist_ok=True)
     try:
-        dataset = _write_tokens(wanted, partial, ray)
-        _describe(dataset, wanted.data)
+        if isinstance(source, ReadyTokens):
+            dataset = index(source, data, partial)
+        else:
+            dataset = write_splits(source, data, partial, ray)
+        if resolve(data).place != wanted.place:
+            (partial / PROGRESS).unlink(missing_ok=True)
+            raise UserError(
+                f"the text that data.corpus={data.corpus} names has changed while it was read",
+                "Repeat the command",
+            )
+        _describe(dataset, data)
         _seal(dataset)
-        if directory.exists():  # damaged; others may read from it until now
-            directory.rename(old)
+        shutil.rmtree(directory, ignore_errors=True)  # which was damaged
         partial.rename(directory)
-        shutil.rmtree(old, ignore_errors=True)
     finally:
         if not (partial / PROGRESS).exists():
             shutil.rmtree(partial, ignore_errors=True)
     (directory / PROGRESS).unlink(missing_ok=True)
     return dataclasses.replace(dataset, directory=directory)
-
-
-def _write_tokens(wanted: Wanted, partial: Path, ray: ModuleType | None) -> Dataset:
-    data = wanted.data
-    source = wanted.source
-    if isinstance(source, ReadyTokens):
-        dataset = index(source, data, partial)
-    else:
-        # A token takes two bytes, and stands for one of text or, of words, for about four.
-        bytes_per_token = 1 if data.tokenizer == "byte" else 5
-        needed = 2 * source.num_bytes // bytes_per_token
-        needed -= sum(path.stat().st_size for path in partial.iterdir())
-        free = shutil.disk_usage(partial).free
-        if free < needed:
-            raise OSError(f"{needed:,} more bytes are needed, and {free:,} are free")
-        dataset = write_splits(source, data, partial, ray)
-    if resolve(data).place != wanted.place:
-        (partial / PROGRESS).unlink(missing_ok=True)
-        raise UserError(
-            f"the text that data.corpus={data.corpus} names has changed while it was read",
-            "Repeat the command",
-        )
-    return dataset
 
 
 def _describe(dataset: Dataset, data: DataConfig) -> None:

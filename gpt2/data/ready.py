@@ -21,7 +21,6 @@ from gpt2.utils.stores import at_hand, find, is_url
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 # Magic number and version: those of GPT-2's and of Llama 3's tokens.
 FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
-OTHERS = (b"PK\x03\x04", b"\x1f\x8b\x08")  # how PyTorch's files and .gz begin
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
 
 
@@ -125,71 +124,55 @@ def _refuse_characters(files: Sequence[File]) -> None:
 
 def _open_shard(file: Path) -> tuple[Shard, str]:
     """Finds the tokens in a file, and their type."""
-    with reading(file, "Leave it out"), open(file, "rb") as stream:
+    how = "Leave it out of tokens:GLOB, or download it again"
+    with reading(file, how), open(file, "rb") as stream:
         start = stream.read(4 * HEADER)
         size = file.stat().st_size
+        offset = 0
         if start.startswith(b"\x93NUMPY"):
-            return _open_array(file)
-    if file.suffix != ".bin" or start.startswith(OTHERS) or _is_text(start):
-        raise UserError(
-            f"{file} is no file of tokens, which end in .bin or .npy",
-            "Leave it out of tokens:GLOB; text:GLOB reads text",
-        )
-    start = start.ljust(4 * HEADER, b"\xff")
-    magic, version, count = map(int, np.frombuffer(start, np.int32)[:3])
-    high_halves = np.frombuffer(start, np.uint16)[1::2]  # if tokens have 32 bits
-    dtype = "uint32" if high_halves.max() < 4 else "uint16"
-    skip = 0
-    if magic // 10_000 == 2024:  # llm.c dates the formats of its files
-        is_known = (magic, version) in FORMATS
-        dtype = FORMATS.get((magic, version), dtype)
-        size -= 4 * HEADER
-        skip = 4 * HEADER // np.dtype(dtype).itemsize
-        present = size // np.dtype(dtype).itemsize
-        if not is_known or not 0 <= count <= present:
-            raise UserError(
-                f"{file} has {present} tokens, and its header says version {version} and {count} "
-                "tokens",
-                "Download it again, or leave it out of tokens:GLOB",
-            )
-    else:
-        count = size // np.dtype(dtype).itemsize
-    if count == 0 or size % np.dtype(dtype).itemsize:
-        raise UserError(
-            f"{file} is not a shard of {dtype} tokens", "Leave it out of tokens:GLOB"
-        )
-    return Shard(str(file), skip, count), dtype
+            array = np.lib.format.open_memmap(file, mode="r")
+            dtype = array.dtype.name
+            offset = array.offset
+            num_tokens = array.size
+            is_right = array.flags.c_contiguous
+        else:
+            header = np.frombuffer(start.ljust(4 * HEADER, b"\xff"), np.int32)
+            magic, version, num_tokens = header[:3].tolist()
+            is_right = True
+            if magic // 10_000 == 2024:  # llm.c dates the formats of its files
+                dtype = FORMATS.get((magic, version), "of an unknown format")
+                offset = 4 * HEADER
+            else:
+                high_halves = header.view(np.uint16)[1::2]  # if tokens have 32 bits
+                dtype = "uint32" if high_halves.max() < 4 else "uint16"
+                num_tokens = size // np.dtype(dtype).itemsize
+                is_right = file.suffix == ".bin" and not _is_other(start)
+    if dtype not in ("uint16", "uint32"):
+        raise UserError(f"{file} holds {dtype}, not uint16 or uint32", how)
+    itemsize = np.dtype(dtype).itemsize
+    if not is_right or not num_tokens or offset + num_tokens * itemsize != size:
+        raise UserError(f"{file} is no file of {dtype} tokens, or is cut", how)
+    return Shard(str(file), offset // itemsize, num_tokens), dtype
 
 
-def _is_text(start: bytes) -> bool:
-    """Returns whether a file begins with printable characters, as tokens never do."""
+def _is_other(start: bytes) -> bool:
+    """Returns whether a file begins as one of PyTorch, gzip or text does, not as tokens."""
+    if start.startswith((b"PK\x03\x04", b"\x1f\x8b\x08")):
+        return True
     text = start.decode("utf-8", "ignore")  # which may end within a character
     is_whole = len(text.encode()) > len(start) - 4
     return is_whole and all(c.isprintable() or c.isspace() for c in text)
-
-
-def _open_array(file: Path) -> tuple[Shard, str]:
-    """Finds the tokens in a .npy file, and their type."""
-    array = np.lib.format.open_memmap(file, mode="r")
-    if array.dtype not in (np.uint16, np.uint32):
-        raise UserError(
-            f"{file} holds {array.dtype}, not uint16 or uint32", "Leave it out"
-        )
-    if array.size == 0 or not array.flags.c_contiguous:
-        raise UserError(f"{file} holds no tokens one after another", "Leave it out")
-    skip = array.offset // array.itemsize
-    return Shard(str(file), skip, array.size), array.dtype.name
 
 
 def _cut(shards: list[Shard], num_first: int) -> tuple[list[Shard], list[Shard]]:
     """Divides shards after `num_first` tokens."""
     first = list[Shard]()
     second = list[Shard]()
-    for file, skip, count in shards:
-        head = min(num_first, count)
+    for file, skip, num_tokens in shards:
+        head = min(num_first, num_tokens)
         num_first -= head
         if head:
             first.append(Shard(file, skip, head))
-        if count > head:
-            second.append(Shard(file, skip + head, count - head))
+        if head < num_tokens:
+            second.append(Shard(file, skip + head, num_tokens - head))
     return first, second

@@ -90,6 +90,10 @@ class Progress:
         files.sync_tree(directory)
         files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
 
+    def sum(self, count: str) -> int:
+        """Returns a count of both splits."""
+        return sum(getattr(split, count) for split in self.splits.values())
+
     def find_damage(self, directory: Path) -> str:
         """Says what a directory does not hold as it was written, or nothing."""
         try:
@@ -162,13 +166,16 @@ def write_splits(
             unsaved = 0
         if time.monotonic() > told + SECONDS:
             told = time.monotonic()
-            tell(_describe(progress.splits, corpus.num_bytes), sys.stdout)
+            line = f"{format_count(progress.sum('num_tokens'))} tokens"
+            if corpus.num_bytes:
+                share = progress.sum("num_bytes") / corpus.num_bytes
+                line += f", {share:.0%} of the text"
+            tell(line, sys.stdout)
     splits = progress.splits
     if min(splits[name].num_tokens for name in data.splits) < 2:
-        num_bytes = sum(split.num_bytes for split in splits.values())
         raise UserError(
             f"data.val_fraction={data.val_fraction} leaves a split of "
-            f"data.corpus={data.corpus!r} empty: it holds {num_bytes} bytes",
+            f"data.corpus={data.corpus!r} empty: it holds {progress.sum('num_bytes')} bytes",
             "Choose a longer text, more documents that differ, or another fraction",
         )
     if damage := progress.find_damage(directory):
@@ -207,17 +214,6 @@ def _training_texts(parts: Iterable[Part], tokenizer: str) -> Iterator[str]:
     for part in parts:
         if part.split == "train" or tokenizer == "char":
             yield part.text
-
-
-def _describe(splits: dict[str, Split], num_bytes: int) -> str:
-    """Returns a line on how much has been written, of a text of about so many bytes."""
-    num_documents = sum(split.num_documents for split in splits.values())
-    num_tokens = sum(split.num_tokens for split in splits.values())
-    line = f"{format_count(num_documents)} documents, {format_count(num_tokens)} tokens"
-    if num_bytes:
-        share = sum(split.num_bytes for split in splits.values()) / num_bytes
-        line += f", {share:.0%} of the text"
-    return line
 
 
 class Documents:

@@ -57,6 +57,8 @@ _GO_ON = dict(
 )
 NAMES = ("gpt2", "byte", "char")
 
+Ids = Sequence[int] | np.ndarray
+
 
 class Tokenizer(abc.ABC):
     """Text to token ids and back."""
@@ -71,14 +73,14 @@ class Tokenizer(abc.ABC):
         """Returns the token ids of a text, int32 [num_tokens]."""
 
     @abc.abstractmethod
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes that the token ids stand for."""
 
     def encode_part(self, text: str, *, starts: bool) -> tuple[np.ndarray, int]:
         """Returns a part's ids, and how many bytes they do not give back; `starts`: a document."""
         return self.encode(text), 0
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Ids) -> str:
         """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
@@ -99,7 +101,7 @@ class ByteTokenizer(Tokenizer):
         """Returns the text's UTF-8 bytes, int32 [num_bytes]."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the bytes that the token ids stand for."""
         return b"".join(
             END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids
@@ -125,25 +127,20 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns a token id for each character, int32 [num_characters]; all must be known."""
-        code_points = np.frombuffer(
-            text.encode("utf-32-le", "surrogatepass"), np.uint32
-        )
+        characters = text.encode("utf-32-le", "surrogatepass")
+        code_points = np.frombuffer(characters, np.uint32)
         ids = np.searchsorted(self._code_points, code_points)
-        known = (
-            self._code_points[np.minimum(ids, len(self._code_points) - 1)]
-            == code_points
-        )
-        unseen = "".join(sorted({text[i] for i in np.flatnonzero(~known)}))
-        what = (
-            f"The char tokenizer does not know {unseen[:20]!r}: its corpus lacks them"
-        )
+        found = self._code_points.take(ids, mode="clip")
+        unseen = {text[i] for i in np.flatnonzero(found != code_points)}
         if unseen:
+            some = "".join(sorted(unseen))[:20]
             raise UserError(
-                what, "Use only characters of the training text, or the byte tokenizer"
+                f"The char tokenizer does not know {some!r}: its corpus lacks them",
+                "Use only characters of the training text, or the byte tokenizer",
             )
         return ids.astype(np.int32)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes of the ids' characters."""
         texts = (END_OF_TEXT if i == self.eot else self._characters[i] for i in ids)
         return "".join(texts).encode("utf-8")
@@ -171,14 +168,11 @@ class BytePairTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
-        text = text.encode(
-            "utf-8", "replace"
-        ).decode()  # half a surrogate pair is no character
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(
-            np.int32
-        )
+        text = text.encode("utf-8", "replace").decode()  # half a pair is no character
+        ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        return ids.astype(np.int32)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the bytes that the token ids stand for."""
         return self._encoding.decode_bytes([int(i) for i in ids])
 
@@ -190,7 +184,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name = name
         self._backend = _backend(tree)
         # What begins a text is no part of the rest of a document.
-        self._rest = _backend(json.loads(json.dumps(tree), object_hook=_go_on))
+        rest = dict(tree)
+        for part in tree.keys() & {"normalizer", "pre_tokenizer", "decoder"}:
+            rest[part] = json.loads(json.dumps(tree[part]), object_hook=_go_on)
+        self._rest = _backend(rest)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]
@@ -216,12 +213,10 @@ class HuggingFaceTokenizer(Tokenizer):
         backend = self._backend if starts else self._rest
         ids = self._encode(text, backend)
         (back,) = backend.decode_batch([ids.tolist()], skip_special_tokens=True)
-        lost = (
-            Counter(text.encode()) - Counter(back.encode())
-            if back != text
-            else Counter()
-        )
-        return ids, max(lost.total(), int(back != text))
+        if back == text:
+            return ids, 0
+        lost = Counter(text.encode()) - Counter(back.encode())
+        return ids, max(lost.total(), 1)
 
     def _encode(self, text: str, backend: Any) -> np.ndarray:
         # The batch method, unlike `encode`, lets other threads run meanwhile.
@@ -231,25 +226,26 @@ class HuggingFaceTokenizer(Tokenizer):
         if not is_special.any():
             return ids
         # The model's own vocabulary holds the spelling, as Unigram's does: it is cut in two.
-        (encoding,) = backend.encode_batch(
-            [text], add_special_tokens=False
-        )  # tells where
-        spans = [encoding.offsets[i] for i in np.flatnonzero(is_special)]
-        where = next((text[start:end] for start, end in spans if end - start < 2), "")
-        if where:
-            raise UserError(
-                f"{self.name} makes one of its special tokens of {where!r}, which is text"
-            )
-        cuts = [0, *(start + 1 for start, _ in spans), len(text)]
-        first, *others = (text[start:end] for start, end in itertools.pairwise(cuts))
-        rest = (self._encode(other, self._rest) for other in others)
-        return np.concatenate([self._encode(first, backend), *rest])
+        (encoding,) = backend.encode_batch([text], add_special_tokens=False)
+        pieces = list[np.ndarray]()
+        begin = 0
+        for number in np.flatnonzero(is_special):
+            start, end = encoding.offsets[number]
+            if end - start < 2:
+                raise UserError(
+                    f"{self.name} makes one of its special tokens of {text[start:end]!r}, which "
+                    "is text"
+                )
+            pieces.append(self._encode(text[begin : start + 1], backend))
+            backend = self._rest
+            begin = start + 1
+        return np.concatenate([*pieces, self._encode(text[begin:], backend)])
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Ids) -> str:
         """Returns the text of token ids, special tokens included."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes of the ids' text."""
         return self.decode(ids).encode("utf-8")
 
@@ -311,22 +307,21 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False
     )
-    seen = 0
-
-    def sample() -> Iterator[str]:
-        nonlocal seen
-        for text in texts:
-            yield text[: TRAINING_SAMPLE - seen]
-            seen += len(text)
-            if seen >= TRAINING_SAMPLE:
-                return
-
-    backend.train_from_iterator(sample(), trainer)
+    backend.train_from_iterator(_sample(texts), trainer)
     backend.pre_tokenizer = words
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
     ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # it is trained with GPT-2's pattern
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    left = TRAINING_SAMPLE
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
 
 
 def is_path(spec: str) -> bool:
