@@ -259,7 +259,7 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
             again = make(f"text:{path}")
             told = capsys.readouterr().err
             assert re.match(
-                rf"warning: {again.directory} is damaged \(.*prepared anew", told
+                rf"warning: {again.directory} is damaged, and is prepared anew", told
             ), file
             np.testing.assert_array_equal(again.open("train").read(0, 10**6), wanted)
             make(f"text:{path}")

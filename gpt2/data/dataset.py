@@ -35,12 +35,16 @@ class Dataset:
 
     @property
     def targets_per_byte(self) -> float | None:
-        """Tokens to predict for each byte of held-out text, where parts have their shares."""
+        """Tokens to predict for each byte of held-out text, where parts have their shares.
+
+        The first token is not predicted. None: the tokens do not give back all bytes.
+        """
         bytes_per_target = Fraction(0)
         for share, part in self.parts.values():
-            ratio = part.splits["validation"].targets_per_byte
-            if ratio is None:
+            held_out = part.splits["validation"]
+            if held_out.num_lost:
                 return None
+            ratio = (held_out.num_tokens - 1) / held_out.num_bytes
             bytes_per_target += share / Fraction(ratio)
         return float(1 / bytes_per_target)
 

@@ -46,10 +46,11 @@ def find_files(pattern: str) -> Sequence[File]:
 
 
 def _glob(pattern: str) -> list[Path]:
-    names = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
     # Links may lead to a file in many ways. It counts once, by its shortest name.
+    names.sort(key=len)
     by_target = dict[str, str]()
-    for name in sorted(names, key=lambda name: (len(name), name)):
+    for name in names:
         if os.path.isfile(name):
             by_target.setdefault(os.path.realpath(name), name)
     return [Path(name) for name in sorted(by_target.values())]
@@ -66,18 +67,19 @@ def total_size(files: Sequence[File]) -> int:
 def fingerprint(files: Sequence[File], *more: str) -> str:
     """Returns a hash of the paths of files, of what they hold, and of `more`."""
     is_read = total_size(files) <= _HASHED_BYTES
-    parts = list[list[str | int]]()
+    parts = list[str | int](more)
     for file in files:
         if isinstance(file, Remote):
-            parts.append([file.url, file.version])
-        elif is_read:
+            parts += [file.url, file.version]
+            continue
+        parts.append(str(file.absolute()))
+        if is_read:
             with reading(file):
-                content = hashlib.sha256(file.read_bytes())
-            parts.append([str(file.absolute()), content.hexdigest()])
+                parts.append(hashlib.sha256(file.read_bytes()).hexdigest())
         else:
             about = file.stat()
-            parts.append([str(file.absolute()), about.st_size, about.st_mtime_ns])
-    return hash_of([parts, more])
+            parts += [about.st_size, about.st_mtime_ns]
+    return hash_of(parts)
 
 
 def hash_of(tree: object) -> str:

@@ -70,7 +70,8 @@ class TrainLoader:
         self._shapes = shapes or Shapes({0: Shape(batch_size, context_length, 0)})
         self._unit = batch_size if packing == "pad" else 1  # rows from one source
         self.sources = dict[str, Rows]()
-        self._ratios = list[tuple[int, int]]()  # of what the sources before leave
+        # Of each source, its share of what the sources before it leave.
+        self._ratios = dict[str, tuple[int, int]]()
         left = Fraction(1)
         mean_length = Fraction(0)
         for number, (name, (share, part)) in enumerate(dataset.parts.items()):
@@ -87,7 +88,7 @@ class TrainLoader:
                     "Lower --config.data.batch_size or --config.model.context_length",
                 )
             self.sources[name] = rows
-            self._ratios.append((share / left).as_integer_ratio())
+            self._ratios[name] = (share / left).as_integer_ratio()
             left -= share
             mean_length += share * Fraction(rows.mean_length)
         self.lengths = sorted(
@@ -103,8 +104,8 @@ class TrainLoader:
         """Returns how often each part has been seen after so many steps."""
         left = self._shapes.tokens(step) // self._context_length // self._unit
         epochs = dict[str, float]()
-        sources = zip(self.sources.items(), self._ratios, strict=True)
-        for (name, rows), (share, whole) in sources:
+        for name, rows in self.sources.items():
+            share, whole = self._ratios[name]
             taken = left * share // whole
             epochs[name] = taken * self._unit / rows.num_rows
             left -= taken
@@ -124,8 +125,8 @@ class TrainLoader:
     def _find(self, place: int) -> tuple[Rows, int]:
         """Returns the source of the row at a place, and the row's number there."""
         left, within = divmod(place // self._context_length, self._unit)
-        sources = zip(self.sources.values(), self._ratios, strict=True)
-        for rows, (share, whole) in sources:
+        for name, rows in self.sources.items():
+            share, whole = self._ratios[name]
             before = left * share // whole
             if (left + 1) * share // whole > before:
                 return rows, before * self._unit + within

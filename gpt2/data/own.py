@@ -59,10 +59,6 @@ class OwnBatches:
         self._states = dict[int, str]()  # by the steps before them
         self.restored = ""  # a state, with which the first batch begins
 
-    def epochs(self, step: int) -> dict[str, float]:
-        """Returns how often each part has been seen: nobody knows."""
-        return {}
-
     def state(self, step: int) -> str:
         """Returns the state after so many steps, empty where the iterable has none."""
         return self._states.get(step, "")

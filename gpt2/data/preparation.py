@@ -158,22 +158,15 @@ def find(wanted: Wanted) -> Dataset | None:
     """Returns a corpus that is prepared on this machine, and whole."""
     directory = wanted.directory
     facts = files.read_sealed(directory / FACTS)
-    if facts is None or _find_damage(directory):
+    if facts is None:
+        return None
+    total = sum(size for size, _ in facts["files"].values())
+    is_read = total <= _READ_BYTES
+    if files.find_damage(directory, facts["files"], read=is_read):
         return None
     splits = {name: Split.load(split) for name, split in facts["splits"].items()}
     tokenizer = tokenizers.load(directory / "tokenizer.json")
     return Dataset(directory, tokenizer, splits, facts["dtype"])
-
-
-def _find_damage(directory: Path) -> str:
-    """Returns what is wrong with a prepared corpus, if it is there and something is."""
-    if not (directory / FACTS).exists():
-        return ""
-    facts = files.read_sealed(directory / FACTS)
-    if facts is None:
-        return f"{FACTS} was altered"
-    total = sum(size for size, _ in facts["files"].values())
-    return files.find_damage(directory, facts["files"], read=total <= _READ_BYTES)
 
 
 # How it gets there
@@ -184,8 +177,8 @@ def write(wanted: Wanted, ray: ModuleType | None) -> Dataset:
     data = wanted.data
     source = wanted.source
     directory = wanted.directory
-    if damage := _find_damage(directory):
-        warn(f"{directory} is damaged ({damage}), and is prepared anew")
+    if (directory / FACTS).exists():
+        warn(f"{directory} is damaged, and is prepared anew")
     tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
     partial = directory.with_name(f".{directory.name}.partial")
     partial.mkdir(exist_ok=True)

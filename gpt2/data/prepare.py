@@ -9,14 +9,11 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import numpy as np
 from absl import flags
 
 from gpt2 import cli
 from gpt2.data.loader import TrainLoader
-from gpt2.data.packing import Rows
 from gpt2.data.preparation import prepare
-from gpt2.data.tokenizer import Tokenizer
 from gpt2.utils.cluster import connect
 
 
@@ -39,19 +36,9 @@ def main() -> None:
             packing=data.packing,
         )
         for rows in loader.sources.values():
-            show(rows, dataset.tokenizer)
-
-
-def show(rows: Rows, tokenizer: Tokenizer) -> None:
-    """Prints the first three rows as training sees them."""
-    for number in range(min(3, rows.num_rows)):
-        row = rows.read(number)
-        print(f"\n===== row {number}; a line opens each document")
-        first, *others = np.split(row, np.flatnonzero(row == tokenizer.eot))
-        print(tokenizer.decode(first))
-        for document in others:
-            print("-----")
-            print(tokenizer.decode(document[1:]))
+            for number in range(min(3, rows.num_rows)):
+                print(f"\n===== row {number}, as training sees it")
+                print(dataset.tokenizer.decode(rows.read(number)))
 
 
 def define_flags() -> None:

@@ -184,11 +184,6 @@ def write_splits(
             f"{directory} does not hold what was written ({damage})",
             "Repeat the command, or name another disk by --config.data.data_dir",
         )
-    if data.unique:
-        tell(
-            f"{documents.num_dropped:,} documents came twice, and are dropped",
-            sys.stdout,
-        )
     return Dataset(directory, tokenizer, splits, progress.dtype)
 
 
@@ -222,7 +217,6 @@ class Documents:
     def __init__(self, corpus: Corpus, data: DataConfig):
         self._corpus = corpus
         self._data = data
-        self.num_dropped = 0  # by the last iteration: their text came before
         first = [each.document for each in itertools.islice(self._read(), 2)]
         if not first:
             raise UserError(
@@ -250,19 +244,15 @@ class Documents:
     def _read(self, start: int = 0) -> Iterator[Measured]:
         unique = self._data.unique
         first = 0 if unique else start
-        # 16 bytes of each hash, by its first two: no set, which takes 100.
-        seen = defaultdict[bytes, bytearray](bytearray)
-        self.num_dropped = 0
+        seen = set[bytes]()  # takes a hundred bytes for each document
         for number, document in enumerate(self._corpus.documents(first), first):
             digest, size = _measure(document)
             if not size:
                 continue
+            if digest in seen:
+                continue
             if unique:
-                alike = seen[digest[:2]]
-                if digest[:16] in alike:
-                    self.num_dropped += 1
-                    continue
-                alike += digest[:16]
+                seen.add(digest)
             if number >= start:
                 position = int.from_bytes(digest[:6]) / 2**48
                 yield Measured(number, document, position, size)

@@ -43,11 +43,6 @@ class Split:
         shards = [Shard(*shard) for shard in tree["shards"]]
         return cls(**tree | {"shards": shards})
 
-    @property
-    def targets_per_byte(self) -> float | None:
-        """Tokens to predict, all but the first, for each byte of text; None if bytes are lost."""
-        return None if self.num_lost else (self.num_tokens - 1) / self.num_bytes
-
 
 class TokenWriter:
     """Appends token ids to the splits of a prepared corpus."""
