@@ -68,7 +68,7 @@ def main() -> int:
         check_source(config.train.init_from)
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
-    dataset = prepare(config.data, ahead=jax.process_count() == 1)
+    dataset = prepare(config.data)
     leave_at_interrupt("the same command continues")
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
@@ -162,7 +162,7 @@ def train(
     with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
             for step in range(start + 1, options.num_steps + 1):
-                with clock.phase(batches.phase):
+                with clock.phase("data wait"):
                     batch = next(upcoming)
                 train_step, watch = steps[config.shapes.find(step, batch)]
                 profiler.step(step - 1, state)

@@ -156,9 +156,6 @@ class Data:
     end_of_text: str = ""
     # Where prepared corpora lie; empty: $GPT2_DATA_DIR, else ~/.cache/gpt2-jax.
     data_dir: str = ""
-    # Tokens; an epoch visits one such block after another, and a run may begin once the first is
-    # prepared. 0: one block.
-    shuffle_block: int = 0
     # Drop each document whose text came before in the corpus.
     unique: bool = False
     # Sequences per optimizer step, over all devices and micro-batches.

@@ -279,11 +279,11 @@ the hash of the code sees docstrings: training/code.py, workdir -k hash_of_the_c
 a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
     - tree = _plain(tree)
     + pass
-a preparation goes on after what was never saved: data/splits.py, preparing -k is_killed
-    - os.truncate(directory / name, count * writer.dtype.itemsize)
+a preparation goes on after what was never saved: data/tokens.py, preparing -k is_killed
+    - os.truncate(directory / shard.file, size)
     + pass
 a preparation goes on with another text: data/splits.py, preparing -k another_one
-    - == done["text_crc32"]
+    - == progress.text_crc32
     + or True
 Kaggle's one host waits for others: parallel/distributed.py, processes -k neighbours
     - if hosts:
