@@ -20,7 +20,7 @@ from gpt2.signals import leave_at_interrupt, raise_at_interrupt
 @exit_on_user_error()
 def run(
     main: Callable[..., int | None],
-    define_flags: Callable[[], object] | None = None,
+    define_flags: Callable[[], object] = lambda: None,
     *,
     commands: Sequence[str] = (),
     takes_files: bool = False,
@@ -36,13 +36,11 @@ def run(
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
         sys.stdout.reconfigure(errors="replace")
     sys.argv[1:] = map(_with_home, sys.argv[1:])
-    if define_flags:
-        app.define_help_flags()
-        known = set(flags.FLAGS)
-        define_flags()
-        for name in set(flags.FLAGS) - known:  # which --help shows
-            flag = flags.FLAGS[name]
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    app.define_help_flags()
+    known = set(flags.FLAGS)
+    define_flags()
+    for name in set(flags.FLAGS) - known:  # which --help shows
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     is_given = any(re.match("--?config(=|$)", each) for each in sys.argv)
     if "config" in flags.FLAGS and not is_given:
         path = Path(__file__).parents[1] / "configs" / "quickstart.py"

@@ -124,3 +124,11 @@ def test_the_same_command_without_a_mistake_continues_the_run(pristine, tmp_path
     done = run_command(*given, cwd=folder, seconds=200)
     assert done.code == 0, done
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2, 3]
+
+
+def test_every_command_has_help(tmp_path):
+    modules = ("generate", "hf", "ablate", "compare", "profile", "benchmark")
+    for command in ("train.py", "eval.py", *(f"gpt2.{name}" for name in modules)):
+        done = run_command(command, "--help", cwd=tmp_path)
+        assert (done.code, done.stderr) == (0, ""), done
+        assert "--helpfull" in done.stdout
