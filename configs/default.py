@@ -333,6 +333,9 @@ class Logging:
 
     tensorboard: bool = True
     wandb: bool = False
+    # Metrics that the screen shows beside the usual ones, separated by commas; NAME is train/NAME
+    # and eval/NAME.
+    screen: str = ""
     # Published losses that loss.png shows, too: a name in configs/reference, or a CSV file as
     # docs/ablations.md says.
     reference: str = ""
