@@ -322,7 +322,7 @@ def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsy
     for _ in range(2):
         dataset = prepare(dataclasses.replace(data, end_of_text="[END]"))
         assert "40.00% of the bytes of" in capsys.readouterr().err  # DEF and the number
-    assert dataset.splits["validation"].targets_per_byte is None
+    assert dataset.targets_per_byte is None
     assert dataset.open("train").read(0, 4).tolist() == [1, 2, 3, 0]
 
 

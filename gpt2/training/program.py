@@ -18,7 +18,7 @@ from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.model import GPT, num_params
 from gpt2.model.flops import model_flops_per_token
-from gpt2.model.ingredients import score_terms
+from gpt2.model.ingredients import score_terms, width_ratio
 from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
@@ -92,7 +92,7 @@ class Program:
             config.optim,
             rates,
             num_steps=config.train.num_steps,
-            width_ratio=config.model.width_ratio,
+            width_ratio=width_ratio(gpt.config),
             matrices=backend.matrices,
         )
         own_loss = loss(gpt, config.loss)

@@ -25,7 +25,8 @@ import jax
 from gpt2 import __version__
 from gpt2.config import Config, flatten, load_config
 from gpt2.data.corpus import lies_in_files
-from gpt2.data.dataset import Dataset, data_root, refuse_other
+from gpt2.data.dataset import Dataset, refuse_other
+from gpt2.data.preparation import data_root
 from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
