@@ -45,7 +45,7 @@ AXES = {
 }
 
 
-def axes_for(path: Path, kernel: Tree) -> Axes:
+def axes_for(path: Path) -> Axes:
     """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[..., in, out]`."""
     return AXES.get("/".join(path[-3:-1]), _PLAIN)
 
@@ -98,9 +98,7 @@ class Kernel:
 
 def kernels(tree: Tree) -> Tree:
     """Returns the `Kernel` of every leaf of a tree of hidden kernels."""
-    return map_parameters(
-        lambda path, leaf: Kernel(leaf.shape, axes_for(path, leaf)), tree
-    )
+    return map_parameters(lambda path, leaf: Kernel(leaf.shape, axes_for(path)), tree)
 
 
 def to_matrices(tree: Tree) -> Tree:

@@ -78,7 +78,7 @@ def scale_by_soap(
     return optax.GradientTransformation(init, update)
 
 
-def _step(stacks: tuple[Array, ...], count: Array, **options: Tree) -> tuple:
+def _step(stacks: tuple[Array, ...], count: Array, **options: float) -> tuple:
     """Maps gradients and state, as in `SoapState`, to directions and the next state."""
     with jax.default_matmul_precision("highest"):
         return jax.lax.cond(

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from gpt2.utils import launch
 from gpt2.utils.platform import jit_is_off
-from gpt2.utils.trees import Tree
 
 # XLA needs no Python, which traces the next step meanwhile. One thread: processes of a run compile
 # in the same order.
@@ -52,10 +52,10 @@ class CompiledStep:
         return kept + sizes.temp_size_in_bytes
 
     @property
-    def _compiled(self) -> Tree:
+    def _compiled(self) -> Any:
         return self._compiling.result()[0]
 
-    def __call__(self, *arguments: Tree) -> Tree:
+    def __call__(self, *arguments: Any) -> Any:
         """Runs it. Other arguments than those it was compiled for are a RecompileError."""
         try:
             return self._compiled(*arguments)
@@ -75,12 +75,12 @@ class CompiledStep:
 
 
 Steps = dict[
-    Tree, tuple[CompiledStep, Callable]
+    Any, tuple[CompiledStep, Callable]
 ]  # by shape: the train step, and the watch
 
 
 def compile_once(
-    function: Tree, *arguments: Tree, options: Mapping[str, str] | None = None
+    function: Any, *arguments: Any, options: Mapping[str, str] | None = None
 ) -> CompiledStep:
     """Traces a jitted or pmapped function for these arguments or shapes, and starts to compile it.
 
@@ -89,7 +89,7 @@ def compile_once(
     began = time.perf_counter()
     lowered = None if jit_is_off() else function.lower(*arguments)
 
-    def finish() -> tuple[Tree, float]:
+    def finish() -> tuple[Any, float]:
         compiled = lowered.compile(dict(options or {})) if lowered else function
         launch.release_free_memory()  # hundreds of megabytes that the compiler used
         return compiled, time.perf_counter() - began

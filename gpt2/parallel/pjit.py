@@ -63,7 +63,7 @@ class PjitBackend:
             self.gather_by = "step"
 
     def _make_leaf(
-        self, names: Tree, reduced: PartitionSpec, compute: PartitionSpec
+        self, names: PartitionSpec, reduced: PartitionSpec, compute: PartitionSpec
     ) -> "_Leaf":
         split = [
             dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)
@@ -231,7 +231,7 @@ class PjitBackend:
         )(jax.tree.map(_Leaf.set_apart, leaves, grads))
 
     def _sum_gradient(self, leaf: "_Leaf", grad: Array) -> Array:
-        if leaf.dim is None:
+        if leaf.dim < 0:
             return jax.lax.psum(grad, self._batch_axes)
         if not leaf.by_layer:
             dim = leaf.dim + (leaf.tensor > 1)
@@ -248,13 +248,14 @@ class _Leaf:
 
     Attributes:
         spec: of the parameter when the step begins to use it.
-        dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients.
+        dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients; -1:
+            none.
         by_layer: whether devices are given shards of it.
         tensor: into how many parts `tensor` splits the axis `dim` of its sum, outside of `fsdp`.
     """
 
     spec: PartitionSpec
-    dim: Tree = None  # an int, where there is one
+    dim: int = -1
     by_layer: bool = False
     tensor: int = 1
 
@@ -268,7 +269,7 @@ class _Leaf:
 
     def out_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split the sum of gradients."""
-        if self.dim is None:
+        if self.dim < 0:
             return PartitionSpec()
         return PartitionSpec(*[None] * (self.dim + (self.tensor > 1)), "fsdp")
 

@@ -90,7 +90,7 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
 def specs(logical_axes: Tree, table: Table) -> Tree:
     """Maps a tree of logical axes (names in a PartitionSpec) to mesh axes, each by its rule."""
 
-    def to_mesh(path: Tree, names: PartitionSpec) -> PartitionSpec:
+    def to_mesh(path: tuple, names: PartitionSpec) -> PartitionSpec:
         parameter = jax.tree_util.keystr(path, simple=True, separator="/")
         if not set(names) - {"layers"}:  # every device might hold it whole
             raise UserError(
@@ -108,7 +108,7 @@ def specs(logical_axes: Tree, table: Table) -> Tree:
     return jax.tree_util.tree_map_with_path(to_mesh, logical_axes, is_leaf=is_spec)
 
 
-def is_spec(node: Tree) -> bool:
+def is_spec(node: object) -> bool:
     """Returns whether a node of a tree is a PartitionSpec, which is a tuple."""
     return isinstance(node, PartitionSpec)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
 from jax import Array
@@ -12,10 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2.parallel.matrices import matrix_spec
 from gpt2.utils.trees import Tree
 
+if TYPE_CHECKING:
+    from gpt2.parallel import Backend
+
 State = TypeVar("State", bound=Tree)
 
 
-def abstract_state(backend: Tree, init_fn: Callable[[Array], State]) -> State:
+def abstract_state(backend: "Backend", init_fn: Callable[[Array], State]) -> State:
     """Returns the shapes, dtypes and shardings of the state that `init_fn(key)` would give."""
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     return with_shardings(shapes, backend.state_shardings(shapes))
@@ -48,7 +51,7 @@ def bytes_per_device(tree: Tree) -> int:
     )
 
 
-def state_bytes(backend: Tree, state: Tree) -> dict[str, int]:
+def state_bytes(backend: "Backend", state: Tree) -> dict[str, int]:
     """Returns bytes per device of parameters, optimizer state and the sum of gradients."""
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
     parts = {
