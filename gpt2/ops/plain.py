@@ -285,15 +285,11 @@ def add_rows(x: Array, table: Array) -> Array:
 # What a table has for arrays that are spread over devices. Nothing is, here.
 
 Init = Callable[..., Array]  # of a key, a shape and a type
+Shape = tuple[int, ...]
+Names = tuple[str, ...]  # of axes
 
 
-def param(
-    module: nn.Module,
-    name: str,
-    init: Init,
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
-) -> Array:
+def param(module: nn.Module, name: str, init: Init, shape: Shape, axes: Names) -> Array:
     """Returns a parameter of a module that has a `config`; its axes have names."""
     boxed = nn.with_logical_partitioning(init, axes)
     return module.param(name, boxed, shape, module.config.param_dtype, unbox=True)

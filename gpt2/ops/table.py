@@ -13,14 +13,14 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gpt2.ops import plain
-from gpt2.ops.plain import Activation, Init, Objective, Scoring
+from gpt2.ops.plain import Activation, Init, Names, Objective, Scoring, Shape
 from gpt2.utils.trees import Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
 CachedAttention = Callable[[Array, Array, Array, Array, Scoring], Array]
 CrossEntropy = Callable[[Array, Array, Array, Objective], tuple[Array, Array]]
 LookUp = Callable[[Array, Array, DTypeLike], Array]
-Param = Callable[[nn.Module, str, Init, tuple[int, ...], tuple[str, ...]], Array]
+Param = Callable[[nn.Module, str, Init, Shape, Names], Array]
 
 
 class Linear(Protocol):
