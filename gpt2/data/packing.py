@@ -145,14 +145,10 @@ def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
         rows = np.lexsort((draw, ranks))
         return rows.reshape(num_batches, batch_size)
 
-    @functools.lru_cache(8)
-    def rows_of(batch: int) -> list[int]:
-        batches = arrange(batch // num_batches)
-        return batches[order(batch)].tolist()
-
     def read(row: int) -> np.ndarray:
-        rows = rows_of(row // batch_size)
-        found = rows[row % batch_size]
+        batch, number = divmod(row, batch_size)
+        rows = arrange(batch // num_batches)
+        found = rows[order(batch), number]
         return stream.read(int(begins[found]), int(num_tokens[found]))
 
     def batch_length(row: int) -> int:
@@ -216,7 +212,10 @@ def document_start(dataset: Dataset, option: str) -> int:
 
 def find_documents(stream: TokenStream, eot: int) -> np.ndarray:
     """Returns where documents start, int64: at each end-of-text token, and at the very start."""
-    return np.unique(np.append(0, stream.find(eot)))
+    places = [np.zeros(1, np.int64)]
+    for start, tokens in stream.chunks():
+        places.append(start + np.flatnonzero(tokens == eot))
+    return np.unique(np.concatenate(places))
 
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:

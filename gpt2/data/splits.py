@@ -67,9 +67,7 @@ Encoded = tuple[Part, np.ndarray, int]
 class Progress:
     """How far a preparation is: after so many parts of a document."""
 
-    splits: dict[str, Split] = dataclasses.field(
-        default_factory=lambda: {"train": Split(), "validation": Split()}
-    )
+    splits: dict[str, Split]
     document: int = 0  # its number
     parts: int = 0
     text_crc32: int = 0  # of the last part's text
@@ -201,7 +199,8 @@ def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator
             return progress, parts
     for path in directory.iterdir():
         path.unlink()
-    return Progress(), documents.parts()
+    splits = {"train": Split(), "validation": Split()}
+    return Progress(splits), documents.parts()
 
 
 def _training_texts(parts: Iterable[Part], tokenizer: str) -> Iterator[str]:

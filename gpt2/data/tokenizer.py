@@ -330,16 +330,13 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
         return spec
     path = fetch_file(spec)
-    what = f"data.tokenizer={spec!r} is neither a tokenizer nor a file"
-    how = "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
     if not path.is_file():
-        raise UserError(what, how)
-    parts = (
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-        end_of_text,
-        _eos_beside(path),
-    )
-    return " ".join(filter(None, parts))
+        raise UserError(
+            f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
+            "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json",
+        )
+    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{content} {end_of_text} {_eos_beside(path)}"
 
 
 def _eos_beside(path: Path) -> str:

@@ -123,10 +123,3 @@ class TokenStream:
         """Yields all tokens, int32, so many at a time, and where in the stream they begin."""
         for start in range(0, len(self), CHUNK):
             yield start, self.read(start, CHUNK)
-
-    def find(self, token: int | None) -> np.ndarray:
-        """Returns the places of a token, int64 [number]."""
-        places = [np.empty(0, np.int64)]
-        for start, tokens in self.chunks():
-            places.append(start + np.flatnonzero(tokens == token))
-        return np.concatenate(places)
