@@ -134,7 +134,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
             dtype = array.dtype.name
             offset = array.offset
             num_tokens = array.size
-            is_right = array.flags.c_contiguous
+            is_right = array.flags.c_contiguous and array.dtype.isnative
         else:
             header = np.frombuffer(start.ljust(4 * HEADER, b"\xff"), np.int32)
             magic, version, num_tokens = header[:3].tolist()

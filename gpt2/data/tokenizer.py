@@ -120,7 +120,7 @@ class CharTokenizer(Tokenizer):
         if not characters or [*characters] != sorted({*characters}):
             raise ValueError("its characters are not in order")
         self._characters = characters
-        self._code_points = np.array([ord(c) for c in characters], np.uint32)
+        self._code_points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
         self.eot = len(characters) if has_eot else None
         self.vocab_size = len(characters) + has_eot
         self.saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
