@@ -72,17 +72,21 @@ def _after_reading(
     documents: Callable[[], Iterator[Document]],
 ) -> Callable[[int], Iterator[Document]]:
     """Lets an iteration start anywhere, by reading all that comes before."""
-    return lambda start: itertools.islice(documents(), start, None)
+
+    def after(start: int = 0) -> Iterator[Document]:
+        return itertools.islice(documents(), start, None)
+
+    return after
 
 
 def _text(pattern: str) -> Corpus:
     """Each file is a document."""
     files = find_files(pattern)
-    return Corpus(
-        fingerprint(files, "text"),
-        lambda start: iter(files[start:]),
-        total_size(files),
-    )
+
+    def documents(start: int = 0) -> Iterator[Document]:
+        return iter(files[start:])
+
+    return Corpus(fingerprint(files, "text"), documents, total_size(files))
 
 
 def _pystdlib(_: str) -> Corpus:
@@ -193,7 +197,7 @@ def _parquet(argument: str) -> Corpus:
     pattern, column = _place_and_field(argument)
     files = find_files(pattern)
 
-    def documents(start: int) -> Iterator[str]:
+    def documents(start: int = 0) -> Iterator[str]:
         opened = ((str(file), at_hand(file)) for file in files)
         return _parquet_texts(opened, column, start)
 
@@ -242,7 +246,7 @@ def _hugging_face(argument: str) -> Corpus:
     """The training split of a data set, streamed from the hub's Parquet copy of it."""
     name, column = _place_and_field(argument)
 
-    def documents(start: int) -> Iterator[str]:
+    def documents(start: int = 0) -> Iterator[str]:
         from huggingface_hub import HfFileSystem
 
         with reading(f"hf:{name}", _OFFLINE):
