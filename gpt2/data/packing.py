@@ -218,12 +218,18 @@ def find_documents(stream: TokenStream, eot: int) -> np.ndarray:
     return np.unique(np.concatenate(places))
 
 
+def hashed(seed: int | tuple[int, int]) -> int:
+    """Returns another seed of 32 bits, far from that of a neighbour."""
+    (state,) = np.random.SeedSequence(seed).generate_state(1)
+    return int(state)
+
+
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
     """Returns a permutation for each epoch, computed by index as Grain's `shuffle` does."""
     from grain.experimental import index_shuffle  # takes most of a second
 
     # Epochs have neighbouring seeds: hashing keeps runs of nearby seeds apart.
-    first = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    first = hashed(seed)
 
     def order(index: int) -> int:
         epoch, within = divmod(index, number)

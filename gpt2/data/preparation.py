@@ -23,7 +23,7 @@ from gpt2.data.foreign import hash_of
 from gpt2.data.own import find_batches
 from gpt2.data.ready import ReadyTokens, index, open_ready_tokens
 from gpt2.data.splits import PROGRESS, write_splits
-from gpt2.data.tokens import Split
+from gpt2.data.tokens import load_splits
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files, stores
 
@@ -146,9 +146,8 @@ def find(wanted: Wanted) -> Dataset | None:
     is_read = total <= _READ_BYTES
     if files.find_damage(directory, facts["files"], read=is_read):
         return None
-    splits = {name: Split.load(split) for name, split in facts["splits"].items()}
     tokenizer = tokenizers.load(directory / "tokenizer.json")
-    return Dataset(directory, tokenizer, splits, facts["dtype"])
+    return Dataset(directory, tokenizer, load_splits(facts["splits"]), facts["dtype"])
 
 
 # How it gets there

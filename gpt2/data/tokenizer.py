@@ -58,6 +58,7 @@ _GO_ON = dict(
 NAMES = ("gpt2", "byte", "char")
 
 Ids = Sequence[int] | np.ndarray
+Tree = dict[str, Any]  # of JSON
 
 
 class Tokenizer(abc.ABC):
@@ -66,7 +67,7 @@ class Tokenizer(abc.ABC):
     name: str  # what people call it
     vocab_size: int
     eot: int | None  # the end-of-text token; None: the vocabulary has none
-    saved: dict[str, Any]  # the JSON that `save` writes and `load` reads
+    saved: Tree  # the JSON that `save` writes and `load` reads
 
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -152,9 +153,7 @@ class BytePairTokenizer(Tokenizer):
     `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
     """
 
-    def __init__(
-        self, name: str, ranks: dict[bytes, int], eot: int, saved: dict[str, Any]
-    ):
+    def __init__(self, name: str, ranks: dict[bytes, int], eot: int, saved: Tree):
         self.name = name
         self.eot = eot
         self.saved = saved
@@ -180,7 +179,7 @@ class BytePairTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
 
-    def __init__(self, tree: dict, name: str, end_of_text: str = "", eos: str = ""):
+    def __init__(self, tree: Tree, name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
         self._backend = _backend(tree)
         # What begins a text is no part of the rest of a document.
@@ -250,7 +249,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.decode(ids).encode("utf-8")
 
 
-def _backend(tree: dict[str, Any]) -> Any:
+def _backend(tree: Tree) -> Any:
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(json.dumps(tree))
@@ -258,7 +257,7 @@ def _backend(tree: dict[str, Any]) -> Any:
     return backend
 
 
-def _go_on(node: dict[str, Any]) -> dict[str, Any]:
+def _go_on(node: Tree) -> Tree:
     """Returns an object of a tokenizer.json that puts nothing before a text and strips nothing."""
     known = {*node, "prepend_scheme"} if node.get("type") == "Metaspace" else {*node}
     return node | {name: value for name, value in _GO_ON.items() if name in known}
@@ -400,7 +399,7 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 raise ValueError("it is no tokenizer")
 
 
-def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+def _plain(tree: Tree) -> Tree:
     """Returns a tokenizer.json that gives all ids of a text and no more, the same each time."""
     sampling = dict.fromkeys(tree["model"].keys() & {"dropout", "alpha", "nbest_size"})
     return tree | {

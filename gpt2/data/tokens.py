@@ -35,11 +35,14 @@ class Split:
     crc32: int = 0  # of the tokens, as stored
     shards: list[Shard] = field(default_factory=list)
 
-    @classmethod
-    def load(cls, tree: dict) -> "Split":
-        """Returns the split that `dataclasses.asdict` made a tree of, which was JSON since."""
-        shards = [Shard(*shard) for shard in tree["shards"]]
-        return cls(**tree | {"shards": shards})
+
+def load_splits(tree: dict[str, dict]) -> dict[str, Split]:
+    """Returns splits of which JSON holds what `dataclasses.asdict` gave."""
+    splits = dict[str, Split]()
+    for name, facts in tree.items():
+        splits[name] = Split(**facts)
+        splits[name].shards = [Shard(*shard) for shard in facts["shards"]]
+    return splits
 
 
 class TokenWriter:
