@@ -2,6 +2,8 @@
 
 import gzip
 import importlib
+import io
+import struct
 import sys
 from functools import partial
 
@@ -13,6 +15,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare
+from gpt2.data.corpus import _tfrecords, open_corpus
 from gpt2.data.ready import open_ready_tokens
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
@@ -71,6 +74,47 @@ def test_hub_data_set_is_read_from_its_parquet_files(
     assert sorted(read) == sorted(TEXTS)
     with pytest.raises(UserError, match="hf:someone/else cannot be read"):
         make("hf:someone/else#text")
+
+
+@pytest.mark.parametrize(
+    ("spec", "folders", "message"),
+    [
+        ("a/b", ["only/train"], ""),
+        ("a/b", ["default/train", "other/train"], ""),
+        ("a/b/en", ["ab/train", "en/train"], ""),
+        ("a/b/20231101.en", ["20231101.ab/train", "20231101.en/train"], ""),
+        (
+            "a/b",
+            ["ab/train", "en/train"],
+            r"2 subsets: ab, en\. Name .*: hf:a/b/SUBSET",
+        ),
+        ("a/b/de", ["ab/train", "en/train"], r"2 subsets: ab, en"),
+        ("a/b", ["20231101.ab/train", "20231101.en/train"], "2 subsets: 20231101.ab"),
+        (
+            "a/b",
+            ["default/test", "default/validation"],
+            "no training split, but test, val",
+        ),
+        ("a/b/en/us", ["en/train"], "1 subsets: en"),
+    ],
+)
+def test_a_subset_of_the_hub_is_named_unless_there_is_one(
+    hub, monkeypatch, tmp_path, spec, folders, message
+):
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: hub)
+    root = tmp_path / "hub/datasets/a/b@refs/convert/parquet"
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+        table = pyarrow.table({"text": [f"text of {folder}"]})
+        pyarrow.parquet.write_table(table, root / folder / "0.parquet")
+    (root / ".gitattributes").touch()
+    corpus = open_corpus(f"hf:{spec}")
+    if message:
+        with pytest.raises(UserError, match=message):
+            list(corpus.documents(0))
+    else:
+        named = [f for f in folders if f.split("/")[0] in ("only", "default", spec[4:])]
+        assert list(corpus.documents(0)) == [f"text of {named[0]}"]
 
 
 def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
@@ -160,7 +204,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     for share, split in ((0.01, "validation"), (0.99, "train")):
         with pytest.raises(UserError, match=rf"the {split} split .* no token"):
             make(f"tokens:{path}", "gpt2", val_fraction=share)
-    _write_shard(path, [60_000] * 100)
+    _write_shard(path, [60_000, 1] * 50)
     with pytest.raises(UserError, match="token 60000"):
         make(f"tokens:{path}", "gpt2")
     path.write_bytes(bytes(3))
@@ -182,6 +226,55 @@ def test_broken_token_shards_are_refused(tmp_path, make):
         UserError, match=r"meta.pkl gives .*Use text:.*/input.txt and .*=char"
     ):
         make(f"tokens:{path}", "gpt2")
+
+
+def _write_npz(path, ids):
+    with open(path, "wb") as file:
+        np.savez(file, ids)
+
+
+OTHERS = {
+    "in Fortran's order": (
+        "a.npy",
+        lambda path, ids: np.save(path, np.asfortranarray(ids)),
+    ),
+    "an archive": ("a.npz", _write_npz),
+    "an archive by another name": ("a.bin", _write_npz),
+    "text": ("a.txt", lambda path, ids: path.write_text("To be, or not to be. " * 99)),
+    "text by another name": ("a.bin", lambda path, ids: path.write_text("Sein " * 999)),
+    "long characters": (
+        "a.bin",
+        lambda path, ids: path.write_text("測試naïve\n" * 500),
+    ),
+    "compressed": ("a.bin", lambda path, ids: path.write_bytes(gzip.compress(ids))),
+    "bare, by another name": ("a.tokens", lambda path, ids: ids.tofile(path)),
+    "empty": ("a.bin", lambda path, ids: path.touch()),
+    "an empty array": ("a.npy", lambda path, ids: np.save(path, ids[:0])),
+    "a cut array": ("a.npy", lambda path, ids: path.write_bytes(_npy(ids)[:-100])),
+    "a cut header": ("a.npy", lambda path, ids: path.write_bytes(_npy(ids)[:50])),
+    "signed": ("a.npy", lambda path, ids: np.save(path, ids.astype(np.int16))),
+    "another order of bytes": (
+        "a.npy",
+        lambda path, ids: np.save(path, ids.astype(">u2")),
+    ),
+}
+
+
+def _npy(ids):
+    file = io.BytesIO()
+    np.save(file, ids)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("name", "write"), OTHERS.values(), ids=OTHERS)
+def test_files_that_hold_no_row_of_tokens_are_no_shards(tmp_path, make, name, write):
+    ids = np.arange(8000, dtype=np.uint16).reshape(200, 40)
+    np.save(tmp_path / "right.npy", ids)
+    right = make(f"tokens:{tmp_path}/right.npy", "gpt2")
+    np.testing.assert_array_equal(_stream(right, "train")[:99], np.arange(99))
+    write(tmp_path / name, ids)
+    with pytest.raises(UserError, match=r"holds|no file of|cannot be read"):
+        make(f"tokens:{tmp_path}/{name}", "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -209,6 +302,21 @@ def test_the_validation_shards_are_those_with_the_word_in_their_name(
 def frame(content):
     """Bytes of a TFRecord file, and the CRC that comes behind them."""
     return content + masked_crc32c(content).to_bytes(4, "little")
+
+
+def test_every_altered_byte_of_a_tfrecord_file_is_noticed():
+    records = [f"record {number}".encode() * number for number in range(5)]
+    framed = [frame(len(r).to_bytes(8, "little")) + frame(r) for r in records]
+    content = b"".join(framed)
+    assert list(_tfrecords(io.BytesIO(content))) == records
+    ends = {len(b"".join(framed[:number])) for number in range(5)}
+    for place in range(len(content)):
+        altered = bytearray(content)
+        altered[place] ^= 1 << place % 8
+        for damaged in (altered, content[:place]):
+            if damaged is altered or place not in ends:
+                with pytest.raises((ValueError, struct.error)):
+                    list(_tfrecords(io.BytesIO(damaged)))
 
 
 @pytest.mark.thorough  # TFDS takes seconds to import
@@ -249,4 +357,4 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
         with pytest.raises(
             UserError, match=r"poems\S* cannot be read .*(record|altered)"
         ):
-            make("tfds:poems#body", val_fraction=number / 10)
+            make("tfds:poems#body", val_fraction=0.05 + number / 10)

@@ -277,23 +277,98 @@ def test_own_batches_go_on_from_their_state_and_begin_anew_at_their_end():
         own.batch(3)
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"tokens": np.zeros((4, 16))}, "has to give dicts"),
-        (
-            dict.fromkeys(("tokens", "targets"), np.zeros((2, 16))),
-            r"of shape \(2, 16\)",
-        ),
-        (
-            dict.fromkeys(("tokens", "targets"), np.full((4, 16), 64)),
-            "numbers of 0 to 63",
-        ),
-    ],
-)
-def test_own_batches_that_cannot_be_meant_are_refused(batch, message):
-    with pytest.raises(UserError, match=message):
-        OwnBatches("python:a:b", lambda split: [batch], (4, 16), 64).batch(0, slice(4))
+ROWS = np.arange(64).reshape(4, 16)
+WRONG = {
+    "a name is missing": ({"tokens": ROWS}, "has to give dicts"),
+    "a name is unknown": ({"labels": ROWS}, "has to give dicts"),
+    "no dict": ([ROWS, ROWS], "has to give dicts"),
+    "rows are missing": ({"tokens": ROWS[:2], "targets": ROWS[:2]}, r"shape \(2, 16\)"),
+    "targets lack rows": ({"targets": ROWS[:2]}, r"targets of shape \(2, 16\)"),
+    "no rows": ({"tokens": 3}, r"shape \(\)"),
+    "beyond the model": ({"tokens": ROWS + 1}, "tokens .* numbers of 0 to 63"),
+    "beyond 32 bits": ({"tokens": ROWS + 7 * 2**32}, "tokens .* numbers of 0 to 63"),
+    "below 0": ({"tokens": ROWS - 1}, "tokens .* numbers of 0 to 63"),
+    "floats": ({"tokens": ROWS + 0.3}, "tokens .* whole numbers"),
+    "strings": ({"tokens": ROWS.astype(str)}, "tokens .* whole numbers"),
+    "ragged": (
+        {"tokens": np.array([[1], [1, 2]], object)},
+        r"shape \(2,\)|whole numbers",
+    ),
+    "ragged lists": ({"tokens": [[1], [1, 2]]}, "tokens of python:a:b cannot be read"),
+    "another target": ({"targets": ROWS - 200}, "targets .* numbers of -100 to 63"),
+    "a mask of halves": ({"mask": np.full((4, 16), 0.5)}, "mask .* numbers of 0 to 1"),
+    "a mask of NaN": ({"mask": np.full((4, 16), np.nan)}, "mask .* numbers of 0 to 1"),
+    "a mask of twos": ({"mask": np.full((4, 16), 2)}, "mask .* numbers of 0 to 1"),
+    "all are masked": ({"mask": np.zeros((4, 16), bool)}, "nothing to predict"),
+    "PyTorch's ignored": ({"targets": np.full((4, 16), -100)}, "nothing to predict"),
+    "segments": ({"segments": np.full((4, 16), 2**31)}, "segments .* numbers of 0 to"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_own_batches_that_cannot_be_meant_are_refused(change, message):
+    batch = change
+    if message != "has to give dicts":
+        batch = {"tokens": ROWS, "targets": ROWS} | change
+    for split in ("train", "validation"):
+        own = OwnBatches("python:a:b", lambda split: [batch], (4, 16), 64)
+        if split == "validation" and message == r"shape \(2, 16\)":
+            continue  # a short last batch
+        with pytest.raises(UserError, match=message):
+            own.batch(1) if split == "train" else next(own.validation(4))
+
+
+def test_own_batches_of_every_kind_of_number_are_taken_as_they_are():
+    mask = ROWS > 20
+    for kind in (np.uint8, np.int64, np.uint64, np.float32):
+        for mask_kind in (bool, np.float16, np.int8):
+            batch = {"tokens": ROWS.astype(kind), "targets": ROWS.astype(kind)}
+            batch["mask"] = mask.astype(mask_kind)
+            own = OwnBatches("python:a:b", lambda split, b=batch: [b], (4, 16), 64)
+            found = own.batch(1)
+            np.testing.assert_array_equal(found["tokens"], ROWS)
+            np.testing.assert_array_equal(found["targets"], np.where(mask, ROWS, -1))
+            assert {array.dtype for array in found.values()} == {np.dtype("int32")}
+    batch = {"tokens": ROWS.tolist(), "targets": np.where(mask, ROWS, -100)}
+    own = OwnBatches("python:a:b", lambda split: [batch], (4, 16), 64)
+    np.testing.assert_array_equal(own.batch(1)["targets"], np.where(mask, ROWS, -1))
+
+
+def test_short_last_batches_of_ones_own_are_filled_with_nothing_to_predict():
+    whole = {"tokens": ROWS, "targets": ROWS}
+    short = {"tokens": ROWS[:3], "targets": ROWS[:3]}
+    own = OwnBatches("python:a:b", lambda split: [whole, short], (4, 16), 64)
+    filled = np.concatenate([ROWS[:3], np.full((1, 16), -1)])
+    np.testing.assert_array_equal(own.batch(1)["targets"], ROWS)
+    np.testing.assert_array_equal(own.batch(2)["targets"], filled)
+    held_out = np.concatenate([batch["targets"] for batch in own.validation(2)])
+    np.testing.assert_array_equal(held_out, np.concatenate([ROWS, filled]))
+
+
+def test_own_batches_are_alike_in_their_names_and_there_are_some():
+    batch = {"tokens": ROWS, "targets": ROWS}
+    each = [batch, batch | {"mask": ROWS > 9}, batch | {"segments": ROWS}]
+    own = OwnBatches("python:a:b", lambda split: each, (4, 16), 64)
+    own.batch(1)
+    own.batch(2)
+    with pytest.raises(
+        UserError, match="segments in one batch, and targets, tokens in"
+    ):
+        own.batch(3)
+    none = OwnBatches("python:a:b", lambda split: [], (4, 16), 64)
+    with pytest.raises(UserError, match="no batches for training"):
+        none.batch(1)
+    with pytest.raises(UserError, match="no batches for validation"):
+        next(none.validation(4))
+
+
+def test_a_function_of_a_seed_is_given_that_of_the_run():
+    def batches(split, seed):
+        return [{"tokens": np.full((4, 16), seed), "targets": ROWS}]
+
+    for seed in (3, 5):
+        own = OwnBatches("python:a:b", batches, (4, 16), 64, seed)
+        assert own.batch(1)["tokens"][0, 0] == seed
 
 
 GRAIN = """

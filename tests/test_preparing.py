@@ -3,8 +3,10 @@
 import errno
 import json
 import re
+import zlib
 from dataclasses import replace
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -14,6 +16,7 @@ from gpt2.data import prepare, splits, tokens
 from gpt2.data.corpus import open_corpus
 from gpt2.errors import UserError
 from tests.forks import run_command
+from tests.helpers import write_words
 
 BOOK = """
 import os, signal
@@ -90,6 +93,60 @@ def test_a_preparation_begins_anew_if_the_text_is_another_one(run, tmp_path):
     assert "going on" not in told and whole.count("===== row") == 3
     assert len(re.findall(r"endoftext\|>2nd [0-9]+: the quick", whole)) > 3
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
+
+
+DAMAGE = {
+    "cut": lambda data: data[: len(data) // 2],
+    "flipped": lambda data: data[:1000] + bytes([data[1000] ^ 1]) + data[1001:],
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "tokenizer.json", "progress.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_preparation_does_not_go_on_over_damage(tmp_path, monkeypatch, name, damage):
+    monkeypatch.setattr(splits, "SAVED_TOKENS", 5000)
+    write_words(tmp_path / "texts", 60, 700)
+    places = dict(corpus=f"text:{tmp_path}/texts/*.txt", tokenizer="bpe:300")
+    make = lambda name: prepare(DataConfig(**places, data_dir=str(tmp_path / name)))  # noqa: E731
+    whole = make("whole")
+    save, saves = splits.Progress.save, iter(range(10))
+
+    def stop(self, directory):
+        save(self, directory)
+        if next(saves) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(splits.Progress, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make("cut")
+    (partial,) = (tmp_path / "cut").glob(".*.partial")
+    content = (partial / name).read_bytes()
+    (partial / name).unlink()
+    if DAMAGE[damage]:
+        (partial / name).write_bytes(DAMAGE[damage](content.ljust(2000)))
+    again = make("cut")
+    for split in ("train", "validation"):
+        read = lambda corpus, split=split: corpus.open(split).read(0, 10**9)  # noqa: E731
+        np.testing.assert_array_equal(read(again), read(whole))
+        assert zlib.crc32(read(again).astype(np.uint16)) == again.splits[split].crc32
+
+
+def test_a_disk_that_alters_what_is_written_is_told(tmp_path, monkeypatch):
+    data = DataConfig(corpus="synthetic", tokenizer="byte", data_dir=str(tmp_path))
+    append = tokens.TokenWriter.append
+
+    def alter(self, name, ids):
+        append(self, name, ids)
+        with open(self._directory / f"{name}-00000.bin", "r+b") as file:
+            file.write(b"\1\0")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens.TokenWriter, "append", alter)
+        with pytest.raises(UserError, match="does not hold what was written"):
+            prepare(data)
+    assert prepare(data).splits["train"].num_documents > 3000
 
 
 def test_a_full_disk_is_told_and_room_lets_it_go_on(tmp_path, monkeypatch):

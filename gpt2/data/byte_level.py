@@ -38,15 +38,17 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
         return None
     vocabulary = dict(model["vocab"])
     eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])
-    merged = list[int]()
+    alphabet = byte_alphabet()
+    merged = list[str]()
     for merge in model["merges"]:
         pair = merge.split(" ") if isinstance(merge, str) else merge
-        merged.append(vocabulary["".join(pair)])
-    alphabet = byte_alphabet()
-    ids = {*merged, *(vocabulary.get(c) for c in alphabet)}
-    if merged != sorted(merged) or {*vocabulary.values()} != ids:
+        merged.append("".join(pair))
+    if vocabulary.keys() != {*alphabet, *merged}:
         return None
-    if ids | {eot} != {*range(len(ids) + 1)}:  # an id without a token cannot be decoded
+    ids = [vocabulary[token] for token in merged]
+    known = {eot, *vocabulary.values()}
+    # An id without a token cannot be decoded.
+    if ids != sorted(ids) or known != {*range(len(vocabulary) + 1)}:
         return None
     ranks = dict[bytes, int]()
     for token, i in vocabulary.items():

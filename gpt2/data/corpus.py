@@ -47,15 +47,14 @@ class Corpus:
 def open_corpus(spec: str) -> Corpus:
     """Returns the corpus that `data.corpus` names; reads no text yet."""
     prefix, _, argument = spec.partition(":")
-    usages = [usage for usage, _ in READERS.values()] + ["tokens:GLOB"]
-    if prefix in READERS:
-        usage, reader = READERS[prefix]
-        if (":" in usage) == bool(argument):
-            return reader(argument)
-        usages = [usage]
-    raise UserError(
-        f"data.corpus={spec!r} names no corpus", f"Write one of: {', '.join(usages)}"
-    )
+    usage, reader = READERS.get(prefix, ("", None))
+    if reader is None or (":" in usage) != bool(argument):
+        usages = [usage for usage, _ in READERS.values()]
+        raise UserError(
+            f"data.corpus={spec!r} names no corpus",
+            f"Write one of: {', '.join(usages)}, tokens:GLOB",
+        )
+    return reader(argument)
 
 
 def lies_in_files(spec: str) -> bool:
@@ -73,17 +72,21 @@ def _after_reading(
     documents: Callable[[], Iterator[Document]],
 ) -> Callable[[int], Iterator[Document]]:
     """Lets an iteration start anywhere, by reading all that comes before."""
-    return lambda start: itertools.islice(documents(), start, None)
+
+    def after(start: int = 0) -> Iterator[Document]:
+        return itertools.islice(documents(), start, None)
+
+    return after
 
 
 def _text(pattern: str) -> Corpus:
     """Each file is a document."""
     files = find_files(pattern)
-    return Corpus(
-        fingerprint(files, "text"),
-        lambda start: iter(files[start:]),
-        total_size(files),
-    )
+
+    def documents(start: int = 0) -> Iterator[Document]:
+        return iter(files[start:])
+
+    return Corpus(fingerprint(files, "text"), documents, total_size(files))
 
 
 def _pystdlib(_: str) -> Corpus:
@@ -113,20 +116,17 @@ def _pystdlib(_: str) -> Corpus:
 
 def _synthetic(_: str) -> Corpus:
     """Four thousand documents of sums, for tests and benchmarks: the same everywhere, quick."""
-    num_documents = 4000
-    num_lines = 60
 
     def documents() -> Iterator[str]:
         rng = random.Random(0)
-        for number in range(num_documents):
+        for number in range(4000):
             lines = [f"# {number}\n"]
-            for _ in range(num_lines):
+            for _ in range(60):
                 a, b = divmod(int(rng.random() * 10_000), 100)
                 lines.append(f"{a} + {b} = {a + b}\n")
             yield "".join(lines)
 
-    name = f"synthetic-{num_documents}-{num_lines}"
-    return Corpus(name, _after_reading(documents), 3_400_000)
+    return Corpus("synthetic-4000-60", _after_reading(documents), 3_400_000)
 
 
 def import_function(argument: str) -> Callable:
@@ -197,7 +197,7 @@ def _parquet(argument: str) -> Corpus:
     pattern, column = _place_and_field(argument)
     files = find_files(pattern)
 
-    def documents(start: int) -> Iterator[str]:
+    def documents(start: int = 0) -> Iterator[str]:
         opened = ((str(file), at_hand(file)) for file in files)
         return _parquet_texts(opened, column, start)
 
@@ -246,13 +246,13 @@ def _hugging_face(argument: str) -> Corpus:
     """The training split of a data set, streamed from the hub's Parquet copy of it."""
     name, column = _place_and_field(argument)
 
-    def documents(start: int) -> Iterator[str]:
+    def documents(start: int = 0) -> Iterator[str]:
         from huggingface_hub import HfFileSystem
 
         with reading(f"hf:{name}", _OFFLINE):
             hub = HfFileSystem()
             folder = _hub_folder(hub, name, column)
-            paths = [f"{folder}/{each}" for each in _list_names(hub, folder)]
+            paths = sorted(map(str, hub.ls(folder, detail=False)))
             opened = ((path, hub.open(path)) for path in paths)
             yield from _parquet_texts(opened, column, start)
 
@@ -261,11 +261,16 @@ def _hugging_face(argument: str) -> Corpus:
 
 def _hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
     """Returns the folder of the training split of OWNER/NAME or OWNER/NAME/SUBSET."""
+
+    def names_in(folder: str) -> list[str]:
+        paths = map(str, hub.ls(folder, detail=False))
+        return sorted(path.rpartition("/")[2] for path in paths)
+
     parts = name.split("/")
     repository = "/".join(parts[:2])
     subset = "/".join(parts[2:])
     root = f"datasets/{repository}@refs/convert/parquet"
-    subsets = _list_names(hub, root)
+    subsets = [name for name in names_in(root) if not name.startswith(".")]
     if not subset and len(subsets) == 1:
         (subset,) = subsets
     if not subset and "default" in subsets:
@@ -274,19 +279,12 @@ def _hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
         told = f"{len(subsets)} subsets: {', '.join(subsets[:20])}"
         how = f"Name one of them: hf:{repository}/SUBSET#{column}"
         raise UserError(f"hf:{repository} has {told}", how)
-    splits = _list_names(hub, f"{root}/{subset}")
+    splits = names_in(f"{root}/{subset}")
     # Of a large data set the hub converts a first part, and calls it so.
     for split in ("train", "partial-train"):
         if split in splits:
             return f"{root}/{subset}/{split}"
     raise UserError(f"hf:{name} has no training split, but {', '.join(splits)}")
-
-
-def _list_names(hub: "HfFileSystem", folder: str) -> list[str]:
-    """Returns what is in a folder of the hub, but for files that only the hub needs."""
-    paths = map(str, hub.ls(folder, detail=False))
-    names = sorted(path.rpartition("/")[2] for path in paths)
-    return [name for name in names if not name.startswith(".")]
 
 
 def _tfds(argument: str) -> Corpus:
@@ -306,9 +304,7 @@ def _tfds(argument: str) -> Corpus:
                 builder.download_and_prepare()
             num_read = 0
             for record in _tfds_records(builder):
-                text = record[feature]
-                is_bytes = isinstance(text, bytes)
-                yield text.decode("utf-8", "replace") if is_bytes else str(text)
+                yield record[feature].decode("utf-8", "replace")
                 num_read += 1
             num_records = builder.info.splits["train"].num_examples
             if num_read != num_records:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gpt2.config.shapes import Shape, Shapes
 from gpt2.data.dataset import Dataset
-from gpt2.data.packing import PACKINGS, Rows, document_start
+from gpt2.data.packing import PACKINGS, Rows, document_start, hashed
 from gpt2.errors import UserError
 
 # A worker that the thread of `prefetch` forks would join that thread at its end, and fail.
@@ -72,11 +72,12 @@ class TrainLoader:
         self.sources = dict[str, Rows]()
         # Of each source, its share of what the sources before it leave.
         self._ratios = dict[str, tuple[int, int]]()
+        lengths = set[int]()
         left = Fraction(1)
         mean_length = Fraction(0)
         for number, (name, (share, part)) in enumerate(dataset.parts.items()):
             if number:  # else parts of equal size would have one order
-                seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+                seed = hashed((seed, number))
             rows = PACKINGS[packing](part, context_length, batch_size, seed)
             largest = self._shapes.largest.tokens // context_length
             needed = math.ceil(largest * share)
@@ -88,12 +89,11 @@ class TrainLoader:
                     "Lower --config.data.batch_size or --config.model.context_length",
                 )
             self.sources[name] = rows
+            lengths.update(rows.lengths)
             self._ratios[name] = (share / left).as_integer_ratio()
             left -= share
             mean_length += share * Fraction(rows.mean_length)
-        self.lengths = sorted(
-            {n for rows in self.sources.values() for n in rows.lengths}
-        )
+        self.lengths = sorted(lengths)
         self._filled = mean_length / context_length
 
     def tokens_of(self, shape: Shape) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from gpt2.data.corpus import import_function
+from gpt2.data.foreign import reading
 from gpt2.data.loader import ALL_ROWS, IGNORED, Batch
 from gpt2.errors import UserError
 
@@ -116,23 +117,17 @@ class OwnBatches:
             or not {"tokens", "targets"} <= {*batch} <= known
         ):
             raise UserError(f"{self._corpus} has to give dicts of {', '.join(known)}")
-        self._names = self._names or {*batch}
-        if {*batch} != self._names:
-            raise UserError(
-                f"{self._corpus} gives {', '.join(batch)} in one batch, and "
-                f"{', '.join(sorted(self._names))} in another"
-            )
-        num_rows = self._shape[0]
+        arrays = {name: self._enter_array(name, batch[name]) for name in batch}
+        most_rows, length = self._shape
+        num_rows = most_rows
         if may_be_short:
-            num_rows = min(np.shape(batch["tokens"])[0], num_rows)
-        arrays = Batch()
-        for name, values in batch.items():
-            array = self._enter_array(name, values)
-            if array.shape != (num_rows, self._shape[1]):
+            num_rows = min(arrays["tokens"].size // length, most_rows)
+        for name, array in arrays.items():
+            if array.shape != (num_rows, length):
                 raise UserError(
                     f"{self._corpus} gives {name} of shape {array.shape}, not {self._shape}"
                 )
-            arrays[name] = np.pad(array, ((0, self._shape[0] - num_rows), (0, 0)))
+            arrays[name] = np.pad(array, ((0, most_rows - num_rows), (0, 0)))
         targets = arrays["targets"]
         targets[num_rows:] = IGNORED
         targets[targets < 0] = IGNORED
@@ -140,12 +135,19 @@ class OwnBatches:
             targets[arrays.pop("mask") == 0] = IGNORED
         if np.all(targets == IGNORED):
             raise UserError(f"{self._corpus} gives a batch with nothing to predict")
+        self._names = self._names or {*arrays}
+        if {*arrays} != self._names:
+            raise UserError(
+                f"{self._corpus} gives {', '.join(arrays)} in one batch, and "
+                f"{', '.join(sorted(self._names))} in another"
+            )
         return arrays
 
     def _enter_array(self, name: str, values: object) -> np.ndarray:
         """Returns int32 of the same numbers, which are whole and in the range of the name."""
         lowest, highest = self._ranges[name]
-        array = np.asarray(values)
+        with reading(f"{name} of {self._corpus}", "Give arrays"):
+            array = np.asarray(values)
         is_right = array.dtype.kind in "biuf"
         is_right = is_right and bool(np.all((array >= lowest) & (array <= highest)))
         if not is_right or np.any(array % 1):

@@ -62,11 +62,13 @@ def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     Where none fits, the shortest is cropped to fill the row. Rows are the same in every epoch.
     """
     stream = dataset.open("train")
-    starts = find_documents(stream, document_start(dataset, "data.packing=bos"))
+    eot = document_start(dataset, "data.packing=bos")
+    starts = find_documents(stream, eot)
     sizes = np.diff(starts, append=len(stream))
     drawn = np.random.default_rng(seed).permutation(len(starts))
-    documents, kept, ends = map(np.array, best_fit(sizes[drawn].tolist(), length + 1))
-    begins = starts[drawn][documents]
+    room = length + 1
+    documents, kept, ends = best_fit(sizes[drawn].tolist(), room)
+    begins = starts[drawn[documents]]
     num_rows = len(ends) - 1
     order = shuffled(num_rows, seed)
 
@@ -74,17 +76,20 @@ def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
         number = order(row)
         pieces = list[np.ndarray]()
         for piece in range(ends[number], ends[number + 1]):
-            pieces.append(stream.read(int(begins[piece]), int(kept[piece])))
+            tokens = stream.read(int(begins[piece]), int(kept[piece]))
+            pieces.append(tokens)
         return np.concatenate(pieces)
 
-    used = int(kept.sum())
+    used = kept.sum()
     cropped = 1 - used / len(stream)
-    padded = 1 - used / (num_rows * (length + 1))
+    padded = 1 - used / (num_rows * room)
     note = f"{cropped:.1%} cropped, {padded:.1%} padded"
     return Rows(num_rows, read, lambda row: length, [length], length, note)
 
 
-def best_fit(sizes: Sequence[int], room: int) -> tuple[list[int], list[int], list[int]]:
+def best_fit(
+    sizes: Sequence[int], room: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Packs documents into rows of `room` tokens.
 
     Returns the documents in the order of rows, how many tokens of each are kept, and where rows
@@ -109,7 +114,7 @@ def best_fit(sizes: Sequence[int], room: int) -> tuple[list[int], list[int], lis
             bisect.insort(waiting, found)
     if free < room:
         ends.append(len(kept))
-    return documents, kept, ends
+    return np.array(documents), np.array(kept), np.array(ends)
 
 
 def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
@@ -119,34 +124,36 @@ def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     their own length join the next one's; rows without tokens fill up the longest ones.
     """
     stream = dataset.open("train")
-    starts = find_documents(stream, document_start(dataset, "data.packing=pad"))
+    eot = document_start(dataset, "data.packing=pad")
+    starts = find_documents(stream, eot)
     begins, sizes = _cut_documents(starts, len(stream), length)
     lengths = choose_lengths(sizes, length)
     ranks = np.searchsorted(lengths, sizes)  # of each row, that of its length
-    num_missing = -len(sizes) % batch_size
-    ranks = np.pad(ranks, (0, num_missing), "maximum")
-    begins = np.pad(begins, (0, num_missing))
-    num_tokens = np.pad(sizes + 1, (0, num_missing))
+    missing = (0, -len(sizes) % batch_size)
+    ranks = np.pad(ranks, missing, "maximum")
+    begins = np.pad(begins, missing)
+    num_tokens = np.pad(sizes + 1, missing)
     # In the order of lengths, a batch has that of its last row.
-    batch_lengths = np.array(lengths)[np.sort(ranks)[batch_size - 1 :: batch_size]]
+    last_ranks = np.sort(ranks)[batch_size - 1 :: batch_size]
+    batch_lengths = np.array(lengths)[last_ranks]
     num_batches = len(batch_lengths)
     order = shuffled(num_batches, seed)
 
     @functools.lru_cache(2)
     def arrange(epoch: int) -> np.ndarray:
         draw = np.random.default_rng((seed, epoch)).random(len(ranks))
-        return np.lexsort((draw, ranks)).reshape(num_batches, batch_size)
-
-    @functools.lru_cache(8)
-    def rows_of(batch: int) -> list[int]:
-        return arrange(batch // num_batches)[order(batch)].tolist()
+        rows = np.lexsort((draw, ranks))
+        return rows.reshape(num_batches, batch_size)
 
     def read(row: int) -> np.ndarray:
-        found = rows_of(row // batch_size)[row % batch_size]
+        batch, number = divmod(row, batch_size)
+        rows = arrange(batch // num_batches)
+        found = rows[order(batch), number]
         return stream.read(int(begins[found]), int(num_tokens[found]))
 
     def batch_length(row: int) -> int:
-        return int(batch_lengths[order(row // batch_size)])
+        batch = order(row // batch_size)
+        return int(batch_lengths[batch])
 
     room = int(batch_lengths.sum()) * batch_size
     return Rows(
@@ -179,12 +186,13 @@ def choose_lengths(sizes: np.ndarray, longest: int) -> list[int]:
     while doubled < longest:
         lengths.insert(-1, doubled)
         doubled *= 2
-    counts = np.bincount(np.searchsorted(lengths, sizes), minlength=len(lengths))
-    last = int(np.flatnonzero(counts)[-1])
+    ranks = np.searchsorted(lengths, sizes)
+    last = ranks.max()
     chosen = list[int]()
-    for number in range(last):
-        if counts[number] / len(sizes) >= LEAST_SHARE:
-            chosen.append(lengths[number])
+    for rank in range(last):
+        share = np.mean(ranks == rank)
+        if share >= LEAST_SHARE:
+            chosen.append(lengths[rank])
     return [*chosen, lengths[last]]
 
 
@@ -204,7 +212,16 @@ def document_start(dataset: Dataset, option: str) -> int:
 
 def find_documents(stream: TokenStream, eot: int) -> np.ndarray:
     """Returns where documents start, int64: at each end-of-text token, and at the very start."""
-    return np.unique(np.append(0, stream.find(eot)))
+    places = [np.zeros(1, np.int64)]
+    for start, tokens in stream.chunks():
+        places.append(start + np.flatnonzero(tokens == eot))
+    return np.unique(np.concatenate(places))
+
+
+def hashed(seed: int | tuple[int, int]) -> int:
+    """Returns another seed of 32 bits, far from that of a neighbour."""
+    (state,) = np.random.SeedSequence(seed).generate_state(1)
+    return int(state)
 
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
@@ -212,7 +229,7 @@ def shuffled(number: int, seed: int) -> Callable[[int], int]:
     from grain.experimental import index_shuffle  # takes most of a second
 
     # Epochs have neighbouring seeds: hashing keeps runs of nearby seeds apart.
-    first = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    first = hashed(seed)
 
     def order(index: int) -> int:
         epoch, within = divmod(index, number)

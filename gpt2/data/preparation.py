@@ -23,23 +23,12 @@ from gpt2.data.foreign import hash_of
 from gpt2.data.own import find_batches
 from gpt2.data.ready import ReadyTokens, index, open_ready_tokens
 from gpt2.data.splits import PROGRESS, write_splits
-from gpt2.data.tokens import Split
+from gpt2.data.tokens import load_splits
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files, stores
 
 FORMAT = 8  # of a prepared folder; another number prepares everything anew
 FACTS = "prepared.json"  # which comes last, and tells that the rest is there
-README = """# {corpus}, as tokens of {tokenizer}: {dtype} without a header
-
-Token {eot} begins each of several documents. This makes the folder, again if it is deleted, and
-with `--inspect` shows rows as training sees them:
-
-    python -m gpt2.data.prepare {command}
-
-| | train | validation |
-|---|---|---|
-{table}
-"""
 PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
 
 # Files of up to this size in all are read at every start, to notice damage; of more, sizes count.
@@ -63,7 +52,9 @@ def prepare(data: DataConfig, ray: ModuleType | None = None) -> Dataset:
         return Dataset(Path(), tokenizer, {}, "", own=own)
     mixed = dict[str, tuple[Fraction, Dataset]]()
     for name, share in shares.items():
-        part = _prepare_corpus(dataclasses.replace(data, corpus=name), ray)
+        part = prepare(dataclasses.replace(data, corpus=name), ray)
+        if part.own:
+            raise UserError(f"{name} gives batches", "Mix in your function")
         mixed[name] = share, part
     return Dataset(Path(), part.tokenizer, {}, "", mixed)
 
@@ -121,12 +112,8 @@ class Wanted:
 
     data: DataConfig
     source: Corpus | ReadyTokens
-    place: str  # the folder or URL that holds it once it is prepared, and then as it is wanted
-
-    @property
-    def directory(self) -> Path:
-        """Where on this machine that is."""
-        return stores.copy_of(self.place).absolute()
+    place: str  # the folder or URL that holds it once it is prepared
+    directory: Path  # where on this machine that is
 
 
 def resolve(data: DataConfig) -> Wanted:
@@ -138,17 +125,12 @@ def resolve(data: DataConfig) -> Wanted:
     label = re.sub(r"[^\w.-]+", "-", label)[-60:].strip("-")
     key = hash_of([FORMAT, source.fingerprint, spec, data.val_fraction, data.unique])
     place = f"{data_place(data.data_dir)}/{label}-{key[:16]}"
-    return Wanted(data, source, place)
+    return Wanted(data, source, place, stores.copy_of(place).absolute())
 
 
 def data_place(data_dir: str) -> str:
     """Returns where prepared corpora lie: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
     return data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
-
-
-def data_root(data_dir: str) -> Path:
-    """Returns where that is on this machine."""
-    return stores.copy_of(data_place(data_dir)).absolute()
 
 
 # Whether it is there
@@ -164,9 +146,8 @@ def find(wanted: Wanted) -> Dataset | None:
     is_read = total <= _READ_BYTES
     if files.find_damage(directory, facts["files"], read=is_read):
         return None
-    splits = {name: Split.load(split) for name, split in facts["splits"].items()}
     tokenizer = tokenizers.load(directory / "tokenizer.json")
-    return Dataset(directory, tokenizer, splits, facts["dtype"])
+    return Dataset(directory, tokenizer, load_splits(facts["splits"]), facts["dtype"])
 
 
 # How it gets there
@@ -215,14 +196,18 @@ def _describe(dataset: Dataset, data: DataConfig) -> None:
     for option in ("corpus", "tokenizer", "end_of_text", "val_fraction", "unique"):
         value = shlex.quote(str(getattr(data, option)))
         command.append(f"--config.data.{option}={value}")
-    text = README.format(
-        corpus=data.corpus,
-        tokenizer=data.tokenizer,
-        dtype=dataset.dtype,
-        eot=dataset.tokenizer.eot,
-        command=" ".join(command),
-        table="\n".join(rows),
-    )
+    table = "\n".join(rows)
+    text = f"""# {data.corpus}, as tokens of {data.tokenizer}: {dataset.dtype} without a header
+
+Token {dataset.tokenizer.eot} begins each of several documents. This makes the folder, again if it
+is deleted, and with `--inspect` shows rows as training sees them:
+
+    python -m gpt2.data.prepare {" ".join(command)}
+
+| | train | validation |
+|---|---|---|
+{table}
+"""
     files.write_text(dataset.directory / "README.md", text)
 
 

@@ -21,6 +21,7 @@ from gpt2.utils.stores import at_hand, find, is_url
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 # Magic number and version: those of GPT-2's and of Llama 3's tokens.
 FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+Shards = list[Shard]
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
 
 
@@ -29,7 +30,7 @@ class ReadyTokens:
     """Shards that somebody else has made."""
 
     fingerprint: str  # differs whenever the tokens may differ
-    shards: dict[str, list[Shard]]  # of each split
+    shards: dict[str, Shards]  # of each split
     dtype: str  # of stored tokens
 
 
@@ -52,8 +53,8 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
     found = find_files(data.corpus.removeprefix("tokens:"))
     files = [at_hand(file).absolute() for file in found]
     _refuse_characters([*found, *files])
-    train = list[Shard]()
-    validation = list[Shard]()
+    train = Shards()
+    validation = Shards()
     dtypes = set[str]()
     for file in files:
         shard, dtype = _open_shard(file)
@@ -134,7 +135,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
             dtype = array.dtype.name
             offset = array.offset
             num_tokens = array.size
-            is_right = array.flags.c_contiguous
+            is_right = array.flags.c_contiguous and array.dtype.isnative
         else:
             header = np.frombuffer(start.ljust(4 * HEADER, b"\xff"), np.int32)
             magic, version, num_tokens = header[:3].tolist()
@@ -157,17 +158,16 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
 
 def _is_other(start: bytes) -> bool:
     """Returns whether a file begins as one of PyTorch, gzip or text does, not as tokens."""
-    if start.startswith((b"PK\x03\x04", b"\x1f\x8b\x08")):
+    if not start or start.startswith((b"PK\x03\x04", b"\x1f\x8b\x08")):
         return True
-    text = start.decode("utf-8", "ignore")  # which may end within a character
-    is_whole = len(text.encode()) > len(start) - 4
-    return is_whole and all(c.isprintable() or c.isspace() for c in text)
+    # A thousand bytes of tokens hold some that are small.
+    return min(start) > 8
 
 
-def _cut(shards: list[Shard], num_first: int) -> tuple[list[Shard], list[Shard]]:
+def _cut(shards: Shards, num_first: int) -> tuple[Shards, Shards]:
     """Divides shards after `num_first` tokens."""
-    first = list[Shard]()
-    second = list[Shard]()
+    first = Shards()
+    second = Shards()
     for file, skip, num_tokens in shards:
         head = min(num_first, num_tokens)
         num_first -= head

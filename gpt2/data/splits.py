@@ -22,7 +22,7 @@ from gpt2.data.corpus import Corpus, Document
 from gpt2.data.dataset import Dataset
 from gpt2.data.foreign import reading
 from gpt2.data.tokenizer import Tokenizer, build, load
-from gpt2.data.tokens import Split, TokenStream, TokenWriter
+from gpt2.data.tokens import Split, TokenStream, TokenWriter, load_splits
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files
 from gpt2.utils.cluster import open_pool
@@ -67,9 +67,7 @@ Encoded = tuple[Part, np.ndarray, int]
 class Progress:
     """How far a preparation is: after so many parts of a document."""
 
-    splits: dict[str, Split] = dataclasses.field(
-        default_factory=lambda: {"train": Split(), "validation": Split()}
-    )
+    splits: dict[str, Split]
     document: int = 0  # its number
     parts: int = 0
     text_crc32: int = 0  # of the last part's text
@@ -82,8 +80,7 @@ class Progress:
         tree = files.read_sealed(directory / PROGRESS)
         if tree is None:
             return None
-        splits = {name: Split.load(split) for name, split in tree["splits"].items()}
-        return cls(**tree | {"splits": splits})
+        return cls(**tree | {"splits": load_splits(tree["splits"])})
 
     def save(self, directory: Path) -> None:
         """Brings all that is written to the disk, and then what says that it is there."""
@@ -201,7 +198,8 @@ def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator
             return progress, parts
     for path in directory.iterdir():
         path.unlink()
-    return Progress(), documents.parts()
+    splits = {"train": Split(), "validation": Split()}
+    return Progress(splits), documents.parts()
 
 
 def _training_texts(parts: Iterable[Part], tokenizer: str) -> Iterator[str]:

