@@ -21,15 +21,16 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data import Dataset, prepare
-from gpt2.errors import DivergedError, UserError, leave_at_interrupt, tell
+from gpt2.errors import DivergedError, UserError, tell
 from gpt2.evals.validation import RunTasks, validate
 from gpt2.generate import write_samples
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
-from gpt2.parallel import StopSignal, distributed, find_devices, gather_whole
+from gpt2.parallel import distributed, find_devices, gather_whole
 from gpt2.plan import command as plan
 from gpt2.profile import Profiler
+from gpt2.signals import StopSignal, leave_at_interrupt
 from gpt2.telemetry import Reporter, StepClock, plot_losses
 from gpt2.training import (
     Batches,
@@ -67,7 +68,7 @@ def main() -> int:
         check_source(config.train.init_from)
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
-    dataset = prepare(config.data, ahead=jax.process_count() == 1)
+    dataset = prepare(config.data)
     leave_at_interrupt("the same command continues")
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
@@ -163,7 +164,7 @@ def train(
     with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
             for step in range(start + 1, options.num_steps + 1):
-                with clock.phase(batches.phase):
+                with clock.phase("data wait"):
                     batch = next(upcoming)
                 train_step, watch = steps[config.shapes.find(step, batch)]
                 profiler.step(step - 1, state)
@@ -222,4 +223,4 @@ def train(
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags, default_config="quickstart")
+    cli.run(main, define_flags)

@@ -115,8 +115,8 @@ layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k l
     - for i, (p, _) in enumerate(optim.rates) if
     + for i, (p, _) in reversed([*enumerate(optim.rates)]) if
 an option that the optimizer does not read passes: config/run.py, config -k 'sgd and refused'
-    - {*OPTIMIZERS[self.name]}
-    + {*OPTIMIZERS[self.name], 'beta1'}
+    - {*reads}
+    + {*reads, 'beta1'}
 the mask hides the token itself: ops/plain.py, switch_values -k gelu
     - visible = query >= key
     + visible = (query > key) | (query == 0)
@@ -136,7 +136,7 @@ sinusoids are not scaled with the embedding: model/ingredients/sinusoidal.py, sw
     - x * scale + waves
     + x + waves
 muP leaves the head's multiplier out: model/ingredients/mup.py, switch_values -k mup
-    - return x / self.config.width_ratio
+    - return x / self.width_ratio
     + return x
 the first cached token has none before it: model/ingredients/previous_token.py, switches -k 'cached and modded'
     - if flow.cached is None:
@@ -273,11 +273,11 @@ the hash of the code sees docstrings: training/code.py, workdir -k hash_of_the_c
 a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
     - tree = _plain(tree)
     + pass
-a preparation goes on after what was never saved: data/splits.py, preparing -k is_killed
-    - os.truncate(directory / name, count * writer.dtype.itemsize)
+a preparation goes on after what was never saved: data/tokens.py, preparing -k is_killed
+    - os.truncate(directory / shard.file, size)
     + pass
 a preparation goes on with another text: data/splits.py, preparing -k another_one
-    - == done["text_crc32"]
+    - == progress.text_crc32
     + or True
 Kaggle's one host waits for others: parallel/distributed.py, processes -k neighbours
     - if hosts:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.data.dataset import prepare
+from gpt2.data import prepare
 from gpt2.errors import UserError
 from gpt2.utils import stores
 from tests.helpers import SECONDS, TINY, metrics_of, params_of, run, start

@@ -23,7 +23,7 @@ from gpt2.config import CHOICES, Config
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
-from gpt2.model.ingredients import INGREDIENTS
+from gpt2.model.ingredients import INGREDIENTS, ingredients_of
 from gpt2.model.losses import LOSSES
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
@@ -198,7 +198,7 @@ def groups(seed=None):
                 key for other in group for key in SWITCHES[other]
             }:
                 with contextlib.suppress(UserError):
-                    config_of("+".join([*group, name]))
+                    ingredients_of(config_of("+".join([*group, name])).gpt())
                     group.append(name)
                     break
         else:

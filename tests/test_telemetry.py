@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.config import Config, GPTConfig, TrainConfig
-from gpt2.config.run import LoggingConfig
+from gpt2.config import Config, GPTConfig, LoggingConfig, TrainConfig
 from gpt2.config.shapes import Shape
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import compiled

@@ -19,7 +19,7 @@ import pytest
 import gpt2
 from configs import quickstart
 from gpt2.config import Config, DataConfig
-from gpt2.data.dataset import prepare
+from gpt2.data import prepare
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import MetricsFile

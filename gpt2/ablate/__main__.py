@@ -33,7 +33,7 @@ from gpt2.ablate.report import write_report
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep, continued, load_sweep, register
 from gpt2.ablate.takeover import take_over
 from gpt2.ablate.terms import TERMS, at_sizes, choose_score, equalize
-from gpt2.data.dataset import prepare
+from gpt2.data import prepare
 from gpt2.training.code import hash_code
 from gpt2.utils import files
 from gpt2.utils.cluster import connect
@@ -185,4 +185,4 @@ def _report(sweep: Sweep) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags, default_config="quickstart")
+    cli.run(main, define_flags)

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpt2.ablate.jobs import Slot, take
 from gpt2.ablate.runs import Outcome, Run
-from gpt2.data.dataset import prepare
+from gpt2.data import prepare
 from gpt2.training.code import read_starts
 from gpt2.utils import files
 from gpt2.utils.text import counted

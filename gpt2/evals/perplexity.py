@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from gpt2.config import DataConfig
-from gpt2.data.dataset import prepare
+from gpt2.data import prepare
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
@@ -32,7 +32,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             context_length=scorer.context_length,
             document_mask=data.document_mask,
         )
-        batches = (loader.batch(index) for index in range(len(loader)))
+        batches = (loader.batch(index) for index in range(1, len(loader) + 1))
         requests = [
             Request(**{key: rows[0] for key, rows in batch.items()})
             for batch in batches

@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
-from gpt2.data.corpus import reading
-from gpt2.data.dataset import prepare, refuse_other
+from gpt2.data import prepare
+from gpt2.data.dataset import refuse_other
+from gpt2.data.foreign import reading
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.evals.core import core

@@ -12,7 +12,6 @@ What GPT-2 does not have lies in gpt2/model/ingredients. What it computes by, `o
 """
 
 import dataclasses
-from typing import Any
 
 import chex
 import flax.linen as nn
@@ -31,8 +30,9 @@ from gpt2.ops import Objective, Ops
 from gpt2.ops.plain import logits_of, rope_frequencies, rotation
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
+from gpt2.utils.trees import Tree
 
-Params = dict[str, Any]  # nested, by the names of modules
+Params = dict[str, Tree]  # nested, by the names of modules
 
 
 class KVCache(struct.PyTreeNode):
@@ -144,8 +144,8 @@ class GPT(nn.Module):
             logit_terms += extra.logit_terms()
         objective = objective._replace(
             vocab_size=cfg.vocab_size,
-            dtype=cfg.compute_dtype,
-            logits_dtype=cfg.logits_dtype,
+            dtype=jnp.dtype(cfg.compute_dtype),
+            logits_dtype=jnp.dtype(cfg.logits_dtype),
             logit_terms=logit_terms,
         )
         with jax.named_scope("head"):
@@ -291,7 +291,7 @@ class GPT(nn.Module):
         return nn.Module.init_with_output(self._plain(), rngs, tokens)[1]["params"]
 
     @nn.nowrap
-    def init(self, rngs: Array, tokens: Array, *_: Any, **__: Any) -> Params:  # type: ignore[override]
+    def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]
         """Returns `{"params": ...}` drawn with the key `rngs`, for `tokens` of this shape.
 
         Flax's other arguments, which `nn.tabulate` gives, change nothing.
@@ -301,14 +301,14 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def init_with_output(  # type: ignore[override]  # as for `init`
-        self, rngs: Array, tokens: Array, **options: Any
-    ) -> tuple[Any, Params]:
+        self, rngs: Array, tokens: Array, **options: Tree
+    ) -> tuple[Tree, Params]:
         """Returns `apply(variables, tokens, **options)` and the variables that `init` draws."""
         variables = self.init(rngs, tokens)
         return self.apply(variables, tokens, **options), variables
 
     @nn.nowrap
-    def logical_axes(self) -> Any:
+    def logical_axes(self) -> Tree:
         """Returns the names of every parameter's axes, a PartitionSpec in place of each leaf."""
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         axes = nn.get_partition_spec(
@@ -340,6 +340,6 @@ def positions_within(segments: Array) -> Array:
     return numbers - jax.lax.cummax(jnp.where(is_first, numbers, 0), axis=1)
 
 
-def num_params(params: Any) -> int:
+def num_params(params: Tree) -> int:
     """Returns the number of parameters in a tree of arrays or shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

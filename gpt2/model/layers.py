@@ -4,7 +4,6 @@ gpt2/model/gpt.py explains the letters of dimensions.
 """
 
 import math
-from collections.abc import Callable
 
 import chex
 import flax.linen as nn
@@ -13,15 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.config import GPTConfig
 from gpt2.ops import Ops
-from gpt2.ops.plain import Activation
+from gpt2.ops.plain import Activation, Init, Names, Shape
 
 
 def named_param(
-    module: nn.Module,
-    name: str,
-    init: Callable[..., Array],
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    module: nn.Module, name: str, init: Init, shape: Shape, axes: Names
 ) -> Array:
     """Returns a parameter of a module that has `config` and `ops`, whole on every device.
 
@@ -45,8 +40,8 @@ class Linear(nn.Module):
 
     config: GPTConfig
     ops: Ops
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    shape: Shape
+    axes: Names
     num_contract: int = 1
     is_projection: bool = False
     activation: Activation | None = None
@@ -80,15 +75,14 @@ class Linear(nn.Module):
         return checkpoint_name(y, "/".join(self.path[-2:]))
 
     @nn.nowrap
-    def _draw(self, key: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    def _draw(self, key: Array, shape: Shape, dtype: str) -> Array:
         """Draws the kernel.
 
         Two branches in each layer add to the residual stream. Their last kernels are smaller by
         the root of the number of branches, which keeps its variance (GPT-2, section 2.3).
         """
-        from gpt2.model.ingredients import (
-            ingredients_of,  # which are made of these layers
-        )
+        # Whose files are made of these layers.
+        from gpt2.model.ingredients import ingredients_of
 
         stddev = self.config.init_std
         for extra in ingredients_of(self.config):

@@ -49,35 +49,28 @@ def cross_entropy(
     """Computes `plain.cross_entropy`, with the logits of so many `rows` at a time."""
     chex.assert_rank([hidden, targets], 3)
     chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
-    chex.assert_type(targets, int)
     array, shards = table if isinstance(table, Shard) else (table, None)
     chex.assert_axis_dimension_gteq(array, 0, objective.vocab_size)
-    if not _has_numbers_alone(objective):
+    terms = (*objective.logit_terms, *objective.loss_terms)
+    if terms and not all(_is_static(term) for term in terms):
         whole = gather_parameter(array, shards, objective.dtype) if shards else array
         return plain.cross_entropy(hidden, whole, targets, objective)
     B, T, K = targets.shape
     fitting = max(1, rows // B)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
-    chunk = 0 if fitting >= T else 1 << fitting.bit_length() - 1
-    static = objective._replace(
-        weights=(),
-        dtype=jnp.dtype(objective.dtype),
-        logits_dtype=jnp.dtype(objective.logits_dtype),
+    chunk = T if fitting >= T else 1 << fitting.bit_length() - 1
+    head = _Head(objective._replace(weights=()), variants, chunk, shards)
+    sums = _loss_sums(
+        hidden.astype(objective.dtype), array, targets, objective.weights, head
     )
-    head = _Head(static, variants, chunk, shards)
-    hidden = hidden.astype(objective.dtype)
-    sums = _loss_sums(hidden, array, targets, objective.weights, head)
     return sums[:K], sums[K:].reshape(-1, K)
 
 
-def _has_numbers_alone(objective: Objective) -> bool:
-    """Returns whether terms hold no arrays, of which this kernel would give no derivative."""
-    for term in (*objective.logit_terms, *objective.loss_terms):
-        if not dataclasses.is_dataclass(term):
-            return False
-        if not all(isinstance(value, float | int) for value in vars(term).values()):
-            return False
-    return True
+def _is_static(term: object) -> bool:
+    """Returns whether a term holds numbers alone: of arrays this kernel gives no derivative."""
+    if not dataclasses.is_dataclass(term):
+        return False
+    return all(isinstance(value, float | int) for value in vars(term).values())
 
 
 def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
@@ -94,24 +87,17 @@ class _Head(NamedTuple):
 
     objective: Objective
     variants: Variants
-    chunk: int  # of T positions have logits at one time; 0: all
+    chunk: int  # of T positions have logits at one time
     shards: Shards | None
 
-    @property
-    def dtype(self) -> DTypeLike:
-        """Of the products' operands."""
-        return self.objective.dtype
-
-    def whole(self, table: Array) -> tuple[Array, Array]:
-        """Returns all rows in the compute type, and an array to take single rows from."""
-        rows_of = table
-        table = table.astype(self.dtype)
+    def whole(self, table: Array) -> Array:
+        """Returns all rows of a table in the type of operands."""
+        table = table.astype(self.objective.dtype)
         if self.shards:
             table = self.shards.gather(table)
-        table = jax.lax.optimization_barrier(
+        return jax.lax.optimization_barrier(
             table
         )  # or XLA:TPU casts in each product (v5e 5 %)
-        return table, table if self.shards else rows_of
 
     def raw_logits(self, hidden: Array, table: Array) -> Array:
         """Returns logits `[B, T, V]`, float32, before their terms."""
@@ -129,11 +115,7 @@ class _Head(NamedTuple):
         return jnp.where(token < self.objective.vocab_size, logits, IMPOSSIBLE)
 
     def target_logits(
-        self,
-        logits: Array,
-        hidden: Array,
-        rows_of: Array,
-        targets: Array,
+        self, logits: Array, hidden: Array, stored: Array, targets: Array
     ) -> Array:
         """Returns the targets' logits `[B, T, K]`, float32, from rows of the table: no pass over V.
 
@@ -141,35 +123,27 @@ class _Head(NamedTuple):
         exact one beside sums of rounded ones would give another loss, even a negative one.
         """
         is_rounded = hidden.dtype == jnp.float32 and self.variants.rounds_float32
-        if (
-            is_rounded
-            or self.objective.logits_dtype != jnp.float32
-            or self.objective.logit_terms
-        ):
+        is_rounded |= self.objective.logits_dtype != jnp.float32
+        if is_rounded or self.objective.logit_terms:
             return jnp.where(_is_target(logits, targets), logits[:, :, None], 0.0).sum(
                 axis=-1
             )
-        rows = jnp.take(rows_of, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
+        rows = jnp.take(stored, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
         return jnp.sum(hidden.astype(jnp.float32)[:, :, None] * rows, axis=-1)
 
     def sums(
-        self,
-        logits: Array,
-        log_normaliser: Array,
-        target_logits: Array,
-        targets: Array,
+        self, logits: Array, log_normaliser: Array, target_logits: Array, targets: Array
     ) -> Array:
         """Returns the sums of losses by target `[K]`, then those of each term, `[K + terms K]`."""
-        losses = log_normaliser - target_logits
-        parts = []
+        parts = [log_normaliser - target_logits]
         for term in self.objective.loss_terms:
-            part = term(
-                logits[..., : self.objective.vocab_size], log_normaliser, target_logits
-            )
-            losses += part
+            known = logits[..., : self.objective.vocab_size]
+            part = term(known, log_normaliser, target_logits)
             parts.append(jnp.broadcast_to(part, targets.shape))
-        each = [jnp.where(targets >= 0, x, 0.0).sum((0, 1)) for x in [losses, *parts]]
-        return jnp.concatenate(each) if parts else each[0]
+        parts[0] = sum(parts[1:], parts[0])
+        return jnp.concatenate(
+            [jnp.where(targets >= 0, x, 0.0).sum((0, 1)) for x in parts]
+        )
 
     def derivative(
         self,
@@ -220,8 +194,15 @@ def _weigh(weights, each):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _loss_sums(hidden, table, targets, weights, head):
-    table, rows_of = head.whole(table)
+def _loss_sums(
+    hidden: Array,
+    stored: Array,
+    targets: Array,
+    weights: tuple[Array | float, ...],
+    head: _Head,
+) -> Array:
+    table = head.whole(stored)
+    rows_of = table if head.shards else stored
 
     def add_chunk(sums, rows):
         hidden, targets = rows
@@ -239,30 +220,29 @@ def _no_sums(targets, head):
     return jnp.zeros(targets.shape[2] * (1 + len(head.objective.loss_terms)))
 
 
-def _loss_sums_fwd(hidden, table, targets, weights, head):
-    stored_type = table.dtype
-    table, rows_of = head.whole(table)
-    result = head.dtype if head.variants.narrow_results else jnp.float32
-    # XLA:CPU lacks it in 16 bits.
-    by_width = head.variants.head_by_width and head.dtype == jnp.float32
+def _loss_sums_fwd(hidden, stored, targets, weights, head):
+    table = head.whole(stored)
+    rows_of = table if head.shards else stored
+    dtype = table.dtype
+    result = dtype if head.variants.narrow_results else jnp.float32
+    by_width = (
+        head.variants.head_by_width and dtype == jnp.float32
+    )  # XLA:CPU lacks it in 16 bits
 
     def add_chunk(sums, rows):
         losses, dtable = sums
         hidden, targets = rows
-        raw = head.raw_logits(hidden, table)
-        logits, derive = jax.vjp(head.change, raw)
+        logits, derive = jax.vjp(head.change, head.raw_logits(hidden, table))
         softmax = _softmax(logits, head.variants)
         target_logits = head.target_logits(logits, hidden, rows_of, targets)
         losses += head.sums(logits, softmax.log_normaliser, target_logits, targets)
         dlogits = head.derivative(logits, softmax, target_logits, targets, weights)
         if head.objective.logit_terms:
             (dlogits,) = derive(dlogits)
-        dlogits = dlogits.astype(head.dtype)
+        dlogits = dlogits.astype(dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dtable += dot(*factors, (0, 1), (0, 1))
-        return (losses, dtable), dot(dlogits, table, (2,), (0,), result).astype(
-            head.dtype
-        )
+        return (losses, dtable), dot(dlogits, table, (2,), (0,), result).astype(dtype)
 
     shape = table.shape[::-1] if by_width else table.shape
     sums = _no_sums(targets, head), jnp.zeros(shape, jnp.float32)
@@ -273,7 +253,7 @@ def _loss_sums_fwd(hidden, table, targets, weights, head):
         dtable = jax.lax.optimization_barrier(dtable).T
     if head.shards:
         dtable = head.shards.scatter(dtable)
-    return losses, (dhidden, dtable.astype(stored_type))
+    return losses, (dhidden, dtable.astype(stored.dtype))
 
 
 def _loss_sums_bwd(head, gradients, dlosses):
@@ -288,7 +268,7 @@ _loss_sums.defvjp(_loss_sums_fwd, _loss_sums_bwd)
 def _scan(add_chunk, sums, hidden, targets, chunk):
     """Scans over chunks of positions (docs/performance.md, XLA:CPU note 7): sums, `[B, T, ...]`."""
     B, T, D = hidden.shape
-    if not chunk or chunk >= T:
+    if chunk == T:
         return add_chunk(sums, (hidden, targets))
     padding = -T % chunk
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
@@ -318,16 +298,19 @@ class _Softmax(NamedTuple):
 
 
 def _softmax(logits: Array, variants: Variants) -> _Softmax:
-    if (
-        not variants.one_pass
-    ):  # stored once, for the sum and the gradient: XLA:CPU note 8
-        highest = logits.max(axis=-1, keepdims=True)
-        exponentials = jnp.exp(logits - highest)
-        return _Softmax(exponentials, exponentials.sum(axis=-1, keepdims=True), highest)
+    if variants.one_pass:
+        return _softmax_in_one_pass(logits)
+    highest = logits.max(axis=-1, keepdims=True)
+    exponentials = jnp.exp(
+        logits - highest
+    )  # stored, for the sum and the gradient: XLA:CPU note 8
+    return _Softmax(exponentials, exponentials.sum(axis=-1, keepdims=True), highest)
 
-    def join(
-        one, other
-    ):  # a sum is scaled when the maximum grows (Milakov and Gimelshein 2018)
+
+def _softmax_in_one_pass(logits: Array) -> _Softmax:
+    """Scales a sum when the maximum grows (Milakov and Gimelshein 2018)."""
+
+    def join(one, other):
         top, total = one
         top_2, total_2 = other
         scale = jnp.exp(-jnp.abs(top - top_2))  # of the sum with the lower maximum
@@ -336,9 +319,11 @@ def _softmax(logits: Array, variants: Variants) -> _Softmax:
 
     least = jnp.float32(jnp.finfo(jnp.float32).min)
     start = (least, jnp.float32(0.0))
-    sums = jax.lax.reduce((logits, jnp.ones_like(logits)), start, join, (2,))
-    highest, normaliser = (x[..., None] for x in sums)
-    return _Softmax(jnp.exp(logits - highest), normaliser, highest)
+    highest, normaliser = jax.lax.reduce(
+        (logits, jnp.ones_like(logits)), start, join, (2,)
+    )
+    highest = highest[..., None]
+    return _Softmax(jnp.exp(logits - highest), normaliser[..., None], highest)
 
 
 def pad_vocab(

@@ -5,10 +5,10 @@ which it is stored, and nothing is transposed in memory (docs/performance.md, XL
 of the gradients that JAX derives is, which takes a third of a step of 124M on two cores.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import chex
 import jax
@@ -20,6 +20,8 @@ from gpt2.ops import plain
 from gpt2.ops.fsdp import Shard, Shards, gather_parameter
 from gpt2.ops.plain import Activation
 from gpt2.ops.variants import Variants
+
+Axes = Sequence[int]
 
 # Below 32, or XLA:GPU adds them up in a kernel of its own. Few leave processors without work.
 _STAGES = 16
@@ -35,17 +37,10 @@ def linear(
     dtype: DTypeLike,
     variants: Variants,
 ) -> Array:
-    """Computes `plain.linear`; the gradient of a float32 kernel stays in float32.
-
-    A shard of a kernel is gathered in `dtype`, once forward and once backward, and never kept.
-    """
-    chex.assert_type(x, float)
+    """Computes `plain.linear`; the gradient of a float32 kernel stays in float32."""
     array, shards = kernel if isinstance(kernel, Shard) else (kernel, None)
-    shape = shards.whole_shape(array.shape) if shards else array.shape
-    chex.assert_equal(shape[:num_contract], x.shape[x.ndim - num_contract :])
-    if bias is not None:  # another shape would broadcast
-        chex.assert_shape(bias, shape[num_contract:])
     how = _How(num_contract, activation, jnp.dtype(dtype), variants, shards)
+    how.check(x, array, bias)
     return _linear(x.astype(dtype), array, bias, how)
 
 
@@ -57,15 +52,25 @@ def linear_parts(
     dtype: DTypeLike,
     variants: Variants,
 ) -> list[Array]:
-    """Computes `plain.linear_parts`, by a product for each part where that pays."""
-    if not variants.apart:
-        y = linear(x, kernel, bias, dtype=dtype, variants=variants)
-        axis = x.ndim - 1
-        return [part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis)]
-    chex.assert_type(x, float)
+    """Computes `plain.linear_parts` by one product."""
+    y = linear(x, kernel, bias, dtype=dtype, variants=variants)
+    axis = x.ndim - 1
+    return [part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis)]
+
+
+def linear_apart(
+    x: Array,
+    kernel: Array | Shard,
+    bias: Array | None = None,
+    *,
+    dtype: DTypeLike,
+    variants: Variants,
+) -> list[Array]:
+    """Computes `plain.linear_parts` by a product for each part: none is copied."""
     array, shards = kernel if isinstance(kernel, Shard) else (kernel, None)
-    kernels = [array[:, part] for part in range(array.shape[1])]
     how = _How(1, None, jnp.dtype(dtype), variants, shards)
+    how.check(x, array, bias)
+    kernels = [array[:, part] for part in range(array.shape[1])]
     return _parts(x.astype(dtype), kernels, bias, how)
 
 
@@ -78,19 +83,31 @@ def add_rows(x: Array, table: Array | Shard) -> Array:
     array, shards = table if isinstance(table, Shard) else (table, None)
     rows = array[: x.shape[1]]
     rows = gather_parameter(rows, shards, x.dtype) if shards else rows.astype(x.dtype)
-    ones = jnp.ones(x.shape[0], x.dtype)
-    return x + jnp.einsum("b,td->btd", ones, rows, precision="highest")
+    return x + jnp.einsum(
+        "b,td->btd", jnp.ones(len(x), x.dtype), rows, precision="highest"
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
     """What a linear map is, beside its arrays."""
 
     num_contract: int
     activation: Activation | None
     dtype: jnp.dtype
     variants: Variants
-    shards: Shards | None
+    shards: (
+        Shards | None
+    )  # of the kernel, gathered once forward and once backward, never kept
+
+    def check(self, x: Array, kernel: Array, bias: Array | None) -> None:
+        """Refuses shapes that do not fit; a bias of another shape would broadcast."""
+        shape = self.shards.whole_shape(kernel.shape) if self.shards else kernel.shape
+        chex.assert_type(x, float)
+        chex.assert_equal(
+            shape[: self.num_contract], x.shape[x.ndim - self.num_contract :]
+        )
+        if bias is not None:
+            chex.assert_shape(bias, shape[self.num_contract :])
 
     @property
     def result(self) -> DTypeLike:
@@ -112,8 +129,9 @@ class _How:
     def product(self, x: Array, kernel: Array, bias: Array | None) -> Array:
         """Returns `x @ kernel + bias` in the compute type."""
         kernel = self.whole(kernel)
-        rows = x.shape[: x.ndim - self.num_contract]
-        outputs = kernel.shape[self.num_contract :]
+        shape = (
+            x.shape[: x.ndim - self.num_contract] + kernel.shape[self.num_contract :]
+        )
         x, kernel, contracted = self.flatten(x, kernel)
         y = dot(
             x,
@@ -124,7 +142,7 @@ class _How:
         )
         if bias is not None:
             y = y + bias.astype(self.result).reshape(kernel.shape[contracted:])
-        return y.astype(self.dtype).reshape(*rows, *outputs)
+        return y.astype(self.dtype).reshape(shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -213,11 +231,7 @@ _parts.defvjp(_parts_fwd, _parts_bwd)
 
 
 def dot(
-    a: Array,
-    b: Array,
-    axes_a: Sequence[int],
-    axes_b: Sequence[int],
-    dtype: DTypeLike = jnp.float32,
+    a: Array, b: Array, axes_a: Axes, axes_b: Axes, dtype: DTypeLike = jnp.float32
 ) -> Array:
     """Contracts axes of `a` with axes of `b` in float32: `[rest of a, rest of b]` in `dtype`."""
     dimensions = ((tuple(axes_a), tuple(axes_b)), ((), ()))

@@ -7,7 +7,7 @@ and losses are float32.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from gpt2.utils.remat import CORE_ATTENTION
+from gpt2.utils.trees import Tree
 
 Activation = Callable[[Array], Array]
 # From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] (or [B, 1, T, 1]), to
@@ -284,15 +285,11 @@ def add_rows(x: Array, table: Array) -> Array:
 # What a table has for arrays that are spread over devices. Nothing is, here.
 
 Init = Callable[..., Array]  # of a key, a shape and a type
+Shape = tuple[int, ...]
+Names = tuple[str, ...]  # of axes
 
 
-def param(
-    module: nn.Module,
-    name: str,
-    init: Init,
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
-) -> Array:
+def param(module: nn.Module, name: str, init: Init, shape: Shape, axes: Names) -> Array:
     """Returns a parameter of a module that has a `config`; its axes have names."""
     boxed = nn.with_logical_partitioning(init, axes)
     return module.param(name, boxed, shape, module.config.param_dtype, unbox=True)
@@ -308,6 +305,6 @@ def constrain(x: Array, *names: str) -> Array:
     return x
 
 
-def isolate(params: Any, micro_batch: Any) -> tuple[Any, Any]:
+def isolate(params: Tree, micro_batch: Tree) -> tuple[Tree, Tree]:
     """Returns parameters and a micro-batch, whose loss is computed apart from others'."""
     return params, micro_batch

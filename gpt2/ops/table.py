@@ -6,20 +6,21 @@ to the model. Taking a kernel out of a table makes a run slower and nothing else
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import flax.linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
 from gpt2.ops import plain
-from gpt2.ops.plain import Activation, Init, Objective, Scoring
+from gpt2.ops.plain import Activation, Init, Names, Objective, Scoring, Shape
+from gpt2.utils.trees import Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
 CachedAttention = Callable[[Array, Array, Array, Array, Scoring], Array]
 CrossEntropy = Callable[[Array, Array, Array, Objective], tuple[Array, Array]]
 LookUp = Callable[[Array, Array, DTypeLike], Array]
-Param = Callable[[nn.Module, str, Init, tuple[int, ...], tuple[str, ...]], Array]
+Param = Callable[[nn.Module, str, Init, Shape, Names], Array]
 
 
 class Linear(Protocol):
@@ -85,4 +86,4 @@ class Ops:
     pad_vocab: Callable[[Array], Array] = plain.pad_vocab
     cross_entropy: CrossEntropy = plain.cross_entropy
     constrain: Callable[..., Array] = plain.constrain
-    isolate: Callable[[Any, Any], tuple[Any, Any]] = plain.isolate
+    isolate: Callable[[Tree, Tree], tuple[Tree, Tree]] = plain.isolate

@@ -8,7 +8,6 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax import Array
 
 from gpt2.optim.parameters import Path, map_parameters
 from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ AXES = {
 }
 
 
-def axes_for(path: Path, kernel: Any) -> Axes:
+def axes_for(path: Path) -> Axes:
     """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[..., in, out]`."""
     return AXES.get("/".join(path[-3:-1]), _PLAIN)
 
@@ -96,21 +96,19 @@ class Kernel:
         return counts + (outputs + inputs if self.axes.to_width else inputs + outputs)
 
 
-def kernels(tree: Any) -> Any:
+def kernels(tree: Tree) -> Tree:
     """Returns the `Kernel` of every leaf of a tree of hidden kernels."""
-    return map_parameters(
-        lambda path, leaf: Kernel(leaf.shape, axes_for(path, leaf)), tree
-    )
+    return map_parameters(lambda path, leaf: Kernel(leaf.shape, axes_for(path)), tree)
 
 
-def to_matrices(tree: Any) -> Any:
+def to_matrices(tree: Tree) -> Tree:
     """Returns every kernel of a tree as matrices `[k, rows, columns]`."""
     return jax.tree.map(lambda kernel, x: kernel.to_matrices(x), kernels(tree), tree)
 
 
 def map_stacks(
-    matrices: Matrices, function: Callable, trees: tuple[Any, ...], *scalars: Array
-) -> tuple[Any, ...]:
+    matrices: Matrices, function: Callable, trees: tuple[Tree, ...], *scalars: Array
+) -> tuple[Tree, ...]:
     """Maps `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 
     Those of equal shapes are one call, whose matrices devices share as `matrices` say.

@@ -1,7 +1,7 @@
 """Muon and NorMuon: the momentum of each hidden matrix, orthogonalised."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import Array
 
 from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 # `optim.orthogonalize` -> the coefficients of each iteration's quintic polynomial: one for all
 # (Jordan et al. 2024), or each the best for what the ones before it leave of singular values from
@@ -35,10 +36,10 @@ class MuonState(NamedTuple):
     """The state of `scale_by_muon`. Trees have the parameters' paths."""
 
     count: Array  # type: ignore[assignment]  # updates so far, int32
-    momentum: Any  # running means of gradients, in the parameters' shapes and types
+    momentum: Tree  # running means of gradients, in the parameters' shapes and types
     # Running means of the squares of each neuron's orthogonalised updates, float32 [..., outputs]
     # behind the axes that count matrices. None for Muon.
-    neurons: Any
+    neurons: Tree
 
 
 def scale_by_muon(
@@ -56,7 +57,7 @@ def scale_by_muon(
     its running mean square. `method` is one of `POLYNOMIALS`. The trees hold hidden kernels only.
     """
 
-    def init(params: Any) -> MuonState:
+    def init(params: Tree) -> MuonState:
         squares = jax.tree.map(
             lambda kernel, x: jnp.zeros((*kernel.counts, kernel.fan_out), x.dtype),
             kernels(params),
@@ -66,8 +67,8 @@ def scale_by_muon(
         return MuonState(jnp.int32(0), zeros, squares if neurons else None)
 
     def update(
-        updates: Any, state: MuonState, params: Any = None
-    ) -> tuple[Any, MuonState]:
+        updates: Tree, state: MuonState, params: Tree = None
+    ) -> tuple[Tree, MuonState]:
         del params
         shapes = kernels(updates)
         beta = momentum(state.count)

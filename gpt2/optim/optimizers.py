@@ -7,7 +7,7 @@ multiplied by the learning rate, such as `optax.scale_by_adam`.
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from gpt2.optim.transforms import (
     clip_by_global_norm,
 )
 from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 
 def make_optimizer(
@@ -49,7 +50,7 @@ def make_optimizer(
     over that for which its rates were tuned. As in microsoft/mup, rate times `weight_decay` stays
     as it is: adam's decay grows by the ratio first.
     """
-    direction = OPTIMIZERS[optim.name](optim, num_steps, matrices)
+    direction = OPTIMIZERS[optim.name].direction(optim, num_steps, matrices)
     if optim.cautious in ("updates", "both"):
         direction = cautious(direction)
     width_factors = _width_factors(optim, width_ratio)
@@ -98,7 +99,7 @@ def num_updates(opt_state: optax.OptState) -> Array | None:
 def _decay(
     optim: OptimConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    amount: Any = optim.weight_decay
+    amount: float | optax.Schedule = optim.weight_decay
     if (
         optim.scheduled_weight_decay
     ):  # the rate, which multiplies it again, over its peak
@@ -108,11 +109,11 @@ def _decay(
     return cautious_decay(decay) if optim.cautious in ("decay", "both") else decay
 
 
-def _hidden_mask(params: Any) -> Any:
+def _hidden_mask(params: Tree) -> Tree:
     return map_parameters(lambda path, _: is_hidden_kernel(path), params)
 
 
-def _other_mask(params: Any) -> Any:
+def _other_mask(params: Tree) -> Tree:
     return map_parameters(lambda path, _: not is_hidden_kernel(path), params)
 
 
@@ -121,12 +122,10 @@ def _width_factors(
 ) -> list[optax.GradientTransformation]:
     if width_ratio == 1:
         return []
-    if optim.name not in _WIDTH_POWERS:
-        raise UserError(
-            f"optim.name={optim.name} has no rule for model.mup_base_width",
-            f"Use one of {', '.join(_WIDTH_POWERS)}",
-        )
-    factor = width_ratio ** -_WIDTH_POWERS[optim.name]
+    power = OPTIMIZERS[optim.name].width_power
+    if power is None:
+        raise UserError(f"optim.name={optim.name} has no rule for model.mup_base_width")
+    factor = width_ratio**-power
     return [optax.masked(optax.scale(factor), _hidden_mask)]
 
 
@@ -158,7 +157,7 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
             -1, *[1] * (update.ndim - 1)
         )
 
-    def init(params: Any) -> optax.OptState:
+    def init(params: Tree) -> optax.OptState:
         matched = {*jax.tree.leaves(map_parameters(first_matches, params))}
         for index, (pattern, _) in enumerate(optim.rates):
             if index not in matched:  # a run would ignore it
@@ -270,7 +269,7 @@ def _with_adam(
     """Gives hidden kernels to a direction for matrices, and everything else to Adam."""
     adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
 
-    def kinds(params: Any) -> Any:
+    def kinds(params: Tree) -> Tree:
         return jax.tree.map(
             lambda hidden: "hidden" if hidden else "adam", _hidden_mask(params)
         )
@@ -278,24 +277,28 @@ def _with_adam(
     return optax.partition({"adam": adam, "hidden": hidden}, kinds)
 
 
-# `optim.name` -> its direction: a function of the options, the steps of the run, and where matrices
-# are computed.
-OPTIMIZERS: dict[
-    str, Callable[[OptimConfig, int, Matrices], optax.GradientTransformation]
-] = {
-    "adamw": _adam,
-    "adam": _adam,
-    "sgd": _sgd,
-    "lion": _lion,
-    "ademamix": _ademamix,
-    "schedule_free": _schedule_free,
-    "muon": _muon,
-    "normuon": _muon,
-    "soap": _soap,
-}
-# `optim.name` -> the power of the width with which the largest singular value of a hidden kernel's
-# update grows (Yang et al. 2022, appendix B.3; of orthogonal ones Yang et al. 2023, condition 1).
-_WIDTH_POWERS = {
-    **dict.fromkeys(("adamw", "adam", "ademamix", "lion", "schedule_free"), 1.0),
-    **dict.fromkeys(("muon", "normuon"), 0.5),
+class Optimizer(NamedTuple):
+    """What `optim.name` names.
+
+    Attributes:
+        direction: a function of the options, the steps of the run, and where matrices are computed.
+        width_power: of the width with which the largest singular value of a hidden kernel's update
+            grows (Yang et al. 2022, appendix B.3; of orthogonal ones Yang et al. 2023, condition
+            1); None: not known.
+    """
+
+    direction: Callable[[OptimConfig, int, Matrices], optax.GradientTransformation]
+    width_power: float | None = None
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(_adam, 1.0),
+    "adam": Optimizer(_adam, 1.0),
+    "sgd": Optimizer(_sgd),
+    "lion": Optimizer(_lion, 1.0),
+    "ademamix": Optimizer(_ademamix, 1.0),
+    "schedule_free": Optimizer(_schedule_free, 1.0),
+    "muon": Optimizer(_muon, 0.5),
+    "normuon": Optimizer(_muon, 0.5),
+    "soap": Optimizer(_soap),
 }

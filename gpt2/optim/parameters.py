@@ -6,10 +6,11 @@ whatever is counted per tensor is counted per layer there.
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import Array
+
+from gpt2.utils.trees import Tree
 
 Path = tuple[str, ...]
 
@@ -19,7 +20,7 @@ _DECAYED = ("kernel", "embedding")
 _LAYER = re.compile(r"h(_\d+)?")
 
 
-def map_parameters(function: Callable, tree: Any, *others: Any) -> Any:
+def map_parameters(function: Callable, tree: Tree, *others: Tree) -> Tree:
     """Maps `function(path, leaf, *other leaves)` over parameters and trees like them."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(tuple(entry.key for entry in path), *leaves),
@@ -28,7 +29,7 @@ def map_parameters(function: Callable, tree: Any, *others: Any) -> Any:
     )
 
 
-def decay_mask(params: Any) -> Any:
+def decay_mask(params: Tree) -> Tree:
     """Returns, for every parameter, whether weight decay applies: kernels and embeddings."""
     return map_parameters(lambda path, _: path[-1] in _DECAYED, params)
 

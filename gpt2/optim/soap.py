@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,19 @@ from jax import Array
 
 from gpt2.optim.matrices import kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 
 class SoapState(NamedTuple):
     """Trees with the parameters' paths; bases hold a vector in each column."""
 
     count: Array  # type: ignore[assignment]  # steps done, int32
-    mu: Any  # running means of gradients, in the parameters' shapes
-    nu: Any  # running means of squared gradients in the eigenbasis, in the parameters' shapes
-    row_gram: Any  # of G G^T, [..., rows, rows] behind the axes that count matrices
-    column_gram: Any  # of G^T G, [..., columns, columns]
-    row_basis: Any  # eigenvectors of `row_gram`, as of the last refresh
-    column_basis: Any  # eigenvectors of `column_gram`, as of the last refresh
+    mu: Tree  # running means of gradients, in the parameters' shapes
+    nu: Tree  # running means of squared gradients in the eigenbasis, in the parameters' shapes
+    row_gram: Tree  # of G G^T, [..., rows, rows] behind the axes that count matrices
+    column_gram: Tree  # of G^T G, [..., columns, columns]
+    row_basis: Tree  # eigenvectors of `row_gram`, as of the last refresh
+    column_basis: Tree  # eigenvectors of `column_gram`, as of the last refresh
 
 
 def scale_by_soap(
@@ -40,8 +41,8 @@ def scale_by_soap(
     """
     step = partial(_step, beta1=beta1, beta2=beta2, eps=eps, every=every)
 
-    def init(params: Any) -> SoapState:
-        def squares(side: int) -> Any:
+    def init(params: Tree) -> SoapState:
+        def squares(side: int) -> Tree:
             return jax.tree.map(
                 lambda kernel, x: jnp.zeros(
                     (*kernel.counts, *2 * (kernel.sides[side],)), x.dtype
@@ -56,8 +57,8 @@ def scale_by_soap(
         )
 
     def update(
-        updates: Any, state: SoapState, params: Any = None
-    ) -> tuple[Any, SoapState]:
+        updates: Tree, state: SoapState, params: Tree = None
+    ) -> tuple[Tree, SoapState]:
         del params
         shapes = kernels(updates)
         in_shape = [to_matrices(tree) for tree in (updates, state.mu, state.nu)]
@@ -77,7 +78,7 @@ def scale_by_soap(
     return optax.GradientTransformation(init, update)
 
 
-def _step(stacks: tuple[Array, ...], count: Array, **options: Any) -> tuple:
+def _step(stacks: tuple[Array, ...], count: Array, **options: float) -> tuple:
     """Maps gradients and state, as in `SoapState`, to directions and the next state."""
     with jax.default_matmul_precision("highest"):
         return jax.lax.cond(

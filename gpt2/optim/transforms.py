@@ -1,6 +1,6 @@
 """What stands around an optimizer's direction: clipping, masks, decay, rates and averages."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,14 @@ from jax import Array
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 from gpt2.optim.parameters import map_parameters, tensor_axes
+from gpt2.utils.trees import Tree
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
 _MIN_SHARE = 1e-3
 _SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
 
 
-def joint_norm(grads: Any) -> Array:
+def joint_norm(grads: Tree) -> Array:
     """Returns the norm of all gradients together, of small ones by one kernel (for GPUs)."""
     leaves = jax.tree.leaves(grads)
     small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
@@ -63,7 +64,7 @@ def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransfo
     def choose(update: Array, decayed: Array, param: Array) -> Array:
         return jnp.where(update * param >= 0, decayed, update)
 
-    def update_fn(updates: Any, state: optax.OptState, params: Any = None):
+    def update_fn(updates: Tree, state: optax.OptState, params: Tree = None):
         decayed, state = decay.update(updates, state, params)
         return jax.tree.map(choose, updates, decayed, params), state
 
@@ -74,7 +75,7 @@ class AverageState(NamedTuple):
     """The state of `average_parameters`."""
 
     count: Array  # type: ignore[assignment] # int32 scalar, updates so far
-    average: Any  # a tree like the parameters
+    average: Tree  # a tree like the parameters
 
 
 def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
@@ -83,11 +84,11 @@ def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
     A constant decay makes it exponential (Tarvainen and Valpola 2017). Last of a chain.
     """
 
-    def init_fn(params: Any) -> AverageState:
+    def init_fn(params: Tree) -> AverageState:
         copy = jax.tree.map(jnp.copy, params)  # a buffer that may be donated
         return AverageState(jnp.int32(0), copy)
 
-    def update_fn(updates: Any, state: AverageState, params: Any = None):
+    def update_fn(updates: Tree, state: AverageState, params: Tree = None):
         kept = decay(state.count)
         average = jax.tree.map(
             lambda old, param, update: kept * old + (1 - kept) * (param + update),
@@ -100,7 +101,7 @@ def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def averaged_params(opt_state: optax.OptState, params: Any) -> Any:
+def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
     """Returns the parameters that are validated and exported: the optimizer's average, if any."""
     kinds = (AverageState, ScheduleFreeState)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))

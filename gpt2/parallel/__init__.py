@@ -31,7 +31,6 @@ from gpt2.parallel.state import (
     gather_whole,
     state_bytes,
 )
-from gpt2.parallel.stop import StopSignal
 
 Backend = PjitBackend | PmapBackend
 

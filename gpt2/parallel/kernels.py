@@ -24,7 +24,7 @@ from gpt2.ops.cross_entropy import (
 )
 from gpt2.ops.fsdp import look_up
 from gpt2.ops.fused_attention import library_attention, splash_attention
-from gpt2.ops.linear import activation, add_rows, linear, linear_parts
+from gpt2.ops.linear import activation, add_rows, linear, linear_apart, linear_parts
 from gpt2.ops.norm import norm
 from gpt2.ops.table import Attention, LookUp
 from gpt2.ops.terms import Alibi, Sinks, SoftCap, Spread
@@ -150,7 +150,9 @@ def make_ops(
         param=param,
         kernel=kernel,
         linear=partial(linear, variants=variants),
-        linear_parts=partial(linear_parts, variants=variants),
+        linear_parts=partial(
+            linear_apart if variants.apart else linear_parts, variants=variants
+        ),
         norm=partial(norm, variants=variants),
         activation=activation,
         attention=attention_by(

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel.rules import MESH_AXES
+from gpt2.utils.trees import Tree
 
 
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -40,7 +40,7 @@ class Matrices:
     mesh: Mesh | None = None
     platform: str = "cpu"
 
-    def map(self, function: Callable, stacks: Any, *scalars: Array) -> Any:
+    def map(self, function: Callable, stacks: Tree, *scalars: Array) -> Tree:
         """Returns `function(stacks, *scalars)`, each device computing for matrices of its own.
 
         `function` maps a tree of stacks `[S, ?, ?]` to another one, matrix by matrix; it sees a

@@ -15,7 +15,6 @@ Gradients cross the data axis once, after the last micro-batch.
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import jax
 from jax import Array
@@ -31,6 +30,7 @@ from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State, optimizer_specs
 from gpt2.utils.platform import platform_of
+from gpt2.utils.trees import Tree
 
 
 class PjitBackend:
@@ -39,7 +39,7 @@ class PjitBackend:
     def __init__(
         self,
         mesh: Mesh,
-        logical_axes: Any,
+        logical_axes: Tree,
         layout_rules: Rules,
         gather_by: str = "step",
     ):
@@ -63,7 +63,7 @@ class PjitBackend:
             self.gather_by = "step"
 
     def _make_leaf(
-        self, names: Any, reduced: PartitionSpec, compute: PartitionSpec
+        self, names: PartitionSpec, reduced: PartitionSpec, compute: PartitionSpec
     ) -> "_Leaf":
         split = [
             dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)
@@ -105,7 +105,7 @@ class PjitBackend:
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 
-    def gradient_shardings(self, params: Any) -> Any:
+    def gradient_shardings(self, params: Tree) -> Tree:
         """Returns how gradients of parameters are spread while micro-batches add up."""
         return self._on_mesh(jax.tree.map(lambda leaf: leaf.spec, self._leaves))
 
@@ -127,7 +127,7 @@ class PjitBackend:
 
     def batch_shapes(
         self, shape: tuple[int, int], names: Iterable[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tree]:
         """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
         whole = jax.ShapeDtypeStruct(shape, "int32", sharding=self._batch_sharding)
         return dict.fromkeys(names, whole)
@@ -207,7 +207,7 @@ class PjitBackend:
 
         return mapped
 
-    def _sum_gradients(self, grads: Any) -> Any:
+    def _sum_gradients(self, grads: Tree) -> Tree:
         """Adds up gradients over the devices that split the batch, and keeps what is stored here.
 
         The collectives are explicit. XLA's partitioner would reduce whole gradients and drop what a
@@ -231,14 +231,14 @@ class PjitBackend:
         )(jax.tree.map(_Leaf.set_apart, leaves, grads))
 
     def _sum_gradient(self, leaf: "_Leaf", grad: Array) -> Array:
-        if leaf.dim is None:
+        if leaf.dim < 0:
             return jax.lax.psum(grad, self._batch_axes)
         if not leaf.by_layer:
             dim = leaf.dim + (leaf.tensor > 1)
             grad = Shards(dim, rules.fsdp_stages(self.mesh)).scatter(grad)
         return jax.lax.psum(grad, "data") if "data" in self._batch_axes else grad
 
-    def _on_mesh(self, specs: Any) -> Any:
+    def _on_mesh(self, specs: Tree) -> Tree:
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
 
 
@@ -248,13 +248,14 @@ class _Leaf:
 
     Attributes:
         spec: of the parameter when the step begins to use it.
-        dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients.
+        dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients; -1:
+            none.
         by_layer: whether devices are given shards of it.
         tensor: into how many parts `tensor` splits the axis `dim` of its sum, outside of `fsdp`.
     """
 
     spec: PartitionSpec
-    dim: Any = None  # an int, where there is one
+    dim: int = -1
     by_layer: bool = False
     tensor: int = 1
 
@@ -268,7 +269,7 @@ class _Leaf:
 
     def out_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split the sum of gradients."""
-        if self.dim is None:
+        if self.dim < 0:
             return PartitionSpec()
         return PartitionSpec(*[None] * (self.dim + (self.tensor > 1)), "fsdp")
 

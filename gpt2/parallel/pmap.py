@@ -6,7 +6,6 @@ checkpoints are those of the pjit backend.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import describe_mesh, local_rows
 from gpt2.parallel.state import State
 from gpt2.utils.platform import platform_of
+from gpt2.utils.trees import Tree
 
 AXIS = "data"
 
@@ -75,7 +75,7 @@ class PmapBackend:
 
     def batch_shapes(
         self, shape: tuple[int, int], names: Iterable[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tree]:
         """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
         split = (self.num_shards, shape[0] // self.num_shards, shape[1])
         whole = jax.ShapeDtypeStruct(split, "int32", sharding=self._batch_sharding)
@@ -85,7 +85,7 @@ class PmapBackend:
         """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
         return self.compile_eval(step, donate_argnums=0)
 
-    def compile_eval(self, step: Callable, **options: Any) -> Callable:
+    def compile_eval(self, step: Callable, **options: Tree) -> Callable:
         """Returns the pmapped `(params, batch) -> metrics`, which all devices have alike."""
 
         def on_device(state, batch):

@@ -8,7 +8,6 @@ activations. FSDP is the difference between the first and the third.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from jax import Array
@@ -17,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2.config import ParallelConfig, RulesConfig
 from gpt2.errors import UserError
 from gpt2.ops.fsdp import Shards, torus_sides
+from gpt2.utils.trees import Tree
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -87,10 +87,10 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
     return PartitionSpec(*(table[name] for name in names))
 
 
-def specs(logical_axes: Any, table: Table) -> Any:
+def specs(logical_axes: Tree, table: Table) -> Tree:
     """Maps a tree of logical axes (names in a PartitionSpec) to mesh axes, each by its rule."""
 
-    def to_mesh(path: Any, names: PartitionSpec) -> PartitionSpec:
+    def to_mesh(path: tuple, names: PartitionSpec) -> PartitionSpec:
         parameter = jax.tree_util.keystr(path, simple=True, separator="/")
         if not set(names) - {"layers"}:  # every device might hold it whole
             raise UserError(
@@ -108,7 +108,7 @@ def specs(logical_axes: Any, table: Table) -> Any:
     return jax.tree_util.tree_map_with_path(to_mesh, logical_axes, is_leaf=is_spec)
 
 
-def is_spec(node: Any) -> bool:
+def is_spec(node: object) -> bool:
     """Returns whether a node of a tree is a PartitionSpec, which is a tuple."""
     return isinstance(node, PartitionSpec)
 

@@ -1,7 +1,6 @@
 """Parameters of FSDP by layer, of which each device holds a shard (gpt2/ops/fsdp.py)."""
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -9,17 +8,22 @@ from jax import Array
 
 from gpt2.ops import plain
 from gpt2.ops.fsdp import Shard, Shards, gather_parameter
-from gpt2.ops.plain import Init
+from gpt2.ops.plain import Init, Names, Shape
+from gpt2.utils.trees import Tree
+
+ShardsFor = Callable[
+    [Names], Shards | None
+]  # how devices hold a parameter; None: whole
 
 
 def kernel_param(
     module: nn.Module,
     name: str,
     init: Init,
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    shape: Shape,
+    axes: Names,
     *,
-    shards_for: Callable[[tuple[str, ...]], Shards | None],
+    shards_for: ShardsFor,
 ) -> Array | Shard:
     """Reads a parameter as `plain.param` does: a `Shard` of it where it is gathered by layer."""
     shards = shards_for(axes)
@@ -33,10 +37,10 @@ def whole_param(
     module: nn.Module,
     name: str,
     init: Init,
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    shape: Shape,
+    axes: Names,
     *,
-    shards_for: Callable[[tuple[str, ...]], Shards | None],
+    shards_for: ShardsFor,
 ) -> Array:
     """Reads a parameter as `plain.param` does, gathered."""
     found = kernel_param(module, name, init, shape, axes, shards_for=shards_for)
@@ -45,6 +49,6 @@ def whole_param(
     return found
 
 
-def isolate(params: Any, micro_batch: Any) -> tuple[Any, Any]:
+def isolate(params: Tree, micro_batch: Tree) -> tuple[Tree, Tree]:
     """Returns both, so that shards are gathered for this micro-batch, and not once for all."""
     return jax.lax.optimization_barrier((params, micro_batch))

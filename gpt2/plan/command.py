@@ -9,7 +9,7 @@ import jax
 from absl import flags
 
 from gpt2.config import Config, option, with_options
-from gpt2.errors import UserError, leave_at_interrupt, tell
+from gpt2.errors import UserError, tell
 from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
@@ -22,6 +22,7 @@ from gpt2.plan.plan import (
     usable_memory,
 )
 from gpt2.plan.topologies import find_devices
+from gpt2.signals import leave_at_interrupt
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.training.program import Program
 from gpt2.utils.text import format_bytes, format_count

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.model import GPT, num_params
 from gpt2.model.flops import model_flops_per_token
-from gpt2.model.ingredients import score_terms
+from gpt2.model.ingredients import score_terms, width_ratio
 from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
@@ -42,6 +41,7 @@ from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 from gpt2.utils.remat import compiler_options
 from gpt2.utils.text import format_bytes, format_count
+from gpt2.utils.trees import Tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Program:
             config.optim,
             rates,
             num_steps=config.train.num_steps,
-            width_ratio=config.model.width_ratio,
+            width_ratio=width_ratio(gpt.config),
             matrices=backend.matrices,
         )
         own_loss = loss(gpt, config.loss)
@@ -130,12 +130,12 @@ class Program:
         """Returns the state before the first step, as a pure function of a key."""
         return self._first_state(draw_params(self.model, key))
 
-    def _first_state(self, params: Any) -> TrainState:
+    def _first_state(self, params: Tree) -> TrainState:
         compute = self.config.precision.compute
         train = self.config.train
         return TrainState.create(params, self.optimizer, compute, train)
 
-    def init_state(self, params: Any = None) -> TrainState:
+    def init_state(self, params: Tree = None) -> TrainState:
         """Returns the state before the first step. Each device draws its own part.
 
         Given `params`, in host memory, take the place of drawn ones.
@@ -206,7 +206,7 @@ class Program:
         same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 
-    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Any]) -> Steps:
+    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Tree]) -> Steps:
         """Compiles the train step and the watch for a batch of each shape."""
         steps = Steps()
         for shape, batch in examples.items():
@@ -222,14 +222,14 @@ class Program:
         traced = self.config.shapes.at(self.config.logging.profile_start + 1)
         return steps[max(shape for shape in steps if shape <= traced)][0].text()
 
-    def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
+    def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
         Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
         """
         return self._compile(self.backend.compile_train(self.train_step), state, batch)
 
-    def _compile(self, step: Any, state: TrainState, batch: Any) -> CompiledStep:
+    def _compile(self, step: Tree, state: TrainState, batch: Tree) -> CompiledStep:
         cfg = self.model.config
         platform = platform_of(self.backend.mesh.devices.flat[0])
         options = compiler_options(
@@ -238,8 +238,8 @@ class Program:
         return compile_once(step, state, batch, options=options)
 
     def compile_watch(
-        self, state: TrainState, batch: Any
-    ) -> Callable[[int, TrainState, Any], Metrics | None]:
+        self, state: TrainState, batch: Tree
+    ) -> Callable[[int, TrainState, Tree], Metrics | None]:
         """Compiles `(step, state, batch) -> norms`, None at a step that is not watched."""
         every = self.config.logging.watch_every
         if not every:
@@ -251,13 +251,13 @@ class Program:
             None if step % every else compiled(state, batch)
         )
 
-    def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
+    def compile_eval(self, params: Tree, batch: Tree) -> CompiledStep:
         """Compiles `(params, batch) -> {name: (sum, count)}`."""
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # so that all who ask share one trace
-def draw_params(model: GPT, key: Array) -> Any:
+def draw_params(model: GPT, key: Array) -> Tree:
     """Returns parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 

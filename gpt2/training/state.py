@@ -1,7 +1,5 @@
 """All that a training step reads and writes, as one pure value."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import optax
 from flax import struct
@@ -10,6 +8,7 @@ from jax import Array
 from gpt2.config import TrainConfig
 from gpt2.optim import averaged_params
 from gpt2.training.guard import Guard
+from gpt2.utils.trees import Tree
 
 
 class LossScale(struct.PyTreeNode):
@@ -41,7 +40,7 @@ class TrainState(struct.PyTreeNode):
     """The state of training after `step` optimizer steps."""
 
     step: Array  # int32 scalar
-    params: Any  # plain nested dictionaries
+    params: Tree  # plain nested dictionaries
     opt_state: optax.OptState
     loss_scale: LossScale | None  # for float16
     guard: Guard | None = None  # for `train.skip_bad_steps`
@@ -49,7 +48,7 @@ class TrainState(struct.PyTreeNode):
     @classmethod
     def create(
         cls,
-        params: Any,
+        params: Tree,
         optimizer: optax.GradientTransformation,
         compute_dtype: str,
         train: TrainConfig | None = None,
@@ -64,6 +63,6 @@ class TrainState(struct.PyTreeNode):
         )
 
     @property
-    def eval_params(self) -> Any:
+    def eval_params(self) -> Tree:
         """What is validated, sampled and exported: `params`, or the optimizer's average of them."""
         return averaged_params(self.opt_state, self.params)

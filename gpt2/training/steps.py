@@ -12,7 +12,7 @@ every name is divided once, at the end, and becomes the metric `train/NAME` or `
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -30,6 +30,7 @@ from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import METRICS, reported
+from gpt2.utils.trees import Tree
 
 Batch = dict[str, Array]
 Sums = dict[str, tuple[Array, Array]]
@@ -103,8 +104,8 @@ class Update(NamedTuple):
 
     state: TrainState
     metrics: Metrics
-    grads: Any  # means over the global batch, before clipping
-    updates: Any  # what the optimizer adds to the parameters
+    grads: Tree  # means over the global batch, before clipping
+    updates: Tree  # what the optimizer adds to the parameters
 
 
 def make_update(
@@ -198,7 +199,7 @@ def _judge(
 ) -> tuple[Array | None, TrainState, Metrics]:
     """Returns whether to take a step, None for always, `state` that knows of it, and metrics."""
     keep: Array | None = None
-    overflows: Any = False
+    overflows: Tree = False
     about_skips = Metrics()
     loss_scale = state.loss_scale
     if loss_scale is not None:
@@ -222,14 +223,14 @@ def _judge(
     return keep, state.replace(loss_scale=loss_scale), about_skips
 
 
-def _choose(condition: Any, tree: Any, other: Any) -> Any:
+def _choose(condition: Tree, tree: Tree, other: Tree) -> Tree:
     return jax.tree.map(partial(jnp.where, condition), tree, other)
 
 
-def make_eval_step(loss: LossFn) -> Callable[[Any, Batch, MapSum], Sums]:
+def make_eval_step(loss: LossFn) -> Callable[[Tree, Batch, MapSum], Sums]:
     """Returns `eval_step(params, batch, map_sum=on_one_device)`: `loss` over the global batch."""
 
-    def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
+    def eval_step(params: Tree, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
         return map_sum(lambda params, rows, device: (loss(params, rows), None))(
             params, batch
         )[0]

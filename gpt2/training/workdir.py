@@ -25,7 +25,8 @@ import jax
 from gpt2 import __version__
 from gpt2.config import Config, flatten, load_config
 from gpt2.data.corpus import lies_in_files
-from gpt2.data.dataset import Dataset, data_root, refuse_other
+from gpt2.data.dataset import Dataset, refuse_other
+from gpt2.data.preparation import data_place
 from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
@@ -101,7 +102,7 @@ def check_options(workdir: Path, config: Config) -> None:
             raise UserError(what, "Give another --workdir")
         refuse_changes(workdir, config)
         return
-    data = data_root(config.data.data_dir).resolve()
+    data = stores.copy_of(data_place(config.data.data_dir)).resolve()
     for path in workdir.iterdir() if workdir.exists() else ():
         left_by_a_run = path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp"
         if not left_by_a_run and not data.is_relative_to(path.resolve()):

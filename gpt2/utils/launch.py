@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpt2 import errors
+from gpt2 import signals
 
 # glibc requests pages of 2 MB, since the kernel clears the temporary memory of every step page by
 # page, and keeps freed blocks of up to 256 MB: fragments of larger ones would take as much again.
@@ -34,7 +34,7 @@ def prepare_process() -> None:
 
     The C library reads its own when a process starts: a CPU run starts itself again, once.
     """
-    errors.begin_process()
+    signals.begin_process()
     again = _STARTED_AGAIN in os.environ  # even where the settings got lost
     if again:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

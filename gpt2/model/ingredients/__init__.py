@@ -5,6 +5,7 @@ deleting its file, its row here and its option.
 """
 
 import functools
+import math
 
 from gpt2.config import GPTConfig
 from gpt2.model.ingredients.alibi import Alibi
@@ -67,3 +68,8 @@ def score_terms(config: GPTConfig) -> dict[str, type]:
     return {
         f"model.{each.option}": each.score_term for each in found if each.score_term
     }
+
+
+def width_ratio(config: GPTConfig) -> float:
+    """Returns a model's width over that for which its rates were tuned."""
+    return math.prod(each.width_ratio for each in ingredients_of(config))

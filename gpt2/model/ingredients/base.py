@@ -73,6 +73,11 @@ class Ingredient:
     )
     keeps_final_norm: bool = True
 
+    @property
+    def width_ratio(self) -> float:
+        """The model's width over that for which its rates were tuned."""
+        return 1.0
+
     def __init__(self, config: GPTConfig):
         self.config = config
 

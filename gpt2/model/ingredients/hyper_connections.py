@@ -12,6 +12,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.ingredients.base import Branch, Flow, Ingredient
 from gpt2.model.layers import Norm, named_param
 from gpt2.ops import Ops
+from gpt2.ops.plain import Shape
 
 
 class HyperConnections(Ingredient):
@@ -56,7 +57,7 @@ class HyperConnection(nn.Module):
         cfg = self.config
         n = len(x)
 
-        def init(key: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        def init(key: Array, shape: Shape, dtype: str) -> Array:
             return jnp.stack([jnp.eye(n)[branch % n], *jnp.eye(n), jnp.ones(n)])
 
         zeros = nn.initializers.zeros

@@ -8,6 +8,7 @@ from jax import Array
 from gpt2.config import GPTConfig
 from gpt2.model.layers import named_param
 from gpt2.ops import Ops
+from gpt2.ops.plain import Shape
 
 
 class Mix(nn.Module):
@@ -29,5 +30,5 @@ class Mix(nn.Module):
         return (weights[0] * x + weights[1] * other).astype(self.config.compute_dtype)
 
     @nn.nowrap
-    def _init(self, key: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    def _init(self, key: Array, shape: Shape, dtype: str) -> Array:
         return jnp.array(self.init_weights, dtype)

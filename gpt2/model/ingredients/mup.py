@@ -15,9 +15,14 @@ class MuP(Ingredient):
 
     option = "mup_base_width"
 
+    @property
+    def width_ratio(self) -> float:
+        """Width over its base."""
+        return self.config.embed_dim / self.config.mup_base_width
+
     def stddev(self, stddev: float, linear: Linear) -> float:
         """Divides it by the root of the width over its base."""
-        return stddev / self.config.width_ratio**0.5
+        return stddev / self.width_ratio**0.5
 
     def scale(self, scale: float) -> float:
         """Returns 8 / H in place of 1 / sqrt(H): equal at heads of 64 (section 4)."""
@@ -25,4 +30,4 @@ class MuP(Ingredient):
 
     def normed(self, x: Array) -> Array:
         """Divides what the head reads by the width over its base."""
-        return x / self.config.width_ratio
+        return x / self.width_ratio

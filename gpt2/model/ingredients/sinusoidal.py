@@ -23,9 +23,11 @@ class Sinusoidal(Ingredient):
 
     def embedded(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
         """Adds the waves."""
+        from gpt2.model.ingredients import width_ratio  # whose table has this file
+
         cfg = self.config
         waves = sinusoids(flow.positions, cfg.embed_dim)
-        scale = (cfg.embed_dim / cfg.width_ratio) ** 0.5
+        scale = (cfg.embed_dim / width_ratio(cfg)) ** 0.5
         return (x * scale + waves).astype(cfg.compute_dtype)
 
 
