@@ -75,16 +75,16 @@ the heads of keys are repeated in the wrong order: ops/plain.py, switch_values -
 the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention.py, ops -k scoring
     - 1.0 - (capped / how.softcap) ** 2
     + 1.0 - (capped / how.softcap)
-post-norm leaves the sum as it is: model/ingredients/norm_position.py, switch_values -k post
+post-norm leaves the sum as it is: ingredients/norm_position.py, switch_values -k post
     - branch.norm(branch.add(y))
     + branch.add(y)
-a parallel block's MLP reads what attention wrote: model/ingredients/parallel_block.py, switch_values -k parallel_block
+a parallel MLP reads what attention wrote: ingredients/parallel_block.py, switch_values -k parallel
     - branch._replace(read=entered)
     + branch
-no layer keeps its values for the others: model/ingredients/value_residual.py, switch_values -k value_residual
+no layer keeps its values: ingredients/value_residual.py, switch_values -k value_residual
     - flow.carried[self.option] = first
     + pass
-label smoothing forgets a token: model/losses/label_smoothing.py, switch_values -k label_smoothing
+label smoothing forgets a token: losses/label_smoothing.py, switch_values -k label_smoothing
     - logits.mean(axis=-1, keepdims=True)
     + logits.sum(axis=-1, keepdims=True) / (logits.shape[-1] - 1)
 validation smooths labels too: training/steps.py, switch_values -k validation
@@ -129,16 +129,16 @@ dropped weights of attention are not made up for: ops/plain.py, switch_values -k
 a scan gives the window to the layers that see all: utils/scan.py, switches -k 'cached and gemma'
     - different.index(value) for value in values
     + different.index(value) for value in values[::-1]
-values mix with the layer before: model/ingredients/value_residual.py, switch_values -k four_layers
+values mix with the layer before: ingredients/value_residual.py, switch_values -k four_layers
     - jnp.where(flow.layer == 0, heads.v
     + jnp.where(flow.layer <= 1, heads.v
-sinusoids are not scaled with the embedding: model/ingredients/sinusoidal.py, switch_values -k sinusoidal
+an embedding with sinusoids is not scaled: ingredients/sinusoidal.py, switch_values -k sinusoidal
     - x * scale + waves
     + x + waves
-muP leaves the head's multiplier out: model/ingredients/mup.py, switch_values -k mup
+muP leaves the head's multiplier out: ingredients/mup.py, switch_values -k mup
     - return x / self.width_ratio
     + return x
-the first cached token has none before it: model/ingredients/previous_token.py, switches -k 'cached and modded'
+the first cached token is alone: ingredients/previous_token.py, switches -k 'cached and modded'
     - if flow.cached is None:
     + if True:
 padding has a target: data/loader.py, packing -k mean_over
@@ -147,22 +147,22 @@ padding has a target: data/loader.py, packing -k mean_over
 own batches go on from where they were read ahead: data/own.py, packing -k go_on_from
     - self._states.get(step, "")
     + self._states[max(self._states)]
-a document smears into the next: model/ingredients/previous_token.py, model -k segments
+a document smears into the next: ingredients/previous_token.py, model -k segments
     - exists = flow.positions > 0
     + exists = jnp.arange(x.shape[1])[None] > 0
 positions run on into the next document: model/gpt.py, model -k segments
     - positions = positions_within(segments)
     + pass
-a pair of tokens is looked up without its order: model/ingredients/bigram_embeddings.py, switch_values -k bigram
+a pair of tokens has no order: ingredients/bigram_embeddings.py, switch_values -k bigram
     - (before.astype(jnp.uint32) * 27191)
     + (before.astype(jnp.uint32) * 36313)
-the stream of another layer is backed out: model/ingredients/backout.py, switch_values -k 'four_layers and backout'
+another stream is backed out: ingredients/backout.py, switch_values -k 'four_layers and backout'
     - flow.layer == self.config.num_layers // 2
     + flow.layer == 1
-a stream is mixed by another's weights: model/ingredients/hyper_connections.py, switch_values -k hyper
+a stream is mixed by another's weights: ingredients/hyper_connections.py, switch_values -k hyper
     - (w * x).sum(0)
     + (w * jnp.roll(x, 1, axis=0)).sum(0)
-the part along the value is not squared: model/ingredients/exclusive_attention.py, switch_values -k exclusive
+a value's length is not squared: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
     + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))
 a sink has half its gradient in blocks: ops/blocked_attention.py, ops -k scoring
@@ -171,13 +171,13 @@ a sink has half its gradient in blocks: ops/blocked_attention.py, ops -k scoring
 a sink gives its weight to the last key: ops/plain.py, switch_values -k attention_sink
     - axis=-1))[..., :S]
     + axis=-1))[..., -S:]
-attention's gate is another head's: model/ingredients/attention_gate.py, switch_values -k attention_gate
+a gate is another head's: ingredients/attention_gate.py, switch_values -k attention_gate
     - jax.nn.sigmoid(gate)[..., None]
     + jax.nn.sigmoid(jax.numpy.roll(gate, 1, axis=-1))[..., None]
-losses ahead cross from one document to the next: model/losses/ahead.py, switch_values -k losses_ahead
+losses ahead cross into the next document: losses/ahead.py, switch_values -k losses_ahead
     - if segments is not None:
     + if False:
-losses ahead do not fade: model/losses/ahead.py, switch_values -k losses_ahead
+losses ahead do not fade: losses/ahead.py, switch_values -k losses_ahead
     - 1 - step / self.options.ahead_fade
     + 1 - 0 / self.options.ahead_fade
 a shape holds a step too long: config/shapes.py, loader -k schedule
@@ -219,13 +219,13 @@ soap does not turn its second moment with the basis: optim/soap.py, optim_matric
 rope turns a part by the whole's wavelengths: model/gpt.py, switch_values -k rope_share
     - rope_frequencies(self.config.rope_size, self.config.rope_base)
     + rope_frequencies(self.config.rope_size, self.config.rope_base**self.config.rope_share)
-Llama 3.1 slows the fast turns, not the slow ones: model/ingredients/rope_scaling.py, switch_values -k llama3
+Llama 3.1 slows the fast turns: ingredients/rope_scaling.py, switch_values -k llama3
     - kept * frequencies + (1 - kept) * frequencies / factor
     + (1 - kept) * frequencies + kept * frequencies / factor
-YaRN's scores spread over more tokens: model/ingredients/rope_scaling.py, switch_values -k yarn
+YaRN's scores spread over more tokens: ingredients/rope_scaling.py, switch_values -k yarn
     - 0.1 * math.log(factor) + 1 if
     + 1 if
-YaRN slows a dimension too many: model/ingredients/rope_scaling.py, switch_values -k yarn
+YaRN slows a dimension too many: ingredients/rope_scaling.py, switch_values -k yarn
     - min(math.ceil(one)
     + min(math.floor(one)
 FLOPs count heads as wide as the model: model/flops.py, switches -k 'flops and head_dim'
@@ -303,16 +303,16 @@ alibi favours far tokens in blocks: ops/blocked_attention.py, ops -k scoring
 blocks repeat the heads of values in the wrong order: ops/blocked_attention.py, ops -k scoring
     - v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     + v = jnp.tile(v, (1, 1, q.shape[2] // v.shape[2], 1))
-all branches begin on one stream: model/ingredients/hyper_connections.py, switch_values -k hyper
+all branches begin on one stream: ingredients/hyper_connections.py, switch_values -k hyper
     - jnp.eye(n)[branch % n]
     + jnp.eye(n)[0]
-a head of a group is projected off another's value: model/ingredients/exclusive_attention.py, switch_values -k exclusive
+a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.repeat(heads.v, y.shape[2] // heads.v.shape[2], axis=2)
     + jnp.tile(heads.v, (1, 1, y.shape[2] // heads.v.shape[2], 1))
 a loss term has no gradient of the normaliser: ops/cross_entropy.py, ops -k cross_entropy
     - (share + by_normaliser)
     + share
-z-loss is half of the paper's: model/losses/z_loss.py, switch_values -k z_loss
+z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
     - self.weight * log_normaliser**2
     + self.weight * log_normaliser**2 / 2
 a term with numbers to learn is taken for one without: ops/cross_entropy.py, ops -k numbers_to_learn
@@ -338,6 +338,8 @@ def faults() -> list[Fault]:
         name, file, tests, chosen = re.fullmatch(
             r"(.*): (.*), (\w+)( -k .*)?", line
         ).groups("")
+        if file.startswith(("ingredients/", "losses/")):
+            file = f"model/{file}"
         file = file if file == "train.py" else f"gpt2/{file}"
         found.append(
             Fault(name, file, f"tests/test_{tests}.py{chosen}", right[6:], wrong[6:])
