@@ -138,6 +138,31 @@ def test_a_kernel_that_is_taken_out_changes_nothing(name):
     chex.assert_trees_all_close(found, expected, atol=1e-6)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_tables_of_other_platforms_give_the_gradients_of_the_formulas(
+    monkeypatch, platform, tied
+):
+    model = GPT(replaced(tie_embeddings=tied))
+    params, tokens = drawn(model.config), tokens_of(1)
+    monkeypatch.setattr("gpt2.parallel.kernels.platform_of", lambda _: platform)
+    other = with_kernels(model)
+    found, expected = (
+        jax.jit(jax.value_and_grad(partial(mean_loss, each)))(params, tokens)
+        for each in (other, model)
+    )
+    program = str(jax.make_jaxpr(partial(mean_loss, other))(params, tokens))
+    assert "f32[384,32]" in program  # whole tiles of the vocabulary
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_without_jit_a_model_computes_by_the_formulas():
+    with jax.disable_jit():
+        assert with_kernels(GPT(SMALL)).ops == Ops()
+    assert with_kernels(GPT(SMALL)).ops != Ops()
+
+
 class Parity(Ingredient):
     """A person's own: each head learns how much less keys an odd distance away weigh."""
 

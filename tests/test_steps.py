@@ -166,9 +166,9 @@ def on_devices(parallel, config=CONFIG, loss=next_token_loss):
     model, schedule = GPT(config), make_schedule(OPTIM, 10)
     optimizer = make_optimizer(OPTIM, schedule, num_steps=10)
     backend = make_backend(ParallelConfig(**parallel), model.logical_axes())
-    step = backend.compile_train(
-        make_train_step(loss(model), optimizer, schedule, seed=0)
-    )
+    model = model.clone(ops=backend.make_ops(config, {}))
+    update = make_update(loss(model), optimizer, schedule, seed=0)
+    step = backend.compile_train(make_train_step(update))
 
     def first_state(key):
         params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
