@@ -48,7 +48,7 @@ OPTIMIZERS = {
     "muon without nesterov": scale_by_muon(**MUON | dict(nesterov=False)),
     "muon by polar express": scale_by_muon(**MUON | dict(method="polar_express")),
     "normuon": scale_by_muon(**MUON | dict(neurons=True)),
-    "muon, its momentum warmed up": optimizers.OPTIMIZERS["muon"](
+    "muon, its momentum warmed up": optimizers.OPTIMIZERS["muon"].direction(
         OptimConfig(name="muon", momentum=MOMENTUM, momentum_warmup=WARMUP),
         NUM_STEPS,
         Matrices(),
