@@ -58,8 +58,8 @@ micro-batches are named in the wrong order: training/diagnosis.py, diagnosis -k 
     - jnp.arange(number) == index
     + jnp.arange(number)[::-1] == index
 alibi favours far tokens: ops/terms.py, switch_values -k alibi
-    - self.slopes[:, None, None] * (key - query)
-    + self.slopes[:, None, None] * (query - key)
+    - slopes[:, None, None] * (key - query)
+    + slopes[:, None, None] * (query - key)
 nothing is dropped of the embedding: model/gpt.py, switch_values -k dropout
     - (x, deterministic=flow.deterministic)
     + (x, deterministic=True)
@@ -316,7 +316,7 @@ z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
     - self.weight * log_normaliser**2
     + self.weight * log_normaliser**2 / 2
 a term with numbers to learn is taken for one without: ops/cross_entropy.py, ops -k numbers_to_learn
-    - if not dataclasses.is_dataclass(term):
+    - if not (dataclasses.is_dataclass(term) and isinstance(term, Hashable)):
     + if False:
 a term that blocks do not know is left out: ops/terms.py, ops -k scoring
     - len(order) < len(terms) or order

@@ -1,5 +1,6 @@
 """Every kernel equals its formula, values and gradients, in the variant of every platform."""
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -250,6 +251,30 @@ def test_attention_of_every_scoring_and_grouped_heads_equals_its_formula(
     check_attention(implementation, q, k, v, segments, "float32", **options)
 
 
+@pytest.mark.parametrize("name", ["blocked", "xla", "splash"])
+def test_a_cap_that_is_learned_has_the_formulas_gradient(name):
+    q, k, v = (normal(i, 2, 128, 4, 8) for i in range(3))
+
+    def run(attention, q, k, v, cap):
+        how = Scoring(8**-0.5, terms=(SoftCap(cap), Sinks(SINKS)))
+        return attention(q, k, v, how)
+
+    args = q, k, v, jnp.float32(0.7)
+    fast = partial(run, attention_by(name, "cpu"))
+    assert_equal(fast, partial(run, plain.attention), args, "float32")
+
+
+@pytest.mark.parametrize("name", ["plain", "blocked", "xla", "splash"])
+def test_slopes_of_alibi_are_constants_in_every_implementation(name):
+    q, k, v = (normal(i, 2, 128, 4, 8) for i in range(3))
+
+    def scalar(slopes):
+        how = Scoring(8**-0.5, terms=(Alibi(slopes),))
+        return jnp.sin(attention_by(name, "cpu")(q, k, v, how)).sum()
+
+    assert not jax.grad(scalar)(ALIBI.slopes).any()
+
+
 def test_terms_of_scores_act_in_their_order():
     q, k, v = (normal(i, 1, 9, 4, 8) for i in range(3))
     found = [
@@ -405,6 +430,28 @@ def test_cross_entropy_equals_its_formula(
 
         results.append(jax.jit(jax.grad(loss, (0, 1), has_aux=True))(hidden, table))
     assert_close(*results, dtype)
+
+
+@dataclasses.dataclass
+class Colder:
+    """A term as people write one first: not frozen, and so without a hash."""
+
+    temperature: float
+
+    def __call__(self, logits):
+        return logits / self.temperature
+
+
+def test_a_term_that_cannot_be_compared_is_the_formulas():
+    hidden, table = normal(0, 2, 9, 8), normal(1, 13, 8)
+    targets = jax.random.randint(jax.random.key(2), (2, 9, 1), -1, 11)
+    objective = objective_of(targets, 11, "float32")
+    objective = objective._replace(logit_terms=(Colder(0.5),))
+    fast = partial(cross_entropy, variants=CPU, rows=8)
+    found, expected = (
+        op(hidden, table, targets, objective) for op in (fast, plain.cross_entropy)
+    )
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("place", ["logit_terms", "loss_terms"])

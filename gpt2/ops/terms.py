@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -27,13 +28,14 @@ class SoftCap:
 
 @dataclasses.dataclass(frozen=True)
 class Alibi:
-    """Adds a bias by distance (Press et al. 2022); `slopes` are `[N]` float32."""
+    """Adds a bias by distance (Press et al. 2022); `slopes` `[N]` float32 are not learned."""
 
     slopes: Array
 
     def __call__(self, scores: Array, query: Array, key: Array) -> Array:
         """Returns scores less each head's slope times how far back a key is."""
-        return scores + self.slopes[:, None, None] * (key - query)
+        slopes = jax.lax.stop_gradient(self.slopes)  # kernels give no derivative
+        return scores + slopes[:, None, None] * (key - query)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,8 @@ class KnownTerms(NamedTuple):
         found = cls()
         for term in terms:
             if isinstance(term, SoftCap):
+                if not isinstance(term.cap, float | int):  # it may be learned
+                    return None
                 found = found._replace(softcap=term.cap)
             elif isinstance(term, Alibi):
                 found = found._replace(slopes=term.slopes)
