@@ -77,7 +77,7 @@ the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention
     + 1.0 - (capped / how.softcap)
 post-norm leaves the sum as it is: ingredients/norm_position.py, switch_values -k post
     - branch.norm(branch.add(y))
-    + branch.add(y)
+    + branch.add(branch.norm(y))
 a parallel MLP reads what attention wrote: ingredients/parallel_block.py, switch_values -k parallel
     - branch._replace(read=entered)
     + branch

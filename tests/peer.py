@@ -9,6 +9,7 @@ the tests know them on machines without.
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -213,13 +214,10 @@ def our_answers(directory: Path, name: str) -> dict:
     ids = tokens(name)
 
     def loss(params):
-        total, count = GPT(cfg).apply(
-            {"params": params},
-            ids[:, :-1],
-            jnp.asarray(ids[:, 1:], jnp.int32),
-            method="loss",
-        )["loss"]
-        return total / count
+        targets = jnp.asarray(ids[:, 1:, None], jnp.int32)
+        apply = partial(GPT(cfg).apply, {"params": params}, method="loss")
+        sums, _ = apply(ids[:, :-1], targets)
+        return sums[0] / targets.size
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     (generated,) = generate(
