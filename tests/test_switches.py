@@ -462,6 +462,10 @@ def test_flops_and_compute_parameters_are_those_of_the_program(name):
         if not any(key.key in looked_up for key in path)
     )
     assert count_compute_parameters(cfg) == computing
+    heads, size, _ = params["h_0"]["attn"]["c_proj"]["kernel"].shape
+    seen = sum(window or cfg.context_length for window in cfg.windows)
+    scores = 12 * heads * size * seen
+    assert model_flops_per_token(cfg) == 6 * computing + scores
 
     def loss(params, tokens):
         return mean_loss(name, model, params, tokens)
