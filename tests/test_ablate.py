@@ -23,7 +23,7 @@ from scipy import stats
 from configs import quickstart
 from gpt2.ablate import takeover
 from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
-from gpt2.ablate.jobs import make_slots, train_all
+from gpt2.ablate.jobs import make_slots
 from gpt2.ablate.judge import grow, judge
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.power import same_difference
@@ -220,7 +220,7 @@ def test_the_share_of_steps_has_an_interval_of_both_arms_noise():
 
 
 def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
-    terms = dict(score="eval/loss", equal="tokens", paired=False, num_tune_seeds=1)
+    terms = dict(score="eval/loss", equal="tokens", num_tune_seeds=1)
     options = terms | {"looks": [num_seeds]} | options
     return Sweep(
         root=root,
@@ -285,7 +285,7 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", re.MULTILINE)
     words = dict(row.findall(text.split("## Curves")[0]))
     assert words["optim.name=lion"] == "better"
-    assert words["optim.name=muon"].startswith("no difference larger than 0.0")
+    assert words["optim.name=muon"].startswith("undecided: at most 0.0")
     assert "- optim.name=lion: `optim.name=lion` (adamw)\n" in text
     page = (sweep.root / "report.html").read_text()
     assert "<title>a&lt;b</title>" in page and "<td>better</td>" in page
@@ -316,13 +316,6 @@ def test_programs_read_the_verdicts_of_the_report(tmp_path):
     assert (cost["tokens"], round(cost["seconds"])) == (15 * 2_048_000, 1500)
 
 
-def test_a_sweep_stops_at_its_hours(tmp_path, capsys):
-    waiting = sweep_in(tmp_path, "optim.name=lion").runs()
-    train_all(waiting, make_slots(1), "eval/loss", 0.0)
-    assert "--max_hours have passed" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())  # none was begun
-
-
 def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     sweep = sweep_in(tmp_path, "optim.name=lion,muon")
     for run in sweep.runs():
@@ -335,7 +328,7 @@ def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
     assert (
         lion == "0.80 (0.80 to 0.80)"
     )  # in a straight line from 8 to 3, 4 is there at 4/5
-    assert list(table.iloc[0])[1:] == [lion] * 4
+    assert list(table.iloc[0])[1:] == [lion] * 3
     assert muon == "reached by 0 of 3"
 
 
@@ -381,17 +374,7 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
     assert list(sweep.with_choices().chosen) == [
         "baseline"
     ]  # the other's is tried again
-    left = sweep.with_choices(leave_failed=True)
-    assert left.chosen["optim.name=lion"] == {"optim.learning_rate": 2e-3}
-    assert left.undecided_runs() == []  # nothing of it is trained again
-    mine = [run for run in choosing if run.arm == "optim.name=lion"]
-    for run in mine:
-        write_run(run, 3.0, "failed")
-    assert (
-        "optim.name=lion" not in sweep.with_choices(leave_failed=True).chosen
-    )  # not diverged
-    for run in mine:
-        write_run(run, loss(run))
+    write_run(choosing[-1], loss(choosing[-1]))
     sweep = sweep.with_choices()
     assert sweep.chosen == {
         "baseline": {"optim.learning_rate": 1e-3},
@@ -446,8 +429,8 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
         *LOSSES,
         *(f"4x128,{name}" for name in LOSSES),
     ]
-    with pytest.raises(UserError, match="paired=False, not True"):
-        continued(sweep_in(tmp_path, "optim.name=lion", paired=True))
+    with pytest.raises(UserError, match="equal=tokens, not flops"):
+        continued(sweep_in(tmp_path, "optim.name=lion", equal="flops"))
     with pytest.raises(UserError, match="score"):
         continued(sweep_in(tmp_path, "data.tokenizer=byte", score="eval/bits_per_byte"))
     shorter = with_options(BASE, {"train.num_steps": 900})
@@ -502,7 +485,7 @@ def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
     assert done == last
     verdicts = judge(done, done.results())
     assert verdicts[lion].high == first[lion].high and verdicts[lion].p_value < 0.05
-    assert verdicts["optim.name=adam"].words.startswith("no difference larger")
+    assert verdicts["optim.name=adam"].words.startswith("undecided")
     done.save()
     assert continued(sweep) == dataclasses.replace(done, raised_from=0)
     assert "3 or 5 or 8 seeds each" in report_of(done)
@@ -574,7 +557,7 @@ def test_runs_of_different_code_are_not_pooled(tmp_path):
         began(run, (0, "old"))
     two.check_runs("new")  # nothing is to come
     three.check_runs("old")
-    assert "All runs are of the code `old`." in report_of(two)
+    assert "Made with code old, " in report_of(two)
     with pytest.raises(UserError, match=r"4 of old, such as baseline seed 0; 2 of new"):
         three.check_runs("new")
     first = two.runs()[0]
@@ -766,22 +749,21 @@ def test_the_report_compares_at_each_size(tmp_path):
     text = report_of(sweep)
     row = re.compile(r"^\| \dx\d+,optim\.name=lion \| 3 .* worse \|$", re.MULTILINE)
     assert len(row.findall(text)) == 3
-    assert (tmp_path / "sizes.png").exists()
     assert re.search(
-        r"^\| optim\.name=lion \|( \+0\.\d+ \(.* worse \|){3} agree \| ", text, re.M
+        r"^\| optim\.name=lion \|( \+0\.\d+ \(.* worse \|){3} ", text, re.M
     )
-    muon = r"^\| optim\.name=muon \| -.* better \| .* worse \| DISAGREE \| \S+e-\d+ \|$"
+    muon = r"^\| optim\.name=muon \| -.* better \| .* worse \| \S+e-\d+ \|$"
     assert re.search(muon, text, re.M)
     told = json.loads((tmp_path / "verdicts.json").read_text())["sizes"]
-    assert [each["verdicts"] for each in told] == ["agree", "DISAGREE"]
     p_values = [each["p, if one difference"] for each in told]
     assert p_values[0] > 0.05 and p_values[1] < 1e-3
     write_run(sweep.runs()[1], 4.7, "diverged")  # lion at the first size
     results, looked = sweep.results(), dataclasses.replace(sweep, looks=[2, 3])
     told = sizes_table(sweep, judge(sweep, results))
-    assert list(told.verdicts) == ["not everywhere", "DISAGREE"]
-    assert not {*told} <= {
-        *sizes_table(looked, judge(looked, results))
+    assert told["2x64"][0] == "diverged in 1 of 3 runs"
+    looks = sizes_table(looked, judge(looked, results))
+    assert set(told) - set(looks) == {
+        "p, if one difference"
     }  # they choose what differs
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from gpt2.ablate.runs import Outcome, Run, describe
-from gpt2.ablate.terms import LOSS, flops
+from gpt2.ablate.terms import flops
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.files import write_text
 
@@ -23,13 +23,9 @@ class Curve:
 
     tokens: np.ndarray  # read by training so far
     flops: np.ndarray  # spent so far, by the model's formula
-    seconds: (
-        np.ndarray
-    )  # of training steps, without validation, checkpoints and compilation
+    # Of training steps, without validation, checkpoints and compilation.
+    seconds: np.ndarray
     scores: np.ndarray  # the metric in which runs are compared
-    training: "Curve | None" = (
-        None  # the training loss, beside a single validation in its unit
-    )
 
 
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
@@ -40,36 +36,37 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     rows = []
     for run in runs:
         outcome = run.outcome()
-        amounts = (run.config.shapes.tokens, partial(flops, run.config))
-        curve = read_curve(run.workdir, score, *amounts)
-        last = (read_metrics(run.workdir / "metrics.jsonl") or [{}])[-1]
+        tokens = run.config.shapes.tokens
+        flops_of = partial(flops, run.config)
+        curve = read_curve(run.workdir, score, tokens, flops_of)
+        records = read_metrics(run.workdir / "metrics.jsonl")
+        last = records[-1] if records else {}
         if outcome.state == "finished" and last.get(score) is None:
             outcome = Outcome("failed", f"its last {score} is gone from metrics.jsonl")
-        row = {
-            "arm": run.arm,
-            "purpose": "choose" if run.chooses else "compare",
-            "values": describe(run.tuned),
-            "seed": run.config.seed,
-            "state": outcome.state,
-            "code": " ".join(sorted(run.codes())),
-            "taken_from": outcome.taken_from,
-            "steps": last.get("step", 0),
-            "tokens": run.config.shapes.tokens(last.get("step", 0)),
-            "flops": curve.flops[-1] if len(curve.flops) else math.nan,
-        }
-        row |= {
-            name: last.get(name)
-            for name in ("eval/loss", "eval/bits_per_byte", "train/loss")
-        }
-        row |= {
-            "error": outcome.error,
-            "folder": run.folder,
-            "run": run.label,
-            "curve": curve,
-        }
-        row["seconds"] = curve.seconds[-1] if len(curve.seconds) else math.nan
+        finished = outcome.state == "finished"
+        steps = last.get("step", 0)
         rows.append(
-            row | {"score": last[score] if outcome.state == "finished" else math.nan}
+            {
+                "arm": run.arm,
+                "purpose": "choose" if run.chooses else "compare",
+                "values": describe(run.tuned),
+                "seed": run.config.seed,
+                "state": outcome.state,
+                "code": " ".join(sorted(run.codes())),
+                "taken_from": outcome.taken_from,
+                "steps": steps,
+                "tokens": tokens(steps),
+                "flops": flops_of(steps),
+                "seconds": curve.seconds[-1] if len(curve.seconds) else math.nan,
+                "eval/loss": last.get("eval/loss"),
+                "eval/bits_per_byte": last.get("eval/bits_per_byte"),
+                "train/loss": last.get("train/loss"),
+                "error": outcome.error,
+                "folder": run.folder,
+                "run": run.label,
+                "curve": curve,
+                "score": last[score] if finished else math.nan,
+            }
         )
     return pd.DataFrame(rows)
 
@@ -93,11 +90,8 @@ def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curv
             before = step
         if record.get(score) is not None:
             points.append((tokens(step), flops(step), seconds, record[score]))
-    curve = Curve(*np.array(points, dtype=np.float64).reshape(-1, 4).T)
-    if len(points) == 1 and score == LOSS:
-        training = read_curve(workdir, "train/loss", tokens, flops)
-        return dataclasses.replace(curve, training=training)
-    return curve
+    columns = np.array(points, dtype=np.float64).reshape(-1, 4).T
+    return Curve(*columns)
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
@@ -105,10 +99,8 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
 
     It is inf if the curve ends above, and the first validation's if all are below.
     """
-    above = np.flatnonzero(
-        scores > target
-    )  # the last counts: no lucky validation before it
+    # The last that is above counts: no lucky validation before it.
+    above = np.flatnonzero(scores > target)
     start = above[-1] if above.size else 0
-    return float(
-        np.interp(-target, -scores[start:][:2], amounts[start:][:2], right=math.inf)
-    )
+    ends = amounts[start : start + 2]
+    return float(np.interp(-target, -scores[start : start + 2], ends, right=math.inf))

@@ -8,12 +8,16 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2.config import Config
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.code import SOURCE, read_starts
 from gpt2.utils.files import write_json
+
+Setting = bool | int | float | str  # the value of an option
+Settings = Mapping[str, Setting]  # of options by their dotted names
+ENDED = ("finished", "diverged")  # the states of runs that are not trained any more
 
 
 class Outcome(NamedTuple):
@@ -21,9 +25,7 @@ class Outcome(NamedTuple):
 
     state: str  # finished, diverged (its loss was NaN or Inf), failed otherwise, or waiting
     error: str = ""  # the line that says why
-    taken_from: str = (
-        ""  # the folder of the same run, beside the sweep, that was not trained again
-    )
+    taken_from: str = ""  # the folder of the same run, which a sweep beside has trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +35,7 @@ class Run:
     arm: str  # its name
     config: Config
     folder: Path
-    tuned: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # values tried, or chosen
+    tuned: Settings = dataclasses.field(default_factory=dict)  # that it tries, or chose
     chooses: bool = False  # whether it only chooses between values
     source: Path = SOURCE  # where the train.py lies that trains it
 
@@ -63,11 +63,12 @@ class Run:
         A run that has not ended would go on with the code `now`, and has none where that is "".
         """
         starts = read_starts(self.workdir)
-        if self.outcome().state in ("finished", "diverged"):
+        if self.outcome().state in ENDED:
             return {start["code"] for start in starts}
+        if not now:
+            return set()
         saved = latest_step(self.workdir) or 0
-        kept = {start["code"] for start in starts if start["step"] < saved}
-        return kept | {now} if now else set()
+        return {now, *(start["code"] for start in starts if start["step"] < saved)}
 
     def prepare(self) -> None:
         """Writes what train.py reads."""
@@ -76,6 +77,6 @@ class Run:
         write_json(self.folder / "config.json", self.config.to_dict())
 
 
-def describe(options: Mapping[str, Any]) -> str:
+def describe(settings: Settings) -> str:
     """Writes options as `optim.learning_rate=0.001,optim.beta2=0.95`."""
-    return ",".join(f"{name}={value}" for name, value in options.items())
+    return ",".join(f"{name}={value}" for name, value in settings.items())
