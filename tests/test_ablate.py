@@ -609,7 +609,7 @@ def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(
 
     sweep, taken = take("new", "optim.name=muon")
     assert taken == ["baseline seed 0"]
-    told = f"baseline: 1 run taken from {tmp_path / 'beside'}, commit abc"
+    told = f"baseline: 1 run taken from {tmp_path / 'beside'}"
     assert capsys.readouterr().out == f"{told}\n"
     assert sweep.results().score[0] == beside.results().score[0]
     assert "1 run of `beside` was taken over" in report_of(sweep)

@@ -33,9 +33,7 @@ from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep, continued, load_sweep, register
 from gpt2.ablate.takeover import take_over
 from gpt2.ablate.terms import TERMS, at_sizes, choose_score, equalize
-from gpt2.config import Config
 from gpt2.data.dataset import prepare
-from gpt2.training.code import hash_code
 from gpt2.utils import files
 from gpt2.utils.cluster import connect
 from gpt2.utils.stores import is_url
@@ -131,19 +129,19 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     for source in {arm.source(root) for arm in arms if arm.commit}:
         check_out(source)
     scaled = at_sizes(arms, FLAGS.sizes, FLAGS.budgets)
+
+    def step_seconds(arm: Arm) -> float:
+        seconds, _ = measure(root, arm, slot)
+        return seconds
+
     equal: list[Arm] = []
     for start in range(0, len(scaled), len(arms)):
         of_a_size = scaled[start : start + len(arms)]
-        equal += equalize(of_a_size, FLAGS.equal, lambda a: measure(root, a, slot)[0])
-    names: dict[tuple[Config, str], str] = {}
-    for arm in equal:
-        decides = (arm.config, hash_code(arm.source(root)))
-        other = names.setdefault(decides, arm.name)
-        if other != arm.name:
-            raise UserError(f"on equal terms {arm.name} is the same as {other}")
+        equal += equalize(of_a_size, FLAGS.equal, step_seconds)
+    command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
     return Sweep(
         root=root,
-        commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
+        commands=[shlex.join(command)],
         arms=tuple(equal),
         score=score,
         equal=FLAGS.equal,
@@ -175,11 +173,11 @@ def _report(sweep: Sweep) -> int:
         table = write_report(sweep)
     print(table.to_string(index=False))
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
-    states = [run.outcome().state for run in (*sweep.undecided_runs(), *sweep.runs())]
+    states = [run.outcome().state for run in sweep.needed_runs()]
     broken = states.count("failed")
     waiting = states.count("waiting")
     print(f"{broken} runs failed, {waiting} are still to come")
-    return int(broken + waiting > 0)
+    return 1 if broken or waiting else 0
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ _CODE = "code"
 _HERE = "."
 _TUNABLE = ("optim.", "loss.")  # groups that leave the terms of a comparison equal
 
+Differences = dict[str, tuple[Setting, Setting]]  # option -> (old, new)
+
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
@@ -42,11 +44,14 @@ class Arm:
         return root / "code" / self.commit if self.commit else SOURCE
 
 
-def differences(old: Config, new: Config) -> dict[str, tuple[Setting, Setting]]:
-    """Returns the options in which two configs differ: dotted name -> (old, new)."""
+def differences(old: Config, new: Config) -> Differences:
+    """Returns the options in which two configs differ."""
     before = flatten(old.to_dict())
-    after = flatten(new.to_dict())
-    return {k: (before[k], after[k]) for k in after if before[k] != after[k]}
+    found = {}
+    for name, value in flatten(new.to_dict()).items():
+        if value != before[name]:
+            found[name] = (before[name], value)
+    return found
 
 
 def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
@@ -59,17 +64,22 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     axes = [_read_axis(text) for text in vary]
     chosen: Iterable[Sequence[Settings]] = itertools.product(*axes)
     if one_at_a_time:
-        chosen = [(value,) for axis in axes for value in axis]
+        values = itertools.chain(*axes)
+        chosen = [(value,) for value in values]
     arms = {BASELINE: Arm(BASELINE, config)}
-    for values in chosen:
+    for grid_point in chosen:
         here: dict[str, Setting] = {_CODE: _HERE}
-        if not any(_RECIPE in value for value in values):
+        in_recipe = any(_RECIPE in value for value in grid_point)
+        if not in_recipe:
             here |= flatten(config.to_dict())
-        named = [value for value in values if not value.items() <= here.items()]
-        name = ",".join(map(_label, named))
-        if not name:
+        labels = []
+        for value in grid_point:
+            if not value.items() <= here.items():
+                labels.append(_label(value))
+        if not labels:
             continue  # the baseline, by its own name
-        arm = _apply(config, values, name)
+        name = ",".join(labels)
+        arm = _apply(config, grid_point, name)
         if arms.setdefault(name, arm) != arm:
             raise UserError(f"two arms are called {name}")
     return list(arms.values())
@@ -77,7 +87,9 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
 
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list[Setting]]:
     """Returns the values of each option of `--tune`, which all arms try."""
-    varied = {name for text in vary for value in _read_axis(text) for name in value}
+    varied = set[str]()
+    for text in vary:
+        varied.update(*_read_axis(text))
     tuned = {}
     for text in tune:
         name = text.partition("=")[0]

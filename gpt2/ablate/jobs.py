@@ -37,12 +37,16 @@ def make_slots(jobs: int | None, ray: ModuleType | None = None) -> list[Slot]:
     number = len(gpus or cores)
     if jobs > number:
         raise UserError(f"--jobs={jobs} is more than the {number} GPUs or CPU cores")
-    if gpus:
-        everywhere = frozenset(cores)
-        return [Slot(everywhere, {"CUDA_VISIBLE_DEVICES": g}) for g in gpus[:jobs]]
+    slots = []
     share = len(cores) // jobs
-    starts = range(0, share * jobs, share)
-    return [Slot(frozenset(cores[i : i + share]), {}) for i in starts]
+    for i in range(jobs):
+        if gpus:
+            slot = Slot(frozenset(cores), {"CUDA_VISIBLE_DEVICES": gpus[i]})
+        else:
+            own = cores[i * share : (i + 1) * share]
+            slot = Slot(frozenset(own), {})
+        slots.append(slot)
+    return slots
 
 
 def _visible_gpus() -> list[str]:
@@ -61,14 +65,16 @@ def _slots_of_cluster(jobs: int | None, ray: ModuleType) -> list[Slot]:
     kinds = {kind for node in nodes for kind in node}
     kind = next(kind for kind in ("GPU", "TPU", "CPU") if kind in kinds)
     sizes = [int(node[kind]) for node in nodes if kind in node]
-    if kind == "GPU":
-        return [Slot(frozenset(), {}, {"num_gpus": 1})] * (jobs or sum(sizes))
     number = jobs or len(sizes)
-    if kind == "TPU":
+    if kind == "GPU":
+        number = jobs or sum(sizes)
+        task: dict[str, object] = {"num_gpus": 1}
+    elif kind == "TPU":
         task = {"resources": {"TPU": min(sizes)}}
-        return [Slot(frozenset(), {}, task)] * number
-    share = max(1, min(*sizes, sum(sizes) // number))
-    return [Slot(frozenset(), {}, {"num_cpus": share})] * number
+    else:
+        share = min(*sizes, sum(sizes) // number)
+        task = {"num_cpus": max(1, share)}
+    return [Slot(frozenset(), {}, task)] * number
 
 
 def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
@@ -81,8 +87,8 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
     left = list(runs)
     free = list(slots)
     training = list[_Training]()
-    codes = {source: hash_code(source) for source in {run.source for run in runs}}
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    codes = {run.source: hash_code(run.source) for run in runs}
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while True:
             left = [run for run in left if not _has_ended(run)]
@@ -110,7 +116,6 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                 print(f"{done}/{len(runs)}  {each.run.label}  {told}", flush=True)
             time.sleep(_POLL_SECONDS)
     finally:
-        signal.signal(signal.SIGTERM, before)
         for each in training:
             each.process.terminate()
         for each in training:
@@ -147,7 +152,8 @@ class _Training:
         self._lock = lock
         run.prepare()
         self._log = run.folder / "log.txt"
-        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        self._log.touch()
+        self._log_start = self._log.stat().st_size  # of this try
         command = [
             str(run.source / "train.py"),
             f"--config={run.folder / 'config.json'}",
@@ -170,10 +176,12 @@ class _Training:
             return Outcome("finished")
         if code < 0:
             return Outcome("failed", f"killed by {signal.Signals(-code).name}")
-        log = self._log.read_bytes()[self._log_start :].decode(errors="replace")
-        lines = [line for line in map(str.strip, log.splitlines()) if line]
-        errors = [line for line in lines if line.startswith("error: ")]
-        error = (errors or lines or [f"exit code {code}"])[-1]
+        error = f"exit code {code}"
+        log = self._log.read_bytes()[self._log_start :]
+        lines = log.decode(errors="replace").split("\n")
+        for line in filter(str.strip, lines):
+            if line.startswith("error: ") or not error.startswith("error: "):
+                error = line.strip()
         if code != _DIVERGED:
             return Outcome("failed", error)
         # The rest of the line names checkpoints, which depend on when the run was stopped.

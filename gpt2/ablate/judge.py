@@ -24,8 +24,11 @@ _OPEN = "to be decided"
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
     """Returns the rows of an arm's runs that are compared, or of those that ended in a state."""
-    rows = results[(results.arm == arm.name) & (results.purpose == "compare")]
-    return rows[rows.state == state] if state else rows
+    rows = results[results.purpose == "compare"]
+    rows = rows[rows.arm == arm.name]
+    if state:
+        rows = rows[rows.state == state]
+    return rows
 
 
 def sample(
@@ -82,42 +85,48 @@ def _look(
     for name, verdict in judged.items():
         if name in ends:
             continue
+        has_test = math.isfinite(verdict.error)
         errors = abs(verdict.difference) / verdict.error
+        hopeless = is_hopeless(errors, len(judged), sweep.looks, look)
         is_last = look == sweep.looks[-1]
-        is_clear = verdict.words in FOUND or math.isnan(verdict.high)
-        hopeless = not is_last and is_hopeless(errors, len(judged), sweep.looks, look)
-        if waits or not (is_last or is_clear or hopeless):
+        decides = is_last or hopeless or not has_test or verdict.words in FOUND
+        if waits or not decides:
             verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
             continue
         ends[name] = look
         # Below 5 % where the arm differs, whatever the level of the look.
-        p_value = min(verdict.p_value * LEVEL / level, 1.0)
-        verdicts[name] = replace(verdict, p_value=p_value)
+        p_value = verdict.p_value * LEVEL / level
+        verdicts[name] = replace(verdict, p_value=min(p_value, 1.0))
     return waits
 
 
 def grow(sweep: Sweep) -> Sweep:
     """Returns the sweep with the seeds that looks or a plan add to sizes whose runs have ended."""
-    waiting = {run.arm for run in sweep.runs() if run.outcome().state == "waiting"}
+    pilot = sweep.looks[0]
     results = sweep.results()
+    waiting = set(results[results.state == "waiting"].arm)
     seeds = dict(sweep.seeds)
     if sweep.find:  # a plan is by the first seeds, also that of arms added later
-        results = results[results.seed < sweep.arms[0].config.seed + sweep.looks[0]]
+        first = sweep.arms[0].config.seed
+        results = results[results.seed < first + pilot]
     verdicts = judge(sweep, results)
     for group in sweep.groups():
         baseline, *arms = group
-        ended = {arm.name for arm in group} <= sweep.chosen.keys() - waiting
+        names = {arm.name for arm in group}
+        if names & waiting or not names <= sweep.chosen.keys():
+            continue
         goes_on = []
+        errors = []
         for arm in arms:
             verdict = verdicts[arm.name]
-            is_open = verdict.words == _OPEN
-            if math.isfinite(verdict.error) if sweep.find else is_open:
+            is_planned = sweep.find and math.isfinite(verdict.error)
+            if is_planned or verdict.words == _OPEN:
                 goes_on.append(arm)
-        if not goes_on or not ended:
+                errors.append(verdict.error)
+        if not goes_on:
             continue
         if sweep.find:
-            errors = np.array([verdicts[arm.name].error for arm in goes_on])
-            number = int(seeds_to_find(sweep.find, errors, sweep.looks[0]))
+            number = int(seeds_to_find(sweep.find, np.array(errors), pilot))
             if number > CHOOSING_SEEDS:
                 raise UserError(
                     f"{sweep.find:g} takes {number} seeds of {baseline.name}",
@@ -127,11 +136,14 @@ def grow(sweep: Sweep) -> Sweep:
             # An arm that was added has fewer.
             least = min(map(sweep.num_seeds, goes_on))
             number = min(look for look in sweep.looks if look > least)
-        more = [a.name for a in (baseline, *goes_on) if sweep.num_seeds(a) < number]
+        more = dict[str, int]()
+        for arm in (baseline, *goes_on):
+            if sweep.num_seeds(arm) < number:
+                more[arm.name] = number
         if more:
-            going = f"{len(goes_on)} of {counted(len(arms), 'arm')}"
-            print(f"{going} go on to {number} seeds")
-            seeds |= dict.fromkeys(more, number)
+            every = counted(len(arms), "arm")
+            print(f"{len(goes_on)} of {every} go on to {number} seeds")
+            seeds |= more
     return replace(sweep, seeds=seeds)
 
 
@@ -142,7 +154,8 @@ def level_at(looks: Sequence[int], look: int) -> float:
     new: the level holds by Bonferroni's inequality.
     """
     before = max((each for each in looks if each < look), default=0)
-    return LEVEL * (look**3 - before**3) / looks[-1] ** 3
+    spent = (look**3 - before**3) / looks[-1] ** 3
+    return LEVEL * spent
 
 
 def is_hopeless(
@@ -155,9 +168,12 @@ def is_hopeless(
     """
     share = look / looks[-1]
     isf = scipy.stats.norm.isf
-    border = isf(level_at(looks, looks[-1]) / num_arms / 2)
-    expected = math.sqrt(share) * errors + (1 - share) * (border + isf(1 - POWER))
-    return border - expected > isf(_HOPELESS) * math.sqrt(1 - share)
+    last_level = level_at(looks, looks[-1])
+    border = isf(last_level / num_arms / 2)
+    findable = border + isf(1 - POWER)
+    expected = math.sqrt(share) * errors + (1 - share) * findable
+    spread = math.sqrt(1 - share)
+    return border - expected > isf(_HOPELESS) * spread
 
 
 def seeds_to_find(find: float, errors: Array, pilot: int) -> np.ndarray:
@@ -166,10 +182,11 @@ def seeds_to_find(find: float, errors: Array, pilot: int) -> np.ndarray:
     `errors` `[..., arms]` are the pilot's. An arm is taken for no calmer than the mean of all.
     """
     num_arms = errors.shape[-1]
-    spreads = pilot * errors**2  # variances of the difference of two runs
-    spread = np.maximum(spreads, spreads.mean(-1, keepdims=True)).mean(-1)
+    variances = pilot * errors**2  # of the difference of two runs
+    usual = variances.mean(-1, keepdims=True)
+    variance = np.maximum(variances, usual).mean(-1)
     df = (pilot - 1) * (num_arms + 1)
     border = scipy.stats.t.isf(PLANNED_LEVEL / 2 / num_arms, df)
     distance = border + scipy.stats.t.isf(1 - POWER, df)
-    needed = np.ceil(distance**2 * spread / find**2)
+    needed = np.ceil(distance**2 * variance / find**2)
     return np.maximum(needed, pilot).astype(int)

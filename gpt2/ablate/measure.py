@@ -77,7 +77,7 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     for arm in sweep.arms:
         step, around = measure(sweep.root, arm, slots[0])
         seconds[arm.name] = around + arm.config.train.num_steps * step
-    for run in (*sweep.undecided_runs(), *sweep.runs()):
+    for run in sweep.needed_runs():
         state = run.outcome().state
         if state in ("waiting", "failed"):
             total += seconds[run.arm]
@@ -87,8 +87,6 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     for name in seconds.keys() - sweep.chosen.keys():
         total += seeds * seconds[name]
         lines.append(f"then {seeds} seeds of {name} with the values it chooses")
-    if len(sweep.looks) > 1 or (sweep.find and not sweep.seeds):
-        lines.append("then the seeds that looks or --find add")
     whole = format_duration(total / len(slots))
     jobs = f"--jobs={len(slots)}"
     lines.append(f"about {whole} with {jobs}, beside validations and checkpoints")

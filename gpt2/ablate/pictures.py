@@ -43,7 +43,8 @@ def plot_differences(
         return verdicts[name].difference if name in verdicts else 0.0
 
     names = sorted(scores, key=place, reverse=True)
-    figure, (axes,) = _figure(height=1.4 + 0.42 * len(names))
+    height = 1.4 + 0.42 * len(names)
+    figure, (axes,) = _figure(height)
     axes.axvline(0, color=_BASELINE, linewidth=1.2)
     for row, name in enumerate(names):
         color = _BASELINE
@@ -51,12 +52,13 @@ def plot_differences(
             verdict = verdicts[name]
             color = _VERDICTS.get(verdict.words, _MUTED)
             middle = verdict.difference
-            axes.errorbar(middle, row, xerr=verdict.high - middle, fmt="D", color=color)
-        below = np.full(
-            len(scores[name]), row - 0.2
-        )  # where the bar does not hide them
-        axes.plot(scores[name], below, "o", color=color, alpha=0.6, markersize=5)
-    axes.set_yticks(range(len(names)), [name.replace(",", ",\n") for name in names])
+            half_width = verdict.high - middle
+            axes.errorbar(middle, row, xerr=half_width, fmt="D", color=color)
+        dots = scores[name]
+        below = np.full(len(dots), row - 0.2)  # where the bar does not hide them
+        axes.plot(dots, below, "o", color=color, alpha=0.6, markersize=5)
+    labels = [name.replace(",", ",\n") for name in names]
+    axes.set_yticks(range(len(names)), labels)
     axes.set_xlabel(f"difference from the baseline ({unit}); lower is better")
     figure.savefig(png)
 
@@ -76,20 +78,25 @@ def plot_curves(
     """
     from matplotlib.ticker import EngFormatter
 
-    figure, panels = _figure(height=4.6 + 0.12 * len(curves), width=14, columns=3)
+    height = 4.6 + 0.12 * len(curves)
+    figure, panels = _figure(height, width=14, columns=3)
     num_arms = len(curves) // num_sizes
     for axes, amount in zip(panels, _AMOUNTS, strict=True):
         for i, (name, members) in enumerate(curves.items()):
-            style = _style(i % num_arms, i // num_arms)
+            size, arm = divmod(i, num_arms)
+            style = _style(arm, size)
             _plot_mean(axes, amount, name, members, style)
         axes.set_xlabel(_AMOUNTS[amount])
         axes.set_xscale("log" if log_x else "linear")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    every = [curve.scores for members in curves.values() for curve in members]
     # What lies high at first would leave little room for the rest.
-    shown = np.concatenate([scores[len(scores) // 10 :] for scores in every])
+    shown: list[float] = []
+    for members in curves.values():
+        for curve in members:
+            skipped = len(curve.scores) // 10
+            shown.extend(curve.scores[skipped:])
     margin = 0.06 * np.ptp(shown) or 0.1
-    panels[0].set_ylim(shown.min() - margin, shown.max() + margin)
+    panels[0].set_ylim(min(shown) - margin, max(shown) + margin)
     panels[0].set_ylabel(f"validation ({unit}); band: range of seeds")
     _save(figure, png)
 
@@ -106,32 +113,36 @@ def _plot_mean(
     if any(np.isnan(curve.tokens).any() for curve in members):
         axes.axhline(members[0].scores[0], label=name, color=color, linestyle=line)
         return
-    known = []
+    places = []
+    scores = []
     for curve in members:
-        if len(curve.scores) and np.isfinite(getattr(curve, amount)).all():
-            known.append(curve)
-    if not known:
+        spent = getattr(curve, amount)
+        if len(spent) and np.isfinite(spent).all():
+            places.append(spent)
+            scores.append(curve.scores)
+    if not scores:
         return
     # Curves of one arm are validated at the same steps; a shorter one has not come as far.
-    number = min(len(curve.scores) for curve in known)
-    x = np.mean([getattr(curve, amount)[:number] for curve in known], axis=0)
-    scores = np.array([curve.scores[:number] for curve in known])
+    number = min(map(len, scores))
+    x = np.mean([each[:number] for each in places], axis=0)
+    y = np.array([each[:number] for each in scores])
     marker = "o" if number == 1 else ""
-    axes.plot(x, scores.mean(0), marker=marker, label=name, color=color, linestyle=line)
-    low = scores.min(0)
-    high = scores.max(0)
-    axes.fill_between(x, low, high, color=color, alpha=0.18)
+    middle = y.mean(0)
+    axes.plot(x, middle, marker=marker, label=name, color=color, linestyle=line)
+    axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
 
 
 def plot_tuning(png: Path, best: pd.DataFrame, unit: str) -> None:
     """Draws the scores of arms, the columns, by an option that was tuned, the index."""
-    figure, (axes,) = _figure(height=4.8 + 0.15 * best.shape[1])
+    height = 4.8 + 0.15 * len(best.columns)
+    figure, (axes,) = _figure(height)
     for i, name in enumerate(best):
         color, line = _style(i)
         values = best[name]
         axes.plot(values, marker="o", label=name, color=color, linestyle=line)
     axes.set_xscale("log" if best.index.min() > 0 else "linear")
-    axes.set_xticks(best.index, [f"{value:g}" for value in best.index])
+    labels = [f"{value:g}" for value in best.index]
+    axes.set_xticks(best.index, labels)
     axes.set_xticks([], minor=True)
     axes.set_xlabel(best.index.name)
     axes.set_ylabel(f"final validation ({unit})")
@@ -154,7 +165,8 @@ def _figure(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    panels = list(np.ravel(figure.subplots(1, columns, sharey=True)))
+    subplots = figure.subplots(1, columns, sharey=True)
+    panels = list(np.ravel(subplots))
     for axes in panels:
         axes.grid(alpha=0.3)
     return figure, panels

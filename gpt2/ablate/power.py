@@ -31,8 +31,9 @@ def welch(
     part0 = np.maximum(variance0 / num0, 1e-100)  # not 0 / 0
     part = np.maximum(variance / num, 1e-100)
     both = part0 + part
-    df = both**2 / (part0**2 / (num0 - 1) + part**2 / (num - 1))
-    return np.sqrt(both), df
+    slack0 = part0**2 / (num0 - 1)
+    slack = part**2 / (num - 1)
+    return np.sqrt(both), both**2 / (slack0 + slack)
 
 
 def same_difference(differences: Array, errors: Array, dfs: Array) -> Array:
@@ -44,8 +45,10 @@ def same_difference(differences: Array, errors: Array, dfs: Array) -> Array:
     weights = errors**-2.0
     share = weights / weights.sum(-1, keepdims=True)
     middle = (share * differences).sum(-1, keepdims=True)
-    between = (weights * (differences - middle) ** 2).sum(-1) / (num - 1)
-    slack = ((1 - share) ** 2 / dfs).sum(-1) / (num**2 - 1)
+    squares = weights * (differences - middle) ** 2
+    between = squares.sum(-1) / (num - 1)
+    slacks = (1 - share) ** 2 / dfs
+    slack = slacks.sum(-1) / (num**2 - 1)
     statistic = between / (1 + 2 * (num - 2) * slack)
     df = 1 / (3 * slack)
     return scipy.stats.f.sf(statistic, num - 1, df)
@@ -63,9 +66,10 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     common = np.sqrt(correlation) * _NORMAL
     own = np.sqrt(1 - correlation)
     limit = bound * noise[:, None]
-    normal = scipy.special.ndtr
-    within = normal((limit - common) / own) - normal((-limit - common) / own)
-    together = (within ** counts[:, None, None]).prod(0)
+    below = scipy.special.ndtr((limit - common) / own)
+    far_below = scipy.special.ndtr((-limit - common) / own)
+    within = (below - far_below) ** counts[:, None, None]
+    together = within.prod(0)
     return float(weights @ together @ _NORMAL_WEIGHTS)
 
 
@@ -95,12 +99,12 @@ def group_half_width(
 
     Variances are the pooled one, with `df` degrees of freedom, the baseline's and the arm's.
     """
-    dunnett_error = np.sqrt(pooled * (1 / sizes[0] + 1 / num))
-    welch_error, welch_df = welch(variance0, variance, sizes[0], num)
+    pooled_error = np.sqrt(pooled * (1 / sizes[0] + 1 / num))
+    dunnett = dunnett_quantile(sizes, df, level) * pooled_error
+    error, error_df = welch(variance0, variance, sizes[0], num)
     strictness = math.sqrt(len(sizes) - 1)
-    quantile = scipy.stats.t.isf(level / strictness / 2, welch_df)
-    dunnett = dunnett_quantile(sizes, df, level) * dunnett_error
-    return np.maximum(dunnett, quantile * welch_error)
+    quantile = scipy.stats.t.isf(level / strictness / 2, error_df)
+    return np.maximum(dunnett, quantile * error)
 
 
 @cache
@@ -125,10 +129,15 @@ def group_difference(
         chi2 = 2 * gamma(each / 2, _NUM_DRAWN)
         squares.append(variance * chi2)
     half_widths = group_half_width(
-        sum(squares) / df, squares[0] / df0, squares[1] / df_arm, sizes, num, df, level
+        pooled=sum(squares) / df,
+        variance0=squares[0] / df0,
+        variance=squares[1] / df_arm,
+        sizes=sizes,
+        num=num,
+        df=df,
+        level=level,
     )
-    variance = variances[0] / sizes[0] + variances[1] / num
-    true_error = math.sqrt(max(variance, 1e-100))
+    true_error, _ = welch(variances[0], variances[1], sizes[0], num)
 
     def lack(difference: float) -> float:
         found = scipy.special.ndtr((difference - half_widths) / true_error)
@@ -146,5 +155,5 @@ def _chi(df: int) -> tuple[Array, Array]:
     high = chi.isf(1e-13)
     nodes, weights = np.polynomial.legendre.leggauss(40)
     values = low + (high - low) * (nodes + 1) / 2
-    weights = weights * chi.pdf(values)
+    weights *= chi.pdf(values)
     return values / math.sqrt(df), weights / weights.sum()

@@ -12,10 +12,9 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from gpt2.ablate import pictures, tables
-from gpt2.ablate.arms import differences
+from gpt2.ablate.arms import Differences, differences
 from gpt2.ablate.judge import compared, judge, sample
 from gpt2.ablate.results import write_csv
-from gpt2.ablate.runs import Setting
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.training.code import read_starts
@@ -78,8 +77,8 @@ def _render(template: str, **context: object) -> str:
     return environment.get_template(template).render(context)
 
 
-def _list_options(sweep: Sweep) -> dict[str, dict[str, tuple[Setting, Setting]]]:
-    """Returns what each arm has in place of what its baseline has: name -> (old, new)."""
+def _list_options(sweep: Sweep) -> dict[str, Differences]:
+    """Returns what each arm has in place of what its baseline has."""
     options = {}
     for first, *arms in sweep.groups():
         for arm in arms:
@@ -96,7 +95,8 @@ def _made_with(results: pd.DataFrame) -> dict[str, list[str]]:
         starts += read_starts(folder / "run")
     found = {}
     for name in _MADE_WITH:
-        found[name] = sorted({str(start.get(name)) for start in starts})
+        values = {str(start.get(name)) for start in starts}
+        found[name] = sorted(values)
     return found
 
 
@@ -135,8 +135,9 @@ def _draw(
     root = sweep.root
     drawn = []
     tried = []
-    for name, scores in sweep.tuning().items():
-        tried += [{"arm": name, "score": score} | choice for choice, score in scores]
+    for name, choices in sweep.tuning().items():
+        for choice, score in choices:
+            tried.append({"arm": name, "score": score, **choice})
     for option, values in sweep.tune.items():
         if isinstance(values[0], str):
             continue

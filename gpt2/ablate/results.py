@@ -39,6 +39,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
         tokens = run.config.shapes.tokens
         flops_of = partial(flops, run.config)
         curve = read_curve(run.workdir, score, tokens, flops_of)
+        seconds = curve.seconds[-1] if len(curve.seconds) else math.nan
         records = read_metrics(run.workdir / "metrics.jsonl")
         last = records[-1] if records else {}
         if outcome.state == "finished" and last.get(score) is None:
@@ -57,7 +58,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
                 "steps": steps,
                 "tokens": tokens(steps),
                 "flops": flops_of(steps),
-                "seconds": curve.seconds[-1] if len(curve.seconds) else math.nan,
+                "seconds": seconds,
                 "eval/loss": last.get("eval/loss"),
                 "eval/bits_per_byte": last.get("eval/bits_per_byte"),
                 "train/loss": last.get("train/loss"),
@@ -74,8 +75,9 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
 def write_csv(path: Path, results: pd.DataFrame) -> None:
     """Writes results.csv, a row for each run."""
     table = results.drop(columns=["run", "curve", "score"])
-    table["folder"] = [folder.relative_to(path.parent) for folder in table["folder"]]
-    write_text(path, table.round({"flops": 0, "seconds": 2}).to_csv(index=False))
+    root = path.parent
+    table["folder"] = [folder.relative_to(root) for folder in table["folder"]]
+    write_text(path, table.to_csv(index=False))
 
 
 def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curve:
@@ -88,10 +90,11 @@ def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curv
         if "perf/step_seconds" in record:
             seconds = seconds + (step - before) * record["perf/step_seconds"]
             before = step
-        if record.get(score) is not None:
-            points.append((tokens(step), flops(step), seconds, record[score]))
-    columns = np.array(points, dtype=np.float64).reshape(-1, 4).T
-    return Curve(*columns)
+        value = record.get(score)
+        if value is not None:
+            points.append((tokens(step), flops(step), seconds, value))
+    table = np.array(points, dtype=np.float64).reshape(-1, 4)
+    return Curve(*table.T)
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
@@ -102,5 +105,6 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
     # The last that is above counts: no lucky validation before it.
     above = np.flatnonzero(scores > target)
     start = above[-1] if above.size else 0
-    ends = amounts[start : start + 2]
-    return float(np.interp(-target, -scores[start : start + 2], ends, right=math.inf))
+    x = -scores[start : start + 2]
+    y = amounts[start : start + 2]
+    return float(np.interp(-target, x, y, right=math.inf))

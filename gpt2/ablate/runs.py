@@ -68,7 +68,8 @@ class Run:
         if not now:
             return set()
         saved = latest_step(self.workdir) or 0
-        return {now, *(start["code"] for start in starts if start["step"] < saved)}
+        kept = {start["code"] for start in starts if start["step"] < saved}
+        return kept | {now}
 
     def prepare(self) -> None:
         """Writes what train.py reads."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -23,6 +24,13 @@ from gpt2.utils.files import locked, write_json
 CHOOSING_SEEDS = 1000
 # Fields that are decided before the first run, for all runs.
 _DECIDED = ("equal", "tune", "num_tune_seeds")
+
+
+class Tried(NamedTuple):
+    """What an arm's runs with a choice of values gave."""
+
+    choice: Settings
+    score: float  # the mean of runs; nan where one has no score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +70,12 @@ class Sweep:
 
     def choices(self) -> list[dict[str, Setting]]:
         """Returns every choice of values for the options that are tuned; none if none is."""
-        if not self.tune:
-            return []
-        grid = itertools.product(*self.tune.values())
-        return [dict(zip(self.tune, values, strict=True)) for values in grid]
+        choices = []
+        if self.tune:
+            for values in itertools.product(*self.tune.values()):
+                choice = dict(zip(self.tune, values, strict=True))
+                choices.append(choice)
+        return choices
 
     def has_no_choice(self, arm: Arm) -> bool:
         """Returns whether an arm diverged with every choice."""
@@ -87,12 +97,13 @@ class Sweep:
 
     def num_seeds(self, arm: Arm) -> int:
         """Returns how many seeds an arm has so far."""
-        return max(self.looks[0], self.seeds.get(arm.name, 0))
+        return self.seeds.get(arm.name, self.looks[0])
 
     def runs(self) -> list[Run]:
         """Returns the runs that are compared, seed by seed, of the arms that have their choice."""
         runs = []
-        for i in range(max(map(self.num_seeds, self.arms))):
+        most = max(map(self.num_seeds, self.arms))
+        for i in range(most):
             for arm in self.arms:
                 choice = self.chosen.get(arm.name)
                 if choice is not None and i < self.num_seeds(arm):
@@ -106,20 +117,26 @@ class Sweep:
         source = arm.source(self.root)
         return Run(arm.name, config, folder / f"seed-{seed}", choice, source=source)
 
+    def needed_runs(self) -> list[Run]:
+        """Returns the runs that are compared, and before them those that still have to choose."""
+        return [*self.undecided_runs(), *self.runs()]
+
     def all_runs(self) -> list[Run]:
         """Returns the runs that choose, and those that are compared."""
         return [*self.choosing_runs(), *self.runs()]
 
-    def tuning(self) -> dict[str, list[tuple[dict[str, Setting], float]]]:
-        """Returns each arm's choices and their mean scores; nan where a run has no score."""
+    def tuning(self) -> dict[str, list[Tried]]:
+        """Returns each arm's choices and what they gave."""
+        tuning: dict[str, list[Tried]] = {}
         if not self.tune:
-            return {}
+            return tuning
         results = read_results(self.choosing_runs(), self.score)
         means = results.groupby(["arm", "values"]).score.agg(mean)
-        tuning = {}
         for arm in self.arms:
-            choices = self.choices()
-            tuning[arm.name] = [(c, means[arm.name, describe(c)]) for c in choices]
+            tuning[arm.name] = []
+            for choice in self.choices():
+                score = means[arm.name, describe(choice)]
+                tuning[arm.name].append(Tried(choice, score))
         return tuning
 
     def with_choices(self) -> "Sweep":
@@ -127,16 +144,21 @@ class Sweep:
 
         A run that failed has not: the next command tries it again.
         """
-        if not self.tune:
-            return dataclasses.replace(self, chosen={arm.name: {} for arm in self.arms})
         chosen = dict(self.chosen)
-        runs = self.undecided_runs()
+        if not self.tune:
+            chosen = {arm.name: {} for arm in self.arms}
+        open_arms = set()
+        for run in self.undecided_runs():
+            if run.outcome().state not in ENDED:
+                open_arms.add(run.arm)
         for name, tried in self.tuning().items():
-            states = {run.outcome().state for run in runs if run.arm == name}
-            if states and states <= set(ENDED):
-                scored = [pair for pair in tried if math.isfinite(pair[1])]
-                best, _ = min(scored, key=lambda pair: pair[1], default=(None, 0.0))
-                chosen[name] = best
+            if name in chosen or name in open_arms:
+                continue
+            chosen[name] = None
+            scored = [each for each in tried if math.isfinite(each.score)]
+            if scored:
+                best = min(scored, key=lambda each: each.score)
+                chosen[name] = best.choice
         return dataclasses.replace(self, chosen=chosen)
 
     def results(self) -> pd.DataFrame:
@@ -155,7 +177,8 @@ class Sweep:
             if now and run.source != SOURCE:
                 code = hash_code(run.source)
             for each in run.codes(code):
-                labels.setdefault((run.source, each), []).append(run.label)
+                alike = labels.setdefault((run.source, each), [])
+                alike.append(run.label)
             path = run.workdir / "data.json"
             if not path.exists():
                 continue
@@ -178,7 +201,10 @@ class Sweep:
 
     def save(self) -> None:
         """Writes sweep.json."""
-        arms = [vars(arm) | {"config": arm.config.to_dict()} for arm in self.arms]
+        arms = []
+        for arm in self.arms:
+            config = arm.config.to_dict()
+            arms.append(vars(arm) | {"config": config})
         tree = vars(self) | {"root": "", "arms": arms}
         write_json(self.root / "sweep.json", tree)
 
@@ -214,7 +240,6 @@ def continued(sweep: Sweep) -> Sweep:
         return sweep
     before = load_sweep(sweep.root)
     known = {arm.name: arm for arm in before.arms}
-    unnamed = {dataclasses.replace(arm, change="") for arm in before.arms}
     arms = list(before.arms)
     clashes: dict[str, tuple[object, object]] = {}
     for name in _DECIDED:
@@ -224,10 +249,11 @@ def continued(sweep: Sweep) -> Sweep:
             same = known[arm.name]
             clashes |= differences(same.config, arm.config)
             clashes[f"commits of {arm.name}"] = (same.commit, arm.commit)
-        elif dataclasses.replace(arm, change="") not in unnamed:
+        else:
             arms.append(arm)
     clashes["score"] = (before.score, choose_score(arms))
-    if max(len(before.looks), len(sweep.looks)) > 1 or before.find:
+    may_add_seeds = len(before.looks) == len(sweep.looks) == 1 and not before.find
+    if not may_add_seeds:
         clashes["seeds"] = (before.looks, sweep.looks)
     for name, (old, new) in clashes.items():
         if old != new:
@@ -236,17 +262,20 @@ def continued(sweep: Sweep) -> Sweep:
                 "Give another --workdir, or the old value",
             )
     find = min(before.find or sweep.find, sweep.find or before.find)
-    seen = any(run.outcome().state != "waiting" for run in before.runs())
     raised_from = before.raised_from
-    if seen and not raised_from and (sweep.looks > before.looks or find != before.find):
-        raised_from = before.looks[-1]
+    raises = sweep.looks > before.looks or find != before.find
+    if raises and not raised_from:
+        states = {run.outcome().state for run in before.runs()}
+        if states != {"waiting"}:
+            raised_from = before.looks[-1]
     seeds: dict[str, int] = {}
     for each in (before, sweep):
         if each.find == find:
             seeds |= each.seeds
+    commands = dict.fromkeys([*before.commands, *sweep.commands])
     return dataclasses.replace(
         sweep,
-        commands=list(dict.fromkeys([*before.commands, *sweep.commands])),
+        commands=list(commands),
         arms=tuple(arms),
         score=before.score,
         looks=max(before.looks, sweep.looks),

@@ -11,7 +11,7 @@ import scipy  # loads its parts when they are used
 from gpt2.ablate.judge import compared
 from gpt2.ablate.power import same_difference, welch
 from gpt2.ablate.results import amount_to_reach
-from gpt2.ablate.runs import Setting, describe
+from gpt2.ablate.runs import describe
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict
 
@@ -25,7 +25,11 @@ def verdict_table(
     rows = []
     for name, sample in by_arm.items():
         scores = list(sample.scores.values())
-        row = {"arm": name, "runs": str(len(scores)), "mean ± sd": spread(scores)}
+        row = {
+            "arm": name,
+            "runs": str(len(scores)),
+            "mean ± sd": spread(scores),
+        }
         if name in verdicts:
             verdict = verdicts[name]
             row |= {
@@ -105,11 +109,14 @@ def _share(shares: np.ndarray) -> str:
     own = shares[:, 0]
     targets = shares[:, 1:].mean(0)
     middle = own.mean()
-    if min(len(own), len(targets)) < 2:
+    num = len(own)
+    num_targets = len(targets)
+    if num < 2 or num_targets < 2:
         return f"{middle:.2f}"
-    error, df = welch(targets.var(ddof=1), own.var(ddof=1), len(targets), len(own))
+    error, df = welch(targets.var(ddof=1), own.var(ddof=1), num_targets, num)
     half_width = scipy.stats.t.isf(0.025, df) * error
-    return f"{middle:.2f} {_interval(middle - half_width, middle + half_width, '.2f')}"
+    interval = _interval(middle - half_width, middle + half_width, ".2f")
+    return f"{middle:.2f} {interval}"
 
 
 def tuning_table(sweep: Sweep) -> pd.DataFrame:
@@ -122,11 +129,12 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
         if choice is None:
             rows.append({"arm": name, "chosen": "nothing: every choice diverged"})
             continue
-        score = next(score for tried, score in scores[name] if tried == choice)
+        score = next(each.score for each in scores[name] if each.choice == choice)
         edges = []
         for option, values in sweep.tune.items():
-            numbers: list[Setting] = [v for v in values if not isinstance(v, str)]
-            if numbers and choice[option] in (min(numbers), max(numbers)):
+            if isinstance(values[0], str):
+                continue
+            if choice[option] in (min(values), max(values)):
                 edges.append(option)
         remark = f"at the edge of {', '.join(edges)}: a wider grid may do better"
         rows.append(

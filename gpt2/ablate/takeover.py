@@ -54,9 +54,10 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
     folder = root.absolute().parent
     in_runs = folder.glob("*/runs/*/*/config.json")
     in_tune = folder.glob("*/tune/*/*/*/config.json")
-    taken = Counter[tuple[str, str]]()
+    taken = Counter[tuple[str, Path]]()
     for path in sorted([*in_runs, *in_tune]):
-        for run in missing.get(json.dumps(json.loads(path.read_text())), ()):
+        options = json.dumps(json.loads(path.read_text()))
+        for run in missing[options]:
             other = dataclasses.replace(run, folder=path.parent)
             outcome = other.outcome()
             if outcome.state != "finished":
@@ -74,10 +75,9 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
             with lock:
                 _copy(other, run, origin)
             sweep = root.parent / Path(origin).parts[0]
-            commit = starts[-1].get("commit") or "unknown"
-            taken[run.arm, f"{sweep}, commit {commit}"] += 1
-    for (arm, whose), number in taken.items():
-        print(f"{arm}: {counted(number, 'run')} taken from {whose}", flush=True)
+            taken[run.arm, sweep] += 1
+    for (arm, sweep), number in taken.items():
+        print(f"{arm}: {counted(number, 'run')} taken from {sweep}", flush=True)
 
 
 def _copy(other: Run, run: Run, origin: str) -> None:
@@ -91,7 +91,11 @@ def _copy(other: Run, run: Run, origin: str) -> None:
 
 def _facts(starts: Sequence[Mapping[str, object]]) -> set[str]:
     """Returns what decides the figures of a run's starts, one text if it has not changed."""
-    return {json.dumps([start.get(name) for name in _ALIKE]) for start in starts}
+    facts = set()
+    for start in starts:
+        alike = [start.get(name) for name in _ALIKE]
+        facts.add(json.dumps(alike))
+    return facts
 
 
 def _describe(slot: Slot, source: Path, cpu_devices: int) -> set[str]:

@@ -67,7 +67,11 @@ def equalize(
         return step_flops(arm.config) if terms == "flops" else step_tokens(arm.config)
 
     budget = first.config.train.num_steps * cost(first)
-    return [first, *(with_length(arm, round(budget / cost(arm))) for arm in others)]
+    equal = [first]
+    for arm in others:
+        num_steps = round(budget / cost(arm))
+        equal.append(with_length(arm, num_steps))
+    return equal
 
 
 def at_sizes(

@@ -145,10 +145,12 @@ def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
     """Tests by Dunnett's and Welch's methods, as the module's docstring says."""
-    groups = [baseline.values, *(arm.values for arm in arms.values())]
-    sizes = tuple(len(group) for group in groups)
+    first = baseline.values
+    groups = [first]
+    for arm in arms.values():
+        groups.append(arm.values)
+    sizes = tuple(map(len, groups))
     strictness = math.sqrt(len(arms))  # of Welch's test
-    first = groups[0]
     verdicts = {}
     for i, name in enumerate(arms, start=1):
         group = groups[i]
@@ -162,25 +164,39 @@ def _test(
             continue
         variance0 = float(first.var(ddof=1))
         variance = float(group.var(ddof=1))
-        half_width = float(
-            group_half_width(pooled, variance0, variance, sizes, num, df, level)
+        half_width = group_half_width(
+            pooled=pooled,
+            variance0=variance0,
+            variance=variance,
+            sizes=sizes,
+            num=num,
+            df=df,
+            level=level,
         )
-        low = difference - half_width
-        high = difference + half_width
-        dunnett = 1 - dunnett_probability(abs(difference) / error, sizes, df)
+        low = difference - float(half_width)
+        high = difference + float(half_width)
+        distance = abs(difference)
+        dunnett = 1 - dunnett_probability(distance / error, sizes, df)
         welch_error, welch_df = welch(variance0, variance, sizes[0], num)
-        alone = 2 * scipy.stats.t.sf(abs(difference) / welch_error, welch_df)
-        variances = (variance0, variance, rest)
+        alone = 2 * scipy.stats.t.sf(distance / welch_error, welch_df)
+        p_value = max(dunnett, strictness * alone)
         verdicts[name] = Verdict(
-            difference,
-            _decide(low, high),
-            baseline.mean,
-            low,
-            high,
-            p_value=float(np.clip(max(dunnett, strictness * alone), 0, 1)),
+            difference=difference,
+            words=_decide(low, high),
+            baseline=baseline.mean,
+            low=low,
+            high=high,
+            p_value=float(np.clip(p_value, 0, 1)),
             error=float(welch_error),
             df=float(welch_df),
-            detectable=partial(group_difference, sizes, num, df, variances, level),
+            detectable=partial(
+                group_difference,
+                sizes=sizes,
+                num=num,
+                df=df,
+                variances=(variance0, variance, rest),
+                level=level,
+            ),
         )
     return verdicts
 
@@ -195,9 +211,10 @@ def _pooled_variance(groups: Sequence[Array], index: int) -> tuple[float, int, f
     usual = np.median(variances)
     counts = (variances <= _OUTLYING * usual) | (usual == 0)
     counts[[0, index]] = True
-    dfs = np.array([len(group) - 1 for group in groups]) * counts
-    others = dfs.copy()
-    others[[0, index]] = 0
-    df = int(dfs.sum())
-    rest = others @ variances / max(1, others.sum())
-    return float(dfs @ variances / df), df, float(rest)
+    sizes = np.array([len(group) for group in groups])
+    dfs = np.where(counts, sizes - 1, 0)
+    df = dfs.sum()
+    pooled = dfs @ variances / df
+    dfs[[0, index]] = 0
+    rest = dfs @ variances / max(1, dfs.sum())
+    return float(pooled), int(df), float(rest)
