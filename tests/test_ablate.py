@@ -239,8 +239,9 @@ def write_run(run, final, state="finished", error="", noise=None):
     (run.folder / "log.txt").write_text(f"step 1\n{error}\n")
     run.workdir.mkdir(exist_ok=True)
     (run.workdir / "config.json").write_text(json.dumps(run.config.to_dict()))
-    steps = np.arange(100, 1001, 100)
-    losses = 8 + (final - 8) * steps / 1000
+    shares = np.arange(1, 11) / 10
+    steps = np.round(shares * run.config.train.num_steps)
+    losses = 8 + (final - 8) * shares
     lines = [
         {"step": int(step), "perf/step_seconds": 0.1, "eval/loss": loss}
         for step, loss in zip(steps, losses, strict=True)
@@ -543,6 +544,129 @@ def test_runs_on_another_text_are_not_compared(tmp_path):
         sweep.check_runs()
 
 
+def swap(first, second):
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def replace_text(path, old, new):
+    text = path.read_text()
+    path.write_text(text.replace(old, new))
+    assert path.read_text() != text
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:30])
+
+
+def copy_run(root):
+    """Copies what a seed has trained to another."""
+    shutil.rmtree(root / "runs/baseline/seed-0/run")
+    shutil.copytree(
+        root / "runs/baseline/seed-1/run", root / "runs/baseline/seed-0/run"
+    )
+
+
+RUN = "runs/baseline/seed-0/run"
+METRICS = f"{RUN}/metrics.jsonl"
+DAMAGES = {
+    "metrics end early": (
+        lambda root: replace_text(root / METRICS, '{"step": 1000', ""),
+        r"the metrics of .*seed-0 end at step 900 of 1000\. Remove .*seed-0, and repeat",
+    ),
+    "metrics are cut": (lambda root: cut(root / METRICS), "end at step 0 of 1000"),
+    "no metrics": (lambda root: (root / METRICS).unlink(), "end at step 0 of 1000"),
+    "the score is NaN": (
+        lambda root: replace_text(
+            root / METRICS, '"eval/loss": 3', '"eval/loss": NaN, "x": 3'
+        ),
+        "end with eval/loss=nan",
+    ),
+    "the score is a text": (
+        lambda root: replace_text(
+            root / METRICS, '"eval/loss": 3', '"eval/loss": "a", "x": 3'
+        ),
+        "end with eval/loss=a",
+    ),
+    "no score": (
+        lambda root: replace_text(root / METRICS, '"eval/loss": 3', '"x": 3'),
+        "end with eval/loss=None",
+    ),
+    "arms are swapped": (
+        lambda root: swap(root / "runs/baseline", root / "runs/optim.name=lion"),
+        "holds a run with optim.name=lion, not adamw",
+    ),
+    "seeds are swapped": (
+        lambda root: swap(root / "runs/baseline/seed-0", root / "runs/baseline/seed-1"),
+        "holds a run with seed=1, not 0",
+    ),
+    "a seed is copied": (copy_run, "holds a run with seed=1, not 0"),
+    "the outcome is cut": (
+        lambda root: cut(root / "runs/baseline/seed-0/outcome.json"),
+        r"seed-0/outcome\.json cannot be read",
+    ),
+    "the outcome is a list": (
+        lambda root: (root / "runs/baseline/seed-0/outcome.json").write_text("[1]"),
+        r"seed-0/outcome\.json cannot be read",
+    ),
+    "options are cut": (
+        lambda root: cut(root / RUN / "config.json"),
+        "seed-0 cannot be read",
+    ),
+    "options are gone": (
+        lambda root: (root / RUN / "config.json").unlink(),
+        "seed-0 cannot be read",
+    ),
+    "starts are garbage": (
+        lambda root: (root / RUN / "environment.jsonl").write_text("garbage"),
+        "seed-0 cannot be read",
+    ),
+    "starts are numbers": (
+        lambda root: (root / RUN / "environment.jsonl").write_text("5"),
+        "seed-0 cannot be read",
+    ),
+    "starts are binary": (
+        lambda root: (root / RUN / "environment.jsonl").write_bytes(b"\xff\xfe"),
+        "seed-0 cannot be read",
+    ),
+    "the sweep is cut": (
+        lambda root: cut(root / "sweep.json"),
+        r"sweep\.json cannot be read .*Remove .*sweep\.json, and repeat",
+    ),
+    "the sweep is a list": (
+        lambda root: (root / "sweep.json").write_text("[]"),
+        r"sweep\.json cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "told"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_sweep_has_no_verdict_and_is_told_in_one_line(tmp_path, damage, told):
+    filled(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=told) as error:
+        sweep = load_sweep(tmp_path).with_choices()
+        sweep.check_runs()
+        write_report(sweep)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=told):  # before it judges, too
+        load_sweep(tmp_path).results()
+
+
+def test_a_choice_is_not_made_by_a_damaged_run_and_not_by_anothers(tmp_path):
+    tune = {"optim.learning_rate": [1e-3, 2e-3]}
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
+    for run in sweep.choosing_runs():
+        write_run(run, 3 + run.config.optim.learning_rate)
+    assert set(sweep.with_choices().chosen) == {"baseline", "optim.name=lion"}
+    folder = tmp_path / "tune" / "baseline"
+    swap(*sorted(folder.iterdir()))
+    with pytest.raises(UserError, match=r"holds a run with optim\.learning_rate=0\.00"):
+        sweep.with_choices()
+
+
 def began(run, *starts):
     lines = [json.dumps({"step": step, "code": code}) for step, code in starts]
     (run.workdir / "environment.jsonl").write_text("\n".join(lines))
@@ -607,6 +731,13 @@ def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(
         states = {run.label: run.outcome().state for run in sweep.runs()}
         return sweep, [label for label, state in states.items() if state == "finished"]
 
+    baseline = beside.runs()[0]
+    whole = (baseline.workdir / "metrics.jsonl").read_text()
+    for damaged in (whole[:-200], whole.replace("eval/loss", "eval")):
+        (baseline.workdir / "metrics.jsonl").write_text(damaged)
+        assert take("damaged", "optim.name=muon")[1] == []
+    (baseline.workdir / "metrics.jsonl").write_text(whole)
+    cut(beside.runs()[1].folder / "config.json")
     sweep, taken = take("new", "optim.name=muon")
     assert taken == ["baseline seed 0"]
     told = f"baseline: 1 run taken from {tmp_path / 'beside'}"
@@ -649,6 +780,7 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path):
         run = make_measuring_run(tmp_path, arm)
         write_run(run, 3.7)
         line = {"step": 40, "perf/step_seconds": 0.1, "perf/total_seconds": 24.0}
+        line["eval/loss"] = 3.7
         (run.workdir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert measure(tmp_path, arm, slots[0]) == pytest.approx((0.1, 20))
     *_, last, total = describe_runs(sweep, slots).splitlines()

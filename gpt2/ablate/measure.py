@@ -62,6 +62,7 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
             f"{arm.name} cannot be measured ({outcome.error})",
             f"See {run.folder}/log.txt",
         )
+    run.check(LOSS)
     records = read_metrics(run.workdir / "metrics.jsonl")
     steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
     step = median(steps[1:] or steps)

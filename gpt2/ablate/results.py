@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gpt2.ablate.runs import Outcome, Run, describe
+from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import flops
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.files import write_text
@@ -31,10 +31,12 @@ class Curve:
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """Returns a row for each run: what results.csv tells of it, its curve, and its score.
 
-    The score, the metric in which runs are compared, is nan for a run that has not finished.
+    The score, the metric in which runs are compared, is nan for a run that has not finished. A run
+    whose folder holds other than it is a UserError.
     """
     rows = []
     for run in runs:
+        run.check(score)
         outcome = run.outcome()
         tokens = run.config.shapes.tokens
         flops_of = partial(flops, run.config)
@@ -42,8 +44,6 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
         seconds = curve.seconds[-1] if len(curve.seconds) else math.nan
         records = read_metrics(run.workdir / "metrics.jsonl")
         last = records[-1] if records else {}
-        if outcome.state == "finished" and last.get(score) is None:
-            outcome = Outcome("failed", f"its last {score} is gone from metrics.jsonl")
         finished = outcome.state == "finished"
         steps = last.get("step", 0)
         rows.append(

@@ -6,11 +6,14 @@ how it ended, once it has, and run/ is the workdir of train.py.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt2.config import Config
+from gpt2.config import Config, flatten
+from gpt2.errors import UserError
+from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.code import SOURCE, read_starts
 from gpt2.utils.files import write_json
@@ -18,6 +21,8 @@ from gpt2.utils.files import write_json
 Setting = bool | int | float | str  # the value of an option
 Settings = Mapping[str, Setting]  # of options by their dotted names
 ENDED = ("finished", "diverged")  # the states of runs that are not trained any more
+# What a file raises that was cut, altered or not meant to be read.
+DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 class Outcome(NamedTuple):
@@ -52,10 +57,50 @@ class Run:
 
     def outcome(self) -> Outcome:
         """Returns how it ended; `waiting` if it has not."""
+        path = self.folder / "outcome.json"
         try:
-            return Outcome(**json.loads((self.folder / "outcome.json").read_text()))
+            return Outcome(**json.loads(path.read_bytes()))
         except FileNotFoundError:
             return Outcome("waiting")
+        except DAMAGE as error:
+            raise unreadable(path, error) from None
+
+    def check(self, score: str) -> None:
+        """Raises a UserError unless the folder of a run that has ended holds that run, whole.
+
+        It has the options and the seed that are asked for, and a finished one its last step's score.
+        """
+        state = self.outcome().state
+        if state not in ENDED:
+            return
+        try:
+            kept = flatten(json.loads((self.workdir / "config.json").read_bytes()))
+            records = read_metrics(self.workdir / "metrics.jsonl")
+            self.codes()
+        except DAMAGE as error:
+            raise unreadable(self.folder, error) from None
+        how = f"Remove {self.folder}, and repeat the command"
+        for name, value in flatten(self.config.to_dict()).items():
+            # Other code may lack an option.
+            found = kept.get(name, value)
+            if found != value:
+                raise UserError(
+                    f"{self.folder} holds a run with {name}={found}, not {value}", how
+                )
+        if state == "diverged":
+            return
+        last = records[-1] if records else {"step": 0}
+        steps = self.config.train.num_steps
+        if last["step"] != steps:
+            raise UserError(
+                f"the metrics of {self.folder} end at step {last['step']} of {steps}",
+                how,
+            )
+        value = last.get(score)
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise UserError(
+                f"the metrics of {self.folder} end with {score}={value}", how
+            )
 
     def codes(self, now: str = "") -> set[str]:
         """Returns the hashes of the code that its steps are of.
@@ -81,3 +126,9 @@ class Run:
 def describe(settings: Settings) -> str:
     """Writes options as `optim.learning_rate=0.001,optim.beta2=0.95`."""
     return ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+def unreadable(path: Path, error: Exception) -> UserError:
+    """Returns what to tell of a damaged file or folder."""
+    how = f"Remove {path}, and repeat the command"
+    return UserError(f"{path} cannot be read ({error})", how)

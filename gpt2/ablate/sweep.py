@@ -13,7 +13,7 @@ import pandas as pd
 
 from gpt2.ablate.arms import Arm, differences
 from gpt2.ablate.results import read_results
-from gpt2.ablate.runs import ENDED, Run, Setting, Settings, describe
+from gpt2.ablate.runs import DAMAGE, ENDED, Run, Setting, Settings, describe, unreadable
 from gpt2.ablate.terms import LOSS, choose_score
 from gpt2.config import Config, DataConfig, with_options
 from gpt2.errors import UserError
@@ -173,6 +173,7 @@ class Sweep:
         texts: dict[DataConfig, tuple[bytes, Run]] = {}
         labels: dict[tuple[Path, str], list[str]] = {}  # of the runs of each code
         for run in self.all_runs():
+            run.check(self.score)
             code = now
             if now and run.source != SOURCE:
                 code = hash_code(run.source)
@@ -214,12 +215,15 @@ def load_sweep(root: Path) -> Sweep:
     path = root / "sweep.json"
     if not path.exists():
         raise UserError(f"{root} holds no sweep", "Give the --workdir of a sweep")
-    tree = json.loads(path.read_text())
-    arms = []
-    for each in tree["arms"]:
-        config = Config.from_dict(each["config"])
-        arms.append(Arm(**each | {"config": config}))
-    return Sweep(**tree | {"root": root, "arms": tuple(arms)})
+    try:
+        tree = json.loads(path.read_bytes())
+        arms = []
+        for each in tree["arms"]:
+            config = Config.from_dict(each["config"])
+            arms.append(Arm(**each | {"config": config}))
+        return Sweep(**tree | {"root": root, "arms": tuple(arms)})
+    except DAMAGE as error:
+        raise unreadable(path, error) from None
 
 
 def register(sweep: Sweep) -> Sweep:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from gpt2.ablate.jobs import Slot, take
 from gpt2.ablate.runs import Outcome, Run
+from gpt2.ablate.terms import LOSS
 from gpt2.data.dataset import prepare
+from gpt2.errors import UserError
 from gpt2.training.code import read_starts
 from gpt2.utils import files
 from gpt2.utils.text import counted
@@ -56,10 +58,17 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
     in_tune = folder.glob("*/tune/*/*/*/config.json")
     taken = Counter[tuple[str, Path]]()
     for path in sorted([*in_runs, *in_tune]):
-        options = json.dumps(json.loads(path.read_text()))
+        try:
+            options = json.dumps(json.loads(path.read_bytes()))
+        except ValueError:
+            continue
         for run in missing[options]:
             other = dataclasses.replace(run, folder=path.parent)
-            outcome = other.outcome()
+            try:
+                outcome = other.outcome()
+                other.check(LOSS)
+            except UserError:  # what that sweep would tell
+                continue
             if outcome.state != "finished":
                 continue
             starts = read_starts(other.workdir)
