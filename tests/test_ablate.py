@@ -304,17 +304,12 @@ def test_programs_read_the_verdicts_of_the_report(tmp_path):
     verdicts = judge(sweep, sweep.results())
     report_of(sweep)
     tree = json.loads((tmp_path / "verdicts.json").read_text())
-    lion, muon = (tree["arms"][f"optim.name={name}"] for name in ("lion", "muon"))
+    lion, muon = (tree[f"optim.name={name}"] for name in ("lion", "muon"))
     known = verdicts["optim.name=lion"]
-    assert (lion["words"], lion["difference"]) == ("better", known.difference)
-    assert (lion["low"], lion["high"]) == (known.low, known.high)
-    assert lion["detectable"] == known.detectable() and list(lion["scores"]) == list(
-        "01234"
-    )
+    assert lion["words"] == "better"
+    for name in ("difference", "baseline", "low", "high", "p_value"):
+        assert lion[name] == pytest.approx(getattr(known, name), abs=1e-9)
     assert (muon["words"], muon["low"]) == ("diverged in 1 of 5 runs", None)
-    assert "words" not in tree["arms"]["baseline"]
-    cost = tree["cost_here"]
-    assert (cost["tokens"], round(cost["seconds"])) == (15 * 2_048_000, 1500)
 
 
 def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
@@ -886,8 +881,8 @@ def test_the_report_compares_at_each_size(tmp_path):
     )
     muon = r"^\| optim\.name=muon \| -.* better \| .* worse \| \S+e-\d+ \|$"
     assert re.search(muon, text, re.M)
-    told = json.loads((tmp_path / "verdicts.json").read_text())["sizes"]
-    p_values = [each["p, if one difference"] for each in told]
+    told = sizes_table(sweep, judge(sweep, sweep.results()))
+    p_values = told["p, if one difference"]
     assert p_values[0] > 0.05 and p_values[1] < 1e-3
     write_run(sweep.runs()[1], 4.7, "diverged")  # lion at the first size
     results, looked = sweep.results(), dataclasses.replace(sweep, looks=[2, 3])

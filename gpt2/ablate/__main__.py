@@ -115,10 +115,6 @@ def main() -> int:
 def _read_sweep(root: Path, slot: Slot) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
-    if len(arms) == 1 and not FLAGS.sizes and not FLAGS.budgets:
-        raise UserError(
-            "there is only the baseline", "For example, add --vary=optim.name=lion"
-        )
     looks = _read_looks(FLAGS.seeds, FLAGS.find)
     score = choose_score(arms)
     tune = read_tuned(FLAGS.tune, FLAGS.vary)

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import itertools
+import json
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,14 @@ from pathlib import Path
 
 from gpt2 import cli
 from gpt2.ablate.runs import Setting, Settings
-from gpt2.config import Config, flatten, option, read_option, read_options, with_options
+from gpt2.config import (
+    Config,
+    flatten,
+    option,
+    read_option,
+    read_options,
+    with_options,
+)
 from gpt2.errors import UserError
 from gpt2.training.code import SOURCE
 from gpt2.utils.files import locked
@@ -22,6 +30,7 @@ _CODE = "code"
 _HERE = "."
 _TUNABLE = ("optim.", "loss.")  # groups that leave the terms of a comparison equal
 
+_KNOWN = flatten(Config.from_dict({}).to_dict()).keys()
 Differences = dict[str, tuple[Setting, Setting]]  # option -> (old, new)
 
 
@@ -33,6 +42,8 @@ class Arm:
     config: Config  # all of its options; the seed is the sweep's first
     size: str = ""  # of the model, such as `4x128`, where several are compared
     commit: str = ""  # of the code that trains it; the working tree's where that is ""
+    # Options that only that code has.
+    extra: Settings = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -58,8 +69,8 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     """Returns the arms, the baseline first, which is `config` itself, named or not.
 
     Each `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`, where `.` is the
-    working tree. A value may set more options, as in `optim.name=muon+optim.weight_decay=0.0`.
-    Quotes protect a comma.
+    working tree. A value may set more options, as in `optim.name=muon+optim.weight_decay=0.0`, and
+    that of `code` such as only the branch has. Quotes protect a comma.
     """
     axes = [_read_axis(text) for text in vary]
     chosen: Iterable[Sequence[Settings]] = itertools.product(*axes)
@@ -115,17 +126,20 @@ def _read_axis(text: str) -> list[Settings]:
     values = next(csv.reader([rest]), [])
     if not values or not all(values):
         raise UserError(f"{text} names no values", "Write OPTION=VALUE1,VALUE2")
-    if name in (_RECIPE, _CODE):
-        return [{name: value} for value in values]
     return [_read_value(f"{name}={value}") for value in values]
 
 
 def _read_value(text: str) -> Settings:
     """Reads `OPTION=VALUE`, and `+OPTION=VALUE` behind it."""
-    options = {}
+    options: dict[str, Setting] = {}
     for pair in re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text):
         name, value = pair.split("=", 1)
-        options[name] = read_option(name, value)
+        if name in (_RECIPE, _CODE):
+            options[name] = value
+        elif name in _KNOWN or options.get(_CODE, _HERE) == _HERE:
+            options[name] = read_option(name, value)
+        else:
+            options[name] = _read_literal(value)
     if "seed" in options:
         raise UserError("seed cannot be varied", "Use --seeds=N")
     if "train.num_steps" in options:
@@ -133,10 +147,19 @@ def _read_value(text: str) -> Settings:
     return options
 
 
+def _read_literal(text: str) -> Setting:
+    """Returns the number or the truth value that a text stands for, else the text."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
 def _label(value: Settings) -> str:
+    pairs = dict(value)
     if _RECIPE in value:
-        return f"{_RECIPE}={Path(str(value[_RECIPE])).stem}"
-    text = "+".join(f"{name}={each}" for name, each in value.items())
+        pairs[_RECIPE] = Path(str(value[_RECIPE])).stem
+    text = "+".join(f"{name}={each}" for name, each in pairs.items())
     return re.sub(r"[^\w.,=+-]+", "_", text)  # it becomes a folder's name
 
 
@@ -154,7 +177,8 @@ def _apply(config: Config, values: Sequence[Settings], name: str) -> Arm:
             # What the command line sets holds for all arms.
             overrides = {each: option(config, each) for each in cli.overrides()}
             config = with_options(Config.from_dict(recipe), overrides)
-        return Arm(name, with_options(config, options), commit=commit)
+        extra = {each: options.pop(each) for each in options.keys() - _KNOWN}
+        return Arm(name, with_options(config, options), commit=commit, extra=extra)
     except UserError as error:
         raise UserError(f"the arm {name} cannot work", str(error)) from None
 
@@ -166,6 +190,11 @@ def _find_commit(name: str) -> str:
     if not commit:
         raise UserError(f"{name} is no branch, tag or commit of {SOURCE}")
     return commit
+
+
+def diffstat(arm: Arm) -> str:
+    """Returns how much the code of an arm changes, as git tells it."""
+    return _git(SOURCE, "diff", "-R", "--shortstat", arm.commit, "--", "*.py")
 
 
 def check_out(source: Path) -> None:

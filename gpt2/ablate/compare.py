@@ -1,7 +1,6 @@
 """What `python -m gpt2.compare` does: draws the validation curves of runs over each other."""
 
 import json
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from gpt2 import cli
 from gpt2.ablate.pictures import plot_curves
-from gpt2.ablate.results import Amount, Curve, read_curve
+from gpt2.ablate.results import Amount, Curve, read_curve, unknown
 from gpt2.ablate.tables import spread
 from gpt2.ablate.terms import BITS_PER_BYTE, LOSS, flops
 from gpt2.config import Config, flatten
@@ -63,8 +62,8 @@ def main(*directories: str) -> None:
     first, *others = curves
     for name, points in read_reference(reference).items():
         tokens, losses = points.T
-        unknown = np.full(len(points), np.nan)
-        curves[name] = [Curve(tokens, unknown, unknown, losses)]
+        nothing = np.full(len(points), np.nan)
+        curves[name] = [Curve(tokens, nothing, nothing, losses)]
     output = Path(flags.FLAGS.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     plot_curves(output, curves, unit, log_x=flags.FLAGS.log_x)
@@ -138,7 +137,7 @@ def _find_amounts(options: Options) -> tuple[Amount, Amount]:
     except UserError:
         batch_size = options["data"]["batch_size"]
         context = options["model"]["context_length"]
-        return partial(operator.mul, batch_size * context), lambda _: math.nan
+        return partial(operator.mul, batch_size * context), unknown
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> Table:

@@ -42,10 +42,10 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
     }
     config = with_options(arm.config, options)
     source = arm.source(root)
-    decides = [config.to_dict(), hash_code(source)]  # the time
+    decides = [config.to_dict(), arm.extra, hash_code(source)]  # the time
     mark = zlib.crc32(json.dumps(decides).encode())
     folder = root / "measure" / f"{arm.name}-{mark:08x}"
-    return Run(arm.name, config, folder, source=source)
+    return Run(arm.name, config, folder, source=source, extra=arm.extra)
 
 
 def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """The report of a sweep: report.md, report.html, verdicts.json, results.csv and pictures."""
 
 import base64
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,13 +11,13 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from gpt2.ablate import pictures, tables
-from gpt2.ablate.arms import Differences, differences
+from gpt2.ablate.arms import Differences, differences, diffstat
 from gpt2.ablate.judge import compared, judge, sample
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.training.code import read_starts
-from gpt2.utils.files import write_json, write_text
+from gpt2.utils.files import write_text
 from gpt2.utils.text import counted, format_count
 
 _MADE_WITH = ("code", "commit", "clean", "jax", "device_kind", "devices")
@@ -33,7 +32,9 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     table = tables.verdict_table(samples, verdicts)
     by_size = tables.sizes_table(sweep, verdicts)
     write_csv(root / "results.csv", results)
-    _write_verdicts(sweep, results, samples, verdicts, by_size)
+    for_programs = pd.DataFrame(map(vars, verdicts.values()), index=verdicts)
+    for_programs = for_programs.drop(columns="detectable", errors="ignore")
+    write_text(root / "verdicts.json", for_programs.to_json(orient="index", indent=2))
     drawn = _draw(sweep, results, samples, verdicts)
     broken = results[results.state.isin(["diverged", "failed"])]
     states = results[results.purpose == "compare"].state.value_counts().sort_index()
@@ -47,6 +48,8 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         taken=taken.drop("", errors="ignore"),
         pictures=drawn,
         verdicts=table,
+        costs=tables.cost_table(sweep, results),
+        metrics=tables.metrics_table(sweep, results),
         reach=tables.reach_table(sweep, results),
         by_size=by_size,
         tuning=tables.tuning_table(sweep),
@@ -84,7 +87,9 @@ def _list_options(sweep: Sweep) -> dict[str, Differences]:
         for arm in arms:
             options[arm.name] = differences(first.config, arm.config)
             if arm.commit:
-                options[arm.name]["code"] = ("that of the working tree", arm.commit)
+                options[arm.name]["code"] = (diffstat(arm), arm.commit)
+            for name, value in arm.extra.items():
+                options[arm.name][name] = ("none", value)
     return options
 
 
@@ -98,31 +103,6 @@ def _made_with(results: pd.DataFrame) -> dict[str, list[str]]:
         values = {str(start.get(name)) for start in starts}
         found[name] = sorted(values)
     return found
-
-
-def _write_verdicts(
-    sweep: Sweep,
-    results: pd.DataFrame,
-    samples: Mapping[str, Sample],
-    verdicts: Mapping[str, Verdict],
-    by_size: pd.DataFrame,
-) -> None:
-    """Writes verdicts.json, the report for programs."""
-    arms = {}
-    for name in samples:
-        arms[name] = vars(samples[name])
-        if name in verdicts:
-            verdict = verdicts[name]
-            arms[name] |= vars(verdict) | {"detectable": verdict.detectable()}
-    own = results[results.taken_from == ""]
-    tree = {
-        "arms": arms,
-        "sizes": by_size.to_dict("records"),
-        "cost_here": own[["tokens", "flops", "seconds"]].sum().to_dict(),
-    }
-    # JSON has null in place of nan.
-    tree = json.loads(json.dumps(tree), parse_constant=lambda _: None)
-    write_json(sweep.root / "verdicts.json", tree)
 
 
 def _draw(

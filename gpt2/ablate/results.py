@@ -12,9 +12,11 @@ import pandas as pd
 from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import flops
 from gpt2.telemetry.metrics import read_metrics
+from gpt2.training.code import SOURCE
 from gpt2.utils.files import write_text
 
 Amount = Callable[[int], float]  # of so many steps
+METRICS = ("train/", "eval/")  # what the names of metrics in results begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,9 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
         run.check(score)
         outcome = run.outcome()
         tokens = run.config.shapes.tokens
-        flops_of = partial(flops, run.config)
+        flops_of: Amount = partial(flops, run.config)
+        if run.source != SOURCE:
+            flops_of = unknown
         curve = read_curve(run.workdir, score, tokens, flops_of)
         seconds = curve.seconds[-1] if len(curve.seconds) else math.nan
         records = read_metrics(run.workdir / "metrics.jsonl")
@@ -55,13 +59,12 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
                 "state": outcome.state,
                 "code": " ".join(sorted(run.codes())),
                 "taken_from": outcome.taken_from,
+                "parameters": run.parameters(),
                 "steps": steps,
                 "tokens": tokens(steps),
                 "flops": flops_of(steps),
                 "seconds": seconds,
-                "eval/loss": last.get("eval/loss"),
-                "eval/bits_per_byte": last.get("eval/bits_per_byte"),
-                "train/loss": last.get("train/loss"),
+                **{name: last[name] for name in last if name.startswith(METRICS)},
                 "error": outcome.error,
                 "folder": run.folder,
                 "run": run.label,
@@ -70,6 +73,11 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def unknown(steps: int) -> float:
+    """Returns the FLOPs of other code, whose formula is not ours."""
+    return math.nan
 
 
 def write_csv(path: Path, results: pd.DataFrame) -> None:

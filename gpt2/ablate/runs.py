@@ -7,6 +7,7 @@ how it ended, once it has, and run/ is the workdir of train.py.
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,8 @@ class Run:
     tuned: Settings = dataclasses.field(default_factory=dict)  # that it tries, or chose
     chooses: bool = False  # whether it only chooses between values
     source: Path = SOURCE  # where the train.py lies that trains it
+    # Options that only the code in `source` has.
+    extra: Settings = dataclasses.field(default_factory=dict)
 
     @property
     def workdir(self) -> Path:
@@ -54,6 +57,14 @@ class Run:
         """Its name for people, such as `optim.name=muon seed 2`."""
         values = f" {describe(self.tuned)}" if self.chooses else ""
         return f"{self.arm}{values} seed {self.config.seed}"
+
+    def options(self) -> dict[str, dict[str, Setting]]:
+        """Returns the options that it is asked to train with, as config.json has them."""
+        tree = self.config.to_dict()
+        for name, value in self.extra.items():
+            group, _, option = name.partition(".")
+            tree.setdefault(group, {})[option] = value
+        return tree
 
     def outcome(self) -> Outcome:
         """Returns how it ended; `waiting` if it has not."""
@@ -68,7 +79,7 @@ class Run:
     def check(self, score: str) -> None:
         """Raises a UserError unless the folder of a run that has ended holds that run, whole.
 
-        It has the options and the seed that are asked for, and a finished one its last step's score.
+        It has the options and the seed that are asked for; a finished one, its last step's score.
         """
         state = self.outcome().state
         if state not in ENDED:
@@ -80,7 +91,7 @@ class Run:
         except DAMAGE as error:
             raise unreadable(self.folder, error) from None
         how = f"Remove {self.folder}, and repeat the command"
-        for name, value in flatten(self.config.to_dict()).items():
+        for name, value in flatten(self.options()).items():
             # Other code may lack an option.
             found = kept.get(name, value)
             if found != value:
@@ -116,11 +127,18 @@ class Run:
         kept = {start["code"] for start in starts if start["step"] < saved}
         return kept | {now}
 
+    def parameters(self) -> str:
+        """Returns how many parameters it has, as its first screen says."""
+        path = self.folder / "log.txt"
+        log = path.read_text(errors="replace") if path.exists() else ""
+        found = re.search(r"(\S+) parameters", log)
+        return found[1] if found else ""
+
     def prepare(self) -> None:
         """Writes what train.py reads."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "outcome.json").unlink(missing_ok=True)  # of an earlier try
-        write_json(self.folder / "config.json", self.config.to_dict())
+        write_json(self.folder / "config.json", self.options())
 
 
 def describe(settings: Settings) -> str:

@@ -115,7 +115,14 @@ class Sweep:
         seed += self.arms[0].config.seed
         config = with_options(arm.config, {**choice, "seed": seed})
         source = arm.source(self.root)
-        return Run(arm.name, config, folder / f"seed-{seed}", choice, source=source)
+        return Run(
+            arm=arm.name,
+            config=config,
+            folder=folder / f"seed-{seed}",
+            tuned=choice,
+            source=source,
+            extra=arm.extra,
+        )
 
     def needed_runs(self) -> list[Run]:
         """Returns the runs that are compared, and before them those that still have to choose."""

@@ -10,11 +10,20 @@ import scipy  # loads its parts when they are used
 
 from gpt2.ablate.judge import compared
 from gpt2.ablate.power import same_difference, welch
-from gpt2.ablate.results import amount_to_reach
+from gpt2.ablate.results import METRICS, amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict
+from gpt2.utils.text import format_count
 
+_USUAL = (
+    "train/loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "eval/loss",
+    "eval/perplexity",
+    "eval/bits_per_byte",
+)
 _AMOUNTS = {"tokens": "tokens", "FLOPs": "flops", "time": "seconds"}
 
 
@@ -33,6 +42,7 @@ def verdict_table(
         if name in verdicts:
             verdict = verdicts[name]
             row |= {
+                "baseline": _number(verdict.baseline, ".4f"),
                 "difference": _number(verdict.difference, "+.4f"),
                 "interval": _interval(verdict.low, verdict.high, "+.4f"),
                 "p": _number(verdict.p_value, ".2g"),
@@ -74,6 +84,41 @@ def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
     return pd.DataFrame(rows).fillna("")
 
 
+def cost_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
+    """Returns what a run of each arm takes."""
+    rows = []
+    for arm in sweep.arms:
+        runs = compared(results, arm, "finished")
+        steps = arm.config.train.num_steps
+        seconds = runs.seconds.sum() / runs.steps.sum() if len(runs) else math.nan
+        rows.append(
+            {
+                "arm": arm.name,
+                "parameters": ", ".join(runs.parameters.unique()),
+                "steps": f"{steps:,}",
+                "tokens": format_count(arm.config.shapes.tokens(steps)),
+                "seconds a step": _number(seconds, ".4g"),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
+    """Returns the last values of metrics that a loss, a model or tasks add."""
+    names = []
+    for name in results.columns:
+        if name.startswith(METRICS) and name not in _USUAL:
+            names.append(name)
+    rows = []
+    for arm in sweep.arms:
+        runs = compared(results, arm, "finished")
+        row = {"arm": arm.name}
+        for name in names:
+            row[name] = spread(list(runs[name].dropna()))
+        rows.append(row)
+    return pd.DataFrame(rows) if names else pd.DataFrame()
+
+
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     """Returns the share of the baseline's run that each arm takes to reach its final score."""
     rows = []
@@ -101,7 +146,7 @@ def _share(shares: np.ndarray) -> str:
 
     Rows are an arm's runs, which reach the mean of the baseline's final scores, then each of them.
     """
-    if not shares.size:
+    if not shares.size or np.isnan(shares).any():
         return "-"
     reached = np.isfinite(shares).all(1)
     if not reached.all():

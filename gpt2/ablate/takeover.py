@@ -50,7 +50,7 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
     missing = defaultdict[str, list[Run]](list)  # by their options
     for run in runs:
         if not run.workdir.exists():
-            missing[json.dumps(run.config.to_dict())].append(run)
+            missing[json.dumps(run.options())].append(run)
     if not missing:
         return
     folder = root.absolute().parent
@@ -92,6 +92,7 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
 def _copy(other: Run, run: Run, origin: str) -> None:
     """Makes a run of what another has left."""
     run.prepare()
+    shutil.copy(other.folder / "log.txt", run.folder)
     with files.new_directory(run.workdir) as partial:
         shutil.copytree(other.workdir, partial, ignore=_LEFT, dirs_exist_ok=True)
     outcome = Outcome("finished", taken_from=origin)

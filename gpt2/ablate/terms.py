@@ -64,6 +64,11 @@ def equalize(
     def cost(arm: Arm) -> float:
         if terms == "seconds":
             return step_seconds(arm)
+        if terms == "flops" and arm.commit:
+            raise UserError(
+                f"the FLOPs of {arm.name}, of other code, are not known",
+                "Use --equal=tokens or --equal=seconds",
+            )
         return step_flops(arm.config) if terms == "flops" else step_tokens(arm.config)
 
     budget = first.config.train.num_steps * cost(first)
