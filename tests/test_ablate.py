@@ -36,6 +36,7 @@ from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule
 from gpt2.telemetry.flops import count_compute_parameters
+from gpt2.training.code import hash_code
 from gpt2.utils.files import seal
 from tests.helpers import ROOT, TINY, make_repository
 
@@ -129,6 +130,46 @@ def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
         check_out(source)
 
 
+def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.mkdir()
+    for module in ("arms", "results"):
+        monkeypatch.setattr(f"gpt2.ablate.{module}.SOURCE", source)
+    (source / "train.py").write_text("1")
+    make_repository(source, "train.py", "2\n3\n")
+    with pytest.raises(UserError, match=r"there is no option optim\.twist"):
+        arms("code=.+optim.twist=0.5")
+    own = "optim.twist=0.5+loss.turn=True+loss.kind=soft+optim.weight_decay=0.3"
+    found = arms(f"code=my/idea+{own}")
+    assert names(found) == [
+        "baseline",
+        "code=my_idea+optim.twist=0.5+loss.turn=True+loss.kind=soft+optim.weight_decay=0.3",
+    ]
+    extra = {"optim.twist": 0.5, "loss.turn": True, "loss.kind": "soft"}
+    assert found[1].extra == extra and found[1].config.optim.weight_decay == 0.3
+    sweep = dataclasses.replace(sweep_in(tmp_path / "sweep"), arms=tuple(found))
+    sweep = sweep.with_choices()
+    rng = np.random.default_rng(0)
+    for run in sweep.runs():
+        write_run(run, 3.8, noise=rng)
+    sweep.save()
+    assert load_sweep(sweep.root) == sweep
+    changed = sweep.runs()[1]
+    options = json.loads((changed.folder / "config.json").read_text())
+    assert (options["optim"]["twist"], options["loss"]["kind"]) == (0.5, "soft")
+    text = report_of(sweep)
+    assert "`optim.twist=0.5` (none)" in text
+    assert "1 file changed, 2 insertions(+), 1 deletion(-)" in text
+    rows = rows_of(sweep.root)
+    assert float(rows[0]["flops"]) > 0 and rows[1]["flops"] == ""  # by which formula?
+    assert re.search(r"^\| code=my_idea\S+ \| \S+ .*\| - \| \S+ ", text, re.M)
+    with pytest.raises(UserError, match="the FLOPs of code=my_idea"):
+        equal(found, "flops")
+    replace_text(changed.workdir / "config.json", '"twist": 0.5', '"twist": 0.7')
+    with pytest.raises(UserError, match=r"optim\.twist=0\.7, not 0\.5"):
+        sweep.check_runs()
+
+
 @pytest.mark.parametrize(
     "tune", ["data.batch_size=8", "optim.name=lion", "optim.beta1=0.8+seed=1"]
 )
@@ -167,6 +208,15 @@ def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
     steps = "optim.schedule=piecewise:500=0.5+optim.end_learning_rate=4e-3+data.batch_size=32"
     with pytest.raises(UserError, match="piecewise"):
         equal(arms(steps), "tokens")
+
+
+def test_equal_tokens_are_those_of_the_run_where_batches_grow():
+    grows = with_options(BASE, {"train.batch_schedule": "0=16,500=32"})
+    assert BASE.data.batch_size == 16
+    pair = [Arm("baseline", grows), Arm("other", BASE)]
+    other = equal(pair, "tokens")[1].config
+    assert other.train.num_steps == 1500  # of the mean batch of 24
+    assert other.shapes.tokens(1500) == grows.shapes.tokens(1000)
 
 
 def test_other_tokenizers_compare_in_bits_per_byte_and_other_texts_do_not_compare():
@@ -236,9 +286,10 @@ def write_run(run, final, state="finished", error="", noise=None):
     if noise is not None:
         final += 0.003 * noise.standard_normal()
     run.prepare()
-    (run.folder / "log.txt").write_text(f"step 1\n{error}\n")
+    log = f"model  1.2M parameters, attention fused\nstep 1\n{error}\n"
+    (run.folder / "log.txt").write_text(log)
     run.workdir.mkdir(exist_ok=True)
-    (run.workdir / "config.json").write_text(json.dumps(run.config.to_dict()))
+    (run.workdir / "config.json").write_text(json.dumps(run.options()))
     shares = np.arange(1, 11) / 10
     steps = np.round(shares * run.config.train.num_steps)
     losses = 8 + (final - 8) * shares
@@ -296,6 +347,31 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     assert [line["state"] for line in lines] == 15 * ["finished"]
     assert "Learning rates were not tuned" in text
     assert (float(lines[0]["tokens"]), float(lines[0]["seconds"])) == (2_048_000, 100)
+
+
+def test_the_report_tells_what_runs_take_and_metrics_that_a_loss_adds(tmp_path):
+    sweep = filled(tmp_path, num_seeds=2)
+    for run in sweep.runs():
+        path = run.workdir / "metrics.jsonl"
+        own = f'"train/balance": {0.5 + run.config.seed}, "eval/loss"'
+        path.write_text(path.read_text().replace('"eval/loss"', own))
+    text = report_of(sweep)
+    assert "| arm | parameters | steps | tokens | seconds a step |" in text
+    assert "| optim.name=lion | 1.2M | 1,000 | 2M | 0.1 |" in text
+    assert "| optim.name=lion | 1.0000 ± 0.7071 |" in text
+    assert rows_of(tmp_path)[0]["train/balance"] == "0.5"
+
+
+def test_a_difference_stands_beside_the_baselines_mean_that_it_is_from(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon", looks=[3, 5])
+    sweep = dataclasses.replace(sweep, seeds={"baseline": 5, "optim.name=muon": 5})
+    for run in sweep.runs():
+        final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 3.98}
+        write_run(run, final[run.arm] + 0.01 * run.config.seed)
+    text = report_of(sweep)
+    assert "| baseline | 5 | 4.0200 ± 0.0158 |" in text
+    assert "| optim.name=lion | 3 | 3.0100 ± 0.0100 | 4.0100 | -1.0000 |" in text
+    assert "| optim.name=muon | 5 | 4.0000 ± 0.0158 | 4.0200 | -0.0200 |" in text
 
 
 def test_programs_read_the_verdicts_of_the_report(tmp_path):
@@ -746,6 +822,46 @@ def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("fact", takeover._ALIKE)
+def test_a_run_is_not_taken_over_from_other_code_versions_or_devices(
+    tmp_path, monkeypatch, fact
+):
+    text = {"tokens": 7}
+    here = dict.fromkeys(takeover._ALIKE, 1)
+    monkeypatch.setattr(
+        takeover, "prepare", lambda _: SimpleNamespace(describe=lambda: text)
+    )
+    monkeypatch.setattr(takeover, "_describe", lambda *_: takeover._facts([here]))
+    beside = sweep_in(tmp_path / "beside", "optim.name=lion", num_seeds=1)
+    run = beside.runs()[0]
+    write_run(run, 3.7)
+    (run.workdir / "data.json").write_text(json.dumps(seal(text)))
+    sweep = sweep_in(tmp_path / "new", "optim.name=lion", num_seeds=1)
+    for start in (here | {fact: 2}, here):
+        line = json.dumps({"step": 0} | start)
+        (run.workdir / "environment.jsonl").write_text(line)
+        takeover.take_over(sweep.runs(), sweep.root, make_slots(1)[0])
+        taken = sweep.runs()[0].outcome().taken_from
+        assert bool(taken) == (start == here)
+
+
+@pytest.mark.parametrize(
+    "room",
+    ["config", "data", "model", "ops", "optim", "parallel", "training", "utils"],
+)
+def test_the_hash_of_code_is_that_of_every_room_that_decides_figures(tmp_path, room):
+    path = tmp_path / "gpt2" / room / "anything.py"
+    tool = tmp_path / "gpt2" / "ablate" / "anything.py"
+    for each in (path, tool):
+        each.parent.mkdir(parents=True)
+        each.write_text("x = 1")
+    before = hash_code(tmp_path)
+    tool.write_text("x = 2")
+    assert hash_code(tmp_path) == before
+    path.write_text("x = 2")
+    assert hash_code(tmp_path) != before
+
+
 # Times and places
 
 
@@ -883,6 +999,14 @@ def test_the_report_compares_at_each_size(tmp_path):
     assert re.search(muon, text, re.M)
     told = sizes_table(sweep, judge(sweep, sweep.results()))
     p_values = told["p, if one difference"]
+    for change, p_value in zip(told["arm"], p_values, strict=True):
+        found = judge(sweep, sweep.results())
+        each = [found[f"{size},{change}"] for size in sizes]
+        numbers = [(v.difference, v.error, v.df) for v in each]
+        alone = same_difference(*np.array(numbers).T)
+        assert p_value == pytest.approx(
+            min(2 * alone, 1), rel=0.06
+        )  # two are asked for
     assert p_values[0] > 0.05 and p_values[1] < 1e-3
     write_run(sweep.runs()[1], 4.7, "diverged")  # lion at the first size
     results, looked = sweep.results(), dataclasses.replace(sweep, looks=[2, 3])
@@ -934,6 +1058,7 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     assert "2/2" in said and "diverged in 1 of 1 runs" in said
     rows = rows_of(root, ["seconds"])
     assert [row["state"] for row in rows] == ["finished", "diverged"]
+    assert all(row["parameters"] for row in rows)
     times = {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")}
     ablate(*options)
     assert {
