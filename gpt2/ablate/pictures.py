@@ -59,6 +59,7 @@ def plot_differences(
         axes.plot(dots, below, "o", color=color, alpha=0.6, markersize=5)
     labels = [name.replace(",", ",\n") for name in names]
     axes.set_yticks(range(len(names)), labels)
+    axes.margins(y=0.15)
     axes.set_xlabel(f"difference from the baseline ({unit}); lower is better")
     figure.savefig(png)
 

@@ -123,7 +123,12 @@ def _draw(
             continue
         # The best of all choices with a value.
         best = pd.DataFrame(tried).pivot_table(
-            values="score", index=option, columns="arm", aggfunc="min", sort=False
+            values="score",
+            index=option,
+            columns="arm",
+            aggfunc="min",
+            dropna=False,
+            sort=False,
         )
         drawn.append(f"tuning-{option}.png")
         pictures.plot_tuning(root / drawn[-1], best.sort_index(), sweep.unit)
