@@ -105,7 +105,8 @@ def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list[Setti
     for text in tune:
         name = text.partition("=")[0]
         values = _read_axis(text)
-        if any(len(value) > 1 for value in values):
+        sets_several = max(map(len, values)) > 1
+        if sets_several:
             raise UserError(
                 f"--tune={text} sets several options", "Use one --tune for each"
             )

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,9 @@ def main(*directories: str) -> None:
     workdirs: dict[str, list[Path]] = {}
     for place in directories:
         workdirs |= _find_workdirs(place)
-    options = {name: _read_options(members[0]) for name, members in workdirs.items()}
+    options = {}
+    for name, members in workdirs.items():
+        options[name] = _read_options(members[0])
     unit = "nats per token"
     reference = flags.FLAGS.reference
     curves = _read_curves(workdirs, options, LOSS, unit)
@@ -146,7 +149,7 @@ def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> Table:
     table.columns[0].overflow = "fold"
     for name, members in curves.items():
         tokens = members[0].tokens[-1]
-        seconds = np.mean([curve.seconds[-1] for curve in members])
+        seconds = mean(curve.seconds[-1] for curve in members)
         scores = [curve.scores[-1] for curve in members]
         table.add_row(
             name,

@@ -62,8 +62,8 @@ def _visible_gpus() -> list[str]:
 def _slots_of_cluster(jobs: int | None, ray: ModuleType) -> list[Slot]:
     """Returns what Ray keeps for each run: a GPU, a TPU's host, or a host or its share of cores."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    kinds = {kind for node in nodes for kind in node}
-    kind = next(kind for kind in ("GPU", "TPU", "CPU") if kind in kinds)
+    kinds = set[str]().union(*nodes)
+    kind = next(each for each in ("GPU", "TPU", "CPU") if each in kinds)
     sizes = [int(node[kind]) for node in nodes if kind in node]
     number = jobs or len(sizes)
     if kind == "GPU":
@@ -137,7 +137,8 @@ def take(run: Run) -> TextIO | None:
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # A sweep that was killed leaves a run that still saves its state.
-        if not is_locked(run.workdir / ".lock") and not _has_ended(run):
+        still_saves = is_locked(run.workdir / ".lock")
+        if not still_saves and not _has_ended(run):
             return lock
     lock.close()
     return None

@@ -40,8 +40,11 @@ def sample(
     runs = compared(results, arm)[:seeds]
     finished = runs[runs.state == "finished"]
     states = list(runs.state)
-    scores = dict(zip(finished.seed, finished.score, strict=True))
-    return Sample(scores, states.count("diverged"), states.count("failed"))
+    return Sample(
+        scores=dict(zip(finished.seed, finished.score, strict=True)),
+        diverged=states.count("diverged"),
+        failed=states.count("failed"),
+    )
 
 
 def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
@@ -77,8 +80,8 @@ def _look(
         seeds = ends.get(arm.name, look) if several else None
         found = sample(sweep, results, arm, seeds)
         samples[arm.name] = found
-        goes_on = several and arm.name not in ends and not sweep.has_no_choice(arm)
-        if goes_on and found.num_runs < look:
+        has_ended = arm.name in ends or sweep.has_no_choice(arm)
+        if several and not has_ended and found.num_runs < look:
             waits = True
     baseline = samples.pop(group[0].name)
     judged = compare(baseline, samples, level=level)
@@ -153,7 +156,8 @@ def level_at(looks: Sequence[int], look: int) -> float:
     By the third power of the share of seeds (Kim and DeMets 1987, Biometrika 74), each look what is
     new: the level holds by Bonferroni's inequality.
     """
-    before = max((each for each in looks if each < look), default=0)
+    earlier = [each for each in looks if each < look]
+    before = max(earlier, default=0)
     spent = (look**3 - before**3) / looks[-1] ** 3
     return LEVEL * spent
 

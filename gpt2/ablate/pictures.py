@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from gpt2.ablate.results import Curve
+from gpt2.ablate.results import AMOUNTS, Curve
 from gpt2.ablate.verdicts import Verdict
 
 if TYPE_CHECKING:
@@ -21,11 +21,6 @@ _LINES = ("-", "--", ":", "-.")
 _BASELINE = "#4b5563"
 _MUTED = "#6b7280"
 _VERDICTS = {"better": "#009e73", "worse": "#d55e00"}
-_AMOUNTS = {
-    "tokens": "tokens",
-    "flops": "FLOPs",
-    "seconds": "seconds of training steps",
-}
 
 
 def plot_differences(
@@ -82,12 +77,12 @@ def plot_curves(
     height = 4.6 + 0.12 * len(curves)
     figure, panels = _figure(height, width=14, columns=3)
     num_arms = len(curves) // num_sizes
-    for axes, amount in zip(panels, _AMOUNTS, strict=True):
+    for axes, amount in zip(panels, AMOUNTS, strict=True):
         for i, (name, members) in enumerate(curves.items()):
             size, arm = divmod(i, num_arms)
             style = _style(arm, size)
             _plot_mean(axes, amount, name, members, style)
-        axes.set_xlabel(_AMOUNTS[amount])
+        axes.set_xlabel(AMOUNTS[amount])
         axes.set_xscale("log" if log_x else "linear")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     # What lies high at first would leave little room for the rest.
@@ -109,10 +104,12 @@ def _plot_mean(
     members: Sequence[Curve],
     style: tuple[str, str],
 ) -> None:
-    """Draws the mean of curves, and their range, over one of `_AMOUNTS`."""
+    """Draws the mean of curves, and their range, over one of `AMOUNTS`."""
     color, line = style
-    if any(np.isnan(curve.tokens).any() for curve in members):
-        axes.axhline(members[0].scores[0], label=name, color=color, linestyle=line)
+    is_level = any(np.isnan(curve.tokens).any() for curve in members)
+    if is_level:
+        level = members[0].scores[0]
+        axes.axhline(level, label=name, color=color, linestyle=line)
         return
     places = []
     scores = []
@@ -130,7 +127,9 @@ def _plot_mean(
     marker = "o" if number == 1 else ""
     middle = y.mean(0)
     axes.plot(x, middle, marker=marker, label=name, color=color, linestyle=line)
-    axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
+    low = y.min(0)
+    high = y.max(0)
+    axes.fill_between(x, low, high, color=color, alpha=0.18)
 
 
 def plot_tuning(png: Path, best: pd.DataFrame, unit: str) -> None:

@@ -62,7 +62,8 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     """
     noise, weights = _chi(df)
     nums, counts = np.unique(sizes[1:], return_counts=True)
-    correlation = (nums / (nums + sizes[0]))[:, None, None]
+    shares = nums / (nums + sizes[0])
+    correlation = shares[:, None, None]
     common = np.sqrt(correlation) * _NORMAL
     own = np.sqrt(1 - correlation)
     limit = bound * noise[:, None]
@@ -99,7 +100,8 @@ def group_half_width(
 
     Variances are the pooled one, with `df` degrees of freedom, the baseline's and the arm's.
     """
-    pooled_error = np.sqrt(pooled * (1 / sizes[0] + 1 / num))
+    per_run = 1 / sizes[0] + 1 / num
+    pooled_error = np.sqrt(pooled * per_run)
     dunnett = dunnett_quantile(sizes, df, level) * pooled_error
     error, error_df = welch(variance0, variance, sizes[0], num)
     strictness = math.sqrt(len(sizes) - 1)
@@ -125,7 +127,8 @@ def group_difference(
     df_others = df - df0 - df_arm
     gamma = np.random.default_rng(0).standard_gamma
     squares = []  # sums of squared deviations, [_NUM_DRAWN] each
-    for variance, each in zip(variances, (df0, df_arm, df_others), strict=True):
+    dfs = (df0, df_arm, df_others)
+    for variance, each in zip(variances, dfs, strict=True):
         chi2 = 2 * gamma(each / 2, _NUM_DRAWN)
         squares.append(variance * chi2)
     half_widths = group_half_width(

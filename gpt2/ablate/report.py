@@ -1,12 +1,12 @@
 """The report of a sweep: report.md, report.html, verdicts.json, results.csv and pictures."""
 
 import base64
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import jinja2
+import numpy as np
 import pandas as pd
 from markdown_it import MarkdownIt
 
@@ -26,9 +26,12 @@ _MADE_WITH = ("code", "commit", "clean", "jax", "device_kind", "devices")
 def write_report(sweep: Sweep) -> pd.DataFrame:
     """Writes all files of the report, and returns the table of its verdicts."""
     root = sweep.root
+    title = root.resolve().name
     results = sweep.results()
     verdicts = judge(sweep, results)
-    samples = {arm.name: sample(sweep, results, arm) for arm in sweep.arms}
+    samples = {}
+    for arm in sweep.arms:
+        samples[arm.name] = sample(sweep, results, arm)
     table = tables.verdict_table(samples, verdicts)
     by_size = tables.sizes_table(sweep, verdicts)
     write_csv(root / "results.csv", results)
@@ -37,15 +40,16 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     write_text(root / "verdicts.json", for_programs.to_json(orient="index", indent=2))
     drawn = _draw(sweep, results, samples, verdicts)
     broken = results[results.state.isin(["diverged", "failed"])]
-    states = results[results.purpose == "compare"].state.value_counts().sort_index()
-    taken = results.taken_from.str.partition("/")[0].value_counts().sort_index()
+    states = results[results.purpose == "compare"].state
+    taken = results[results.taken_from != ""].taken_from
+    sweeps = taken.str.split("/").str[0]
     text = _render(
         "report.j2",
-        title=root.resolve().name,
+        title=title,
         sweep=sweep,
         seeds=sorted({sweep.num_seeds(arm) for arm in sweep.arms}),
-        states=states,
-        taken=taken.drop("", errors="ignore"),
+        states=states.value_counts().sort_index(),
+        taken=sweeps.value_counts(),
         pictures=drawn,
         verdicts=table,
         costs=tables.cost_table(sweep, results),
@@ -61,9 +65,10 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     write_text(root / "report.md", text)
     body = MarkdownIt("js-default").render(text)
     for name in drawn:
-        data = base64.b64encode((root / name).read_bytes()).decode()
+        picture = (root / name).read_bytes()
+        data = base64.b64encode(picture).decode()
         body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{data}"')
-    page = _render("page.j2", title=root.resolve().name, body=body)
+    page = _render("page.j2", title=title, body=body)
     write_text(root / "report.html", page)
     return table
 
@@ -85,11 +90,12 @@ def _list_options(sweep: Sweep) -> dict[str, Differences]:
     options = {}
     for first, *arms in sweep.groups():
         for arm in arms:
-            options[arm.name] = differences(first.config, arm.config)
+            changed = differences(first.config, arm.config)
             if arm.commit:
-                options[arm.name]["code"] = (diffstat(arm), arm.commit)
+                changed["code"] = (diffstat(arm), arm.commit)
             for name, value in arm.extra.items():
-                options[arm.name][name] = ("none", value)
+                changed[name] = ("none", value)
+            options[arm.name] = changed
     return options
 
 
@@ -132,14 +138,16 @@ def _draw(
         )
         drawn.append(f"tuning-{option}.png")
         pictures.plot_tuning(root / drawn[-1], best.sort_index(), sweep.unit)
-    if not any(math.isfinite(verdict.difference) for verdict in verdicts.values()):
+    differences = [verdict.difference for verdict in verdicts.values()]
+    if not np.isfinite(differences).any():
         return drawn
     dots = {}
+    curves = {}
     for group in sweep.groups():
         first = samples[group[0].name].mean
         for arm in group:
             dots[arm.name] = samples[arm.name].values - first
-    curves = {arm.name: list(compared(results, arm).curve) for arm in sweep.arms}
+            curves[arm.name] = list(compared(results, arm).curve)
     num_sizes = len(sweep.groups())
     pictures.plot_differences(root / "differences.png", verdicts, dots, sweep.unit)
     pictures.plot_curves(

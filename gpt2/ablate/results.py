@@ -16,6 +16,11 @@ from gpt2.training.code import SOURCE
 from gpt2.utils.files import write_text
 
 Amount = Callable[[int], float]  # of so many steps
+AMOUNTS = {  # of a curve, by their names in pictures and tables
+    "tokens": "tokens",
+    "flops": "FLOPs",
+    "seconds": "seconds of training steps",
+}
 METRICS = ("train/", "eval/")  # what the names of metrics in results begin with
 
 
@@ -45,10 +50,18 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
         if run.source != SOURCE:
             flops_of = unknown
         curve = read_curve(run.workdir, score, tokens, flops_of)
-        seconds = curve.seconds[-1] if len(curve.seconds) else math.nan
+        seconds = math.nan
+        if len(curve.seconds):
+            seconds = curve.seconds[-1]
         records = read_metrics(run.workdir / "metrics.jsonl")
         last = records[-1] if records else {}
-        finished = outcome.state == "finished"
+        own = {}
+        for name, value in last.items():
+            if name.startswith(METRICS):
+                own[name] = value
+        final = math.nan
+        if outcome.state == "finished":
+            final = last[score]
         steps = last.get("step", 0)
         rows.append(
             {
@@ -64,12 +77,12 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
                 "tokens": tokens(steps),
                 "flops": flops_of(steps),
                 "seconds": seconds,
-                **{name: last[name] for name in last if name.startswith(METRICS)},
+                **own,
                 "error": outcome.error,
                 "folder": run.folder,
                 "run": run.label,
                 "curve": curve,
-                "score": last[score] if finished else math.nan,
+                "score": final,
             }
         )
     return pd.DataFrame(rows)

@@ -85,7 +85,8 @@ class Run:
         if state not in ENDED:
             return
         try:
-            kept = flatten(json.loads((self.workdir / "config.json").read_bytes()))
+            text = (self.workdir / "config.json").read_bytes()
+            kept = flatten(json.loads(text))
             records = read_metrics(self.workdir / "metrics.jsonl")
             self.codes()
         except DAMAGE as error:

@@ -93,7 +93,8 @@ class Sweep:
 
     def undecided_runs(self) -> list[Run]:
         """Returns those of `choosing_runs` whose arms have no choice yet."""
-        return [run for run in self.choosing_runs() if run.arm not in self.chosen]
+        runs = self.choosing_runs()
+        return [run for run in runs if run.arm not in self.chosen]
 
     def num_seeds(self, arm: Arm) -> int:
         """Returns how many seeds an arm has so far."""
@@ -197,7 +198,8 @@ class Sweep:
                     f"{run.folder} was trained on another text than {first.folder}",
                     "Give another --workdir",
                 )
-        pools = len(labels) > len({source for source, _ in labels})
+        sources = {source for source, _ in labels}
+        pools = len(labels) > len(sources)
         if pools:
             told = []
             for (_, code), runs in labels.items():
@@ -254,7 +256,9 @@ def continued(sweep: Sweep) -> Sweep:
     arms = list(before.arms)
     clashes: dict[str, tuple[object, object]] = {}
     for name in _DECIDED:
-        clashes[name] = (getattr(before, name), getattr(sweep, name))
+        old = getattr(before, name)
+        new = getattr(sweep, name)
+        clashes[name] = (old, new)
     for arm in sweep.arms:
         if arm.name in known:
             same = known[arm.name]
@@ -263,8 +267,8 @@ def continued(sweep: Sweep) -> Sweep:
         else:
             arms.append(arm)
     clashes["score"] = (before.score, choose_score(arms))
-    may_add_seeds = len(before.looks) == len(sweep.looks) == 1 and not before.find
-    if not may_add_seeds:
+    looks_once = len(before.looks) == len(sweep.looks) == 1
+    if before.find or not looks_once:
         clashes["seeds"] = (before.looks, sweep.looks)
     for name, (old, new) in clashes.items():
         if old != new:
@@ -272,7 +276,9 @@ def continued(sweep: Sweep) -> Sweep:
                 f"{sweep.root} holds a sweep with {name}={old}, not {new}",
                 "Give another --workdir, or the old value",
             )
-    find = min(before.find or sweep.find, sweep.find or before.find)
+    find = before.find or sweep.find
+    if sweep.find:
+        find = min(find, sweep.find)
     raised_from = before.raised_from
     raises = sweep.looks > before.looks or find != before.find
     if raises and not raised_from:

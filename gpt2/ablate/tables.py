@@ -10,21 +10,11 @@ import scipy  # loads its parts when they are used
 
 from gpt2.ablate.judge import compared
 from gpt2.ablate.power import same_difference, welch
-from gpt2.ablate.results import METRICS, amount_to_reach
+from gpt2.ablate.results import AMOUNTS, METRICS, amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict
 from gpt2.utils.text import format_count
-
-_USUAL = (
-    "train/loss",
-    "train/grad_norm",
-    "train/learning_rate",
-    "eval/loss",
-    "eval/perplexity",
-    "eval/bits_per_byte",
-)
-_AMOUNTS = {"tokens": "tokens", "FLOPs": "flops", "time": "seconds"}
 
 
 def verdict_table(
@@ -61,7 +51,8 @@ def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
     rows = []
     if len(sweep.groups()) == 1:
         return pd.DataFrame()
-    changes = dict.fromkeys(arm.change for arm in sweep.arms if arm.name in verdicts)
+    _, *others = sweep.groups()[0]
+    changes = [arm.change for arm in others]
     for change in changes:
         row = dict[str, object](arm=change)
         tested = []
@@ -90,7 +81,7 @@ def cost_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     for arm in sweep.arms:
         runs = compared(results, arm, "finished")
         steps = arm.config.train.num_steps
-        seconds = runs.seconds.sum() / runs.steps.sum() if len(runs) else math.nan
+        seconds = runs.seconds.mean() / steps
         rows.append(
             {
                 "arm": arm.name,
@@ -104,19 +95,16 @@ def cost_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Returns the last values of metrics that a loss, a model or tasks add."""
-    names = []
-    for name in results.columns:
-        if name.startswith(METRICS) and name not in _USUAL:
-            names.append(name)
+    """Returns the last values of all metrics, a row for each; also those that a loss adds."""
     rows = []
-    for arm in sweep.arms:
-        runs = compared(results, arm, "finished")
-        row = {"arm": arm.name}
-        for name in names:
-            row[name] = spread(list(runs[name].dropna()))
-        rows.append(row)
-    return pd.DataFrame(rows) if names else pd.DataFrame()
+    for name in results.columns:
+        if name.startswith(METRICS):
+            row = {"metric": name}
+            for arm in sweep.arms:
+                runs = compared(results, arm, "finished")
+                row[arm.name] = spread(runs[name].dropna())
+            rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
@@ -130,7 +118,7 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
         for arm in others:
             runs = compared(results, arm, "finished")
             row = {"arm": arm.name}
-            for title, amount in _AMOUNTS.items():
+            for amount, title in AMOUNTS.items():
                 shares = np.empty((len(runs), len(targets)))
                 for i, curve in enumerate(runs.curve):
                     amounts = getattr(curve, amount) / first[amount].mean()
@@ -158,7 +146,9 @@ def _share(shares: np.ndarray) -> str:
     num_targets = len(targets)
     if num < 2 or num_targets < 2:
         return f"{middle:.2f}"
-    error, df = welch(targets.var(ddof=1), own.var(ddof=1), num_targets, num)
+    variance0 = targets.var(ddof=1)
+    variance = own.var(ddof=1)
+    error, df = welch(variance0, variance, num_targets, num)
     half_width = scipy.stats.t.isf(0.025, df) * error
     interval = _interval(middle - half_width, middle + half_width, ".2f")
     return f"{middle:.2f} {interval}"
@@ -179,7 +169,8 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
         for option, values in sweep.tune.items():
             if isinstance(values[0], str):
                 continue
-            if choice[option] in (min(values), max(values)):
+            ends = (min(values), max(values))
+            if choice[option] in ends:
                 edges.append(option)
         remark = f"at the edge of {', '.join(edges)}: a wider grid may do better"
         rows.append(
@@ -195,7 +186,7 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
 
 def spread(scores: Sequence[float]) -> str:
     """Writes the mean of scores, and their deviation if there are several."""
-    if not scores:
+    if not len(scores):
         return "-"
     deviation = f" ± {stdev(scores):.4f}" if len(scores) > 1 else ""
     return f"{mean(scores):.4f}{deviation}"

@@ -115,6 +115,7 @@ def compare(
         words = _obstacle(baseline, arm)
         if not words:
             judged[name] = arm
+            words = "the same score for every seed: no verdict"  # which a test replaces
         verdicts[name] = Verdict(arm.mean - baseline.mean, words, baseline.mean)
     return verdicts | _test(baseline, judged, level)
 
@@ -144,7 +145,7 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Tests by Dunnett's and Welch's methods, as the module's docstring says."""
+    """Tests by Dunnett's and Welch's methods, as the module's docstring says, where runs differ."""
     first = baseline.values
     groups = [first]
     for arm in arms.values():
@@ -159,8 +160,6 @@ def _test(
         pooled, df, rest = _pooled_variance(groups, i)
         error = math.sqrt(pooled * (1 / sizes[0] + 1 / num))
         if error <= _ROUNDING * np.abs(first).max():
-            words = "the same score for every seed: no verdict"
-            verdicts[name] = Verdict(difference, words, baseline.mean)
             continue
         variance0 = float(first.var(ddof=1))
         variance = float(group.var(ddof=1))
