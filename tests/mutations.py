@@ -256,20 +256,20 @@ steps that a run no longer has count as its own: training/code.py, ablate -k dif
     - for each in starts if each["step"] < start["step"]] + [start]
     + for each in starts] + [start]
 a run of other code is taken over: ablate/takeover.py, ablate -k taken_over
-    - or _facts(starts) != facts:
-    + :
+    - if _facts(starts) != here(
+    + if not here(
 a run on another text is taken over: ablate/takeover.py, ablate -k taken_over
-    - if same_text and (lock := take(run)):
-    + if lock := take(run):
+    - if own_text != text(run.config.data):
+    + if not text(run.config.data):
 looks do not share the level: ablate/judge.py, ablate_verdicts -k looks_share
-    - LEVEL * (look**3 - before**3)
-    + LEVEL * look**3
+    - spent = (look**3 - before**3)
+    + spent = look**3
 a look sees what was trained after it: ablate/judge.py, ablate_verdicts -k looks_are
     - compared(results, arm)[:seeds]
     + compared(results, arm)
 one noisy size decides that differences differ: ablate/power.py, ablate -k one_difference
-    - / (1 + 2 * (num - 2) * slack), num - 1, 1 / (3 * slack)
-    + , num - 1, dfs.sum()
+    - df = 1 / (3 * slack)
+    + df = dfs.sum()
 what a kill undid counts as done: telemetry/metrics.py, workdir -k add_up
     - r["step"] <= step and f"
     + f"
