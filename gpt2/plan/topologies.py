@@ -6,7 +6,7 @@ installed. It runs nothing there.
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.experimental.topologies import get_topology_desc
@@ -15,8 +15,12 @@ from gpt2.errors import UserError
 
 # JAX devices of the smallest and the largest slice, and the dimensions of its torus.
 _TPUS = {
-    **{"v2": (8, 512, 2), "v3": (8, 512, 2), "v5e": (1, 256, 2), "v6e": (1, 256, 2)},
-    **{"v4": (4, 512, 3), "v5p": (4, 512, 3)},
+    "v2": (8, 512, 2),
+    "v3": (8, 512, 2),
+    "v4": (4, 512, 3),
+    "v5p": (4, 512, 3),
+    "v5e": (1, 256, 2),
+    "v6e": (1, 256, 2),
 }
 _GPUS_OF_A_MACHINE = 8
 
@@ -104,19 +108,20 @@ def find_devices(name: str) -> list[jax.Device]:
         least, most, dimensions = _TPUS[kind]
         if number.bit_count() == 1 and least <= number <= most:
             return _tpus(kind, number, dimensions)
-    elif number and (kind in _GPUS or kind.endswith(".txtpb")):
-        target = (
-            _target(_GPUS[kind])
-            if kind in _GPUS
-            else Path(kind).read_text(encoding="utf-8")
-        )
-        machines = max(1, number // _GPUS_OF_A_MACHINE)
-        topology = f"1x{machines}x{number // machines}"
-        return _describe("cuda", "plan-gpu", topology=topology, target_config=target)
+    elif number and kind in _GPUS:
+        return _gpus(_target(_GPUS[kind]), number)
+    elif number and kind.endswith(".txtpb"):
+        return _gpus(Path(kind).read_text(encoding="utf-8"), number)
     raise UserError(
         f"--plan_chips={name} names no devices",
         f"Use CHIP-N, such as v5e-8 or h100-8, with one of {', '.join([*_TPUS, *_GPUS])}",
     )
+
+
+def _gpus(target: str, number: int) -> list[jax.Device]:
+    machines = max(1, number // _GPUS_OF_A_MACHINE)
+    topology = f"1x{machines}x{number // machines}"
+    return _describe("cuda", "", topology=topology, target_config=target)
 
 
 def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
@@ -126,26 +131,28 @@ def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
-    chips = (
-        number // 2 if kind in ("v2", "v3") else number
-    )  # which have two devices each
+    # Chips of v2 and v3 have two devices each.
+    chips = number // 2 if kind in ("v2", "v3") else number
     # The sides are powers of two, as equal as they can be.
     bits = chips.bit_length() - 1
     sides = [2 ** ((bits + i) // dimensions) for i in range(dimensions)]
     if sides == [1, 2, 2]:  # the chips of one host lie flat
         sides = [2, 2, 1]
-    options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    options: dict[str, object] = {}
+    if kind == "v4":
+        options["chip_config_name"] = "megacore"
     if chips == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     topology = f"{kind}:{'x'.join(map(str, sides))}"
-    return _describe("tpu", "plan-tpu", topology_name=topology, **options)
+    return _describe("tpu", topology, **options)
 
 
-def _describe(platform: str, extra: str, **options: Any) -> list[jax.Device]:
+def _describe(platform: str, name: str, **options: object) -> list[jax.Device]:
     try:
-        return list(get_topology_desc(platform=platform, **options).devices)
+        return list(get_topology_desc(name, platform, **options).devices)
     except Exception as error:  # of several kinds, by what is missing
         reason = str(error).strip().partition("\n")[0]
+        extra = "plan-tpu" if platform == "tpu" else "plan-gpu"
         what = f"there is no compiler for {platform} devices here ({reason})"
         raise UserError(what, f"Install it: pip install -e '.[{extra}]'") from error
 
@@ -153,7 +160,9 @@ def _describe(platform: str, extra: str, **options: Any) -> list[jax.Device]:
 def _target(gpu: _Gpu) -> str:
     """Returns XLA's description of a GPU, as a text of its protocol buffer."""
     major, minor = gpu.capability
-    feature = " feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+    feature = ""
+    if major == 9:
+        feature = " feature_extension: ACCELERATED_FEATURES"
     shared = gpu.shared_memory << 10
     return f"""
 gpu_device_info {{
