@@ -1,14 +1,18 @@
 """How well a model predicts text: WikiText, enwik8, text8 and a corpus' validation split."""
 
+import codecs
 import math
 import re
 from pathlib import Path
+
+import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data.dataset import prepare
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
+from gpt2.evals.files import read_text, reading
 from gpt2.evals.report import Figure, perplexity, ratio
 from gpt2.evals.scoring import Request, Scorer, windows
 
@@ -32,29 +36,31 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             context_length=scorer.context_length,
             document_mask=data.document_mask,
         )
-        batches = (loader.batch(index) for index in range(len(loader)))
-        requests = [
-            Request(**{key: rows[0] for key, rows in batch.items()})
-            for batch in batches
-        ]
+        requests = []
+        for index in range(len(loader)):
+            window = {name: rows[0] for name, rows in loader.batch(index).items()}
+            requests.append(Request(**window))
         scores = scorer.score(requests, "validation")
-        n = len(requests)
+        n = len(scores)
         num += n
         loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
         losses.append((share * loss, share * stderr))
         task = f"validation {name}".strip()
-        held, rest = (part.splits[key].num_tokens for key in ("validation", "train"))
+        held = part.splits["validation"].num_tokens
+        share_held = held / (held + part.splits["train"].num_tokens)
         convention = (
-            f"validation split of {name or data.corpus}, {held / (held + rest):.2%} of its tokens; "
+            f"validation split of {name or data.corpus}, {share_held:.2%} of its tokens; "
             f"windows of {scorer.context_length} tokens, none overlapping"
         )
         figures += [
             Figure(task, "loss (nats per token)", loss, stderr, n, convention),
             Figure(task, "perplexity per token", *perplexity(scores), n, convention),
         ]
-        if (per_byte := part.targets_per_byte) is not None:
-            bits = loss * per_byte / math.log(2.0), stderr * per_byte / math.log(2.0)
-            figures.append(Figure(task, "bits per byte", *bits, n, convention))
+        if part.targets_per_byte is not None:
+            bits = part.targets_per_byte / math.log(2.0)
+            figures.append(
+                Figure(task, "bits per byte", loss * bits, stderr * bits, n, convention)
+            )
     if dataset.mixed:
         loss = sum(loss for loss, _ in losses)
         stderr = math.hypot(*(error for _, error in losses))
@@ -69,16 +75,15 @@ def wikitext(
     scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
 ) -> list[Figure]:
     """Scores the text of WikiText (the `raw` release, one file), by token and by word."""
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
+    plain = detokenize(text)
     by_token = scorer.score(
         _windows(scorer, tokenizer, text, stride), "wikitext tokens"
     )
-    by_word = scorer.score(
-        _windows(scorer, tokenizer, detokenize(text), stride), "wikitext words"
-    )
+    by_word = scorer.score(_windows(scorer, tokenizer, plain, stride), "wikitext words")
     # A window's share of the words is that of its tokens: windows do not end where words do.
-    words_per_token = len(text.split()) / sum(score.count for score in by_word)
-    words = [score.count * words_per_token for score in by_word]
+    counts = np.array([score.count for score in by_word])
+    words = counts * len(text.split()) / counts.sum()
     context = f"windows of {scorer.context_length} tokens, stride {stride}"
     token = f"text as it is; {context}"
     word = f"detokenised text, per whitespace-separated word of the original; {context}"
@@ -90,23 +95,28 @@ def wikitext(
     ]
 
 
+# Bytes of UTF-8 that begin no character: a file that is a part of another may begin within one.
+_CONTINUED = bytes(range(0x80, 0xC0))
+
+
 def compression(
     task: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
 ) -> list[Figure]:
     """Scores a file in bits per byte, as enwik8 and text8 are."""
-    text = path.read_bytes().decode("utf-8", errors="ignore")
+    with reading(path):
+        content = path.read_bytes().lstrip(_CONTINUED)
+        # It leaves out a character that the file's end has cut.
+        text = codecs.getincrementaldecoder("utf-8")().decode(content)
     _, lost = tokenizer.encode_part(text, starts=True)
     if lost:
         raise UserError(
             f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
         )
     scores = scorer.score(_windows(scorer, tokenizer, text, stride), task)
-    bytes_per_token = len(text.encode()) / sum(score.count for score in scores)
-    nats, stderr = ratio(
-        [-s.log_prob for s in scores], [s.count * bytes_per_token for s in scores]
-    )
-    bits = nats / math.log(2.0)
-    error = stderr / math.log(2.0)
+    counts = np.array([score.count for score in scores])
+    sizes = counts * len(text.encode()) / counts.sum()  # in bytes, by shares of tokens
+    losses = [-score.log_prob / math.log(2.0) for score in scores]
+    bits, error = ratio(losses, sizes)
     convention = (
         f"whole file; windows of {scorer.context_length} tokens, stride {stride}"
     )
@@ -121,7 +131,8 @@ def _windows(
     Every token of the text is then scored.
     """
     tokens = tokenizer.encode(text).tolist()
-    tokens = tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]
+    if tokenizer.eot is not None:
+        tokens.insert(0, tokenizer.eot)
     if len(tokens) < 2:
         raise UserError(f"a text of {len(text)} characters holds no token to predict")
     return windows(tokens, scorer.context_length, stride)

@@ -41,13 +41,11 @@ def ratio(
     x = np.asarray(numerators, np.float64)
     y = np.asarray(denominators, np.float64)
     n = len(x)
-    value = x.sum() / y.sum()
+    value = float(x.sum() / y.sum())
     if n < 2:
-        return float(value), math.nan
-    residuals = x - value * y
-    return float(value), float(
-        np.sqrt(n / (n - 1) * np.square(residuals).sum()) / y.sum()
-    )
+        return value, math.nan
+    residuals = np.linalg.norm(x - value * y)
+    return value, float(math.sqrt(n / (n - 1)) * residuals / y.sum())
 
 
 def perplexity(
@@ -57,7 +55,8 @@ def perplexity(
 
     `units` says how many units each example counts; its scored tokens if not given.
     """
-    units = [score.count for score in scores] if units is None else units
+    if units is None:
+        units = [score.count for score in scores]
     loss, stderr = ratio([-score.log_prob for score in scores], units)
     value = math.exp(min(loss, 700.0))
     return value, value * stderr
@@ -68,12 +67,15 @@ def print_table(figures: Sequence[Figure]) -> None:
     table = Table("task", "metric", "value", "± stderr", "examples")
     conventions: dict[tuple[str, str], list[str]] = {}
     for figure in figures:
-        stderr = f"{figure.stderr:.2g}" if figure.num_examples > 1 else "unknown"
-        numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
-        table.add_row(figure.task, figure.metric, *numbers)
-        conventions.setdefault((figure.task, figure.convention), []).append(
-            figure.metric
+        table.add_row(
+            figure.task,
+            figure.metric,
+            f"{figure.value:.6g}",
+            "unknown" if math.isnan(figure.stderr) else f"{figure.stderr:.2g}",
+            f"{figure.num_examples:,}",
         )
+        same = conventions.setdefault((figure.task, figure.convention), [])
+        same.append(figure.metric)
     console = Console(markup=False, highlight=False)
     console.print(table)
     for (task, convention), metrics in conventions.items():
@@ -83,8 +85,7 @@ def print_table(figures: Sequence[Figure]) -> None:
 def write_json(figures: Sequence[Figure], path: Path) -> None:
     """Writes the figures as a JSON list of objects, with null for an error that is not known."""
     rows = [dataclasses.asdict(figure) for figure in figures]
-    rows = [
-        row | {"stderr": None if math.isnan(row["stderr"]) else row["stderr"]}
-        for row in rows
-    ]
+    for row in rows:
+        if math.isnan(row["stderr"]):
+            row["stderr"] = None
     path.write_text(json.dumps(rows, indent=2) + "\n")

@@ -7,15 +7,18 @@ are most of the work for a small model, and are computed for scored tokens only.
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 from rich.console import Console
 from rich.progress import track
 
@@ -31,9 +34,8 @@ CPU_TOKENS_PER_BATCH = 512
 CPU_LOGITS_AT_ONCE = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A text, and which of its tokens to score; all are [T] int32."""
+class Request(NamedTuple):
+    """A text, and which of its tokens to score; all are [T] int32, or [B, T] of a batch."""
 
     tokens: np.ndarray  # what the model reads
     targets: np.ndarray  # the token after each; -1 where it is not scored
@@ -71,9 +73,8 @@ def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Req
     therefore have at least `context_length - stride` tokens of context.
     """
     ids = np.asarray(tokens, np.int32)
-    # targets scored so far
     requests = []
-    scored = 0
+    scored = 0  # targets so far
     for start in range(0, len(ids) - 1, stride):
         text = ids[start : start + context_length + 1]
         targets = text[1:].copy()
@@ -96,22 +97,24 @@ class Scorer:
     def __init__(
         self,
         config: GPTConfig,
-        params: Any,
+        params: chex.ArrayTree | None,
         devices: Sequence[jax.Device] | None = None,
     ):
         self.context_length = config.context_length
         self.num_tokens = 0
         self._console = Console(file=sys.stderr, quiet=devices is not None)
         devices = devices or jax.local_devices()
-        on_cpu = devices[0].platform == "cpu"
-        self._tokens_per_batch = CPU_TOKENS_PER_BATCH if on_cpu else TOKENS_PER_BATCH
         mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-        self._num_devices = len(devices)
-        self._score = _program(
-            config, mesh, CPU_LOGITS_AT_ONCE if on_cpu else LOGITS_AT_ONCE
-        )
+        if devices[0].platform == "cpu":
+            at_once = CPU_LOGITS_AT_ONCE
+            tokens = CPU_TOKENS_PER_BATCH
+        else:
+            at_once = LOGITS_AT_ONCE
+            tokens = TOKENS_PER_BATCH
+        self._tokens_per_batch = tokens
+        self._score = _program(config, mesh, at_once)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order."""
@@ -124,23 +127,19 @@ class Scorer:
             buckets.setdefault(length, []).append(index)
         batches = []
         for length, rows in sorted(buckets.items(), reverse=True):
-            size = max(1, self._tokens_per_batch // length) * self._num_devices
-            starts = range(0, len(rows), size)
-            batches += [(length, size, rows[start : start + size]) for start in starts]
+            size = max(1, self._tokens_per_batch // length) * self._rows.mesh.size
+            for start in range(0, len(rows), size):
+                batches.append((length, size, rows[start : start + size]))
         scores: dict[int, Score] = {}
-        late: tuple[list[int], Any] | None = (
-            None  # read while the next batch is under way
-        )
+        hidden = not self._console.is_terminal
         for length, size, rows in track(
-            batches, label, console=self._console, disable=not self._console.is_terminal
+            batches, label, console=self._console, disable=hidden
         ):
             batch = _pad([requests[row] for row in rows], size, length)
             result = self._score(self._params, jax.tree.map(self._put, batch))
-            if late:
-                scores |= _read(*late)
-            late = rows, result
-        if late:
-            scores |= _read(*late)
+            columns = [column.tolist() for column in jax.device_get(result)]
+            for index, *values in zip(rows, *columns, strict=False):
+                scores[index] = Score(*values)
         return [scores[index] for index in range(len(requests))]
 
     def _put(self, rows: np.ndarray) -> jax.Array:
@@ -148,9 +147,7 @@ class Scorer:
 
 
 @cache
-def _program(
-    config: GPTConfig, mesh: Mesh, at_once: int
-) -> Any:  # jit's type hides `_cache_size`
+def _program(config: GPTConfig, mesh: Mesh, at_once: int) -> Wrapped:
     score = jax.shard_map(
         partial(_score, GPT(config), at_once),
         mesh=mesh,
@@ -161,31 +158,33 @@ def _program(
     return jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _pad(requests: Sequence[Request], size: int, length: int) -> dict[str, np.ndarray]:
-    shape = (size, length)
-    batch = {
-        "tokens": np.zeros(shape, np.int32),
-        "targets": np.full(shape, -1, np.int32),
-    }
+def _pad(requests: Sequence[Request], size: int, length: int) -> Request:
+    """Returns a batch of `[size, length]`."""
+
+    def pad(name: str, fill: int) -> np.ndarray:
+        batch = np.full((size, length), fill, np.int32)
+        for row, request in enumerate(requests):
+            values = getattr(request, name)
+            batch[row, : len(values)] = values
+        return batch
+
+    segments = None
     if requests[0].segments is not None:
-        batch["segments"] = np.zeros(shape, np.int32)
-    for row, request in enumerate(requests):
-        for name, values in batch.items():
-            values[row, : len(request.tokens)] = getattr(request, name)
-    return batch
+        segments = pad("segments", 0)
+    return Request(pad("tokens", 0), pad("targets", -1), segments)
 
 
 def _score(
-    model: nn.Module, at_once: int, params: Any, batch: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """Sums over the scored tokens of each row: [B] each."""
-    shape = batch["targets"].shape
-    targets = batch["targets"].reshape(-1)
+    model: nn.Module,
+    at_once: int,
+    params: Mapping,
+    batch: Request,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums over the scored tokens of each row: [B] each, in the order of a `Score`."""
+    shape = batch.targets.shape
+    targets = jnp.ravel(batch.targets)
     hidden: Any = model.apply(
-        {"params": params},
-        batch["tokens"],
-        segments=batch.get("segments"),
-        method="hidden",
+        {"params": params}, batch.tokens, segments=batch.segments, method="hidden"
     )
     hidden = hidden.reshape(targets.size, -1)
     scored = targets >= 0
@@ -196,37 +195,19 @@ def _score(
         log_probs, greedy = results
         # A slice that would reach beyond the end begins earlier, which only repeats some tokens.
         chosen = jax.lax.dynamic_slice_in_dim(order, step * at_once, at_once)
-        logits = model.apply({"params": params}, hidden[chosen][None], method="logits")[
-            0
-        ]
-        target = jnp.maximum(targets[chosen], 0)[:, None]
-        right = jnp.take_along_axis(logits, target, axis=-1)[:, 0]
-        highest = logits.max(axis=-1)
-        log_prob = (
-            right - highest - jnp.log(jnp.exp(logits - highest[:, None]).sum(axis=-1))
-        )
-        return log_probs.at[chosen].set(log_prob), greedy.at[chosen].set(
-            right == highest
-        )
+        rows = hidden[chosen][None]
+        logits = model.apply({"params": params}, rows, method="logits")[0]
+        target = jnp.maximum(targets[chosen], 0)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+        right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        log_probs = log_probs.at[chosen].set(-loss)
+        greedy = greedy.at[chosen].set(right == logits.max(axis=-1))
+        return log_probs, greedy
 
-    nothing = jnp.zeros(targets.size, jnp.float32), jnp.zeros(targets.size, bool)
-    num_steps = -(-scored.sum() // at_once)
+    nothing = (jnp.zeros(targets.size, jnp.float32), jnp.zeros(targets.size, bool))
+    num_steps = -(-scored.sum() // at_once)  # rounded up
     log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, nothing)
-    return {
-        "log_prob": jnp.where(scored, log_probs, 0.0).reshape(shape).sum(axis=1),
-        "count": scored.reshape(shape).sum(axis=1),
-        "greedy": (~scored | greedy).reshape(shape).all(axis=1),
-    }
-
-
-def _read(rows: list[int], result: dict[str, jax.Array]) -> dict[int, Score]:
-    """Brings a batch's scores to the host: index of the request -> score."""
-    values = jax.device_get(result)
-    return {
-        index: Score(
-            float(values["log_prob"][row]),
-            int(values["count"][row]),
-            bool(values["greedy"][row]),
-        )
-        for row, index in enumerate(rows)
-    }
+    log_probs = jnp.where(scored, log_probs, 0.0).reshape(shape)
+    greedy = (~scored | greedy).reshape(shape)
+    count = scored.reshape(shape).sum(axis=1)
+    return log_probs.sum(axis=1), count, greedy.all(axis=1)
