@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from gpt2.plan.hlo import Hlo, root
 from gpt2.utils.text import format_bytes
 
 KINDS = (
@@ -55,12 +56,12 @@ def collectives(text: str) -> list[Collective]:
     header = text.partition("\n")[0]
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
     num_devices = math.prod(map(int, sizes))
-    computations, entry = split_computations(text)
+    hlo = Hlo(text)
     found: list[Collective] = []
 
     # `after` are the lines after the call of the computation.
     def walk(name: str, times: int, loop_unknown: bool, after: list[str]) -> None:
-        lines = computations[name]
+        lines = hlo.computations[name]
         for i, line in enumerate(lines):
             if _CHAIN in line and not _starts_chain(lines):
                 continue  # a part of a collective that has been counted
@@ -72,21 +73,21 @@ def collectives(text: str) -> list[Collective]:
                 size = _whole_bytes(result, kind, start, len(group))
                 if name.startswith(_TPU_REDUCE_SCATTER) and kind == "all-reduce":
                     kind = "reduce-scatter"
-                during = _until_done(line, rest, after, computations)
-                overlapped = any(_has_product(x, computations) for x in during)
+                during = _until_done(hlo, line, rest, after)
+                overlapped = any(_has_product(hlo, each) for each in during)
                 found.append(
                     Collective(kind, group, size, times, loop_unknown, overlapped)
                 )
             elif " while(" in line:
-                turns = _turns_of(line, computations)
-                for called in called_by(line):
+                turns = hlo.turns(line)
+                for called in hlo.called_by(line):
                     unknown = loop_unknown or turns is None
                     walk(called, times * (turns or 1), unknown, [])
             else:
-                for called in called_by(line):
+                for called in hlo.called_by(line):
                     walk(called, times, loop_unknown, rest)
 
-    walk(entry, 1, False, [])
+    walk(hlo.entry, 1, False, [])
     return [each for each in found if len(each.group) > 1]
 
 
@@ -111,11 +112,6 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
 
 
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_CALLED = re.compile(
-    r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
-    r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
-)
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 # In what a TPU's compiler writes of a collective in several fusions.
 _CHAIN = "chain_id="
@@ -123,17 +119,14 @@ _CHAIN = "chain_id="
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
 
-def _until_done(
-    line: str, rest: list[str], after: list[str], computations: dict[str, list[str]]
-) -> list[str]:
+def _until_done(hlo: Hlo, line: str, rest: list[str], after: list[str]) -> list[str]:
     """Returns the lines that run while a collective does; none if it is not asynchronous."""
     chain = re.search(rf'{_CHAIN}"\d+"', line)
     if chain:  # of a TPU: other fusions continue it
         return [
             other
             for other in after
-            for called in called_by(other)
-            if any(chain[0] in x for x in computations.get(called, ()))
+            if any(chain[0] in inner for inner in hlo.inside(other))
         ]
     name = re.match(r"\s*(?:ROOT )?(%?[\w.\-]+) = .*-start\(", line)
     if name:
@@ -144,15 +137,13 @@ def _until_done(
     return []
 
 
-def _has_product(line: str, computations: dict[str, list[str]], depth: int = 3) -> bool:
+def _has_product(hlo: Hlo, line: str, depth: int = 3) -> bool:
     """Returns whether an instruction multiplies matrices, by itself or in what it calls."""
     if re.search(r" (dot|convolution)\(|__cublas|__cudnn|tpu_custom_call", line):
         return True
-    return depth > 0 and any(
-        _has_product(inner, computations, depth - 1)
-        for called in called_by(line)
-        for inner in computations.get(called, ())
-    )
+    if not depth:
+        return False
+    return any(_has_product(hlo, inner, depth - 1) for inner in hlo.inside(line))
 
 
 def _starts_chain(lines: list[str]) -> bool:
@@ -160,11 +151,7 @@ def _starts_chain(lines: list[str]) -> bool:
 
     It returns a tuple of what it has begun.
     """
-    return re.search(r"= \(.*\) custom-call\(", _root(lines)) is not None
-
-
-def _root(lines: Sequence[str]) -> str:
-    return next((line for line in lines if line.lstrip().startswith("ROOT")), "")
+    return re.search(r"= \(.*\) custom-call\(", root(lines)) is not None
 
 
 def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:
@@ -228,46 +215,6 @@ def _device_ids(shape: str, transpose: str | None) -> np.ndarray:
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
-
-
-def split_computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Returns the lines of every computation by name, and the name of the entry."""
-    computations: dict[str, list[str]] = {}
-    entry = ""
-    current = None
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
-        if header:
-            current = computations.setdefault(header[2], [])
-            if header[1]:
-                entry = header[2]
-        elif current is not None:
-            current.append(line)
-    return computations, entry
-
-
-def called_by(line: str) -> list[str]:
-    """Returns the names of the computations that an instruction calls."""
-    groups = ",".join(_CALLED.findall(line))
-    return re.findall(r"[\w.\-]+", groups)
-
-
-def _turns_of(line: str, computations: Mapping[str, Sequence[str]]) -> int | None:
-    """Returns how often the loop of a `while` instruction runs, or None.
-
-    Programs for TPUs do not say it. There the condition compares the number of the turn, which
-    `lax.scan` counts from 0, to a constant.
-    """
-    turns = _TRIP_COUNT.search(line)
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    if turns is None and condition:
-        lines = computations.get(condition[1], [])
-        compare = r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT"
-        limit = re.search(compare, _root(lines))
-        if limit:
-            constant = rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)"
-            turns = re.search(constant, "\n".join(lines))
-    return int(turns[1]) if turns else None
 
 
 def _array_bytes(shape: str) -> list[int]:

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, leave_at_interrupt, tell
-from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.plan import (
     ATTAINABLE,
@@ -169,13 +168,11 @@ def _layouts(num_devices: int) -> Iterator[Options]:
                 yield split | {"parallel.data": 1, "parallel.fsdp": -1}
 
 
-def _variants(config: Config, num_devices: int) -> Iterator[Options]:
-    """Yields options for a layout, from the fastest to what holds least."""
+def _variants(layout: Options, rows: int) -> Iterator[Options]:
+    """Yields options of a layout, from the fastest to what holds least: a row of a batch each."""
     for remat in ("none", "dots", "full"):
-        yield {"memory.remat": remat}
-    sizes = mesh_sizes(config.parallel, num_devices)
-    rows = config.data.batch_size // (sizes["data"] * sizes["fsdp"])
-    yield {"memory.remat": "full", "train.accumulate_steps": rows}
+        yield layout | {"memory.remat": remat}
+    yield layout | {"memory.remat": "full", "train.accumulate_steps": rows}
 
 
 class _Tried(NamedTuple):
@@ -198,19 +195,20 @@ def _search(
     # On a terminal alone, and until the next one.
     with Console(stderr=True).status("") as status:
         for layout in _layouts(len(devices)):
-            laid = {k: v for k, v in layout.items() if k not in given}
-            name = _flags_to_add(config, laid)
-            try:
-                for variant in _variants(with_options(config, laid), len(devices)):
-                    own = laid | {k: v for k, v in variant.items() if k not in given}
-                    name = _flags_to_add(config, own)
-                    status.update(f"compiling {name}")
+            tensor = int(layout["parallel.tensor"])
+            rows = config.data.batch_size * tensor // len(devices)
+            for options in _variants(layout, rows):
+                own = {k: v for k, v in options.items() if k not in given}
+                name = _flags_to_add(config, own)
+                status.update(f"compiling {name}")
+                try:
                     if name not in found:
                         found[name] = _try(with_options(config, own), devices, board)
-                    if not found[name].fails:
-                        break
-            except UserError as error:
-                found[name] = _Tried(True, math.inf, f"does not work: {error.what}")
+                except UserError as error:
+                    found[name] = _Tried(True, math.inf, f"does not work: {error.what}")
+                    break
+                if not found[name].fails:
+                    break
     ranked = sorted((tried, name) for name, tried in found.items())
     for tried, name in ranked:
         print(f"{tried.told:<40} {name}")
@@ -227,11 +225,9 @@ def _try(config: Config, devices: list[jax.Device], board: str) -> _Tried:
     """Compiles a step."""
     try:
         plan = compile_plan(make_program(config, devices))
-    except OutOfMemory as error:
-        return _Tried(True, math.inf, f"does not fit: {error}")
-    except jax.errors.JaxRuntimeError as error:  # which loses no other layout
+    except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
         told = str(error).partition("\n")[0]
-        return _Tried(True, math.inf, f"does not compile: {told}")
+        return _Tried(True, math.inf, f"does not fit: {told}")
     seconds = plan.step_seconds(board)
     needed = format_bytes(plan.bytes_needed)
     if plan.bytes_needed > usable_memory(board):

@@ -33,14 +33,13 @@ class _Gpu(NamedTuple):
     multiprocessors: int
     clock_ghz: float
     memory: int  # bytes
-    bandwidth: int  # bytes/s
-    cache: int  # bytes, level 2
+    bandwidth: int  # GB/s
+    cache: int  # MiB, level 2
     shared_memory: int  # KiB, of a multiprocessor
     threads: int = 2048  # of a multiprocessor
 
 
 _GB = 10**9
-_MIB = 2**20
 _GIB = 2**30
 _GPUS = {
     "h100": _Gpu(
@@ -49,35 +48,31 @@ _GPUS = {
         132,
         1.98,
         80 * _GIB,
-        3352 * _GB,
-        50 * _MIB,
+        3352,
+        50,
         228,
     ),
-    "h200": _Gpu(
-        "NVIDIA H200", (9, 0), 132, 1.98, 141 * _GB, 4800 * _GB, 50 * _MIB, 228
-    ),
+    "h200": _Gpu("NVIDIA H200", (9, 0), 132, 1.98, 141 * _GB, 4800, 50, 228),
     "a100": _Gpu(
         "NVIDIA A100-SXM4-80GB",
         (8, 0),
         108,
         1.41,
         80 * _GIB,
-        2039 * _GB,
-        40 * _MIB,
+        2039,
+        40,
         164,
     ),
-    "l4": _Gpu(
-        "NVIDIA L4", (8, 9), 58, 2.04, 24 * _GB, 300 * _GB, 48 * _MIB, 100, 1536
-    ),
-    "t4": _Gpu("Tesla T4", (7, 5), 40, 1.59, 16 * _GB, 320 * _GB, 4 * _MIB, 64, 1024),
+    "l4": _Gpu("NVIDIA L4", (8, 9), 58, 2.04, 24 * _GB, 300, 48, 100, 1536),
+    "t4": _Gpu("Tesla T4", (7, 5), 40, 1.59, 16 * _GB, 320, 4, 64, 1024),
     "4090": _Gpu(
         "NVIDIA GeForce RTX 4090",
         (8, 9),
         128,
         2.52,
         24 * _GB,
-        1008 * _GB,
-        72 * _MIB,
+        1008,
+        72,
         100,
         1536,
     ),
@@ -172,8 +167,8 @@ gpu_device_info {{
   core_count: {gpu.multiprocessors}
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory}
-  memory_bandwidth: {gpu.bandwidth}
-  l2_cache_size: {gpu.cache}
+  memory_bandwidth: {gpu.bandwidth * _GB}
+  l2_cache_size: {gpu.cache << 20}
   shared_memory_per_core: {shared}
   shared_memory_per_block_optin: {shared - 1024}
   threads_per_core_limit: {gpu.threads}

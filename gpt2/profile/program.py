@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from gpt2.plan.collectives import called_by, split_computations
+from gpt2.plan.hlo import Hlo
 
 # The named scopes of the model and of the step.
 SCOPES = ("attention", "mlp", "head", "optimizer")
@@ -56,13 +56,12 @@ class ProgramText:
         if text and not header:
             raise ValueError("no HLO text")
         self.module = header[1] if header else ""
-        self._computations, self._entry = split_computations(text)
+        self._hlo = Hlo(text)
         self._lines = {}
-        for lines in self._computations.values():
-            for line in lines:
-                name = _INSTRUCTION.match(line)
-                if name:
-                    self._lines[name[1]] = line
+        for line in text.splitlines():
+            name = _INSTRUCTION.match(line)
+            if name:
+                self._lines[name[1]] = line
 
     def is_container(self, name: str) -> bool:
         """Returns whether this is a loop or a call, whose time is that of operations inside."""
@@ -97,7 +96,7 @@ class ProgramText:
         A graph tells names alone, such as `loop_add_fusion_3`, which several fusions share. Kernels
         run in the order of the text, so each belongs to the next instruction that fits.
         """
-        order = list(self._schedule(self._entry))
+        order = list(self._schedule(self._hlo.entry))
         places: defaultdict[str, list[int]] = defaultdict(list)
         for i, name in enumerate(order):
             places[name.partition(".")[0]].append(i)
@@ -124,13 +123,12 @@ class ProgramText:
 
     def _schedule(self, computation: str) -> Iterator[str]:
         """Yields the instructions in their order, those of a loop as often as it turns."""
-        for line in self._computations.get(computation, ()):
+        for line in self._hlo.computations[computation]:
             loop = re.search(r"body=%?([\w.\-]+)", line)
             name = _INSTRUCTION.match(line)
             if loop:
-                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
                 inside = list(self._schedule(loop[1]))
-                for _ in range(int(turns[1]) if turns else 1):
+                for _ in range(self._hlo.turns(line) or 1):
                     yield from inside
             elif name:
                 yield name[1]
@@ -139,9 +137,8 @@ class ProgramText:
         """Yields the line of an instruction, and those that are fused into it."""
         yield line
         if " fusion(" in line or " async-start(" in line:
-            for called in called_by(line):
-                for inner in self._computations.get(called, ()):
-                    yield from self._inside(inner)
+            for inner in self._hlo.inside(line):
+                yield from self._inside(inner)
 
 
 def part_of(line: str) -> str:
