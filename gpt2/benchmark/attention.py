@@ -29,15 +29,23 @@ def check_attention(config: Config) -> Iterator[Row]:
     and grouped heads. At most eight sequences.
     """
     model = config.model
-    compute = config.precision.compute
     name = resolve_attention(config.with_vocabulary(1).gpt(), jax.devices()[0])
-    dtype = compute.replace("float32", "bfloat16")
+    dtype = config.precision.compute.replace("float32", "bfloat16")
     N = model.num_heads
-    window = model.window or model.context_length // 4
-    shape = (min(config.micro_batch_size, 8), model.context_length, N, model.head_size)
-    grouped = max((k for k in range(1, N) if N % k == 0), default=1)
-    checks = [(N, 0, False), (N, 0, True), (N, window, False), (N, window, True)]
-    for K, seen, documents in [*checks, (grouped, window, True)]:
+    T = model.context_length
+    batch_size = min(config.micro_batch_size, 8)
+    shape = (batch_size, T, N, model.head_size)
+    window = model.window or T // 4
+    divisors = [k for k in range(1, N) if N % k == 0]
+    grouped = divisors[-1] if divisors else 1
+    checks = (  # heads of keys and values, window, documents
+        (N, 0, False),
+        (N, 0, True),
+        (N, window, False),
+        (N, window, True),
+        (grouped, window, True),
+    )
+    for K, seen, documents in checks:
         check = f"{dtype}, {K} of {N} heads"
         if seen:
             check += f", window {seen}"
@@ -51,7 +59,8 @@ def check_attention(config: Config) -> Iterator[Row]:
             Exception
         ) as error:  # of a kernel that the device or library does not take
             row["passed"] = False
-            row["error"] = str(error).strip()[:400].replace("\n", " ")
+            told = " ".join(str(error).split())
+            row["error"] = told[:400]
         yield row
 
 
@@ -68,15 +77,18 @@ def compare(
     `shape` is B, T, N, H; with `documents`, rows hold four each.
     """
     B, T, N, H = shape
-    keys = jax.random.split(jax.random.key(0), 4)
-    *qkv, weight = (
-        jax.random.normal(key, (B, T, heads, H)).astype(dtype)
-        for key, heads in zip(keys, (N, kv_heads, kv_heads, N), strict=True)
-    )
+    rng = np.random.default_rng(1)
+
+    def draw(heads: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((B, T, heads, H)), dtype)
+
+    qkv = (draw(N), draw(kv_heads), draw(kv_heads))
+    weight = draw(N)
     segments = None
     if documents:
-        ends = np.random.default_rng(1).integers(1, T, (B, 3, 1))
-        segments = jnp.asarray(np.sum(np.arange(T) >= ends, axis=1, dtype=np.int32))
+        ends = rng.integers(1, T, (B, 3, 1))
+        ended = np.arange(T) >= ends
+        segments = jnp.asarray(np.sum(ended, axis=1, dtype=np.int32))
 
     @partial(jax.jit, static_argnums=0)
     def run(implementation: str, *qkv: jax.Array) -> dict[str, jax.Array]:
@@ -93,7 +105,8 @@ def compare(
     found = run(name, *qkv)
     rounded = run("reference", *qkv)
     with jax.default_matmul_precision("highest"):
-        exact = run("reference", *(x.astype(jnp.float32) for x in qkv))
+        wide = [x.astype(jnp.float32) for x in qkv]
+        exact = run("reference", *wide)
     errors = {}
     ratios = []
     passed = True
@@ -120,8 +133,8 @@ def worst(
     norms = np.linalg.norm(reference, axis=1)
 
     def errors(values: ArrayLike) -> np.ndarray:
-        differences = np.asarray(values, np.float64).reshape(parts, -1) - reference
-        return np.linalg.norm(differences, axis=1) / norms
+        given = np.asarray(values, np.float64).reshape(parts, -1)
+        return np.linalg.norm(given - reference, axis=1) / norms
 
     error = errors(found)
     rounding = errors(rounded)

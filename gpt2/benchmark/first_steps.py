@@ -15,7 +15,12 @@ from gpt2.config import Config
 STEPS = 5
 # The most by which a loss may differ, relative to itself, by the type in which numbers are
 # multiplied.
-TOLERANCES = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 5e-3, "float16": 1e-3}
+TOLERANCES = {
+    "float32": 1e-5,
+    "tf32": 1e-3,
+    "bfloat16": 5e-3,
+    "float16": 1e-3,
+}
 
 
 class FirstSteps(NamedTuple):
@@ -54,7 +59,9 @@ def products_of(compute: str, matmul_precision: str | None, platform: str) -> st
     """Returns the type in which a platform multiplies, by JAX's option for float32."""
     if compute != "float32" or platform == "cpu" or matmul_precision == "highest":
         return compute
-    return "bfloat16" if platform == "tpu" and matmul_precision != "high" else "tf32"
+    if platform == "tpu" and matmul_precision != "high":
+        return "bfloat16"
+    return "tf32"
 
 
 def compare(ours: FirstSteps, theirs: FirstSteps) -> str | None:

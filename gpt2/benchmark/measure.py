@@ -116,16 +116,18 @@ def serve(work: Work) -> None:
     print(json.dumps(work.device), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        answer: Any
         if isinstance(request, str):
-            print(json.dumps(work.first_steps()), flush=True)
+            answer = work.first_steps()
         elif request == 0:
-            print(json.dumps(work.info()), flush=True)
+            answer = work.info()
         else:
             clock = [time.perf_counter()]
             for _ in range(request):
                 work.step()
                 clock.append(time.perf_counter())
-            print(json.dumps(np.diff(clock).tolist()), flush=True)
+            answer = np.diff(clock).tolist()
+        print(json.dumps(answer), flush=True)
 
 
 def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[Row]:
@@ -152,7 +154,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
                 # The first step after the others' turns takes memory back from the machine.
                 _, *times = player.ask(1 + steps[name])
                 turns[name].append(statistics.median(times))
-        infos: dict[str, Row] = {name: each.ask(0) for name, each in players.items()}
+        infos = {name: player.ask(0) for name, player in players.items()}
     rows = []
     for name, info in infos.items():
         config = cases[name].config
@@ -203,10 +205,11 @@ def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
     It is Student's, of the mean logarithm of rounds; with a single round there is none.
     """
     logs = np.log(np.array(turns) / our_turns)
+    middle = logs.mean()
     if len(logs) == 1:
-        return np.exp(logs).tolist()
-    half = scipy.stats.t.ppf(0.975, len(logs) - 1) * scipy.stats.sem(logs)
-    return np.exp(logs.mean() + np.array([0, -half, half])).tolist()
+        return [math.exp(middle)]
+    interval = scipy.stats.ttest_1samp(logs, 0.0).confidence_interval()
+    return [math.exp(log) for log in (middle, *interval)]
 
 
 def _start(name: str, case: Case, number: int) -> Player:
@@ -218,7 +221,8 @@ def _start(name: str, case: Case, number: int) -> Player:
     module = ["gpt2.benchmark.ours"]
     if name in PEERS:
         module = ["gpt2.benchmark.peers", name]
-    command = [sys.executable, "-m", *module, json.dumps(case.config.to_dict())]
+    config = json.dumps(case.config.to_dict())
+    command = [sys.executable, "-m", *module, config]
     environment = launch.environment_to_measure()
     if not any(map(os.environ.get, _MEMORY)):
         environment[_MEMORY[0]] = f"{0.9 / number:.2f}"

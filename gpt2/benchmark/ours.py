@@ -91,11 +91,10 @@ def draw_params(cfg: GPTConfig) -> dict:
     """Returns the parameters that `draw_weight` draws, float32 in host memory."""
     model = GPT(dataclasses.replace(cfg, scan_layers=False))
     tokens = jnp.zeros((1, 1), jnp.int32)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-    drawn = {
-        name: first_steps.draw_weight(name, leaf.shape)
-        for name, leaf in flatten_dict(shapes, sep="/").items()
-    }
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    drawn = {}
+    for name, leaf in flatten_dict(shapes["params"], sep="/").items():
+        drawn[name] = first_steps.draw_weight(name, leaf.shape)
     params = unflatten_dict(drawn, sep="/")
     return in_layout(params, scanned=cfg.scan_layers, stack=lambda *x: np.stack(x))
 
@@ -104,14 +103,16 @@ def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
     tokens, targets = first_steps.draw_batch(config, step)
     batch = {"tokens": tokens, "targets": targets}
     if config.data.document_mask:  # documents of 256 tokens in the mean, at random
-        batch["segments"] = np.cumsum(tokens % 256 == 0, axis=1, dtype=np.int32)
+        begins = tokens % 256 == 0
+        batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
     return batch
 
 
 @exit_on_user_error()
 def main() -> None:
     """Serves steps of the config that the command line gives."""
-    serve(Training(Config.from_dict(json.loads(sys.argv[1]))))
+    config = Config.from_dict(json.loads(sys.argv[1]))
+    serve(Training(config))
 
 
 if __name__ == "__main__":

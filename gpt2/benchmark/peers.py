@@ -41,11 +41,13 @@ class Block(nn.Module):
         """Maps `[B, T, D]` to `[B, T, D]`."""
         B, T, _ = x.shape
         qkv = self.attn["c_attn"](self.ln_1(x))
-        qkv = qkv.view(B, T, 3, self.num_heads, -1).transpose(1, 3)
-        q, k, v = qkv.unbind(dim=2)  # [B, N, T, H]
+        qkv = qkv.view(B, T, 3, self.num_heads, -1)
+        q, k, v = qkv.transpose(1, 3).unbind(dim=2)  # [B, N, T, H]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn["c_proj"](y.transpose(1, 2).flatten(2))
-        hidden = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
+        y = y.transpose(1, 2).flatten(2)
+        x = x + self.attn["c_proj"](y)
+        hidden = self.mlp["c_fc"](self.ln_2(x))
+        hidden = F.gelu(hidden, approximate="tanh")
         return x + self.mlp["c_proj"](hidden)
 
 
@@ -56,17 +58,25 @@ class GPT(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.embed_dim)
         self.wpe = nn.Embedding(cfg.context_length, cfg.embed_dim)
-        self.h = nn.Sequential(*(Block(cfg) for _ in range(cfg.num_layers)))
+        layers = [Block(cfg) for _ in range(cfg.num_layers)]
+        self.h = nn.Sequential(*layers)
         self.ln_f = nn.LayerNorm(cfg.embed_dim, bias=cfg.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Maps tokens `[B, T]` int64 to logits `[B, T, V]`."""
-        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
-        return F.linear(self.ln_f(self.h(x)), self.wte.weight)
+        positions = self.wpe.weight[: tokens.shape[1]]
+        x = self.wte(tokens) + positions
+        x = self.ln_f(self.h(x))
+        return F.linear(x, self.wte.weight)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Returns parameters by this project's names; a kernel is this project's transposed."""
-        kinds = {"wte": "embedding", "wpe": "embedding", "c": "kernel", "ln": "scale"}
+        kinds = {
+            "wte": "embedding",
+            "wpe": "embedding",
+            "c": "kernel",
+            "ln": "scale",
+        }
         found = {}
         for name, weight in self.named_parameters():
             *path, last = re.sub(r"\bh\.(\d+)", r"h_\1", name).split(".")
@@ -88,16 +98,12 @@ class Training:
         self._model = GPT(config.model).to(self._kind).train()
         self._weights = list(self._model.parameters())
         optim = config.optim
+        matrices = [weight for weight in self._weights if weight.ndim > 1]
+        others = [weight for weight in self._weights if weight.ndim < 2]
         self._optimizer = torch.optim.AdamW(
             [
-                {
-                    "params": [w for w in self._weights if w.ndim > 1],
-                    "weight_decay": optim.weight_decay,
-                },
-                {
-                    "params": [w for w in self._weights if w.ndim < 2],
-                    "weight_decay": 0.0,
-                },
+                {"params": matrices, "weight_decay": optim.weight_decay},
+                {"params": others, "weight_decay": 0.0},
             ],
             optim.learning_rate,
             (optim.beta1, optim.beta2),
@@ -179,8 +185,11 @@ def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
         nn.utils.clip_grad_norm_(weights, length)
         return
     norm = torch.linalg.vector_norm
-    norms = torch.stack([norm(norm(weight.grad, dim=-1)) for weight in weights])
-    nn.utils.clip_grads_with_norm_(weights, length, norm(norms))
+    norms = []
+    for weight in weights:
+        rows = norm(weight.grad, dim=-1)
+        norms.append(norm(rows))
+    nn.utils.clip_grads_with_norm_(weights, length, norm(torch.stack(norms)))
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def run_suite(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows: list[Row] = []
     if results.exists():
-        rows = [json.loads(line) for line in results.open()]
+        rows = list(map(json.loads, results.open()))
     done = [row["part"] for row in rows if row.get("status") == "done"]
     for name in names or parts:
         _, seconds, command = parts[name]
@@ -165,9 +165,11 @@ def run_command(command: Sequence[str], limit: float, log: Path) -> list[Row]:
 
 def _last_error(log: Path) -> str:
     """Returns the line of a log that tells most likely why a process failed."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line]
-    told = [line for line in lines if _ERROR.search(line)]
-    return (told or lines or ["no message"])[-1][:300]
+    last = "no message"
+    for line in log.read_text(errors="replace").splitlines():
+        if _ERROR.search(line) or (line and not _ERROR.search(last)):
+            last = line
+    return last[:300]
 
 
 def describe_run(workdir: Path) -> list[Row]:

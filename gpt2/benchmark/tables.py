@@ -9,12 +9,13 @@ Row = dict[str, Any]  # figures by name, as JSON has them
 
 
 def _ratio(row: Row) -> str:
-    middle, *interval = row["ratio"]
     if row["name"] == "jax":
         return ""
-    if not interval:
-        return f"{middle:.2f}"
-    return "{:.2f} ({:.2f} to {:.2f})".format(middle, *interval)
+    middle, *interval = row["ratio"]
+    text = f"{middle:.2f}"
+    if interval:
+        text += " ({:.2f} to {:.2f})".format(*interval)
+    return text
 
 
 # A column's title, the figure that a row must have, and what the row writes there.
@@ -50,9 +51,13 @@ def table(rows: Sequence[Row]) -> str:
     """Returns rows as a Markdown table with aligned columns, of those that some row fills."""
     columns = []
     for title, name, write in _COLUMNS:
-        texts = ["" if row.get(name) is None else write(row) for row in rows]
+        texts = []
+        for row in rows:
+            text = "" if row.get(name) is None else write(row)
+            texts.append(text.replace("|", "/"))
         if any(texts):
             width = max(map(len, [title, *texts]))
             cells = [title, "-" * width, *texts]
-            columns.append([text.replace("|", "/").ljust(width) for text in cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+            columns.append([cell.ljust(width) for cell in cells])
+    lines = zip(*columns, strict=True)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -38,7 +38,6 @@ class Breakdown(NamedTuple):
 
     seconds: float  # of a step, the sum of all below
     steps: int
-    numbers: list[str]  # of the traced steps, if the trace tells
     operations: dict[str, Cost]  # by name; those that run at once share their time
     idle: float  # inside a step, while no operation runs
     gaps: Gaps  # between steps, other programs included
@@ -101,8 +100,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
             gaps[Wait(f"program {owner}")] += shared * seconds / borders
     computing = sum(cost.seconds for cost in operations.values())
     total = computing + idle + sum(gaps.values())
-    numbers = [step.name for step in trace.steps]
-    return Breakdown(total, steps, numbers, operations, idle, gaps)
+    return Breakdown(total, steps, operations, idle, gaps)
 
 
 def _runs(own: list[Ran], steps: int) -> list[tuple[float, float]]:

@@ -74,17 +74,13 @@ def render(found: Breakdown, program: ProgramText) -> str:
         cause, *_, at = waits[0]
         what = f"{cause[0].upper()}{cause[1:]}: {_ms(most)} {step}, {most / found.seconds:.0%}"
         headline = f"**{what}** ({at})." if at else f"**{what}**."
-    numbers = ""
-    if found.numbers:
-        first, *_, last = [found.numbers[0], *found.numbers]
-        numbers = f", {first} to {last} counted from 0"
     return "\n".join(
         [
             "# Where the time of a step goes",
             "",
             headline,
             "",
-            f"Mean of {found.steps} steps{numbers}. Operations that run at once share their time.",
+            f"Mean of {found.steps} steps. Operations that run at once share their time.",
             *_table(
                 "Between steps",
                 ["the devices wait for", "per step", "share", "the host at"],
