@@ -29,7 +29,8 @@ def check_attention(config: Config) -> Iterator[Row]:
     and grouped heads. At most eight sequences.
     """
     model = config.model
-    name = resolve_attention(config.with_vocabulary(1).gpt(), jax.devices()[0])
+    cfg = config.with_vocabulary(1).gpt()
+    name = resolve_attention(cfg, jax.devices()[0])
     dtype = config.precision.compute.replace("float32", "bfloat16")
     N = model.num_heads
     T = model.context_length
@@ -80,15 +81,16 @@ def compare(
     rng = np.random.default_rng(1)
 
     def draw(heads: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal((B, T, heads, H)), dtype)
+        values = rng.standard_normal((B, T, heads, H))
+        return jnp.asarray(values, dtype)
 
     qkv = (draw(N), draw(kv_heads), draw(kv_heads))
     weight = draw(N)
     segments = None
     if documents:
         ends = rng.integers(1, T, (B, 3, 1))
-        ended = np.arange(T) >= ends
-        segments = jnp.asarray(np.sum(ended, axis=1, dtype=np.int32))
+        ended = np.sum(np.arange(T) >= ends, axis=1)
+        segments = jnp.asarray(ended, jnp.int32)
 
     @partial(jax.jit, static_argnums=0)
     def run(implementation: str, *qkv: jax.Array) -> dict[str, jax.Array]:
@@ -111,8 +113,9 @@ def compare(
     ratios = []
     passed = True
     spare = float(jnp.finfo(dtype).eps) / 4
-    for key in exact:
-        error, rounding = worst(found[key], rounded[key], exact[key], B * BLOCKS)
+    parts = B * BLOCKS
+    for key, reference in exact.items():
+        error, rounding = worst(found[key], rounded[key], reference, parts)
         errors[key] = (error, rounding)
         if not error <= TIMES * rounding + spare:  # NaN is not
             passed = False

@@ -47,7 +47,8 @@ class Case:
         for setting in re.split(r",(?=[a-z]+\.\w+=)", text):
             name, _, value = setting.partition("=")
             options[name] = read_option(name, value)
-        return dataclasses.replace(self, config=with_options(self.config, options))
+        config = with_options(self.config, options)
+        return dataclasses.replace(self, config=config)
 
 
 class Player:
@@ -69,7 +70,8 @@ class Player:
     def ask(self, request: int | str) -> Any:
         """Returns the answer to a request: see `serve`."""
         with contextlib.suppress(BrokenPipeError):  # it has ended, as `_read` finds
-            print(json.dumps(request), file=self._process.stdin, flush=True)
+            text = json.dumps(request)
+            print(text, file=self._process.stdin, flush=True)
         return self._read()
 
     def _read(self) -> Any:

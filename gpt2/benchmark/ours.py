@@ -71,8 +71,10 @@ class Training:
         self._state = self._program.init_state(draw_params(cfg))
         losses = []
         for step in range(first_steps.STEPS):
-            batch = self._program.backend.put_batch(_batch(self._config, step))
-            losses.append(float(self._run(batch)))
+            drawn = _batch(self._config, step)
+            batch = self._program.backend.put_batch(drawn)
+            loss = self._run(batch)
+            losses.append(float(loss))
         platform = platform_of(self._devices[0])
         compute = self._config.precision.compute
         products = first_steps.products_of(compute, _matmul_precision(), platform)
@@ -92,8 +94,8 @@ def draw_params(cfg: GPTConfig) -> dict:
     model = GPT(dataclasses.replace(cfg, scan_layers=False))
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    drawn = {}
-    for name, leaf in flatten_dict(shapes["params"], sep="/").items():
+    drawn = flatten_dict(shapes["params"], sep="/")
+    for name, leaf in drawn.items():
         drawn[name] = first_steps.draw_weight(name, leaf.shape)
     params = unflatten_dict(drawn, sep="/")
     return in_layout(params, scanned=cfg.scan_layers, stack=lambda *x: np.stack(x))

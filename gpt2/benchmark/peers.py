@@ -42,7 +42,8 @@ class Block(nn.Module):
         B, T, _ = x.shape
         qkv = self.attn["c_attn"](self.ln_1(x))
         qkv = qkv.view(B, T, 3, self.num_heads, -1)
-        q, k, v = qkv.transpose(1, 3).unbind(dim=2)  # [B, N, T, H]
+        qkv = qkv.transpose(1, 3)
+        q, k, v = qkv.unbind(dim=2)  # [B, N, T, H]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).flatten(2)
         x = x + self.attn["c_proj"](y)
@@ -79,9 +80,11 @@ class GPT(nn.Module):
         }
         found = {}
         for name, weight in self.named_parameters():
-            *path, last = re.sub(r"\bh\.(\d+)", r"h_\1", name).split(".")
+            name = re.sub(r"\bh\.(\d+)", r"h_\1", name)
+            *path, last = name.split(".")
             if last == "weight":
-                last = kinds[path[-1].partition("_")[0]]
+                kind, *_ = path[-1].split("_")
+                last = kinds[kind]
             found["/".join([*path, last])] = weight
         return found
 
@@ -172,7 +175,8 @@ class Training:
         with torch.autocast(self._kind, compute, enabled=compute != torch.float32):
             logits = self._model(tokens)
             self._dtype = logits.dtype
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            logits = logits.flatten(0, 1)
+            return F.cross_entropy(logits, targets.flatten())
 
 
 def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
@@ -194,7 +198,8 @@ def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
 
 def main() -> None:
     """Serves steps of the peer and the config that the command line gives."""
-    peer, config = sys.argv[1:]
+    _, peer, text = sys.argv
+    config = Config.from_dict(json.loads(text))
     # JAX's default on an NVIDIA GPU is TF32, which is `high`. A CPU has float32 alone.
     wanted = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -203,7 +208,7 @@ def main() -> None:
     # Compilation is timed, and must not find what an earlier process compiled.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-        serve(Training(peer, Config.from_dict(json.loads(config)), kind))
+        serve(Training(peer, config, kind))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def make_parts(output: Path) -> list[Part]:
         "--config.logging.profile_start=50",
         "--config.logging.profile_steps=5",
     )
-    peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
+    peers: tuple[str, ...] = ()
+    if importlib.util.find_spec("torch"):
+        peers = ("--peers=torch_compile",)
     forms = ("--vary=precision.logits=bfloat16", "--vary=data.document_mask=True")
     return [  # a quarter of an hour in all
         Part("machine", 30, measure("machine", f"--output={output}")),
@@ -197,14 +199,16 @@ def describe_run(workdir: Path) -> list[Row]:
 
 def report(rows: list[Row]) -> str:
     """Returns the page about rows: the machine's figures, and a table of the others."""
-    machine = next((row for row in rows if row["part"] == "machine"), {})
-    lines = [f"- {name}: {machine[name]}" for name in machine if name != "part"]
-    rest = [
-        {"name": row.get("status")} | row
-        for row in rows
-        if row["part"] != "machine" and row.get("status") != "done"
-    ]
-    return "\n".join(["# Benchmark", "", *lines, "", table(rest), ""])
+    machine: Row = {}
+    others: list[Row] = []
+    for row in rows:
+        status = row.get("status")
+        if row["part"] == "machine":
+            machine |= row
+        elif status != "done":
+            others.append({"name": status} | row)
+    lines = [f"- {name}: {machine[name]}" for name in machine]
+    return "\n".join(["# Benchmark", "", *lines, "", table(others), ""])
 
 
 def describe_machine(output: Path | None) -> Row:

@@ -43,22 +43,21 @@ class Task(NamedTuple):
     ) -> Iterator[Request]:
         """Yields what to score of an example: the answer of each alternative."""
         others = self.examples[:index] + self.examples[index + 1 :]
-        shots = random.Random(1234 + index).sample(others, self.num_shots)
+        rng = random.Random(1234 + index)
+        shots = rng.sample(others, self.num_shots)
         before = "".join(f"{shot.texts[shot.gold]}\n\n" for shot in shots)
         start = [] if tokenizer.eot is None else [tokenizer.eot]
-        rows = [
-            [*start, *tokenizer.encode(before + text).tolist()]
-            for text in self.examples[index].texts
-        ]
-        if self.kind == "schema":  # what they have in common is the answer
-            shared = len(commonprefix([row[::-1] for row in rows]))  # noqa: RUF071
-            lengths = [shared for _ in rows]
-        else:
-            shared = len(commonprefix(rows))  # noqa: RUF071
-            lengths = [len(row) - shared for row in rows]
+        rows = []
+        for text in self.examples[index].texts:
+            tokens = tokenizer.encode(before + text).tolist()
+            rows.append([*start, *tokens])
+        first = commonprefix(rows)  # noqa: RUF071
+        last = commonprefix([row[::-1] for row in rows])  # noqa: RUF071
         if self.kind == "language_modeling":
-            del rows[0], lengths[0]  # of the question alone
-        for row, length in zip(rows, lengths, strict=True):
+            del rows[0]  # the question alone
+        for row in rows:
+            # What alternatives of a schema have in common is the answer.
+            length = len(last) if self.kind == "schema" else len(row) - len(first)
             # An answer has a token at least, also one that begins another, and one before it.
             length = min(max(length, 1), len(row) - 1, context_length - 1)
             yield continuation(row[:-length], row[-length:], context_length - 1)
@@ -77,8 +76,8 @@ class Task(NamedTuple):
             if self.kind == "language_modeling":
                 solved.append(found[0].greedy)
             else:
-                best = np.argmax([score.log_prob / score.count for score in found])
-                solved.append(int(best) == example.gold)
+                means = [score.log_prob / score.count for score in found]
+                solved.append(int(np.argmax(means)) == example.gold)
         return solved
 
 
@@ -86,17 +85,19 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the tasks that core.yaml names, and the mean of their centred accuracies."""
     figures: list[Figure] = []
     centred: list[float] = []
-    variances: list[float] = []
+    errors: list[float] = []
     for task in _read_tasks(path):
         solved = task.solved(scorer, tokenizer)
         value, stderr = mean(solved)
-        how = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * task.chance:g} % by chance"
+        chance = task.chance
+        how = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
         figures.append(Figure("core", task.label, value, stderr, len(solved), how))
-        centred.append((value - task.chance) / (1 - task.chance))
-        variances.append((stderr / (1 - task.chance)) ** 2)
+        best = 1 - chance
+        centred.append((value - chance) / best)
+        errors.append(stderr / best)
     how = f"mean centred accuracy of {len(figures)} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
     value = float(np.mean(centred))
-    stderr = math.sqrt(sum(variances)) / len(figures)
+    stderr = math.hypot(*errors) / len(figures)
     number = sum(figure.num_examples for figure in figures)
     return [*figures, Figure("core", "CORE", value, stderr, number, how)]
 

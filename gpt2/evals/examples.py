@@ -14,9 +14,10 @@ from gpt2.evals.scoring import Request, Scorer, continuation
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the last token of each passage, as in the GPT-2 paper."""
     requests = []
+    T = scorer.context_length
     for text in read_jsonl(path, _parse_passage):
-        row = tokenizer.encode(text).tolist()
-        requests.append(continuation(row[:-1], row[-1:], scorer.context_length))
+        row = tokenizer.encode(text)
+        requests.append(continuation(row[:-1], row[-1:], T))
     scores = scorer.score(requests, "lambada")
     n = len(scores)
     right = mean([score.greedy for score in scores])
@@ -31,11 +32,11 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, as llm.c does."""
     examples = read_jsonl(path, _parse_choice)
-    requests = [
-        after(tokenizer, example.context, f" {ending}", scorer.context_length)
-        for example in examples
-        for ending in example.endings
-    ]
+    requests = []
+    T = scorer.context_length
+    for example in examples:
+        for ending in example.endings:
+            requests.append(after(tokenizer, example.context, f" {ending}", T))
     scores = iter(scorer.score(requests, "hellaswag"))
     by_sum = []
     by_mean = []
@@ -45,13 +46,14 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         means = [score.log_prob / score.count for score in found]
         by_sum.append(int(np.argmax(sums)) == example.label)
         by_mean.append(int(np.argmax(means)) == example.label)
-    how = "ending of the highest {}, context as it is"
-    n = len(examples)
-    mean_how = how.format("mean per token")
-    return [
-        Figure("hellaswag", "acc", *mean(by_sum), n, how.format("sum")),
-        Figure("hellaswag", "acc_norm, llm.c", *mean(by_mean), n, mean_how),
-    ]
+    figures = []
+    for metric, right, how in (
+        ("acc", by_sum, "sum"),
+        ("acc_norm, llm.c", by_mean, "mean per token"),
+    ):
+        how = f"ending of the highest {how}, context as it is"
+        figures.append(Figure("hellaswag", metric, *mean(right), len(right), how))
+    return figures
 
 
 class Choice(NamedTuple):

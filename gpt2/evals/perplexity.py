@@ -26,8 +26,8 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
         raise UserError(
             f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}"
         )
-    figures = list[Figure]()
-    losses = list[tuple[float, float]]()
+    figures: list[Figure] = []
+    mixed: list[tuple[float, float]] = []
     num = 0
     for name, (share, part) in dataset.parts.items():
         loader = ValidationLoader(
@@ -38,13 +38,15 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
         )
         requests = []
         for index in range(len(loader)):
-            window = {name: rows[0] for name, rows in loader.batch(index).items()}
+            batch = loader.batch(index)
+            window = {key: rows[0] for key, rows in batch.items()}
             requests.append(Request(**window))
         scores = scorer.score(requests, "validation")
         n = len(scores)
         num += n
-        loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
-        losses.append((share * loss, share * stderr))
+        losses = [-score.log_prob for score in scores]
+        loss, stderr = ratio(losses, [score.count for score in scores])
+        mixed.append((share * loss, share * stderr))
         task = f"validation {name}".strip()
         held = part.splits["validation"].num_tokens
         share_held = held / (held + part.splits["train"].num_tokens)
@@ -52,18 +54,18 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             f"validation split of {name or data.corpus}, {share_held:.2%} of its tokens; "
             f"windows of {scorer.context_length} tokens, none overlapping"
         )
+        spread = perplexity(scores)
         figures += [
             Figure(task, "loss (nats per token)", loss, stderr, n, convention),
-            Figure(task, "perplexity per token", *perplexity(scores), n, convention),
+            Figure(task, "perplexity per token", *spread, n, convention),
         ]
         if part.targets_per_byte is not None:
-            bits = part.targets_per_byte / math.log(2.0)
-            figures.append(
-                Figure(task, "bits per byte", loss * bits, stderr * bits, n, convention)
-            )
+            per_nat = part.targets_per_byte / math.log(2.0)
+            bits = (loss * per_nat, stderr * per_nat)
+            figures.append(Figure(task, "bits per byte", *bits, n, convention))
     if dataset.mixed:
-        loss = sum(loss for loss, _ in losses)
-        stderr = math.hypot(*(error for _, error in losses))
+        loss = sum(loss for loss, _ in mixed)
+        stderr = math.hypot(*(error for _, error in mixed))
         convention = "the parts above by their weights"
         figures.append(
             Figure("validation", "loss, mixed", loss, stderr, num, convention)
@@ -77,10 +79,10 @@ def wikitext(
     """Scores the text of WikiText (the `raw` release, one file), by token and by word."""
     text = read_text(path)
     plain = detokenize(text)
-    by_token = scorer.score(
-        _windows(scorer, tokenizer, text, stride), "wikitext tokens"
-    )
-    by_word = scorer.score(_windows(scorer, tokenizer, plain, stride), "wikitext words")
+    requests = _windows(scorer, tokenizer, text, stride)
+    by_token = scorer.score(requests, "wikitext tokens")
+    requests = _windows(scorer, tokenizer, plain, stride)
+    by_word = scorer.score(requests, "wikitext words")
     # A window's share of the words is that of its tokens: windows do not end where words do.
     counts = np.array([score.count for score in by_word])
     words = counts * len(text.split()) / counts.sum()
@@ -112,7 +114,8 @@ def compression(
         raise UserError(
             f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
         )
-    scores = scorer.score(_windows(scorer, tokenizer, text, stride), task)
+    requests = _windows(scorer, tokenizer, text, stride)
+    scores = scorer.score(requests, task)
     counts = np.array([score.count for score in scores])
     sizes = counts * len(text.encode()) / counts.sum()  # in bytes, by shares of tokens
     losses = [-score.log_prob / math.log(2.0) for score in scores]

@@ -45,7 +45,8 @@ def ratio(
     if n < 2:
         return value, math.nan
     residuals = np.linalg.norm(x - value * y)
-    return value, float(math.sqrt(n / (n - 1)) * residuals / y.sum())
+    stderr = math.sqrt(n / (n - 1)) * residuals / y.sum()
+    return value, float(stderr)
 
 
 def perplexity(

@@ -16,7 +16,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 from rich.console import Console
@@ -51,22 +50,24 @@ class Score:
     greedy: bool  # whether each of them was the likeliest
 
 
-def continuation(
-    context: Sequence[int], tokens: Sequence[int], context_length: int
-) -> Request:
+Tokens = Sequence[int] | np.ndarray
+
+
+def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Request:
     """Returns the request for the likelihood of `tokens` after `context`, cut at its beginning."""
     if not len(context) or not 0 < len(tokens) <= context_length:
         raise UserError(
             f"an example has {len(context)} tokens of context and {len(tokens)} to score",
             f"Give at least one of each, and at most {context_length} to score",
         )
-    text = np.array([*context, *tokens], np.int32)[-context_length - 1 :]
+    text = np.array([*context, *tokens], np.int32)
+    text = text[-context_length - 1 :]
     targets = text[1:].copy()
     targets[: -len(tokens)] = -1
     return Request(text[:-1], targets)
 
 
-def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Request]:
+def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
     """Returns requests for every token but the first, by windows that move by `stride` tokens.
 
     Each window scores only tokens that earlier ones have not scored. All but the first tokens
@@ -75,14 +76,14 @@ def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Req
     ids = np.asarray(tokens, np.int32)
     requests = []
     scored = 0  # targets so far
-    for start in range(0, len(ids) - 1, stride):
+    start = 0
+    while scored < len(ids) - 1:
         text = ids[start : start + context_length + 1]
         targets = text[1:].copy()
         targets[: scored - start] = -1
         requests.append(Request(text[:-1], targets))
         scored = start + len(targets)
-        if scored == len(ids) - 1:
-            break
+        start += stride
     return requests
 
 
@@ -106,14 +107,13 @@ class Scorer:
         devices = devices or jax.local_devices()
         mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
-        self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        whole = NamedSharding(mesh, PartitionSpec())
+        self._params = jax.device_put(params, whole)
+        self._tokens_per_batch = TOKENS_PER_BATCH
+        at_once = LOGITS_AT_ONCE
         if devices[0].platform == "cpu":
+            self._tokens_per_batch = CPU_TOKENS_PER_BATCH
             at_once = CPU_LOGITS_AT_ONCE
-            tokens = CPU_TOKENS_PER_BATCH
-        else:
-            at_once = LOGITS_AT_ONCE
-            tokens = TOKENS_PER_BATCH
-        self._tokens_per_batch = tokens
         self._score = _program(config, mesh, at_once)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
@@ -127,17 +127,20 @@ class Scorer:
             buckets.setdefault(length, []).append(index)
         batches = []
         for length, rows in sorted(buckets.items(), reverse=True):
-            size = max(1, self._tokens_per_batch // length) * self._rows.mesh.size
+            size = max(1, self._tokens_per_batch // length)
+            size *= self._rows.mesh.size
             for start in range(0, len(rows), size):
-                batches.append((length, size, rows[start : start + size]))
+                part = rows[start : start + size]
+                batches.append((length, size, part))
         scores: dict[int, Score] = {}
         hidden = not self._console.is_terminal
         for length, size, rows in track(
             batches, label, console=self._console, disable=hidden
         ):
-            batch = _pad([requests[row] for row in rows], size, length)
-            result = self._score(self._params, jax.tree.map(self._put, batch))
-            columns = [column.tolist() for column in jax.device_get(result)]
+            members = [requests[row] for row in rows]
+            batch = jax.tree.map(self._put, _pad(members, size, length))
+            result = jax.device_get(self._score(self._params, batch))
+            columns = [column.tolist() for column in result]
             for index, *values in zip(rows, *columns, strict=False):
                 scores[index] = Score(*values)
         return [scores[index] for index in range(len(requests))]
@@ -148,14 +151,16 @@ class Scorer:
 
 @cache
 def _program(config: GPTConfig, mesh: Mesh, at_once: int) -> Wrapped:
+    whole = PartitionSpec()
+    rows = PartitionSpec("data")
     score = jax.shard_map(
         partial(_score, GPT(config), at_once),
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=PartitionSpec("data"),
+        in_specs=(whole, rows),
+        out_specs=rows,
         check_vma=False,
     )
-    return jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(score, out_shardings=NamedSharding(mesh, whole))
 
 
 def _pad(requests: Sequence[Request], size: int, length: int) -> Request:
@@ -197,16 +202,18 @@ def _score(
         chosen = jax.lax.dynamic_slice_in_dim(order, step * at_once, at_once)
         rows = hidden[chosen][None]
         logits = model.apply({"params": params}, rows, method="logits")[0]
-        target = jnp.maximum(targets[chosen], 0)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-        right = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        log_probs = log_probs.at[chosen].set(-loss)
-        greedy = greedy.at[chosen].set(right == logits.max(axis=-1))
-        return log_probs, greedy
+        target = jnp.maximum(targets[chosen], 0)[:, None]
+        right = jnp.take_along_axis(logits, target, axis=-1)[:, 0]
+        log_prob = right - jax.nn.logsumexp(logits, axis=-1)
+        log_probs = log_probs.at[chosen].set(log_prob)
+        likeliest = right == logits.max(axis=-1)
+        return log_probs, greedy.at[chosen].set(likeliest)
 
-    nothing = (jnp.zeros(targets.size, jnp.float32), jnp.zeros(targets.size, bool))
+    log_probs = jnp.zeros(targets.size, jnp.float32)
+    greedy = jnp.zeros(targets.size, bool)
     num_steps = -(-scored.sum() // at_once)  # rounded up
-    log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, nothing)
+    start = (log_probs, greedy)
+    log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, start)
     log_probs = jnp.where(scored, log_probs, 0.0).reshape(shape)
     greedy = (~scored | greedy).reshape(shape)
     count = scored.reshape(shape).sum(axis=1)
