@@ -65,13 +65,16 @@ def main(command: str) -> int:
         passed = suite.run_suite(output, args.parts, options, dry_run=args.dry_run)
         return int(not passed)
     rows = []
+    failed = 0
     for row in make_rows(command, output):
         rows.append(row)
+        if not row.get("passed", True):
+            failed = 1
         if args.json:
             print(json.dumps(row), flush=True)
     if not args.json:
         print(table(rows))
-    return int(not all(row.get("passed", True) for row in rows))
+    return failed
 
 
 def make_rows(command: str, output: Path | None) -> Iterator[Row]:
@@ -87,7 +90,9 @@ def make_rows(command: str, output: Path | None) -> Iterator[Row]:
         yield from check_attention(config)
         return
     case = measure.Case(config)
-    cases = dict.fromkeys((measure.OURS, *args.peers), case)
+    cases = {measure.OURS: case}
+    for peer in args.peers:
+        cases[peer] = case
     for text in args.vary:
         cases[text] = case.varied(text)
     yield from measure.measure(cases, rounds=args.rounds, seconds=args.seconds)

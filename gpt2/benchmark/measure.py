@@ -148,7 +148,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             players[name] = player
             first, _, usual = player.ask(3)  # the first compiles if that was not done
             seconds_to_compile[name] = max(0.0, first - usual)
-            steps[name] = max(1, math.ceil(seconds / usual))
+            steps[name] = 1 + int(seconds / usual)
             turns[name] = []
         _compare_sides(players)
         for _ in range(rounds):
@@ -156,9 +156,9 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
                 # The first step after the others' turns takes memory back from the machine.
                 _, *times = player.ask(1 + steps[name])
                 turns[name].append(statistics.median(times))
-        infos = {name: player.ask(0) for name, player in players.items()}
+        infos = [player.ask(0) for player in players.values()]
     rows = []
-    for name, info in infos.items():
+    for name, info in zip(players, infos, strict=True):
         config = cases[name].config
         step = statistics.median(turns[name])
         tokens_per_second = config.tokens_per_step / step

@@ -4,6 +4,7 @@ Prompts, few-shot examples and what counts as right are nanochat's, whose figure
 """
 
 import csv
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -56,23 +57,25 @@ class Task(NamedTuple):
         if self.kind == "language_modeling":
             del rows[0]  # the question alone
         for row in rows:
-            # What alternatives of a schema have in common is the answer.
-            length = len(last) if self.kind == "schema" else len(row) - len(first)
+            length = len(row) - len(first)
+            if self.kind == "schema":  # whose alternatives have the answer in common
+                length = len(last)
             # An answer has a token at least, also one that begins another, and one before it.
             length = min(max(length, 1), len(row) - 1, context_length - 1)
             yield continuation(row[:-length], row[-length:], context_length - 1)
 
     def solved(self, scorer: Scorer, tokenizer: Tokenizer) -> list[bool]:
         """Returns which examples a model solves."""
-        requests = [
-            list(self.requests(index, tokenizer, scorer.context_length))
-            for index in range(len(self.examples))
-        ]
-        flat = [request for alternatives in requests for request in alternatives]
-        scores = iter(scorer.score(flat, self.label))
+        requests: list[Request] = []
+        numbers = []
+        for index in range(len(self.examples)):
+            own = list(self.requests(index, tokenizer, scorer.context_length))
+            requests += own
+            numbers.append(len(own))
+        scores = iter(scorer.score(requests, self.label))
         solved = []
-        for example, alternatives in zip(self.examples, requests, strict=True):
-            found = [next(scores) for _ in alternatives]
+        for example, number in zip(self.examples, numbers, strict=True):
+            found = list(itertools.islice(scores, number))
             if self.kind == "language_modeling":
                 solved.append(found[0].greedy)
             else:
@@ -91,15 +94,18 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         value, stderr = mean(solved)
         chance = task.chance
         how = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
-        figures.append(Figure("core", task.label, value, stderr, len(solved), how))
+        n = len(solved)
+        figures.append(Figure("core", task.label, value, stderr, n, how))
         best = 1 - chance
         centred.append((value - chance) / best)
         errors.append(stderr / best)
-    how = f"mean centred accuracy of {len(figures)} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
-    value = float(np.mean(centred))
-    stderr = math.hypot(*errors) / len(figures)
-    number = sum(figure.num_examples for figure in figures)
-    return [*figures, Figure("core", "CORE", value, stderr, number, how)]
+    number = len(figures)
+    how = f"mean centred accuracy of {number} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
+    value = sum(centred) / number
+    stderr = math.hypot(*errors) / number
+    n = sum(figure.num_examples for figure in figures)
+    figures.append(Figure("core", "CORE", value, stderr, n, how))
+    return figures
 
 
 def _read_tasks(path: Path) -> list[Task]:

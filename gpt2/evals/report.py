@@ -1,7 +1,6 @@
 """The figures of an evaluation, each with its convention, as a table and as JSON."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt2.evals.scoring import Score
+from gpt2.utils import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,10 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
     return ratio(values, np.ones(len(values)))
 
 
-def ratio(
-    numerators: Sequence[float], denominators: Sequence[float] | np.ndarray
-) -> tuple[float, float]:
+Numbers = Sequence[float] | np.ndarray
+
+
+def ratio(numerators: Numbers, denominators: Numbers) -> tuple[float, float]:
     """Returns sum / sum over examples, and its standard error.
 
     The error is that of a ratio estimator (Cochran 1977, section 2.11). It treats examples as
@@ -50,7 +51,7 @@ def ratio(
 
 
 def perplexity(
-    scores: Sequence[Score], units: Sequence[float] | np.ndarray | None = None
+    scores: Sequence[Score], units: Numbers | None = None
 ) -> tuple[float, float]:
     """Returns exp(loss per unit) and its standard error, by the slope of exp.
 
@@ -58,7 +59,8 @@ def perplexity(
     """
     if units is None:
         units = [score.count for score in scores]
-    loss, stderr = ratio([-score.log_prob for score in scores], units)
+    losses = [-score.log_prob for score in scores]
+    loss, stderr = ratio(losses, units)
     value = math.exp(min(loss, 700.0))
     return value, value * stderr
 
@@ -89,4 +91,4 @@ def write_json(figures: Sequence[Figure], path: Path) -> None:
     for row in rows:
         if math.isnan(row["stderr"]):
             row["stderr"] = None
-    path.write_text(json.dumps(rows, indent=2) + "\n")
+    files.write_json(path, rows)

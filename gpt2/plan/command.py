@@ -198,27 +198,27 @@ def _search(
             tensor = int(layout["parallel.tensor"])
             rows = config.data.batch_size * tensor // len(devices)
             for options in _variants(layout, rows):
-                own = {k: v for k, v in options.items() if k not in given}
-                name = _flags_to_add(config, own)
-                status.update(f"compiling {name}")
+                changed = {
+                    name: value
+                    for name, value in options.items()
+                    if name not in given and option(config, name) != value
+                }
+                to_add = " ".join(f"--config.{k}={v}" for k, v in changed.items())
+                status.update(f"compiling {to_add}")
                 try:
-                    if name not in found:
-                        found[name] = _try(with_options(config, own), devices, board)
+                    if to_add not in found:
+                        each = with_options(config, changed)
+                        found[to_add] = _try(each, devices, board)
                 except UserError as error:
-                    found[name] = _Tried(True, math.inf, f"does not work: {error.what}")
+                    told = f"does not work: {error.what}"
+                    found[to_add] = _Tried(True, math.inf, told)
                     break
-                if not found[name].fails:
+                if not found[to_add].fails:
                     break
-    ranked = sorted((tried, name) for name, tried in found.items())
-    for tried, name in ranked:
-        print(f"{tried.told:<40} {name}")
+    ranked = sorted((tried, to_add) for to_add, tried in found.items())
+    for tried, to_add in ranked:
+        print(f"{tried.told:<40} {to_add or '(no flags to add)'}")
     return int(ranked[0][0].fails)
-
-
-def _flags_to_add(config: Config, options: Options) -> str:
-    changed = {k: v for k, v in options.items() if option(config, k) != v}
-    flags_to_add = " ".join(f"--config.{k}={v}" for k, v in changed.items())
-    return flags_to_add or "(no flags to add)"
 
 
 def _try(config: Config, devices: list[jax.Device], board: str) -> _Tried:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from gpt2.config import Config, GPTConfig
 from gpt2.config.run import tokens_by_name
@@ -135,17 +135,16 @@ def _linear_flops(cfg: GPTConfig) -> float:
     return _count_linear(traced.jaxpr) / cfg.context_length
 
 
-def _count_linear(jaxpr: Jaxpr) -> int:
-    """Counts the FLOPs of all products of matrices but those of attention, which are batched."""
+def _count_linear(jaxpr: Any) -> int:
+    """Counts a jaxpr's FLOPs of products, but for those of attention, which are batched."""
     flops = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), (batched, _) = equation.params["dimension_numbers"]
             if not batched:
-                operand: Any = equation.invars[0].aval
-                result: Any = equation.outvars[0].aval
-                length = math.prod(operand.shape[axis] for axis in contracted)
-                flops += 2 * length * result.size
+                shape = equation.invars[0].aval.shape
+                length = math.prod(shape[axis] for axis in contracted)
+                flops += 2 * length * equation.outvars[0].aval.size
         turns = equation.params.get("length", 1)  # of a scan
         for inner in jaxprs_in_params(equation.params):
             flops += turns * _count_linear(inner)
