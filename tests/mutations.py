@@ -208,8 +208,8 @@ CORE's chances go by the table's order: evals/core.py, evals -k by_hand
     - chance = chances.get(label, 100.0) / 100
     + chance = [*chances.values()][len(tasks)] / 100
 bits by characters in enwik8 and text8: evals/perplexity.py, evals -k not_ascii
-    - counts * len(text.encode()) / counts.sum()
-    + counts * len(text) / counts.sum()
+    - len(text.encode())
+    + len(text)
 bytes that are not UTF-8 are left out: evals/perplexity.py, evals -k not_utf_8
     - getincrementaldecoder("utf-8")()
     + getincrementaldecoder("utf-8")("ignore")

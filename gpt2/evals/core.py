@@ -61,8 +61,9 @@ class Task(NamedTuple):
             if self.kind == "schema":  # whose alternatives have the answer in common
                 length = len(last)
             # An answer has a token at least, also one that begins another, and one before it.
-            length = min(max(length, 1), len(row) - 1, context_length - 1)
-            yield continuation(row[:-length], row[-length:], context_length - 1)
+            most = context_length - 1
+            length = min(max(length, 1), len(row) - 1, most)
+            yield continuation(row[:-length], row[-length:], most)
 
     def solved(self, scorer: Scorer, tokenizer: Tokenizer) -> list[bool]:
         """Returns which examples a model solves."""
@@ -91,14 +92,13 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     errors: list[float] = []
     for task in _read_tasks(path):
         solved = task.solved(scorer, tokenizer)
-        value, stderr = mean(solved)
+        accuracy = mean(solved)
         chance = task.chance
         how = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
-        n = len(solved)
-        figures.append(Figure("core", task.label, value, stderr, n, how))
+        figures.append(Figure("core", task.label, *accuracy, how))
         best = 1 - chance
-        centred.append((value - chance) / best)
-        errors.append(stderr / best)
+        centred.append((accuracy.value - chance) / best)
+        errors.append(accuracy.stderr / best)
     number = len(figures)
     how = f"mean centred accuracy of {number} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
     value = sum(centred) / number

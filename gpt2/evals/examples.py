@@ -17,15 +17,15 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     T = scorer.context_length
     for text in read_jsonl(path, _parse_passage):
         row = tokenizer.encode(text)
-        requests.append(continuation(row[:-1], row[-1:], T))
+        request = continuation(row[:-1], row[-1:], T)
+        requests.append(request)
     scores = scorer.score(requests, "lambada")
-    n = len(scores)
     right = mean([score.greedy for score in scores])
     spread = perplexity(scores)
     how = "the last token, as in the GPT-2 paper"
     return [
-        Figure("lambada", "accuracy, last token", *right, n, f"greedy: {how}"),
-        Figure("lambada", "perplexity, last token", *spread, n, f"of {how}"),
+        Figure("lambada", "accuracy, last token", *right, f"greedy: {how}"),
+        Figure("lambada", "perplexity, last token", *spread, f"of {how}"),
     ]
 
 
@@ -44,15 +44,15 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         found = [next(scores) for _ in example.endings]
         sums = [score.log_prob for score in found]
         means = [score.log_prob / score.count for score in found]
-        by_sum.append(int(np.argmax(sums)) == example.label)
-        by_mean.append(int(np.argmax(means)) == example.label)
+        by_sum.append(np.argmax(sums) == example.label)
+        by_mean.append(np.argmax(means) == example.label)
     figures = []
     for metric, right, how in (
         ("acc", by_sum, "sum"),
         ("acc_norm, llm.c", by_mean, "mean per token"),
     ):
         how = f"ending of the highest {how}, context as it is"
-        figures.append(Figure("hellaswag", metric, *mean(right), len(right), how))
+        figures.append(Figure("hellaswag", metric, *mean(right), how))
     return figures
 
 

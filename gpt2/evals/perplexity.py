@@ -3,6 +3,7 @@
 import codecs
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
 from gpt2.evals.files import read_text, reading
-from gpt2.evals.report import Figure, perplexity, ratio
-from gpt2.evals.scoring import Request, Scorer, windows
+from gpt2.evals.report import Estimate, Figure, perplexity, ratio
+from gpt2.evals.scoring import Request, Score, Scorer, windows
 
 
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
@@ -27,8 +28,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}"
         )
     figures: list[Figure] = []
-    mixed: list[tuple[float, float]] = []
-    num = 0
+    mixed: list[Estimate] = []
     for name, (share, part) in dataset.parts.items():
         loader = ValidationLoader(
             part,
@@ -42,11 +42,9 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             window = {key: rows[0] for key, rows in batch.items()}
             requests.append(Request(**window))
         scores = scorer.score(requests, "validation")
-        n = len(scores)
-        num += n
         losses = [-score.log_prob for score in scores]
-        loss, stderr = ratio(losses, [score.count for score in scores])
-        mixed.append((share * loss, share * stderr))
+        loss = ratio(losses, [score.count for score in scores])
+        mixed.append(_scaled(loss, float(share)))
         task = f"validation {name}".strip()
         held = part.splits["validation"].num_tokens
         share_held = held / (held + part.splits["train"].num_tokens)
@@ -56,21 +54,23 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
         )
         spread = perplexity(scores)
         figures += [
-            Figure(task, "loss (nats per token)", loss, stderr, n, convention),
-            Figure(task, "perplexity per token", *spread, n, convention),
+            Figure(task, "loss (nats per token)", *loss, convention),
+            Figure(task, "perplexity per token", *spread, convention),
         ]
         if part.targets_per_byte is not None:
-            per_nat = part.targets_per_byte / math.log(2.0)
-            bits = (loss * per_nat, stderr * per_nat)
-            figures.append(Figure(task, "bits per byte", *bits, n, convention))
+            bits = _scaled(loss, part.targets_per_byte / math.log(2.0))
+            figures.append(Figure(task, "bits per byte", *bits, convention))
     if dataset.mixed:
-        loss = sum(loss for loss, _ in mixed)
-        stderr = math.hypot(*(error for _, error in mixed))
+        values, errors, numbers = zip(*mixed, strict=True)
+        loss = Estimate(sum(values), math.hypot(*errors), sum(numbers))
         convention = "the parts above by their weights"
-        figures.append(
-            Figure("validation", "loss, mixed", loss, stderr, num, convention)
-        )
+        figures.append(Figure("validation", "loss, mixed", *loss, convention))
     return figures
+
+
+def _scaled(estimate: Estimate, factor: float) -> Estimate:
+    value, stderr, n = estimate
+    return Estimate(factor * value, factor * stderr, n)
 
 
 def wikitext(
@@ -80,20 +80,16 @@ def wikitext(
     text = read_text(path)
     plain = detokenize(text)
     requests = _windows(scorer, tokenizer, text, stride)
-    by_token = scorer.score(requests, "wikitext tokens")
+    by_token = perplexity(scorer.score(requests, "wikitext tokens"))
     requests = _windows(scorer, tokenizer, plain, stride)
-    by_word = scorer.score(requests, "wikitext words")
-    # A window's share of the words is that of its tokens: windows do not end where words do.
-    counts = np.array([score.count for score in by_word])
-    words = counts * len(text.split()) / counts.sum()
+    scores = scorer.score(requests, "wikitext words")
+    by_word = perplexity(scores, _shares(scores, len(text.split())))
     context = f"windows of {scorer.context_length} tokens, stride {stride}"
     token = f"text as it is; {context}"
     word = f"detokenised text, per whitespace-separated word of the original; {context}"
-    tokens = perplexity(by_token)
-    scored = perplexity(by_word, words)
     return [
-        Figure("wikitext", "perplexity per token", *tokens, len(by_token), token),
-        Figure("wikitext", "perplexity per word", *scored, len(by_word), word),
+        Figure("wikitext", "perplexity per token", *by_token, token),
+        Figure("wikitext", "perplexity per word", *by_word, word),
     ]
 
 
@@ -116,14 +112,18 @@ def compression(
         )
     requests = _windows(scorer, tokenizer, text, stride)
     scores = scorer.score(requests, task)
-    counts = np.array([score.count for score in scores])
-    sizes = counts * len(text.encode()) / counts.sum()  # in bytes, by shares of tokens
     losses = [-score.log_prob / math.log(2.0) for score in scores]
-    bits, error = ratio(losses, sizes)
+    bits = ratio(losses, _shares(scores, len(text.encode())))
     convention = (
         f"whole file; windows of {scorer.context_length} tokens, stride {stride}"
     )
-    return [Figure(task, "bits per byte", bits, error, len(scores), convention)]
+    return [Figure(task, "bits per byte", *bits, convention)]
+
+
+def _shares(scores: Sequence[Score], total: int) -> np.ndarray:
+    """Shares words or bytes by tokens: windows do not end where words do."""
+    counts = np.array([score.count for score in scores])
+    return total * counts / counts.sum()
 
 
 def _windows(

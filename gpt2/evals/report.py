@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -25,18 +26,26 @@ class Figure:
     convention: str
 
 
-def mean(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of values, one an example, and its standard error."""
+class Estimate(NamedTuple):
+    """A number over examples, and its standard error."""
+
+    value: float
+    stderr: float  # NaN of a single example
+    num_examples: int
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Returns the mean of values, one an example."""
     return ratio(values, np.ones(len(values)))
 
 
 Numbers = Sequence[float] | np.ndarray
 
 
-def ratio(numerators: Numbers, denominators: Numbers) -> tuple[float, float]:
-    """Returns sum / sum over examples, and its standard error.
+def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
+    """Returns sum / sum over examples.
 
-    The error is that of a ratio estimator (Cochran 1977, section 2.11). It treats examples as
+    Its error is that of a ratio estimator (Cochran 1977, section 2.11). It treats examples as
     independent, and the parts of one example as dependent.
     """
     x = np.asarray(numerators, np.float64)
@@ -44,25 +53,23 @@ def ratio(numerators: Numbers, denominators: Numbers) -> tuple[float, float]:
     n = len(x)
     value = float(x.sum() / y.sum())
     if n < 2:
-        return value, math.nan
-    residuals = np.linalg.norm(x - value * y)
-    stderr = math.sqrt(n / (n - 1)) * residuals / y.sum()
-    return value, float(stderr)
+        return Estimate(value, math.nan, n)
+    residuals = np.linalg.norm(x - value * y) / y.sum()
+    stderr = math.sqrt(n / (n - 1)) * residuals
+    return Estimate(value, float(stderr), n)
 
 
-def perplexity(
-    scores: Sequence[Score], units: Numbers | None = None
-) -> tuple[float, float]:
-    """Returns exp(loss per unit) and its standard error, by the slope of exp.
+def perplexity(scores: Sequence[Score], units: Numbers | None = None) -> Estimate:
+    """Returns exp(loss per unit), with a standard error by the slope of exp.
 
     `units` says how many units each example counts; its scored tokens if not given.
     """
     if units is None:
         units = [score.count for score in scores]
     losses = [-score.log_prob for score in scores]
-    loss, stderr = ratio(losses, units)
+    loss, stderr, n = ratio(losses, units)
     value = math.exp(min(loss, 700.0))
-    return value, value * stderr
+    return Estimate(value, value * stderr, n)
 
 
 def print_table(figures: Sequence[Figure]) -> None:

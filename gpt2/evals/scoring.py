@@ -105,7 +105,8 @@ class Scorer:
         self.num_tokens = 0
         self._console = Console(file=sys.stderr, quiet=devices is not None)
         devices = devices or jax.local_devices()
-        mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+        automatic = (AxisType.Auto,)
+        mesh = Mesh(devices, ("data",), axis_types=automatic)
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         whole = NamedSharding(mesh, PartitionSpec())
         self._params = jax.device_put(params, whole)
@@ -118,13 +119,15 @@ class Scorer:
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order."""
-        self.num_tokens += sum(len(request.tokens) for request in requests)
-        if self._params is None:
-            return [Score(-1.0, 1, False)] * len(requests)
         buckets: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
-            length = bucket(len(request.tokens), self.context_length)
-            buckets.setdefault(length, []).append(index)
+            num_tokens = len(request.tokens)
+            self.num_tokens += num_tokens
+            same = buckets.setdefault(bucket(num_tokens, self.context_length), [])
+            same.append(index)
+        if self._params is None:
+            nothing = Score(-1.0, 1, False)
+            return [nothing for _ in requests]
         batches = []
         for length, rows in sorted(buckets.items(), reverse=True):
             size = max(1, self._tokens_per_batch // length)
@@ -138,9 +141,10 @@ class Scorer:
             batches, label, console=self._console, disable=hidden
         ):
             members = [requests[row] for row in rows]
-            batch = jax.tree.map(self._put, _pad(members, size, length))
-            result = jax.device_get(self._score(self._params, batch))
-            columns = [column.tolist() for column in result]
+            padded = _pad(members, size, length)
+            batch = jax.tree.map(self._put, padded)
+            result = self._score(self._params, batch)
+            columns = [column.tolist() for column in jax.device_get(result)]
             for index, *values in zip(rows, *columns, strict=False):
                 scores[index] = Score(*values)
         return [scores[index] for index in range(len(requests))]
@@ -173,10 +177,11 @@ def _pad(requests: Sequence[Request], size: int, length: int) -> Request:
             batch[row, : len(values)] = values
         return batch
 
-    segments = None
-    if requests[0].segments is not None:
-        segments = pad("segments", 0)
-    return Request(pad("tokens", 0), pad("targets", -1), segments)
+    tokens = pad("tokens", 0)
+    targets = pad("targets", -1)
+    if requests[0].segments is None:
+        return Request(tokens, targets)
+    return Request(tokens, targets, pad("segments", 0))
 
 
 def _score(
@@ -188,8 +193,9 @@ def _score(
     """Sums over the scored tokens of each row: [B] each, in the order of a `Score`."""
     shape = batch.targets.shape
     targets = jnp.ravel(batch.targets)
+    variables = {"params": params}
     hidden: Any = model.apply(
-        {"params": params}, batch.tokens, segments=batch.segments, method="hidden"
+        variables, batch.tokens, segments=batch.segments, method="hidden"
     )
     hidden = hidden.reshape(targets.size, -1)
     scored = targets >= 0
@@ -201,20 +207,21 @@ def _score(
         # A slice that would reach beyond the end begins earlier, which only repeats some tokens.
         chosen = jax.lax.dynamic_slice_in_dim(order, step * at_once, at_once)
         rows = hidden[chosen][None]
-        logits = model.apply({"params": params}, rows, method="logits")[0]
-        target = jnp.maximum(targets[chosen], 0)[:, None]
-        right = jnp.take_along_axis(logits, target, axis=-1)[:, 0]
+        logits = model.apply(variables, rows, method="logits")[0]
+        target = jnp.maximum(targets[chosen], 0)
+        right = jnp.take_along_axis(logits, target[:, None], axis=-1)
+        right = jnp.ravel(right)
         log_prob = right - jax.nn.logsumexp(logits, axis=-1)
         log_probs = log_probs.at[chosen].set(log_prob)
         likeliest = right == logits.max(axis=-1)
         return log_probs, greedy.at[chosen].set(likeliest)
 
-    log_probs = jnp.zeros(targets.size, jnp.float32)
-    greedy = jnp.zeros(targets.size, bool)
+    nothing = (jnp.zeros_like(targets, jnp.float32), jnp.zeros_like(scored))
     num_steps = -(-scored.sum() // at_once)  # rounded up
-    start = (log_probs, greedy)
-    log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, start)
+    log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, nothing)
     log_probs = jnp.where(scored, log_probs, 0.0).reshape(shape)
+    log_prob = log_probs.sum(axis=1)
     greedy = (~scored | greedy).reshape(shape)
+    is_greedy = greedy.all(axis=1)
     count = scored.reshape(shape).sum(axis=1)
-    return log_probs.sum(axis=1), count, greedy.all(axis=1)
+    return log_prob, count, is_greedy
