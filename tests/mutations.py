@@ -202,8 +202,17 @@ cautious updates are not scaled up: optim/transforms.py, optim -k formulas
     - update * (agrees / jnp.maximum(share, _MIN_SHARE))
     + update * agrees
 a question of CORE is among its own few-shot examples: evals/core.py, evals -k by_hand
-    - self.examples[other + (other >= index)]
-    + self.examples[other]
+    - self.examples[index + 1 :]
+    + self.examples[index:]
+CORE's chances go by the table's order: evals/core.py, evals -k by_hand
+    - chance = chances.get(label, 100.0) / 100
+    + chance = [*chances.values()][len(tasks)] / 100
+bits by characters in enwik8 and text8: evals/perplexity.py, evals -k not_ascii
+    - len(text.encode())
+    + len(text)
+bytes that are not UTF-8 are left out: evals/perplexity.py, evals -k not_utf_8
+    - getincrementaldecoder("utf-8")()
+    + getincrementaldecoder("utf-8")("ignore")
 bits per byte with the logarithm to base 10: evals/validation.py, evals -k bits_per_byte
     - / math.log(2.0)
     + / math.log10(2.0)
