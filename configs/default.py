@@ -343,6 +343,7 @@ def get_config() -> ConfigDict:
         dict(
             tensorboard=True,
             wandb=False,
+            screen="",  # metrics to show beside the usual ones, separated by commas: NAME or train
             reference="",  # published losses that loss.png shows, too: a name in configs/reference,
             # or a CSV file as docs/ablations.md says
             watch_every=0,  # steps between norms of every tensor; 0: off

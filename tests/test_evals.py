@@ -16,10 +16,11 @@ from gpt2.evals.core import core
 from gpt2.evals.examples import after, hellaswag, lambada
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import mean, ratio
+from gpt2.evals.run_tasks import RunTasks
 from gpt2.evals.scoring import Scorer, continuation, windows
 from gpt2.evals.tasks import validation_data
-from gpt2.evals.validation import RunTasks, validate
 from gpt2.model import GPT, GPTConfig
+from gpt2.training.validation import validate
 from tests import plain
 from tests.helpers import WORDS
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2 import generate as sampling_module
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
-from gpt2.generate import Sampling, generate
 from gpt2.model import GPT, GPTConfig
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules, spread_over
+from gpt2.training import sampling as sampling_module
+from gpt2.training.sampling import Sampling, generate
 from gpt2.utils.prng import sample_key
 from tests.helpers import thorough
 
@@ -35,7 +35,7 @@ def make_params(cfg=CFG):
 
 
 def sample(prompts=PROMPTS, count=20, **options):
-    return generate(make_params(), CFG, prompts, max_new_tokens=count, **options)
+    return generate(GPT(CFG), make_params(), prompts, max_new_tokens=count, **options)
 
 
 def likeliest_without_cache(params, cfg, prompt, num_new):
@@ -59,7 +59,7 @@ def likeliest_without_cache(params, cfg, prompt, num_new):
 def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
     cfg = dataclasses.replace(CFG, **options)
     params = make_params(cfg)
-    generated = generate(params, cfg, PROMPTS, max_new_tokens=24, sampling=GREEDY)
+    generated = generate(GPT(cfg), params, PROMPTS, max_new_tokens=24, sampling=GREEDY)
     for prompt, tokens in zip(PROMPTS, generated, strict=True):
         assert tokens == likeliest_without_cache(params, cfg, prompt, 24)
 
@@ -146,10 +146,12 @@ def test_tokens_that_the_tokenizer_lacks_are_never_drawn(temperature):
     """The model likes its last ten tokens best: left alone it draws them, limited it does not."""
     cfg, params = with_head(jnp.zeros((61, 32)).at[51:].set(20.0))
     kwargs = dict(max_new_tokens=60, sampling=Sampling(temperature=temperature))
-    free = set(itertools.chain(*generate(params, cfg, [[1]] * 16, **kwargs)))
+    free = set(itertools.chain(*generate(GPT(cfg), params, [[1]] * 16, **kwargs)))
     assert free & set(range(51, 61))
     limited = set(
-        itertools.chain(*generate(params, cfg, [[1]] * 16, vocab_size=51, **kwargs))
+        itertools.chain(
+            *generate(GPT(cfg), params, [[1]] * 16, vocab_size=51, **kwargs)
+        )
     )
     assert limited == ({0} if temperature == 0.0 else set(range(51)))
 

@@ -352,7 +352,6 @@ def test_the_seconds_of_all_starts_add_up_and_what_a_kill_undid_counts_once(
         ),  # it is being edited
         ("gpt2/model/mine.py", "", False),
         ("gpt2/model/.#block.py", "", True),
-        ("gpt2/evals/validation.py", "x = 1", False),
         ("gpt2/evals/tasks.py", "x = 1", True),
         ("gpt2/cli.py", "x = 1", True),
         ("train.py", "x = 1", False),

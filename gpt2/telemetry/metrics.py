@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from gpt2.telemetry.writers import Writer
 
@@ -26,12 +25,13 @@ class MetricsFile(Writer):
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        self._newest = self._end = 0  # step and byte on disk
+        self._newest = 0  # step on disk
+        self._end = 0  # byte
         for end, record in _read(path):
             if record["step"] <= resume_step:
                 self._newest = record["step"]
                 self._end = end
-        self._waiting = list[dict[str, Any]]()
+        self._waiting = list[dict[str, float]]()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.truncate(self._file, self._end)
 
@@ -59,42 +59,49 @@ class MetricsFile(Writer):
 
     def _commit(self, number: int) -> None:
         """Writes the oldest records in one call: only a kill inside it could tear a line."""
-        lines = list[bytes]()
+        data = b""
         for record in self._waiting[:number]:
-            finite = {
-                n: value if math.isfinite(value) else None
-                for n, value in record.items()
-            }
-            lines.append(json.dumps(finite).encode() + b"\n")
-            self._newest = record["step"]
-        data = b"".join(lines)
+            line = dict[str, float | None](record)
+            for name, value in record.items():
+                if not math.isfinite(value):
+                    line[name] = None
+            data += json.dumps(line).encode() + b"\n"
         if os.pwrite(self._file, data, self._end) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if number:
+            self._newest = int(self._waiting[number - 1]["step"])
         self._end += len(data)
         del self._waiting[:number]
 
 
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+def read_metrics(path: Path | str) -> list[dict]:
     """Returns one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
     return [record for _, record in _read(Path(path))]
 
 
+def has_saves(path: Path | str) -> bool:
+    """Returns whether a run has begun to save a checkpoint."""
+    return any(f"{SECONDS}step" in record for record in read_metrics(path))
+
+
 def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]:
     """Returns the seconds of each phase up to the save of a step, and those of what came after."""
-    records = read_metrics(path)[::-1]
-    totals = (record.get("perf/total_seconds") for record in records)
-    saves = (r for r in records if r["step"] <= step and f"{SECONDS}step" in r)
-    saved = next(saves, {}).items()
-    seconds = {
-        name.removeprefix(SECONDS): s for name, s in saved if name.startswith(SECONDS)
-    }
-    return seconds, max(0.0, next(filter(None, totals), 0.0) - sum(seconds.values()))
+    seconds = dict[str, float]()
+    total = 0.0
+    for record in read_metrics(path):
+        total = record.get("perf/total_seconds") or total
+        if record["step"] <= step and f"{SECONDS}step" in record:
+            phases = {name for name in record if name.startswith(SECONDS)}
+            seconds = {name.removeprefix(SECONDS): record[name] for name in phases}
+    return seconds, max(0.0, total - sum(seconds.values()))
 
 
-def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields the end and the record of each line, oldest first; a torn or bad one is skipped."""
+    if not path.exists():
+        return
     end = 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+    for line in path.read_bytes().splitlines(keepends=True):
         end += len(line)
         with contextlib.suppress(ValueError):
             record = json.loads(line)

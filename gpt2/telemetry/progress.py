@@ -2,39 +2,44 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from gpt2.errors import tell
 from gpt2.telemetry.writers import Writer
-from gpt2.utils.text import format_bytes, format_count, format_duration
+from gpt2.utils.text import format_count, format_duration
 
-# How each metric reads in a line, in this order; others appear only in metrics.jsonl.
+# How each metric reads in a line, in this order. A line fits 80 columns, without MFU.
 _SHOWN = {
     "train/loss": lambda value: f"loss {value:.4f}",
-    "train/learning_rate": lambda value: f"lr {value:.2e}",
+    "train/learning_rate": lambda value: f"lr {value:.1e}",
     "train/grad_norm": lambda value: f"grad {value:.2f}",
     "eval/loss": lambda value: f"val loss {value:.4f}",
     "eval/perplexity": lambda value: f"perplexity {value:,.2f}",
     "eval/bits_per_byte": lambda value: f"bits/byte {value:.4f}",
-    "perf/tokens_per_second": lambda value: f"{format_count(value)} tokens/s",
+    "perf/tokens_per_second": lambda value: f"{format_count(value)} tok/s",
     "perf/mfu": lambda value: f"MFU {value:.1%}",
-    "perf/peak_memory_bytes": lambda value: f"peak {format_bytes(value)}",
 }
 
 
 class Progress(Writer):
     """Prints metrics as lines. What a screen cannot show is lost.
 
-    `work` of so many steps takes the time.
+    `work` of so many steps takes the time. Of other metrics a line has those that `names` has:
+    NAME is `train/NAME` and `eval/NAME`.
     """
 
     def __init__(
-        self, total: int, start: int = 0, work: Callable[[int], float] = float
+        self,
+        total: int,
+        start: int = 0,
+        work: Callable[[int], float] = float,
+        names: Sequence[str] = (),
     ):
         self._total = total
         self._start = start
         self._began = time.perf_counter()
         self._work = work
+        self._names = names
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
@@ -42,18 +47,20 @@ class Progress(Writer):
             text(metrics[name]) for name, text in _SHOWN.items() if name in metrics
         ]
         is_validation = any(name.startswith("eval/") for name in metrics)
-        if is_validation and not shown:  # of tasks, whose names are their own
-            shown = [f"{name[5:]} {value:.4g}" for name, value in metrics.items()]
+        is_tasks = is_validation and not shown  # whose names are their own
+        for name, value in metrics.items():
+            short = name.partition("/")[2]
+            if is_tasks or name in self._names or short in self._names:
+                shown.append(f"{short} {value:.4g}")
+        if not shown:
+            return
         if step > self._start and not is_validation:
-            before, now, end = map(self._work, (self._start, step, self._total))
-            left = (time.perf_counter() - self._began) / (now - before) * (end - now)
-            shown += [f"{format_duration(left)} left"] * bool(shown)
-        if shown:
-            self.say(
-                " | ".join(
-                    [f"step {step:>{len(str(self._total))}}/{self._total}", *shown]
-                )
-            )
+            done = self._work(step) - self._work(self._start)
+            rest = self._work(self._total) - self._work(step)
+            left = (time.perf_counter() - self._began) / done * rest
+            shown.append(f"{format_duration(left)} left")
+        number = f"{step:>{len(str(self._total))}}"
+        self.say("  ".join([f"step {number}/{self._total}", *shown]))
 
     def say(self, text: str) -> None:
         """Prints a line of its own."""

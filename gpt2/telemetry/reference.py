@@ -18,23 +18,31 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
     """
     if not name:
         return {}
-    path = next(
-        (p for p in (Path(name), PLACE / f"{name}.csv") if p.is_file()), Path(name)
-    )
-    curves: dict[str, list[tuple[float, float]]] = {}
+    path = Path(name)
+    if not path.is_file() and (PLACE / f"{name}.csv").is_file():
+        path = PLACE / f"{name}.csv"
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(
-                line for line in file if not line.startswith("#")
-            ):
-                point = float(row["tokens"] or "nan"), float(row["loss"])
-                curves.setdefault(row.get("name") or path.stem, []).append(point)
-        if not curves or any(len(c) > 1 and np.isnan(c).any() for c in curves.values()):
-            raise ValueError("a number is missing")
+        curves = _read_table(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         names = ", ".join(sorted(file.stem for file in PLACE.glob("*.csv")))
+        what = f"{name} holds no published losses ({error})"
         how = (
             f"Use {names}, or a table of numbers that begins with the line tokens,loss"
         )
-        raise UserError(f"{name} holds no published losses ({error})", how) from None
+        raise UserError(what, how) from None
     return {name: np.array(sorted(points)) for name, points in curves.items()}
+
+
+def _read_table(path: Path) -> dict[str, list[tuple[float, float]]]:
+    curves = dict[str, list[tuple[float, float]]]()
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = (line for line in file if not line.startswith("#"))
+        for row in csv.DictReader(rows):
+            point = (float(row["tokens"] or "nan"), float(row["loss"]))
+            curves.setdefault(row.get("name") or path.stem, []).append(point)
+    for points in curves.values():
+        if len(points) > 1 and np.isnan(points).any():
+            raise ValueError("a number is missing")
+    if not curves:
+        raise ValueError("it has no rows")
+    return curves

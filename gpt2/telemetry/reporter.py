@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 
@@ -19,6 +19,17 @@ from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Wandb, Writer
+
+Scalars = Mapping[str, jax.Array]
+
+
+class Late(NamedTuple):
+    """What a step that was dispatched will give."""
+
+    step: int
+    metrics: Scalars
+    note: str
+    norms: Scalars | None
 
 
 class Reporter(AbstractContextManager):
@@ -33,8 +44,8 @@ class Reporter(AbstractContextManager):
         self._writers = writers
         self._clock = clock
         self._options = options
-        self._late: tuple[int, dict[str, jax.Array], str, Any] | None = None
-        self._losses: list[float] = []  # since the last line
+        self._late: Late | None = None
+        self._losses = list[float]()  # since the last line
         self._warned = set[Writer]()
 
     @classmethod
@@ -51,85 +62,99 @@ class Reporter(AbstractContextManager):
                 writers.append(EventFile(workdir / "tensorboard", start))
             if logging.wandb:
                 writers.append(Wandb(workdir, config.to_dict()))
-            writers.append(Progress(train.num_steps, start, clock.flops))
+            names = [name for name in logging.screen.split(",") if name]
+            writers.append(Progress(train.num_steps, start, clock.flops, names))
         return cls(writers, clock, train)
 
     def step(
-        self,
-        step: int,
-        metrics: dict[str, jax.Array],
-        note: str = "",
-        norms: Any = None,
+        self, step: int, metrics: Scalars, note: str = "", norms: Scalars | None = None
     ) -> None:
         """Takes what a step just dispatched will give, and reports the step before.
 
         `note` is for a person; `norms` are those of tensors, by name, if the step is watched.
         """
         self.catch_up()
-        self._late = step, metrics, note, norms
+        self._late = Late(step, metrics, note, norms)
 
     def catch_up(self) -> None:
         """Waits for the newest step and reports it; a DivergedError if it holds NaN or Inf."""
-        if self._late is None:
+        late = self._late
+        self._late = None
+        if late is None:
             return
-        (step, metrics, note, watched), self._late = self._late, None
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if watched is not None:  # of a step that diverges too
-            self.write(
-                step, {n: float(norm) for n, norm in jax.device_get(watched).items()}
-            )
-        self._check(step, values)
-        self._clock.count_step(step)
-        if note:
-            self._each("say", note)
-        self._each("step", step)
-        if step % self._options.log_every == 0 or step in (1, self._options.num_steps):
+        values = _fetch(late.metrics)
+        if late.norms is not None:  # of a step that diverges too
+            self.write(late.step, _fetch(late.norms))
+        self._judge(late.step, values)
+        self._clock.count_step(late.step)
+        if late.note:
+            self._each(lambda writer: writer.say(late.note))
+        self._each(lambda writer: writer.step(late.step))
+        is_logged = late.step % self._options.log_every == 0
+        if is_logged or late.step in (1, self._options.num_steps):
             # NaN if all steps since the last line are skipped.
             values["train/loss"] = statistics.fmean(self._losses or [math.nan])
-            self._losses = []
-            tokens = {"tokens": self._clock.tokens(step)}
-            stats = [device.memory_stats() or {} for device in jax.local_devices()]
-            peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
-            memory = (
-                {"perf/peak_memory_bytes": float(peak)} if peak else {}
-            )  # CPUs do not tell
-            self.write(step, tokens | values | self._clock.read() | memory)
+            self._losses.clear()
+            tokens = {"tokens": self._clock.tokens(late.step)}
+            self.write(late.step, tokens | values | self._clock.read() | _peak_memory())
 
-    def _check(self, step: int, values: dict[str, float]) -> None:
-        """Raises if a step ends the run, tells of one that is skipped, and keeps its loss."""
+    def _judge(self, step: int, values: dict[str, float]) -> None:
+        """Raises if a step ends the run, tells of one that is skipped, and keeps its loss.
+
+        What the step decided stands beside its metrics, and is taken out of them here.
+        """
         loss = values["train/loss"]
         grad_norm = values["train/grad_norm"]
-        is_skipped = values.pop("skipped", 0.0) > 0
         is_bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        if values.pop("bad_in_a_row", float(is_bad)) > self._options.skip_bad_steps:
+        bad_in_a_row = values.pop("bad_in_a_row", float(is_bad))
+        is_skipped = values.pop("skipped", 0.0) > 0
+        if bad_in_a_row > self._options.skip_bad_steps:
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
-        if is_skipped:
-            text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
-            self._each("say", text)
-        else:
+        if not is_skipped:
             self._losses.append(loss)
+            return
+        text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+        self._each(lambda writer: writer.say(text))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Hands metrics to every writer."""
-        self._each("write", step, values)
+        self._each(lambda writer: writer.write(step, values))
+
+    def close_books(self, step: int) -> None:
+        """Puts all metrics, and what each phase has taken, on disk: before a checkpoint."""
+        self.write(step, self._clock.books())
+        self.flush(step)
 
     def flush(self, step: int) -> None:
-        """Puts all metrics up to `step` on disk. Call it before a checkpoint of `step`."""
-        self._each("flush", step)
+        """Puts all metrics up to `step` on disk."""
+        self._each(lambda writer: writer.flush(step))
 
-    def _each(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every writer. What cannot be written is told once."""
+    def _each(self, use: Callable[[Writer], None]) -> None:
+        """Uses every writer. What cannot be written is told once."""
         for writer in self._writers:
             try:
-                getattr(writer, method)(*arguments)
+                use(writer)
             except OSError as error:
                 if writer not in self._warned:
                     warn(f"{type(writer).__name__}: {error.strerror}; the run goes on")
                 self._warned.add(writer)
 
     def __exit__(self, *exception: object) -> None:
-        self._each("close")
+        self._each(lambda writer: writer.close())
+
+
+def _fetch(scalars: Scalars) -> dict[str, float]:
+    return {name: float(value) for name, value in jax.device_get(scalars).items()}
+
+
+def _peak_memory() -> dict[str, float]:
+    """Returns the most bytes that a local device has held; CPUs do not tell."""
+    peak = 0
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        peak = max(peak, stats.get("peak_bytes_in_use", 0))
+    return {"perf/peak_memory_bytes": float(peak)} if peak else {}
 
 
 class Watchdog(Writer):
@@ -140,6 +165,7 @@ class Watchdog(Writer):
     """
 
     EXIT_CODE = 4
+    FIRST_SECONDS = 1800.0  # before the first step, while other processes may compile
 
     def __init__(
         self, clock: StepClock, least_seconds: float, end: Callable = os._exit
@@ -156,7 +182,8 @@ class Watchdog(Writer):
     def step(self, step: int) -> None:
         """Hears that a step came."""
         # One that seems short, since the host was late, is no measure of the next.
-        self._quiet, self._allowed = 0.0, max(10 * self._quiet, 0.9 * self._allowed)
+        self._allowed = max(10 * self._quiet, 0.9 * self._allowed)
+        self._quiet = 0.0
 
     def close(self) -> None:
         """Ends the thread."""
@@ -167,9 +194,8 @@ class Watchdog(Writer):
         while not self._closed.wait(pause):
             if self._clock.current in ("step", "data wait"):  # where steps should end
                 self._quiet += pause
-            allowed = (
-                1800.0 if math.isnan(self._allowed) else self._allowed
-            )  # others may compile
+            is_first = math.isnan(self._allowed)
+            allowed = self.FIRST_SECONDS if is_first else self._allowed
             if self._quiet > max(self._least, allowed):
                 faulthandler.dump_traceback(sys.stderr)
                 tell(

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 
@@ -12,6 +13,14 @@ from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
 from gpt2.telemetry.metrics import SECONDS
+
+
+class _Totals(NamedTuple):
+    """What a clock has counted, from which means are taken."""
+
+    steps: int
+    seconds: float  # of steps, with the waits for their data
+    wait: float  # of these, for data
 
 
 class StepClock:
@@ -38,9 +47,9 @@ class StepClock:
         self.current = "start and end"
         self._since = now()
         self._seconds = defaultdict(float, before or {})
-        wait = self._seconds["data wait"]
-        self._num_steps = self._last = 0
-        self._read = 0, self._seconds["step"] + wait, wait  # and at `read`
+        self._num_steps = 0  # counted
+        self._last = 0
+        self._read = self._totals()  # at the last `read`
 
     @classmethod
     def for_run(
@@ -50,14 +59,16 @@ class StepClock:
         before: Mapping[str, float] | None,
     ) -> "StepClock":
         """Returns the clock of a run on all devices."""
-        shapes = set(config.shapes.pieces.values())
-        costs = {
-            s: tokens_of(s) * model_flops_per_token(config.gpt(), s) for s in shapes
-        }
-        tokens, flops = (
-            partial(config.shapes.sum, of) for of in (tokens_of, costs.__getitem__)
+        costs = dict[Shape, float]()
+        for shape in config.shapes.pieces.values():
+            per_token = model_flops_per_token(config.gpt(), shape)
+            costs[shape] = tokens_of(shape) * per_token
+        return cls(
+            tokens=partial(config.shapes.sum, tokens_of),
+            flops=partial(config.shapes.sum, costs.__getitem__),
+            peak_flops=total_peak_flops(config.precision.compute),
+            before=before,
         )
-        return cls(tokens, flops, total_peak_flops(config.precision.compute), before)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -72,42 +83,45 @@ class StepClock:
 
     def count_step(self, step: int) -> None:
         """Counts an optimizer step, the one after the step before."""
-        self._num_steps = self._num_steps + 1
+        self._num_steps += 1
         self._last = step
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
         total = self.total_seconds
-        wait = self._seconds["data wait"]
-        now = self._num_steps, self._seconds["step"] + wait, wait
-        steps, seconds, wait = (
-            new - old for new, old in zip(now, self._read, strict=True)
-        )
+        before = self._read
+        now = self._totals()
         self._read = now
+        steps = now.steps - before.steps
+        seconds = now.seconds - before.seconds
         if not (steps and seconds):
             return {}
-        tokens, flops = (
-            f(self._last) - f(self._last - int(steps))
-            for f in (self.tokens, self.flops)
-        )
+        first = self._last - steps
+        tokens = self.tokens(self._last) - self.tokens(first)
         metrics = {
             "perf/step_seconds": seconds / steps,
             "perf/tokens_per_second": tokens / seconds,
-            "perf/data_wait_seconds": wait / steps,
+            "perf/data_wait_seconds": (now.wait - before.wait) / steps,
             "perf/total_seconds": sum(self.books().values()),
             "perf/goodput": self._seconds["step"] / total,
         }
         if self._peak:
+            flops = self.flops(self._last) - self.flops(first)
             metrics["perf/mfu"] = flops / seconds / self._peak
         return metrics
+
+    def _totals(self) -> "_Totals":
+        wait = self._seconds["data wait"]
+        return _Totals(self._num_steps, self._seconds["step"] + wait, wait)
 
     def books(self) -> dict[str, float]:
         """Returns the seconds of each phase, for the line of a save, from which a run goes on."""
         self._switch(self.current)
-        spent = self._seconds.items()
-        return {
-            f"{SECONDS}{name}": s for name, s in spent if name not in ("lost", "down")
-        }
+        books = dict[str, float]()
+        for name, seconds in self._seconds.items():
+            if name not in ("lost", "down"):
+                books[f"{SECONDS}{name}"] = seconds
+        return books
 
     @property
     def total_seconds(self) -> float:
@@ -118,12 +132,12 @@ class StepClock:
     def shares(self) -> dict[str, float]:
         """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
         total = self.total_seconds
+        shares = dict[str, float]()
         ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
-        return {
-            {"step": "goodput"}.get(name, name): each / total
-            for name, each in ranked
-            if each
-        }
+        for name, seconds in ranked:
+            if seconds:
+                shares["goodput" if name == "step" else name] = seconds / total
+        return shares
 
     def _switch(self, name: str) -> None:
         now = self._now()

@@ -15,8 +15,9 @@ _STEP = re.compile("0|[1-9][0-9]*")
 
 def saved_steps(workdir: Path | str) -> list[int]:
     """Returns the steps of which a run has checkpoints, whole or not, ascending."""
-    names = (path.name for path in (Path(workdir) / "checkpoints").glob("*"))
-    return sorted(int(name) for name in names if _STEP.fullmatch(name))
+    folders = (Path(workdir) / "checkpoints").glob("*")
+    names = [path.name for path in folders if _STEP.fullmatch(path.name)]
+    return sorted(map(int, names))
 
 
 def latest_step(workdir: Path | str) -> int | None:
@@ -28,12 +29,10 @@ def newest_whole_step(
     workdir: Path | str, after: int = -1, *, read: bool = True
 ) -> int | None:
     """Returns the newest step beyond `after` whose checkpoint is whole, or None."""
-    steps = sorted(
-        (step for step in saved_steps(workdir) if step > after), reverse=True
-    )
-    return next(
-        (step for step in steps if not find_damage(workdir, step, read=read)), None
-    )
+    for step in reversed(saved_steps(workdir)):
+        if step > after and not find_damage(workdir, step, read=read):
+            return step
+    return None
 
 
 def find_damage(
@@ -47,11 +46,10 @@ def find_damage(
     saved = files.read_sealed(folder / "digests" / "digests")
     if saved is None:
         return f"checkpoint {folder} is damaged (digests/digests is missing or was altered)"
-    found = {
-        name: saved["files"][name]
-        for name in saved["files"]
-        if name.split("/")[0] in items
-    }
+    found = dict[str, list[int]]()
+    for name, digest in saved["files"].items():
+        if name.partition("/")[0] in items:
+            found[name] = digest
     stores.complete(Path(workdir), (f"checkpoints/{step}/{name}" for name in found))
     damage = files.find_damage(folder, found, read=read)
     return f"checkpoint {folder} is damaged ({damage})" if damage else ""

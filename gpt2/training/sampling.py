@@ -1,0 +1,223 @@
+"""Continues texts, with a cache of keys and values.
+
+Prompts of any lengths are padded on the right to one of a few lengths and read in one pass. The
+loop that samples is one compiled program, which stops when every sequence has ended.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from gpt2.data.tokenizer import Tokenizer
+from gpt2.errors import UserError
+from gpt2.model import GPT, KVCache
+from gpt2.utils.files import write_text
+from gpt2.utils.prng import sample_key
+from gpt2.utils.scan import in_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: draw among the k most likely tokens; 0: all.
+        top_p: draw among the most likely tokens that together reach this probability (Holtzman et
+            al. 2019, section 3.1); 1: all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        is_warm = 0 <= self.temperature < math.inf
+        if not is_warm or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise UserError(f"{self} draws no token")
+
+    def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+        """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
+        chex.assert_rank(logits, 2)
+        chex.assert_type(logits, float)
+        chex.assert_shape(keys, logits.shape[:1])
+        if self.temperature == 0.0:
+            return logits.argmax(axis=-1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            smallest = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        if self.top_p < 1.0:
+            ordered = jnp.sort(logits, axis=-1, descending=True)
+            probs = jax.nn.softmax(ordered)
+            before = probs.cumsum(axis=-1) - probs
+            nucleus = jnp.where(before < self.top_p, ordered, jnp.inf)
+            smallest = nucleus.min(axis=-1, keepdims=True)
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def bucket(length: int, limit: int) -> int:
+    """Returns the smallest 32 * 2^i that holds `length`, at most `limit`: few programs compile."""
+    doublings = max(0, math.ceil(math.log2(max(1, length) / 32)))
+    return min(32 * 2**doublings, limit)
+
+
+def generate(
+    model: GPT,
+    params: Mapping,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    eot: int | None = None,
+    vocab_size: int = 0,
+) -> list[list[int]]:
+    """Continues each prompt, and returns the new tokens of each.
+
+    Sequence i of seed s is drawn with its own random numbers, whatever else is in the batch. A text
+    that has filled the model's context goes on from its last three quarters.
+
+    Args:
+        model, params: a model, or one of a class of your own, and its weights.
+        prompts: tokens, at least one each, of any lengths.
+        max_new_tokens: at most this many per prompt.
+        sampling: how tokens are drawn.
+        seed: of the random numbers.
+        eot: ends a sequence, and is not part of the result; None: nothing does.
+        vocab_size: tokens that may be drawn; 0: all. Padding of the vocabulary lies beyond.
+    """
+    if not all(len(prompt) for prompt in prompts):
+        raise UserError("a prompt is empty")
+    cfg = model.config
+    if cfg.scan_layers:  # a scan would copy the whole cache at every token
+        params = in_layout(params, scanned=False)
+        model = model.clone(config=dataclasses.replace(cfg, scan_layers=False))
+    params = jax.tree.map(jnp.asarray, params)
+    context = cfg.context_length
+    kept = max(1, 3 * context // 4)
+    end = -1 if eot is None else eot
+    key = sample_key(seed)
+    texts = [list(prompt) for prompt in prompts]
+    drawn: list[list[int]] = [[] for _ in prompts]
+    while (done := len(drawn[0])) < max_new_tokens:
+        if all(end in row for row in drawn):
+            break
+        read = [text if len(text) < context else text[-kept:] for text in texts]
+        longest = max(map(len, read))
+        number = min(max_new_tokens - done, max(1, context - longest))
+        tokens = np.zeros((len(read), bucket(longest, context)), np.int32)
+        for row, text in zip(tokens, read, strict=True):
+            row[: len(text)] = text
+        new = _generate(
+            params,
+            tokens,
+            np.array([len(text) for text in read], np.int32),
+            key,
+            done,
+            number,
+            end,
+            model=model,
+            sampling=sampling,
+            cache_length=bucket(longest + number, context),
+            vocab_size=vocab_size or cfg.vocab_size,
+        )
+        more = np.asarray(new)[:, :number].tolist()
+        texts = [text + each for text, each in zip(texts, more, strict=True)]
+        drawn = [row + each for row, each in zip(drawn, more, strict=True)]
+    return [list(itertools.takewhile(lambda token: token != end, row)) for row in drawn]
+
+
+class _State(struct.PyTreeNode):
+    """What the sampling loop carries."""
+
+    step: jax.Array  # int32 scalar, tokens drawn so far for each sequence
+    tokens: jax.Array  # [B, S] int32, those tokens
+    ended: jax.Array  # [B] bool
+    keys: jax.Array  # [B], one stream of random numbers a sequence
+    cache: KVCache
+
+
+@partial(jax.jit, static_argnames=("cache_length", "model", "sampling", "vocab_size"))
+def _generate(
+    params: Mapping,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array,
+    done: jax.Array,
+    limit: jax.Array,
+    end: jax.Array,
+    *,
+    model: GPT,
+    sampling: Sampling,
+    cache_length: int,
+    vocab_size: int,
+) -> jax.Array:
+    """Reads texts [B, T] of `lengths` [B] and draws `limit` tokens for each: [B, S] int32.
+
+    Of each text, `done` tokens were drawn before. One that has ended stays at its end.
+    """
+    B = tokens.shape[0]
+
+    def extend(tokens: jax.Array, num_new: jax.Array, cache: KVCache):
+        return model.apply({"params": params}, tokens, num_new, cache, method="extend")
+
+    def append(state: _State, logits: jax.Array) -> _State:
+        keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, done + state.step)
+        new = sampling(logits[:, :vocab_size], keys)
+        new = jnp.where(state.ended, end, new)
+        return state.replace(
+            step=state.step + 1,
+            tokens=jax.lax.dynamic_update_slice_in_dim(
+                state.tokens, new[:, None], state.step, 1
+            ),
+            ended=state.ended | (new == end),
+        )
+
+    def body(state: _State) -> _State:
+        last = jax.lax.dynamic_slice_in_dim(state.tokens, state.step - 1, 1, axis=1)
+        logits, cache = extend(last, jnp.ones(B, jnp.int32), state.cache)
+        return append(state.replace(cache=cache), logits)
+
+    def unfinished(state: _State) -> jax.Array:
+        return (state.step < limit) & ~state.ended.all()
+
+    cache = KVCache.create(model.config, B, cache_length)
+    logits, cache = extend(tokens, lengths, cache)
+    state = _State(
+        step=jnp.int32(0),
+        tokens=jnp.full((B, cache_length), end, jnp.int32),
+        ended=jnp.zeros(B, bool),
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B)),
+        cache=cache,
+    )
+    return jax.lax.while_loop(unfinished, body, append(state, logits)).tokens
+
+
+def write_samples(
+    workdir: Path, model: GPT, params: Mapping, tokenizer: Tokenizer, seed: int
+) -> None:
+    """Writes three texts of up to 256 tokens, from no prompt, into `workdir/samples.txt`."""
+    first = tokenizer.eot or 0
+    texts = generate(
+        model,
+        params,
+        [[first]] * 3,
+        max_new_tokens=min(256, model.config.context_length - 1),
+        sampling=Sampling(temperature=0.8, top_k=50),
+        seed=seed,
+        eot=tokenizer.eot,
+        vocab_size=tokenizer.vocab_size,
+    )
+    rule = "\n" + "-" * 80 + "\n"
+    write_text(workdir / "samples.txt", rule.join(map(tokenizer.decode, texts)) + "\n")
