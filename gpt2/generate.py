@@ -13,7 +13,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.hf.weights import load_model
 from gpt2.model import GPT
-from gpt2.training.sampling import Sampling, generate
+from gpt2.model.sampling import Sampling, generate
 
 
 def define_flags() -> None:

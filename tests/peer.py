@@ -23,7 +23,7 @@ from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.family import Tensor
 from gpt2.model import GPT
-from gpt2.training.sampling import Sampling, generate
+from gpt2.model.sampling import Sampling, generate
 from gpt2.utils.scan import find_leaf
 
 

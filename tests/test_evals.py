@@ -62,6 +62,13 @@ def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
     )
 
 
+@pytest.mark.parametrize("batches", [[], [(0.0, 0.0)] * 2])
+def test_a_validation_split_without_targets_is_a_line(batches):
+    eval_step = lambda _, batch: {"loss": batch}  # noqa: E731
+    with pytest.raises(UserError, match="no token to predict"):
+        validate(eval_step, None, {"": (1.0, batches)})
+
+
 def mixed_requests(num=200, seed=0):
     rng = np.random.default_rng(seed)
     return [

@@ -18,7 +18,7 @@ from gpt2.errors import UserError
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
-from gpt2.training.sampling import Sampling, generate
+from gpt2.model.sampling import Sampling, generate
 
 TABLES = ("wte", "lm_head")
 TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"

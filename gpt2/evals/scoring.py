@@ -21,7 +21,7 @@ from rich.progress import track
 
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
-from gpt2.training.sampling import bucket
+from gpt2.model.sampling import bucket
 
 # On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
 # keep an accelerator busy. Small ones waste less on a CPU and keep logits in its cache.

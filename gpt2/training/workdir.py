@@ -28,13 +28,13 @@ from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, data_root, refuse_other
 from gpt2.data.tokenizer import Tokenizer, is_path
 from gpt2.errors import UserError, tell, warn
+from gpt2.model.sampling import Sampling, generate
 from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, metrics, plot_losses
 from gpt2.telemetry.reference import read_reference
 from gpt2.training.checkpoint_files import find_damage, newest_whole_step, saved_steps
 from gpt2.training.code import SOURCE, git, hash_code, read_starts
 from gpt2.training.program import Program
-from gpt2.training.sampling import write_samples
 from gpt2.utils import files, launch, stores
 from gpt2.utils.text import format_duration
 
@@ -205,7 +205,20 @@ def finish(
     """Draws loss.png, writes samples.txt, and tells where the time went and how good it is."""
     config = program.config
     plot_losses(workdir, clock.shares(), config.logging.reference)
-    write_samples(workdir, program.model, params, tokenizer, config.seed)
+    start = tokenizer.eot or 0
+    samples = generate(
+        program.model,
+        params,
+        [[start]] * 3,
+        max_new_tokens=min(256, config.model.context_length - 1),
+        sampling=Sampling(temperature=0.8, top_k=50),
+        seed=config.seed,
+        eot=tokenizer.eot,
+        vocab_size=tokenizer.vocab_size,
+    )
+    rule = "\n" + "-" * 80 + "\n"
+    texts = rule.join(map(tokenizer.decode, samples))
+    files.write_text(workdir / "samples.txt", f"{texts}\n")
     shares = clock.shares().items()
     spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import chex
 import jax
@@ -17,10 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
-from gpt2.model import GPT, KVCache
-from gpt2.utils.files import write_text
+from gpt2.model.gpt import GPT, KVCache
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
 
@@ -202,22 +199,3 @@ def _generate(
         cache=cache,
     )
     return jax.lax.while_loop(unfinished, body, append(state, logits)).tokens
-
-
-def write_samples(
-    workdir: Path, model: GPT, params: Mapping, tokenizer: Tokenizer, seed: int
-) -> None:
-    """Writes three texts of up to 256 tokens, from no prompt, into `workdir/samples.txt`."""
-    first = tokenizer.eot or 0
-    texts = generate(
-        model,
-        params,
-        [[first]] * 3,
-        max_new_tokens=min(256, model.config.context_length - 1),
-        sampling=Sampling(temperature=0.8, top_k=50),
-        seed=seed,
-        eot=tokenizer.eot,
-        vocab_size=tokenizer.vocab_size,
-    )
-    rule = "\n" + "-" * 80 + "\n"
-    write_text(workdir / "samples.txt", rule.join(map(tokenizer.decode, texts)) + "\n")
