@@ -18,9 +18,8 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
     """
     if not name:
         return {}
-    path = Path(name)
-    if not path.is_file() and (PLACE / f"{name}.csv").is_file():
-        path = PLACE / f"{name}.csv"
+    published = PLACE / f"{name}.csv"
+    path = published if published.is_file() else Path(name)
     try:
         curves = _read_table(path)
     except (OSError, ValueError, KeyError, TypeError) as error:

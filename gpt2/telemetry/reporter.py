@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
@@ -21,15 +20,6 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
-
-
-class Late(NamedTuple):
-    """What a step that was dispatched will give."""
-
-    step: int
-    metrics: Scalars
-    note: str
-    norms: Scalars | None
 
 
 class Reporter(AbstractContextManager):
@@ -44,7 +34,8 @@ class Reporter(AbstractContextManager):
         self._writers = writers
         self._clock = clock
         self._options = options
-        self._late: Late | None = None
+        # A step, its metrics, what to say, and the norms of its tensors.
+        self._late: tuple[int, Scalars, str, Scalars | None] | None = None
         self._losses = list[float]()  # since the last line
         self._warned = set[Writer]()
 
@@ -74,29 +65,29 @@ class Reporter(AbstractContextManager):
         `note` is for a person; `norms` are those of tensors, by name, if the step is watched.
         """
         self.catch_up()
-        self._late = Late(step, metrics, note, norms)
+        self._late = step, metrics, note, norms
 
     def catch_up(self) -> None:
         """Waits for the newest step and reports it; a DivergedError if it holds NaN or Inf."""
-        late = self._late
-        self._late = None
-        if late is None:
+        if self._late is None:
             return
-        values = _fetch(late.metrics)
-        if late.norms is not None:  # of a step that diverges too
-            self.write(late.step, _fetch(late.norms))
-        self._judge(late.step, values)
-        self._clock.count_step(late.step)
-        if late.note:
-            self._each(lambda writer: writer.say(late.note))
-        self._each(lambda writer: writer.step(late.step))
-        is_logged = late.step % self._options.log_every == 0
-        if is_logged or late.step in (1, self._options.num_steps):
+        step, metrics, note, norms = self._late
+        self._late = None
+        values = _fetch(metrics)
+        if norms is not None:  # of a step that diverges too
+            self.write(step, _fetch(norms))
+        self._judge(step, values)
+        self._clock.count_step(step)
+        if note:
+            self._each(lambda writer: writer.say(note))
+        self._each(lambda writer: writer.step(step))
+        is_due = step % self._options.log_every == 0
+        if is_due or step in (1, self._options.num_steps):
             # NaN if all steps since the last line are skipped.
             values["train/loss"] = statistics.fmean(self._losses or [math.nan])
             self._losses.clear()
-            tokens = {"tokens": self._clock.tokens(late.step)}
-            self.write(late.step, tokens | values | self._clock.read() | _peak_memory())
+            tokens = {"tokens": self._clock.tokens(step)}
+            self.write(step, tokens | values | self._clock.read() | _peak_memory())
 
     def _judge(self, step: int, values: dict[str, float]) -> None:
         """Raises if a step ends the run, tells of one that is skipped, and keeps its loss.
@@ -124,10 +115,6 @@ class Reporter(AbstractContextManager):
     def close_books(self, step: int) -> None:
         """Puts all metrics, and what each phase has taken, on disk: before a checkpoint."""
         self.write(step, self._clock.books())
-        self.flush(step)
-
-    def flush(self, step: int) -> None:
-        """Puts all metrics up to `step` on disk."""
         self._each(lambda writer: writer.flush(step))
 
     def _each(self, use: Callable[[Writer], None]) -> None:

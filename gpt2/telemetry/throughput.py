@@ -5,7 +5,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import jax
 
@@ -13,14 +12,6 @@ from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.telemetry.flops import model_flops_per_token, total_peak_flops
 from gpt2.telemetry.metrics import SECONDS
-
-
-class _Totals(NamedTuple):
-    """What a clock has counted, from which means are taken."""
-
-    steps: int
-    seconds: float  # of steps, with the waits for their data
-    wait: float  # of these, for data
 
 
 class StepClock:
@@ -47,9 +38,10 @@ class StepClock:
         self.current = "start and end"
         self._since = now()
         self._seconds = defaultdict(float, before or {})
-        self._num_steps = 0  # counted
-        self._last = 0
-        self._read = self._totals()  # at the last `read`
+        self._last = 0  # step
+        # Since the last `read`.
+        self._num_steps = 0
+        self._lap = defaultdict[str, float](float)
 
     @classmethod
     def for_run(
@@ -89,11 +81,11 @@ class StepClock:
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
         total = self.total_seconds
-        before = self._read
-        now = self._totals()
-        self._read = now
-        steps = now.steps - before.steps
-        seconds = now.seconds - before.seconds
+        steps = self._num_steps
+        wait = self._lap["data wait"]
+        seconds = self._lap["step"] + wait
+        self._num_steps = 0
+        self._lap.clear()
         if not (steps and seconds):
             return {}
         first = self._last - steps
@@ -101,7 +93,7 @@ class StepClock:
         metrics = {
             "perf/step_seconds": seconds / steps,
             "perf/tokens_per_second": tokens / seconds,
-            "perf/data_wait_seconds": (now.wait - before.wait) / steps,
+            "perf/data_wait_seconds": wait / steps,
             "perf/total_seconds": sum(self.books().values()),
             "perf/goodput": self._seconds["step"] / total,
         }
@@ -109,10 +101,6 @@ class StepClock:
             flops = self.flops(self._last) - self.flops(first)
             metrics["perf/mfu"] = flops / seconds / self._peak
         return metrics
-
-    def _totals(self) -> "_Totals":
-        wait = self._seconds["data wait"]
-        return _Totals(self._num_steps, self._seconds["step"] + wait, wait)
 
     def books(self) -> dict[str, float]:
         """Returns the seconds of each phase, for the line of a save, from which a run goes on."""
@@ -142,5 +130,6 @@ class StepClock:
     def _switch(self, name: str) -> None:
         now = self._now()
         self._seconds[self.current] += now - self._since
+        self._lap[self.current] += now - self._since
         self.current = name
         self._since = now

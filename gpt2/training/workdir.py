@@ -86,8 +86,9 @@ def check_options(workdir: Path, config: Config) -> None:
         _refuse_other_files(workdir, data_root(config.data.data_dir).resolve())
         return
     if newest_whole_step(workdir, read=False) == 0:
-        what = f"{workdir} holds imported weights, not a run to continue"
-        how = f"Give another --workdir and --config.train.init_from=run:{workdir}"
+        place = stores.place_of(workdir)
+        what = f"{place} holds imported weights, not a run to continue"
+        how = f"Give another --workdir and --config.train.init_from=run:{place}"
         raise UserError(what, how)
     if not saved_steps(workdir) and (workdir / "samples.txt").exists():
         what = f"{workdir} holds a finished run without checkpoints to continue from"
@@ -122,13 +123,14 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     for name, value in saved.items():
         if name in now and now[name] != value:
             changed.append(f"{name}={value}, not {now[name]}")
+    place = stores.place_of(workdir)
     if changed:
-        what = f"{workdir} holds a run with {'; '.join(changed)}"
+        what = f"{place} holds a run with {'; '.join(changed)}"
         raise UserError(what, "Give another --workdir, or the run's value")
     latest = newest_whole_step(workdir, read=False) or 0
     num_steps = config.train.num_steps
     if latest > num_steps:
-        what = f"{workdir} holds a run of {latest} steps, more than train.num_steps={num_steps}"
+        what = f"{place} holds a run of {latest} steps, more than train.num_steps={num_steps}"
         raise UserError(what, "Give another --workdir, or as many steps")
 
 
@@ -295,7 +297,7 @@ def lock(workdir: Path, start: int) -> None:
     is_locked = files.lock_for_good(workdir / _LOCK)
     # Another may have trained and ended since this one has found the newest whole step.
     if not is_locked or newest_whole_step(workdir, after=start):
-        what = f"another process is training in {workdir}"
+        what = f"another process is training in {stores.place_of(workdir)}"
         raise UserError(what, "Wait for it or stop it, or give another --workdir")
 
 

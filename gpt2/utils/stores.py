@@ -10,6 +10,7 @@ newer one has taken its place.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -77,13 +78,15 @@ def find(pattern: str) -> list[Remote]:
                 infos = {root: store.info(root)}
         except FileNotFoundError as error:
             # The web's file system calls every failure so.
-            if is_web and error.__cause__ and "404" not in str(error.__cause__):
-                raise error.__cause__ from None
+            cause = error.__cause__
+            if is_web and cause and "404" not in str(cause):
+                raise cause from None
             return []
         for name, info in infos.items():
             if info["type"] == "file":
                 url = store.unstrip_protocol(name)
-                found.append(Remote(url, info.get("size") or 0, _version(info)))
+                size = info.get("size") or 0
+                found.append(Remote(url, size, _version(info)))
     return sorted(found)
 
 
@@ -91,8 +94,8 @@ def at_hand(file: Path | Remote) -> Path:
     """Returns where on this machine a file lies: that of a store in the cache, by its own name."""
     if isinstance(file, Path):
         return file
-    name = Path(file.url.partition("?")[0]).name
-    path = _cache("files", f"{file.url} {file.version}") / name
+    url = file.url.partition("?")[0]
+    path = _cache("files", f"{file.url} {file.version}") / Path(url).name
     if not path.exists():
         with _reaching(file.url) as (store, root):
             _get(store, root, path, file.size)
@@ -130,25 +133,29 @@ def writing(place: str | Path) -> Iterator[Path]:
 # Folders
 
 
-class _Known(NamedTuple):
-    """A file of a store at the last exchange."""
-
-    version: int  # there
-    time: int = 0  # of the same file in the working copy, ns; 0: it was not there
+class TakenOver(UserError):
+    """Another run has begun at a URL since."""
 
 
-_NEW = _Known(0)
-_Record = dict[str, _Known]
+@dataclasses.dataclass
+class _Record:
+    """What a store held at the last exchange with a working copy."""
+
+    url: str
+    versions: dict[str, int]  # of its files, by name
+    times: dict[str, int]  # ns, of the same files in the working copy
 
 
 def copy_of(place: str | Path) -> Path:
     """Returns the folder on this machine that a path or a URL names: of a URL, the working copy."""
-    return _cache("stores", str(place)) if is_url(place) else Path(place).expanduser()
+    if is_url(place):
+        return _cache("stores", str(place))
+    return Path(place).expanduser()
 
 
 def place_of(folder: Path) -> str:
     """Returns the URL of a working copy, of another folder its path."""
-    return _read_record(folder)[0] or str(folder)
+    return _read_record(folder).url or str(folder)
 
 
 def fetch(place: str | Path, only: str = "") -> Path:
@@ -163,16 +170,20 @@ def fetch(place: str | Path, only: str = "") -> Path:
         return folder
     with _exchange(str(place), folder) as (store, record):
         theirs = _list_store(store)
-        has_changed = theirs != {name: file.version for name, file in record.items()}
-        if has_changed and not _is_ours(store, folder):
-            _make_way(str(place), folder, record, theirs)
-        before = record.copy()
-        record.clear()
-        for name, version in theirs.items():
-            record[name] = _Known(version, before.get(name, _NEW).time)
-        is_wanted = lambda name: re.match(only, name) and not _WEIGHTS.match(name)  # noqa: E731
-        whole = (name for name in theirs if _mark(name) in theirs)
-        _fetch_missing(store, folder, record, filter(is_wanted, whole))
+        is_ours = False
+        with contextlib.suppress(FileNotFoundError):
+            is_ours = _is_ours(store, folder)
+        if theirs != record.versions and not is_ours:
+            _make_way(folder, record, theirs)
+        record.versions = theirs
+        for name in record.times.keys() - theirs.keys():
+            del record.times[name]
+        wanted = set[str]()
+        for name in theirs:
+            is_whole = _mark(name) in theirs
+            if is_whole and re.match(only, name) and not _WEIGHTS.match(name):
+                wanted.add(name)
+        _fetch_missing(store, folder, record, wanted)
     return folder
 
 
@@ -181,55 +192,58 @@ def _is_ours(store: AbstractFileSystem, folder: Path) -> bool:
 
     Its last exchange may have been cut short, and nobody else has written there.
     """
-    with contextlib.suppress(FileNotFoundError):
-        return (folder / _OWNER).read_bytes() == store.cat_file(_OWNER)
-    return False
+    mine = folder / _OWNER
+    return mine.exists() and mine.read_bytes() == store.cat_file(_OWNER)
 
 
-def _make_way(
-    place: str, folder: Path, record: _Record, theirs: Mapping[str, int]
-) -> None:
+def _make_way(folder: Path, record: _Record, theirs: Mapping[str, int]) -> None:
     """Removes from a working copy what another run has replaced in the store."""
-    step = _newest_step(record)
+    step = _newest_step(record.versions)
     newest = _newest_step(theirs)
     if step > newest:
-        what = f"{place} has lost checkpoint {step}; {folder} is this machine's copy"
-        raise UserError(what, f"Copy that to {place}, or move it elsewhere")
-    outdated = list[Path]()
+        what = (
+            f"{record.url} has lost checkpoint {step}; {folder} is this machine's copy"
+        )
+        raise UserError(what, f"Copy that to {record.url}, or move it elsewhere")
+    outdated = {folder / _OWNER}
     for name, mtime in _list_copy(folder).items():
-        known = record.get(name, _NEW)
+        is_sent = record.times.get(name) == mtime
         is_superseded = 0 <= _step(name) < newest
-        if known.time != mtime or not (name in theirs or is_superseded):
-            aside = folder.rename(folder.with_name(f"{folder.name}-{time.time_ns()}"))
-            return warn(f"{place} has changed; what this machine had is in {aside}")
-        if theirs.get(name) != known.version:
-            outdated.append(folder / name)
+        if not is_sent or not (name in theirs or is_superseded):
+            aside = folder.with_name(f"{folder.name}-{time.time_ns()}")
+            folder.rename(aside)
+            record.times.clear()
+            warn(f"{record.url} has changed; what this machine had is in {aside}")
+            return
+        if theirs.get(name) != record.versions[name]:
+            outdated.add(folder / name)
     for path in outdated:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def complete(folder: Path, names: Iterable[str]) -> None:
     """Fetches those files of a working copy that it lacks; of another folder there are none."""
-    url, record = _read_record(folder)
-    missing = {name for name in names if not (folder / name).exists()}
-    if missing & record.keys():
-        with _exchange(url, folder) as (store, record):
-            _fetch_missing(store, folder, record, missing & record.keys())
+    record = _read_record(folder)
+    wanted = record.versions.keys() & names
+    if not all((folder / name).exists() for name in wanted):
+        with _exchange(record.url, folder) as (store, record):
+            _fetch_missing(store, folder, record, wanted)
 
 
 def push(place: str | Path, folder: Path) -> None:
     """Sends a URL what its working copy has gained since the last exchange.
 
-    A checkpoint goes there as it goes here, since a newer one has taken its place.
+    A checkpoint goes there as it goes here, since a newer one has taken its place. What another run
+    has taken over is not written.
     """
     if not is_url(place):
         return
-    record = _read_record(folder)[1]
+    record = _read_record(folder)
     here = _list_copy(folder)
     newest = _newest_step(here)
-    changed = {name for name in here if record.get(name, _NEW).time != here[name]}
+    changed = {name for name in here if record.times.get(name) != here[name]}
     gone = set[str]()
-    for name in record.keys() - here.keys():
+    for name in record.versions.keys() - here.keys():
         is_superseded = 0 <= _step(name) < newest and _mark(name) not in here
         # A run that goes on removes its samples, which would say that it has ended.
         if is_superseded or name == _SAMPLES:
@@ -238,19 +252,24 @@ def push(place: str | Path, folder: Path) -> None:
         return
     kept = folder.with_name(f".{folder.name}.sending")
     with _exchange(str(place), folder) as (store, record):
+        if (folder / _OWNER).exists() and not _is_ours(store, folder):
+            raise TakenOver(f"another run has taken {place} over")
         # What the run removes meanwhile stays there until it is sent.
         shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
+        missed = set[str]()
         for name in changed:
-            (kept / name).parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.link(folder / name, kept / name)
-        missed = {_mark(name) for name in changed if not (kept / name).exists()}
+            copy = kept / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(folder / name, copy)
+            except FileNotFoundError:
+                missed.add(_mark(name))
         changed = {name for name in changed if _mark(name) not in missed}
         _in_order(changed, lambda name: _put(store, kept / name, name))
         _in_order(gone, lambda name: _remove(store, name), marks_first=True)
-        record.clear()
-        for name, version in _list_store(store).items():
-            record[name] = _Known(version, here.get(name, 0))
+        record.versions = _list_store(store)
+        both = here.keys() & record.versions.keys()
+        record.times = {name: here[name] for name in both}
         shutil.rmtree(kept, ignore_errors=True)
 
 
@@ -264,40 +283,33 @@ class Mirror(contextlib.AbstractContextManager):
         self.folder = fetch(place)
         self._place = str(place)
         self._sends = sends and is_url(place)
-        self._is_lost = False
-        self._key = secrets.token_bytes(8)
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> "Mirror":
         if self._sends:
+            key = secrets.token_bytes(8)
             with _reaching(self._place) as (store, root):
-                store.pipe_file(f"{root}/{_OWNER}", self._key)
-            (self.folder / _OWNER).write_bytes(self._key)
+                store.pipe_file(f"{root}/{_OWNER}", key)
+            (self.folder / _OWNER).write_bytes(key)
             push(self._place, self.folder)
             self._thread.start()
         return self
-
-    def _send(self) -> None:
-        with _reaching(self._place) as (store, root):
-            self._is_lost = store.cat_file(f"{root}/{_OWNER}") != self._key
-        if self._is_lost:
-            raise UserError(f"another run has taken {self._place} over")
-        push(self._place, self.folder)
 
     def _follow(self) -> None:
         sent: set[str] | None = None
         is_told = False
         while not self._ends.wait(_PAUSE):
             marks = _marks(_list_copy(self.folder))
+            if marks == sent:
+                continue
             try:
-                if marks != sent:
-                    self._send()
+                push(self._place, self.folder)
                 sent = marks
                 is_told = False
+            except TakenOver:
+                return os.kill(os.getpid(), signal.SIGTERM)
             except UserError as error:
-                if self._is_lost:
-                    return os.kill(os.getpid(), signal.SIGTERM)
                 if not is_told:
                     warn(f"{error.what}; the run goes on")
                 is_told = True
@@ -310,14 +322,15 @@ class Mirror(contextlib.AbstractContextManager):
         deadline = time.monotonic() + _PATIENCE
         while True:
             try:
-                return self._send()
+                return push(self._place, self.folder)
             except UserError as failure:
-                if self._is_lost or time.monotonic() > deadline:
+                is_lost = isinstance(failure, TakenOver)
+                if is_lost or time.monotonic() > deadline:
                     how = f"All of it is in {self.folder}"
                     told = UserError(failure.what, how, exit_code=5)
-                    if error:
-                        return warn(str(told))
-                    raise told from None
+                    if error is None:
+                        raise told from None
+                    return warn(str(told))
             time.sleep(_PAUSE)
 
 
@@ -351,18 +364,17 @@ def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Rec
     """Yields the folder at a URL, and the record of its working copy, which it keeps in the end."""
     lock = folder.with_name(f".{folder.name}.exchange")
     with files.locked(lock), _reaching(url) as (store, root):
-        record = _read_record(folder)[1]
+        record = _read_record(folder)
+        record.url = url
         yield DirFileSystem(root, store), record
-        files.write_json(folder / RECORD, {"url": url, "files": record})
+        files.write_json(folder / RECORD, vars(record))
 
 
-def _read_record(folder: Path) -> tuple[str, _Record]:
-    """Returns the URL of a working copy, and what its store held at the last exchange."""
+def _read_record(folder: Path) -> _Record:
     path = folder / RECORD
     if not path.exists():
-        return "", {}
-    tree = json.loads(path.read_text())
-    return tree["url"], {name: _Known(*file) for name, file in tree["files"].items()}
+        return _Record("", {}, {})
+    return _Record(**json.loads(path.read_text()))
 
 
 def _version(info: Mapping[str, object]) -> int:
@@ -374,19 +386,25 @@ def _version(info: Mapping[str, object]) -> int:
 def _list_store(store: AbstractFileSystem) -> dict[str, int]:
     """Returns the version of each file of a folder in a store."""
     store.invalidate_cache()
-    found = store.find("", detail=True)
-    names = (name for name in found if not name.endswith("/"))
-    return {name: _version(found[name]) for name in names if not _HIDDEN.match(name)}
+    found = dict[str, int]()
+    for name, info in store.find("", detail=True).items():
+        is_folder = name.endswith("/")
+        if not is_folder and not _HIDDEN.match(name):
+            found[name] = _version(info)
+    return found
 
 
 def _list_copy(folder: Path) -> dict[str, int]:
     """Returns the time of each file of a working copy, in ns."""
     found = dict[str, int]()
     for root, _, names in os.walk(folder):
-        for path in (Path(root, name) for name in names):
+        for each in names:
+            path = Path(root, each)
+            name = path.relative_to(folder).as_posix()
             with contextlib.suppress(FileNotFoundError):  # a run is at work
-                found[path.relative_to(folder).as_posix()] = path.stat().st_mtime_ns
-    return {name: found[name] for name in found if not _HIDDEN.match(name)}
+                if not _HIDDEN.match(name):
+                    found[name] = path.stat().st_mtime_ns
+    return found
 
 
 def _step(name: str) -> int:
@@ -418,8 +436,7 @@ def _fetch_missing(
     missing = {name for name in names if not (folder / name).exists()}
     _in_order(missing, lambda name: _get(store, name, folder / name))
     for name in missing:
-        mtime = (folder / name).stat().st_mtime_ns
-        record[name] = record[name]._replace(time=mtime)
+        record.times[name] = (folder / name).stat().st_mtime_ns
 
 
 def _in_order(
