@@ -25,7 +25,7 @@ class MetricsFile(Writer):
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        self._newest = 0  # step on disk
+        self._newest: float = 0  # step on disk
         self._end = 0  # byte
         for end, record in _read(path):
             if record["step"] <= resume_step:
@@ -37,41 +37,47 @@ class MetricsFile(Writer):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds numbers by name to the line of `step`, which is the newest one or a new one."""
-        newest = self._waiting[-1]["step"] if self._waiting else self._newest
+        newest = self._newest
+        if self._waiting:
+            newest = self._waiting[-1]["step"]
         if step > newest:
             self._waiting.append({"step": step})
         elif step < newest or not self._waiting:
             raise ValueError(f"metrics of step {step} after those of step {newest}")
         self._waiting[-1].update(metrics)
-        self._commit(len(self._waiting) - 1)
+        self._commit(step - 1)
 
     def flush(self, step: int) -> None:
         """Writes all values up to `step` to the disk itself: every checkpoint has its metrics."""
-        self._commit(sum(record["step"] <= step for record in self._waiting))
+        self._commit(step)
         os.fsync(self._file)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
         try:
-            self._commit(len(self._waiting))
+            self._commit(math.inf)
         finally:
             os.close(self._file)
 
-    def _commit(self, number: int) -> None:
-        """Writes the oldest records in one call: only a kill inside it could tear a line."""
-        data = b""
-        for record in self._waiting[:number]:
-            line = dict[str, float | None](record)
-            for name, value in record.items():
-                if not math.isfinite(value):
-                    line[name] = None
-            data += json.dumps(line).encode() + b"\n"
+    def _commit(self, last: float) -> None:
+        """Writes records up to a step in one call: only a kill inside it could tear a line."""
+        records = [record for record in self._waiting if record["step"] <= last]
+        if not records:
+            return
+        data = b"".join(map(_to_line, records))
         if os.pwrite(self._file, data, self._end) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if number:
-            self._newest = int(self._waiting[number - 1]["step"])
+        self._newest = records[-1]["step"]
         self._end += len(data)
-        del self._waiting[:number]
+        del self._waiting[: len(records)]
+
+
+def _to_line(record: Mapping[str, float]) -> bytes:
+    finite = dict[str, float | None](record)
+    for name, value in record.items():
+        if not math.isfinite(value):
+            finite[name] = None
+    return json.dumps(finite).encode() + b"\n"
 
 
 def read_metrics(path: Path | str) -> list[dict]:
@@ -91,8 +97,9 @@ def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]
     for record in read_metrics(path):
         total = record.get("perf/total_seconds") or total
         if record["step"] <= step and f"{SECONDS}step" in record:
-            phases = {name for name in record if name.startswith(SECONDS)}
-            seconds = {name.removeprefix(SECONDS): record[name] for name in phases}
+            for name, value in record.items():
+                if name.startswith(SECONDS):
+                    seconds[name.removeprefix(SECONDS)] = value
     return seconds, max(0.0, total - sum(seconds.values()))
 
 

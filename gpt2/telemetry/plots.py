@@ -29,48 +29,56 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     if train.empty:
         return
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
-    axes, time = figure.subplots(2, height_ratios=[16, 1])
-    axes.set(title=place_of(workdir), xlabel="step", ylabel="loss (nats per token)")
+    axes, strip = figure.subplots(2, height_ratios=[16, 1])
+    axes.set_title(place_of(workdir))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
     window = max(1, len(train) // 30)
     smooth = train.rolling(window, min_periods=1, center=True).mean()
-    axes.plot(train, color="C0", alpha=0.22, linewidth=1)
-    axes.plot(smooth, color="C0", label=f"train {smooth.iloc[-1]:.3f} (smoothed)")
+    axes.plot(train, color="C0", alpha=0.22)
+    label = f"train {smooth.iloc[-1]:.3f} (smoothed)"
+    axes.plot(smooth, color="C0", label=label)
     if not validation.empty:
-        label = f"validation {validation.iloc[-1]:.3f} (best {validation.min():.3f})"
-        axes.plot(validation, color="C3", marker="o", markersize=4, label=label)
-    axes.set_xlim(axes.get_xlim())  # of the run, whatever is published
+        best = validation.min()
+        label = f"validation {validation.iloc[-1]:.3f} (best {best:.3f})"
+        axes.plot(validation, color="C3", marker=".", label=label)
+    limits = axes.get_xlim()  # of the run, whatever is published
 
     # Without the first values, before the model knows which tokens are frequent.
     shown = [*train.iloc[len(train) // 20 :], *validation]
     tokens = losses["tokens"].dropna()
     last = tokens.index[-1]
     tokens_per_step = tokens.iloc[-1] / last
-    for index, (name, points) in enumerate(read_reference(reference).items()):
-        color = _GREYS[index % len(_GREYS)]
+    curves = read_reference(reference)
+    for index, name in enumerate(curves):
+        points = curves[name]
         steps = points[:, 0] / tokens_per_step
-        level = points[0, 1]
+        losses = points[:, 1]
+        color = _GREYS[index % len(_GREYS)]
         if np.isnan(steps).all():
-            label = f"{name} {level:.3f}"
-            axes.axhline(level, color=color, linestyle="--", label=label)
+            label = f"{name} {losses[0]:.3f}"
+            axes.axhline(losses[0], color=color, label=label)
         else:
-            axes.plot(
-                steps, points[:, 1], color=color, linestyle="--", marker=".", label=name
-            )
-        beyond = (steps < 0.05 * last) | (steps > last)
-        shown += [*points[~beyond, 1]]
+            axes.plot(steps, losses, color=color, marker=".", label=name)
+        is_late = steps >= 0.05 * last
+        is_beyond = steps > last
+        shown += [*losses[np.isnan(steps) | (is_late & ~is_beyond)]]
     low = min(shown)
     span = max(shown) - low
-    axes.set_ylim(low - 0.08 * span - 0.01, low + 1.5 * span + 0.01)
+    margin = 0.08 * span + 0.01
+    axes.set_ylim(low - margin, low + 1.5 * span + margin)
+    axes.set_xlim(limits)
     axes.legend(frameon=False, loc="upper right")
-    axes.grid(alpha=0.3)
 
     left = 0.0
     for name, share in shares.items():
         has_room = share > 0.005 * len(name) + 0.02
         text = f"{name} {share:.0%}" if has_room else ""
-        bar = time.barh(0, share, left=left)
-        time.bar_label(bar, [text], label_type="center", fontsize=7)
+        bar = strip.barh(0, share, left=left)
+        strip.bar_label(bar, [text], label_type="center", fontsize=7)
         left += share
-    time.set(xlim=(0, 1), title="time since the first start")
-    time.set_axis_off()
+    strip.set_title("time since the first start")
+    strip.set_xlim(0, 1)
+    strip.set_axis_off()
     figure.savefig(workdir / "loss.png")

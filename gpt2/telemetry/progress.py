@@ -43,9 +43,10 @@ class Progress(Writer):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
-        shown = [
-            text(metrics[name]) for name, text in _SHOWN.items() if name in metrics
-        ]
+        shown = list[str]()
+        for name, text in _SHOWN.items():
+            if name in metrics:
+                shown.append(text(metrics[name]))
         is_validation = any(name.startswith("eval/") for name in metrics)
         is_tasks = is_validation and not shown  # whose names are their own
         for name, value in metrics.items():
@@ -55,9 +56,11 @@ class Progress(Writer):
         if not shown:
             return
         if step > self._start and not is_validation:
-            done = self._work(step) - self._work(self._start)
-            rest = self._work(self._total) - self._work(step)
-            left = (time.perf_counter() - self._began) / done * rest
+            now = self._work(step)
+            done = now - self._work(self._start)
+            rest = self._work(self._total) - now
+            seconds = time.perf_counter() - self._began
+            left = seconds / done * rest
             shown.append(f"{format_duration(left)} left")
         number = f"{step:>{len(str(self._total))}}"
         self.say("  ".join([f"step {number}/{self._total}", *shown]))

@@ -1,12 +1,15 @@
 """Published losses to hold a run against: those of configs/reference/, or a file of one's own."""
 
 import csv
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from gpt2.errors import UserError
 
+Point = tuple[float, float]  # tokens, loss
 PLACE = Path(__file__).parents[2] / "configs" / "reference"
 
 
@@ -23,7 +26,7 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
     try:
         curves = _read_table(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        names = ", ".join(sorted(file.stem for file in PLACE.glob("*.csv")))
+        names = sorted(file.stem for file in PLACE.glob("*.csv"))
         what = f"{name} holds no published losses ({error})"
         how = (
             f"Use {names}, or a table of numbers that begins with the line tokens,loss"
@@ -32,13 +35,14 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
     return {name: np.array(sorted(points)) for name, points in curves.items()}
 
 
-def _read_table(path: Path) -> dict[str, list[tuple[float, float]]]:
-    curves = dict[str, list[tuple[float, float]]]()
+def _read_table(path: Path) -> Mapping[str, list[Point]]:
+    curves = defaultdict[str, list[Point]](list)
     with open(path, newline="", encoding="utf-8") as file:
         rows = (line for line in file if not line.startswith("#"))
         for row in csv.DictReader(rows):
-            point = (float(row["tokens"] or "nan"), float(row["loss"]))
-            curves.setdefault(row.get("name") or path.stem, []).append(point)
+            name = row.get("name") or path.stem
+            tokens = float(row["tokens"] or "nan")
+            curves[name].append((tokens, float(row["loss"])))
     for points in curves.values():
         if len(points) > 1 and np.isnan(points).any():
             raise ValueError("a number is missing")

@@ -86,8 +86,9 @@ class Reporter(AbstractContextManager):
             # NaN if all steps since the last line are skipped.
             values["train/loss"] = statistics.fmean(self._losses or [math.nan])
             self._losses.clear()
-            tokens = {"tokens": self._clock.tokens(step)}
-            self.write(step, tokens | values | self._clock.read() | _peak_memory())
+            values["tokens"] = self._clock.tokens(step)
+            values |= self._clock.read() | _peak_memory()
+            self.write(step, values)
 
     def _judge(self, step: int, values: dict[str, float]) -> None:
         """Raises if a step ends the run, tells of one that is skipped, and keeps its loss.
@@ -132,7 +133,8 @@ class Reporter(AbstractContextManager):
 
 
 def _fetch(scalars: Scalars) -> dict[str, float]:
-    return {name: float(value) for name, value in jax.device_get(scalars).items()}
+    fetched = jax.device_get(scalars)
+    return {name: float(fetched[name]) for name in fetched}
 
 
 def _peak_memory() -> dict[str, float]:
@@ -164,7 +166,8 @@ class Watchdog(Writer):
         self._allowed = math.nan
         self._closed = threading.Event()
         if least_seconds:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            thread = threading.Thread(target=self._watch, daemon=True)
+            thread.start()
 
     def step(self, step: int) -> None:
         """Hears that a step came."""
@@ -181,8 +184,9 @@ class Watchdog(Writer):
         while not self._closed.wait(pause):
             if self._clock.current in ("step", "data wait"):  # where steps should end
                 self._quiet += pause
-            is_first = math.isnan(self._allowed)
-            allowed = self.FIRST_SECONDS if is_first else self._allowed
+            allowed = self._allowed
+            if math.isnan(allowed):
+                allowed = self.FIRST_SECONDS
             if self._quiet > max(self._least, allowed):
                 faulthandler.dump_traceback(sys.stderr)
                 tell(

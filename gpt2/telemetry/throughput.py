@@ -121,10 +121,10 @@ class StepClock:
         """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
         total = self.total_seconds
         shares = dict[str, float]()
-        ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
-        for name, seconds in ranked:
-            if seconds:
-                shares["goodput" if name == "step" else name] = seconds / total
+        for name in sorted(self._seconds, key=self._seconds.__getitem__, reverse=True):
+            label = "goodput" if name == "step" else name
+            if self._seconds[name]:
+                shares[label] = self._seconds[name] / total
         return shares
 
     def _switch(self, name: str) -> None:

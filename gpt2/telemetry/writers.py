@@ -50,7 +50,8 @@ class EventFile(Writer):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes scalars by name."""
         for name, value in metrics.items():
-            self._add(step, summary=self._summary.scalar(name, value))
+            scalar = self._summary.scalar(name, value)
+            self._add(step, summary=scalar)
 
     def flush(self, step: int) -> None:
         """Puts all that was written on disk."""

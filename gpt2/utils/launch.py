@@ -73,7 +73,7 @@ def prepare_process() -> None:
 
 
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    return bool(importlib.util.find_spec(package))
 
 
 def seconds_since_start() -> float:
