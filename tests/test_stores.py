@@ -1,5 +1,6 @@
 """Runs, texts and weights at URLs: what a store holds is whole, and every place gives the same."""
 
+import http.server
 import json
 import os
 import signal
@@ -308,6 +309,41 @@ def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
 def test_a_url_that_nothing_opens_is_a_line(store, url, told):
     with pytest.raises(UserError, match=told):
         stores.fetch(url)
+
+
+class Web(http.server.BaseHTTPRequestHandler):
+    """Tells of 60 bytes, and gives half of them, or fails as its path says."""
+
+    def do_HEAD(self):
+        self.send_response(int(self.path[1:4]))
+        self.send_header("Content-Length", "60" if self.command == "HEAD" else "30")
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD()
+        self.wfile.write(b"a" * 30)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_what_the_web_does_not_give_whole_is_told(tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = "http://127.0.0.1:{}/{}/a.txt".format
+        port = server.server_port
+        assert stores.find(url(port, 404)) == []
+        for status in (401, 403, 500):
+            with pytest.raises(UserError, match=f"cannot be reached .*{status}"):
+                stores.find(url(port, status))
+        (half,) = stores.find(url(port, 200))
+        with pytest.raises(UserError, match="sent 30 of 60 bytes"):
+            stores.at_hand(half)
+        server.shutdown()
+    with pytest.raises(UserError, match="cannot be reached"):
+        stores.find(url(port, 200))  # where nobody answers
 
 
 @pytest.fixture

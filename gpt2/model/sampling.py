@@ -51,7 +51,8 @@ class Sampling:
             return logits.argmax(axis=-1).astype(jnp.int32)
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
-            smallest = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            largest, _ = jax.lax.top_k(logits, self.top_k)
+            smallest = largest[:, -1:]
             logits = jnp.where(logits < smallest, -jnp.inf, logits)
         if self.top_p < 1.0:
             ordered = jnp.sort(logits, axis=-1, descending=True)
@@ -60,13 +61,16 @@ class Sampling:
             nucleus = jnp.where(before < self.top_p, ordered, jnp.inf)
             smallest = nucleus.min(axis=-1, keepdims=True)
             logits = jnp.where(logits < smallest, -jnp.inf, logits)
-        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        draw = jax.vmap(jax.random.categorical)
+        return draw(keys, logits).astype(jnp.int32)
 
 
 def bucket(length: int, limit: int) -> int:
     """Returns the smallest 32 * 2^i that holds `length`, at most `limit`: few programs compile."""
-    doublings = max(0, math.ceil(math.log2(max(1, length) / 32)))
-    return min(32 * 2**doublings, limit)
+    size = 32
+    while size < length:
+        size *= 2
+    return min(size, limit)
 
 
 def generate(
@@ -98,8 +102,9 @@ def generate(
         raise UserError("a prompt is empty")
     cfg = model.config
     if cfg.scan_layers:  # a scan would copy the whole cache at every token
+        cfg = dataclasses.replace(cfg, scan_layers=False)
         params = in_layout(params, scanned=False)
-        model = model.clone(config=dataclasses.replace(cfg, scan_layers=False))
+        model = model.clone(config=cfg)
     params = jax.tree.map(jnp.asarray, params)
     context = cfg.context_length
     kept = max(1, 3 * context // 4)
@@ -107,19 +112,19 @@ def generate(
     key = sample_key(seed)
     texts = [list(prompt) for prompt in prompts]
     drawn: list[list[int]] = [[] for _ in prompts]
-    while (done := len(drawn[0])) < max_new_tokens:
-        if all(end in row for row in drawn):
-            break
+    done = 0
+    while done < max_new_tokens and not all(end in row for row in drawn):
         read = [text if len(text) < context else text[-kept:] for text in texts]
-        longest = max(map(len, read))
-        number = min(max_new_tokens - done, max(1, context - longest))
+        lengths = np.array([len(text) for text in read], np.int32)
+        longest = lengths.max()
         tokens = np.zeros((len(read), bucket(longest, context)), np.int32)
         for row, text in zip(tokens, read, strict=True):
             row[: len(text)] = text
+        number = min(max_new_tokens - done, max(1, context - longest))
         new = _generate(
             params,
             tokens,
-            np.array([len(text) for text in read], np.int32),
+            lengths,
             key,
             done,
             number,
@@ -129,10 +134,12 @@ def generate(
             cache_length=bucket(longest + number, context),
             vocab_size=vocab_size or cfg.vocab_size,
         )
-        more = np.asarray(new)[:, :number].tolist()
-        texts = [text + each for text, each in zip(texts, more, strict=True)]
-        drawn = [row + each for row, each in zip(drawn, more, strict=True)]
-    return [list(itertools.takewhile(lambda token: token != end, row)) for row in drawn]
+        for i, row in enumerate(np.asarray(new)):
+            texts[i] += row[:number].tolist()
+            drawn[i] += row[:number].tolist()
+        done += number
+    goes_on = lambda token: token != end  # noqa: E731
+    return [list(itertools.takewhile(goes_on, row)) for row in drawn]
 
 
 class _State(struct.PyTreeNode):
@@ -167,35 +174,39 @@ def _generate(
     B = tokens.shape[0]
 
     def extend(tokens: jax.Array, num_new: jax.Array, cache: KVCache):
-        return model.apply({"params": params}, tokens, num_new, cache, method="extend")
+        variables = {"params": params}
+        return model.apply(variables, tokens, num_new, cache, method="extend")
 
     def append(state: _State, logits: jax.Array) -> _State:
-        keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, done + state.step)
+        fold_in = jax.vmap(jax.random.fold_in, (0, None))
+        keys = fold_in(state.keys, done + state.step)
         new = sampling(logits[:, :vocab_size], keys)
         new = jnp.where(state.ended, end, new)
+        update = jax.lax.dynamic_update_slice_in_dim
         return state.replace(
             step=state.step + 1,
-            tokens=jax.lax.dynamic_update_slice_in_dim(
-                state.tokens, new[:, None], state.step, 1
-            ),
+            tokens=update(state.tokens, new[:, None], state.step, axis=1),
             ended=state.ended | (new == end),
         )
 
     def body(state: _State) -> _State:
-        last = jax.lax.dynamic_slice_in_dim(state.tokens, state.step - 1, 1, axis=1)
-        logits, cache = extend(last, jnp.ones(B, jnp.int32), state.cache)
+        last = state.tokens[:, state.step - 1]
+        one_each = jnp.ones(B, jnp.int32)
+        logits, cache = extend(last[:, None], one_each, state.cache)
         return append(state.replace(cache=cache), logits)
 
     def unfinished(state: _State) -> jax.Array:
         return (state.step < limit) & ~state.ended.all()
 
+    fold_in = jax.vmap(jax.random.fold_in, (None, 0))
     cache = KVCache.create(model.config, B, cache_length)
     logits, cache = extend(tokens, lengths, cache)
     state = _State(
         step=jnp.int32(0),
         tokens=jnp.full((B, cache_length), end, jnp.int32),
         ended=jnp.zeros(B, bool),
-        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B)),
+        keys=fold_in(key, jnp.arange(B)),
         cache=cache,
     )
-    return jax.lax.while_loop(unfinished, body, append(state, logits)).tokens
+    state = append(state, logits)
+    return jax.lax.while_loop(unfinished, body, state).tokens

@@ -58,15 +58,13 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._saving: int | None = None
         self.failure = ""  # why the newest state that was to be saved is not
         score = lambda metrics: metrics[METRIC]  # noqa: E731
-        kept = [
-            policy.LatestN(keep),
-            policy.BestN(
-                get_metric_fn=score,
-                reverse=True,
-                n=1,
-                keep_checkpoints_without_metrics=False,
-            ),
-        ]
+        best = policy.BestN(
+            get_metric_fn=score,
+            reverse=True,
+            n=1,
+            keep_checkpoints_without_metrics=False,
+        )
+        kept = [policy.LatestN(keep), best]
         if keep_every:
             kept.append(policy.EveryNSteps(keep_every))
         several = jax.process_count() > 1
@@ -110,7 +108,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Says whether a validation loss is below that of every checkpoint so far."""
         self.wait()  # which tells of a save that has failed meanwhile
         best = self.best()  # of which other processes may lack the file
-        return bool(distributed.from_first(best is None or eval_loss < best[1]))
+        is_better = best is None or eval_loss < best[1]
+        return bool(distributed.from_first(is_better))
 
     def all_steps(self) -> list[int]:
         """Returns the steps saved, ascending."""
@@ -121,9 +120,10 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         Of several processes the others know of no failure, and would not save their parts.
         """
-        is_gone = any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-        is_alone = jax.process_count() == 1
-        return is_alone and not is_gone and step not in {0, *self.all_steps()}
+        if jax.process_count() > 1 or step in {0, *self.all_steps()}:
+            return False
+        leaves = jax.tree.leaves(state)
+        return not any(leaf.is_deleted() for leaf in leaves)
 
     def save(
         self,
@@ -155,11 +155,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             if jax.process_count() > 1 and has_own_disk:
                 state = jax.tree.map(_gathered, state)
             parts = _parts(state)
-            items = {name: ocp.args.StandardSave(parts[name]) for name in parts}
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    **items,
+                    **{name: ocp.args.StandardSave(parts[name]) for name in parts},
                     layout=ocp.args.JsonSave(layout),
                     digests=ocp.args.JsonSave({}),
                 ),
@@ -177,8 +176,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         if not layout["guard"]:
             saved = saved.replace(guard=None)
         parts = _parts(saved)
-        restores = {name: ocp.args.StandardRestore(parts[name]) for name in parts}
-        items = self._read(step, **restores)
+        items = self._read(
+            step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}
+        )
         if "guard" in parts:
             guard = items["guard"].capped()
         else:
@@ -187,17 +187,17 @@ class Checkpointer(contextlib.AbstractContextManager):
         rest = items["rest"] | {"params": items["params"], "guard": guard}
         return _in_layout_of(shapes, TrainState(**rest))
 
-    def restore_params(self, step: int, shapes: Tree) -> Tree:
-        """Restores the parameters alone, otherwise as `restore`."""
-        saved = _as_saved(shapes, self._layout(step)["scan_layers"])
-        items = self._read(step, params=ocp.args.StandardRestore(saved))
-        return _in_layout_of(shapes, items["params"])
-
     def position(self, step: int) -> list[str]:
         """Returns the position of its batches that a state was saved with."""
         if step not in self._manager.all_steps():
             return []
         return self._layout(step)["position"]
+
+    def restore_params(self, step: int, shapes: Tree) -> Tree:
+        """Restores the parameters alone, otherwise as `restore`."""
+        saved = _as_saved(shapes, self._layout(step)["scan_layers"])
+        items = self._read(step, params=ocp.args.StandardRestore(saved))
+        return _in_layout_of(shapes, items["params"])
 
     def _layout(self, step: int) -> dict[str, Any]:
         return self._read(step, layout=ocp.args.JsonRestore())["layout"]
@@ -295,7 +295,7 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         if step is None:
             what = f"{workdir} has no checkpoint {which}"
             raise UserError(what, f"Use {', '.join(steps)}")
-        # Of an average, the optimizer's state is read whole.
+        # For an average, the optimizer's state is read whole.
         averages = config.optim.averages
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
             raise UserError(damage, "Restore it from a copy, or use another")
@@ -306,8 +306,8 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
 
 def _make_handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Returns what saves and restores each part, in the order in which they are finalized."""
-    arrays = (ocp.args.StandardSave, ocp.args.StandardRestore)
-    texts = (ocp.args.JsonSave, ocp.args.JsonRestore)
+    arrays = ocp.args.StandardSave, ocp.args.StandardRestore
+    texts = ocp.args.JsonSave, ocp.args.JsonRestore
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for name, handler, kinds in (
         ("params", ocp.StandardCheckpointHandler(), arrays),
@@ -332,7 +332,8 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
         for name, digest in digest_folder(folder.parent).items():
             if name.partition("/")[0] in ITEMS:
                 found[name] = digest
-        (folder / "digests").write_text(json.dumps(files.seal({"files": found})))
+        sealed = files.seal({"files": found})
+        (folder / "digests").write_text(json.dumps(sealed))
         files.sync_tree(folder.parent)  # before a rename makes them visible
 
 
@@ -360,12 +361,13 @@ def _as_saved(target: Tree, scanned: bool) -> Tree:
     def reshaped(leaf: Shape, shape: tuple[int, ...], spec: Callable) -> Shape:
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec(sharding.spec)))
+            axes = spec(sharding.spec)
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*axes))
         return Shape(shape, leaf.dtype, sharding=sharding)
 
     def stack(leaf: Shape, *others: Shape) -> Shape:
-        num_layers = 1 + len(others)
-        return reshaped(leaf, (num_layers, *leaf.shape), lambda spec: (None, *spec))
+        shape = (1 + len(others), *leaf.shape)
+        return reshaped(leaf, shape, lambda spec: (None, *spec))
 
     def take(leaf: Shape, _: int) -> Shape:
         return reshaped(leaf, leaf.shape[1:], lambda spec: spec[1:])

@@ -15,9 +15,12 @@ _STEP = re.compile("0|[1-9][0-9]*")
 
 def saved_steps(workdir: Path | str) -> list[int]:
     """Returns the steps of which a run has checkpoints, whole or not, ascending."""
-    folders = (Path(workdir) / "checkpoints").glob("*")
-    names = [path.name for path in folders if _STEP.fullmatch(path.name)]
-    return sorted(map(int, names))
+    folder = Path(workdir) / "checkpoints"
+    steps = list[int]()
+    for path in folder.glob("*"):
+        if _STEP.fullmatch(path.name):
+            steps.append(int(path.name))
+    return sorted(steps)
 
 
 def latest_step(workdir: Path | str) -> int | None:
@@ -30,7 +33,9 @@ def newest_whole_step(
 ) -> int | None:
     """Returns the newest step beyond `after` whose checkpoint is whole, or None."""
     for step in reversed(saved_steps(workdir)):
-        if step > after and not find_damage(workdir, step, read=read):
+        if step <= after:
+            break
+        if not find_damage(workdir, step, read=read):
             return step
     return None
 
@@ -50,6 +55,7 @@ def find_damage(
     for name, digest in saved["files"].items():
         if name.partition("/")[0] in items:
             found[name] = digest
-    stores.complete(Path(workdir), (f"checkpoints/{step}/{name}" for name in found))
+    names = [f"checkpoints/{step}/{name}" for name in found]
+    stores.complete(Path(workdir), names)
     damage = files.find_damage(folder, found, read=read)
     return f"checkpoint {folder} is damaged ({damage})" if damage else ""

@@ -6,7 +6,7 @@ on, with its own loss, by a program that looks at what every module gives and at
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,53 +65,42 @@ class Diagnosis:
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
         program = self.program
-        if not error.before:
-            held_out, _ = self.batches.validation()
-            batches = (batch for _, part in held_out.values() for batch in part)
-            return _find_first(program, state.eval_params, batches, None)
-        step = error.step - 1
-        params = self._params_before(step, state)
-        program = program.at(program.config.shapes.at(error.step))
-        return _find_first(program, params, self.batches.train(step, step + 1), step)
-
-    def _params_before(self, step: int, state: TrainState) -> Params:
-        """Returns the parameters that a bad step began with, by repeating the steps before it."""
-        if state.guard is not None:  # the state is as it was before the step
-            return state.params
-        for leaf in jax.tree.leaves(state):  # no device may hold two
-            leaf.delete()
-        program = self.program
-        start = find_start(self.workdir)
-        if start:
-            state = self.checkpointer.restore(start, program.state_shapes)
+        if error.before:
+            step = error.step - 1
+            number = program.config.train.accumulate_steps
+            shapes = program.config.shapes
+            if state.guard is None:  # else it is as it was before the step
+                for leaf in jax.tree.leaves(state):  # no device may hold two
+                    leaf.delete()
+                start = find_start(self.workdir)
+                if start:
+                    state = self.checkpointer.restore(start, program.state_shapes)
+                else:
+                    state = self.first_state()
+                repeated = self.batches.train(start, step)
+                for count, batch in enumerate(repeated, start + 1):
+                    train_step, _ = self.steps[shapes.find(count, batch)]
+                    state, _ = train_step(state, batch)
+            where = "micro-batch"
+            params = state.params
+            source = self.batches.train(step, step + 1)
+            program = program.at(shapes.at(error.step))
         else:
-            state = self.first_state()
-        for count, batch in enumerate(self.batches.train(start, step), start + 1):
-            train_step, _ = self.steps[program.config.shapes.find(count, batch)]
-            state, _ = train_step(state, batch)
-        return state.params
-
-
-def _find_first(
-    program: Program, params: Params, batches: Iterable[Batch], step: int | None
-) -> str:
-    """Names the first bad tensor in batches of a step, or of the validation split without one."""
-    where = "batch of the validation split"
-    number = 1
-    if step is not None:
-        where = "micro-batch"
-        number = program.config.train.accumulate_steps
-    names = list[str]()
-    probe = program.backend.compile_eval(_make_probe(program, step, number, names))
-    index = 0
-    for batch in batches:
-        flags = gather_whole(probe(params, batch), program.backend.mesh)
-        for row in jax.device_get(flags):
-            index += 1
-            if row.any():
-                name = names[(row > 0).argmax()]
-                return f"{name} was the first, in {where} {index}"
-    return "run again, all is finite, which points to the hardware or to a sum"
+            step = None
+            number = 1
+            where = "batch of the validation split"
+            params = state.eval_params
+            held_out = self.batches.validation()[0].values()
+            source = (batch for _, batches in held_out for batch in batches)
+        names = list[str]()
+        probe = program.backend.compile_eval(_make_probe(program, step, number, names))
+        for count, batch in enumerate(source):
+            flags = gather_whole(probe(params, batch), program.backend.mesh)
+            for index, row in enumerate(jax.device_get(flags), 1 + count):
+                if row.any():
+                    name = names[(row > 0).argmax()]
+                    return f"{name} was the first, in {where} {index}"
+        return "run again, all is finite, which points to the hardware or to a sum"
 
 
 def _make_probe(
@@ -121,7 +110,7 @@ def _make_probe(
 
     Above 0 is NaN or Inf. Tracing sets `names` of tensors in the order in which they are computed.
     """
-    seed = program.config.seed
+    tensors = lambda tree: flatten_dict(in_layout(tree, scanned=False), sep="/")  # noqa: E731
     loss = evaluation_loss(program.model) if step is None else program.loss
     # In the order in which they end, with `h` for every layer.
     modules = dict[str, None]()
@@ -136,18 +125,16 @@ def _make_probe(
 
     def place(name: str) -> tuple[int, int, int]:
         inside = f"{_LAYER.sub('h', name)}/"
-        at = [i for i, module in enumerate(modules) if inside.startswith(f"{module}/")]
-        if not at:
-            at = [len(modules)]  # the head, which is no module
         layer = _LAYER.match(name)
+        at = [i for i, module in enumerate(modules) if inside.startswith(f"{module}/")]
+        at = at or [len(modules)]  # the head, which is no module
         return max(at), int(layer[1]) if layer else 0, min(at)
-
-    def by_name(tree: Params) -> dict[str, jax.Array]:
-        return flatten_dict(in_layout(tree, scanned=False), sep="/")
 
     def look(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
         def flags_for(micro_batch: Batch, index: jax.Array) -> jax.Array:
-            key = None if step is None else dropout_key(seed, step, index, device)
+            key = None
+            if step is not None:
+                key = dropout_key(program.config.seed, step, index, device)
 
             def forward(params: Params) -> tuple[jax.Array, Sums]:
                 with nn.intercept_methods(note):
@@ -155,15 +142,14 @@ def _make_probe(
                 return sums["loss"][0], sums
 
             (total, sums), grads = jax.value_and_grad(forward, has_aux=True)(params)
-            flags = dict[str, jax.Array]()
-            for name, leaf in by_name(params).items():
-                flags[f"parameter {name}"] = _is_bad(leaf)
+            weights = tensors(params)
+            grads = tensors(grads)
+            flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
             for name in sorted(sums, key=place):
                 module, _, kind = name.rpartition("/")
                 if kind == "output":
                     flags[f"the output of {module}"] = sums[name][0] > 0
             flags["the loss"] = _is_bad(total)
-            grads = by_name(grads)
             # As the backward pass goes.
             for name in sorted(grads, key=place, reverse=True):
                 flags[f"the gradient of {name}"] = _is_bad(grads[name])
@@ -177,7 +163,6 @@ def _make_probe(
 
 
 def _is_bad(tree: Any) -> jax.Array:
-    """Returns whether an array of a tree holds NaN or Inf."""
     is_bad = jnp.bool(False)
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):

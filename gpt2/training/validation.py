@@ -36,7 +36,8 @@ def validate(
             if len(sums) > MOST_AHEAD:
                 jax.block_until_ready(sums[-MOST_AHEAD])
         sums = jax.device_get(sums)
-        if not sum(each["loss"][1] for each in sums):
+        num_targets = sum(each["loss"][1] for each in sums)
+        if not num_targets:
             raise UserError("the validation split has no token to predict")
         for name in sums[0]:
             total = math.fsum(each[name][0] for each in sums)
