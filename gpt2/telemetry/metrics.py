@@ -32,7 +32,8 @@ class MetricsFile(Writer):
                 self._newest = record["step"]
                 self._end = end
         self._waiting = list[dict[str, float]]()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        flags = os.O_RDWR | os.O_CREAT
+        self._file = os.open(path, flags, 0o666)
         os.truncate(self._file, self._end)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -65,7 +66,8 @@ class MetricsFile(Writer):
         if not records:
             return
         data = b"".join(map(_to_line, records))
-        if os.pwrite(self._file, data, self._end) < len(data):
+        written = os.pwrite(self._file, data, self._end)
+        if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._newest = records[-1]["step"]
         self._end += len(data)
@@ -100,7 +102,8 @@ def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]
             for name, value in record.items():
                 if name.startswith(SECONDS):
                     seconds[name.removeprefix(SECONDS)] = value
-    return seconds, max(0.0, total - sum(seconds.values()))
+    saved = sum(seconds.values())
+    return seconds, max(0.0, total - saved)
 
 
 def _read(path: Path) -> Iterator[tuple[int, dict]]:

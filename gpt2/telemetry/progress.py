@@ -50,8 +50,9 @@ class Progress(Writer):
         is_validation = any(name.startswith("eval/") for name in metrics)
         is_tasks = is_validation and not shown  # whose names are their own
         for name, value in metrics.items():
-            short = name.partition("/")[2]
-            if is_tasks or name in self._names or short in self._names:
+            _, _, short = name.partition("/")
+            is_asked = name in self._names or short in self._names
+            if short and (is_tasks or is_asked):
                 shown.append(f"{short} {value:.4g}")
         if not shown:
             return

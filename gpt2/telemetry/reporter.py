@@ -20,6 +20,8 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
+# A step, its metrics, what to say, and the norms of its tensors.
+Late = tuple[int, Scalars, str, Scalars | None]
 
 
 class Reporter(AbstractContextManager):
@@ -34,8 +36,7 @@ class Reporter(AbstractContextManager):
         self._writers = writers
         self._clock = clock
         self._options = options
-        # A step, its metrics, what to say, and the norms of its tensors.
-        self._late: tuple[int, Scalars, str, Scalars | None] | None = None
+        self._late: Late | None = None
         self._losses = list[float]()  # since the last line
         self._warned = set[Writer]()
 
@@ -48,13 +49,16 @@ class Reporter(AbstractContextManager):
         logging = config.logging
         writers: list[Writer] = [Watchdog(clock, train.hang_seconds)]
         if jax.process_index() == 0:
-            writers.append(MetricsFile(workdir / "metrics.jsonl", start))
+            path = workdir / "metrics.jsonl"
+            writers.append(MetricsFile(path, start))
             if logging.tensorboard:
-                writers.append(EventFile(workdir / "tensorboard", start))
+                events = workdir / "tensorboard"
+                writers.append(EventFile(events, start))
             if logging.wandb:
                 writers.append(Wandb(workdir, config.to_dict()))
-            names = [name for name in logging.screen.split(",") if name]
-            writers.append(Progress(train.num_steps, start, clock.flops, names))
+            screen = logging.screen.split(",")
+            progress = Progress(train.num_steps, start, clock.flops, screen)
+            writers.append(progress)
         return cls(writers, clock, train)
 
     def step(
@@ -84,7 +88,8 @@ class Reporter(AbstractContextManager):
         is_due = step % self._options.log_every == 0
         if is_due or step in (1, self._options.num_steps):
             # NaN if all steps since the last line are skipped.
-            values["train/loss"] = statistics.fmean(self._losses or [math.nan])
+            losses = self._losses or [math.nan]
+            values["train/loss"] = statistics.fmean(losses)
             self._losses.clear()
             values["tokens"] = self._clock.tokens(step)
             values |= self._clock.read() | _peak_memory()
@@ -97,8 +102,8 @@ class Reporter(AbstractContextManager):
         """
         loss = values["train/loss"]
         grad_norm = values["train/grad_norm"]
-        is_bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        bad_in_a_row = values.pop("bad_in_a_row", float(is_bad))
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        bad_in_a_row = values.pop("bad_in_a_row", float(not is_finite))
         is_skipped = values.pop("skipped", 0.0) > 0
         if bad_in_a_row > self._options.skip_bad_steps:
             what = "the gradients are" if math.isfinite(loss) else "the loss is"

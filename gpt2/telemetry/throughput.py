@@ -88,8 +88,9 @@ class StepClock:
         self._lap.clear()
         if not (steps and seconds):
             return {}
-        first = self._last - steps
-        tokens = self.tokens(self._last) - self.tokens(first)
+        last = self._last
+        first = last - steps
+        tokens = self.tokens(last) - self.tokens(first)
         metrics = {
             "perf/step_seconds": seconds / steps,
             "perf/tokens_per_second": tokens / seconds,
@@ -98,7 +99,7 @@ class StepClock:
             "perf/goodput": self._seconds["step"] / total,
         }
         if self._peak:
-            flops = self.flops(self._last) - self.flops(first)
+            flops = self.flops(last) - self.flops(first)
             metrics["perf/mfu"] = flops / seconds / self._peak
         return metrics
 
@@ -121,7 +122,10 @@ class StepClock:
         """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
         total = self.total_seconds
         shares = dict[str, float]()
-        for name in sorted(self._seconds, key=self._seconds.__getitem__, reverse=True):
+        longest_first = sorted(
+            self._seconds, key=self._seconds.__getitem__, reverse=True
+        )
+        for name in longest_first:
             label = "goodput" if name == "step" else name
             if self._seconds[name]:
                 shares[label] = self._seconds[name] / total

@@ -139,7 +139,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.wait()
         if step in self._manager.all_steps():
             return
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        leaves = jax.tree.leaves(state)
+        needed = sum(leaf.nbytes for leaf in leaves)
         free = shutil.disk_usage(self._workdir).free
         if distributed.from_first(free < needed):  # a save would fill it, and fail
             self._warn(step, "no room is left on the disk")
@@ -195,12 +196,15 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def restore_params(self, step: int, shapes: Tree) -> Tree:
         """Restores the parameters alone, otherwise as `restore`."""
-        saved = _as_saved(shapes, self._layout(step)["scan_layers"])
-        items = self._read(step, params=ocp.args.StandardRestore(saved))
+        layout = self._layout(step)
+        saved = _as_saved(shapes, layout["scan_layers"])
+        args = ocp.args.StandardRestore(saved)
+        items = self._read(step, params=args)
         return _in_layout_of(shapes, items["params"])
 
     def _layout(self, step: int) -> dict[str, Any]:
-        return self._read(step, layout=ocp.args.JsonRestore())["layout"]
+        items = self._read(step, layout=ocp.args.JsonRestore())
+        return items["layout"]
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
         try:
@@ -254,9 +258,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._warn(step, _first_line(error))
 
     def _warn(self, step: int | None, reason: str) -> None:
-        self.failure = (
-            f"the state of step {step} is not saved in {self._directory} ({reason})"
-        )
+        what = f"the state of step {step} is not saved in {self._directory}"
+        self.failure = f"{what} ({reason})"
         distributed.only_first(warn)(f"{self.failure}; the run goes on")
 
     def _for_all(self, error: Exception) -> Exception:
@@ -290,7 +293,8 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         steps = {str(step): step for step in checkpointer.all_steps()}
         latest = max(steps.values(), default=None)
         best = checkpointer.best()
-        steps |= {"latest": latest, "best": best[0] if best else latest}
+        steps["latest"] = latest
+        steps["best"] = best[0] if best else latest
         step = steps.get(str(which))
         if step is None:
             what = f"{workdir} has no checkpoint {which}"
@@ -340,11 +344,14 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
 def _gathered(leaf: jax.Array) -> np.ndarray:
     """Returns the whole of an array in the first process, which alone writes; a zero elsewhere."""
     whole = process_allgather(leaf, tiled=True)
-    return whole if jax.process_index() == 0 else np.zeros((), leaf.dtype)
+    if jax.process_index() == 0:
+        return whole
+    return np.zeros((), leaf.dtype)
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _parts(state: TrainState) -> dict[str, Any]:

@@ -90,13 +90,17 @@ class Diagnosis:
             number = 1
             where = "batch of the validation split"
             params = state.eval_params
-            held_out = self.batches.validation()[0].values()
-            source = (batch for _, batches in held_out for batch in batches)
+            held_out, _ = self.batches.validation()
+            source = (batch for _, part in held_out.values() for batch in part)
         names = list[str]()
-        probe = program.backend.compile_eval(_make_probe(program, step, number, names))
-        for count, batch in enumerate(source):
-            flags = gather_whole(probe(params, batch), program.backend.mesh)
-            for index, row in enumerate(jax.device_get(flags), 1 + count):
+        probe = _make_probe(program, step, number, names)
+        compiled = program.backend.compile_eval(probe)
+        index = 0
+        for batch in source:
+            flags = compiled(params, batch)
+            flags = gather_whole(flags, program.backend.mesh)
+            for row in jax.device_get(flags):
+                index += 1
                 if row.any():
                     name = names[(row > 0).argmax()]
                     return f"{name} was the first, in {where} {index}"
@@ -110,7 +114,6 @@ def _make_probe(
 
     Above 0 is NaN or Inf. Tracing sets `names` of tensors in the order in which they are computed.
     """
-    tensors = lambda tree: flatten_dict(in_layout(tree, scanned=False), sep="/")  # noqa: E731
     loss = evaluation_loss(program.model) if step is None else program.loss
     # In the order in which they end, with `h` for every layer.
     modules = dict[str, None]()
@@ -119,16 +122,26 @@ def _make_probe(
         output = next_method(*args, **kwargs)
         module = context.module
         if module.path and context.method_name in ("__call__", "first"):
-            modules[_LAYER.sub("h", "/".join(module.path))] = None
+            path = "/".join(module.path)
+            modules[_LAYER.sub("h", path)] = None
             report(module, "output", _is_bad(output))
         return output
+
+    def by_name(tree: Params) -> dict[str, jax.Array]:
+        unrolled = in_layout(tree, scanned=False)
+        return flatten_dict(unrolled, sep="/")
 
     def place(name: str) -> tuple[int, int, int]:
         inside = f"{_LAYER.sub('h', name)}/"
         layer = _LAYER.match(name)
-        at = [i for i, module in enumerate(modules) if inside.startswith(f"{module}/")]
-        at = at or [len(modules)]  # the head, which is no module
-        return max(at), int(layer[1]) if layer else 0, min(at)
+        number = int(layer[1]) if layer else 0
+        at = list[int]()
+        for index, module in enumerate(modules):
+            if inside.startswith(f"{module}/"):
+                at.append(index)
+        if not at:
+            at.append(len(modules))  # the head, which is no module
+        return max(at), number, min(at)
 
     def look(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
         def flags_for(micro_batch: Batch, index: jax.Array) -> jax.Array:
@@ -137,13 +150,15 @@ def _make_probe(
                 key = dropout_key(program.config.seed, step, index, device)
 
             def forward(params: Params) -> tuple[jax.Array, Sums]:
+                inputs = gathered_for(params, micro_batch)
                 with nn.intercept_methods(note):
-                    sums = loss(*gathered_for(params, micro_batch), key, step)
+                    sums = loss(*inputs, key, step)
                 return sums["loss"][0], sums
 
-            (total, sums), grads = jax.value_and_grad(forward, has_aux=True)(params)
-            weights = tensors(params)
-            grads = tensors(grads)
+            differentiate = jax.value_and_grad(forward, has_aux=True)
+            (total, sums), grads = differentiate(params)
+            weights = by_name(params)
+            grads = by_name(grads)
             flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
             for name in sorted(sums, key=place):
                 module, _, kind = name.rpartition("/")

@@ -56,6 +56,7 @@ _LEAVE_WEIGHTS = (
     "train.checkpoint_every",
     "train.hang_seconds",
 )
+_GROUPS = tuple(name for name in _LEAVE_WEIGHTS if name[-1] in "._")
 # Options that decide what the model learns, and may change when a run continues all the same: the
 # end of the schedule moves, and a run that diverged may skip steps.
 _MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps")
@@ -138,8 +139,8 @@ def deciding_options(config: Config) -> dict[str, Any]:
     """Returns the options that a run keeps when it continues, by dotted name."""
     found = dict[str, Any]()
     for name, value in flatten(config.to_dict()).items():
-        group = name.startswith(tuple(n for n in _LEAVE_WEIGHTS if n[-1] in "._"))
-        if not (group or name in _LEAVE_WEIGHTS or name in _MAY_CHANGE):
+        leaves = name in _LEAVE_WEIGHTS or name.startswith(_GROUPS)
+        if not leaves and name not in _MAY_CHANGE:
             found[name] = value
     if config.model.dropout > 0:  # which draws its masks by micro-batch
         found["train.accumulate_steps"] = config.train.accumulate_steps
@@ -221,12 +222,16 @@ def finish(
     rule = "\n" + "-" * 80 + "\n"
     texts = rule.join(map(tokenizer.decode, samples))
     files.write_text(workdir / "samples.txt", f"{texts}\n")
-    shares = clock.shares().items()
-    spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+
+    spent = list[str]()
+    for name, share in clock.shares().items():
+        if share >= 0.005:
+            spent.append(f"{name} {share:.0%}")
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
-    tell(f"time: {format_duration(clock.total_seconds)}; {spent}", sys.stdout)
+    seconds = format_duration(clock.total_seconds)
+    tell(f"time: {seconds}; {', '.join(spent)}", sys.stdout)
     tell(line, sys.stdout)
     place = stores.place_of(workdir)
     tell(f"see loss.png and samples.txt in {place}", sys.stdout)
@@ -268,7 +273,10 @@ def _begin(
     logged = workdir / "metrics.jsonl"
     seconds, lost = metrics.seconds_taken(logged, start)
     line = describe_start(start) | {"lost_seconds": lost}
-    codes = {each["code"] for each in read_starts(workdir) if each["step"] < start}
+    codes = set[str]()
+    for each in read_starts(workdir):
+        if each["step"] < start:
+            codes.add(each["code"])
     codes.discard(line["code"])
     if codes:
         others = ", ".join(codes)
@@ -281,14 +289,20 @@ def _begin(
         _set_aside(workdir, logged.name)
     # It forgets steps that are lost, which count once.
     metrics.MetricsFile(logged, start).close()
-    starts = [*map(json.loads, text.splitlines()), line]
+    _add_downtime(seconds, [*map(json.loads, text.splitlines()), line])
+    return seconds
+
+
+def _add_downtime(seconds: dict[str, float], starts: list[dict]) -> None:
+    """Adds to the seconds of phases those that starts have lost, and those between starts."""
     began = datetime.fromisoformat(starts[0]["time"])
-    age = datetime.fromisoformat(line["time"]) - began
-    seconds["lost"] = sum(each.get("lost_seconds", 0.0) for each in starts)
-    seconds["down"] = max(0.0, age.total_seconds() - sum(seconds.values()))
+    now = datetime.fromisoformat(starts[-1]["time"])
+    age = (now - began).total_seconds()
+    seconds["lost"] = sum(start.get("lost_seconds", 0.0) for start in starts)
+    spent = sum(seconds.values())
+    seconds["down"] = max(0.0, age - spent)
     seconds.setdefault("start and end", 0.0)
     seconds["start and end"] += launch.seconds_since_start()
-    return seconds
 
 
 def lock(workdir: Path, start: int) -> None:
@@ -312,7 +326,7 @@ def describe_start(step: int) -> dict[str, Any]:
         git(SOURCE, "ls-files", "--error-unmatch", "gpt2/__init__.py") is not None
     )
     commit = git(SOURCE, "rev-parse", "HEAD") if is_tracked else None
-    changed = git(SOURCE, "status", "--porcelain", "--", "*.py") if is_tracked else None
+    changed = git(SOURCE, "status", "--porcelain", "*.py") if is_tracked else None
     age = timedelta(seconds=launch.seconds_since_start())
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
