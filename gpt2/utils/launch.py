@@ -43,9 +43,8 @@ def prepare_process() -> None:
     has_plugins = _is_installed("jax_plugins")
     has_libtpu = _is_installed("libtpu")
     tpus = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    if (
-        has_libtpu and not has_plugins and not tpus
-    ):  # it prints what looks like failures
+    is_alone = has_libtpu and not has_plugins
+    if is_alone and not tpus:  # it prints what looks like failures
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     platform = os.environ.get("JAX_PLATFORMS")
     if not platform and not has_plugins and not has_libtpu:
