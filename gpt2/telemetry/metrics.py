@@ -8,10 +8,10 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2.telemetry.writers import Writer
+from gpt2.telemetry.writers import Metrics, Writer
 
 SECONDS = "perf/seconds/"  # and a phase of `StepClock`: what it has taken up to a save
 
@@ -36,7 +36,7 @@ class MetricsFile(Writer):
         self._file = os.open(path, flags, 0o666)
         os.truncate(self._file, self._end)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Adds numbers by name to the line of `step`, which is the newest one or a new one."""
         newest = self._newest
         if self._waiting:
@@ -74,7 +74,7 @@ class MetricsFile(Writer):
         del self._waiting[: len(records)]
 
 
-def _to_line(record: Mapping[str, float]) -> bytes:
+def _to_line(record: Metrics) -> bytes:
     finite = dict[str, float | None](record)
     for name, value in record.items():
         if not math.isfinite(value):

@@ -46,7 +46,8 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     limits = axes.get_xlim()  # of the run, whatever is published
 
     # Without the first values, before the model knows which tokens are frequent.
-    shown = [*train.iloc[len(train) // 20 :], *validation]
+    first = len(train) // 20
+    shown = [*train.iloc[first:], *validation]
     tokens = losses["tokens"].dropna()
     last = tokens.index[-1]
     tokens_per_step = tokens.iloc[-1] / last
@@ -61,9 +62,8 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
             axes.axhline(losses[0], color=color, label=label)
         else:
             axes.plot(steps, losses, color=color, marker=".", label=name)
-        is_late = steps >= 0.05 * last
-        is_beyond = steps > last
-        shown += [*losses[np.isnan(steps) | (is_late & ~is_beyond)]]
+        is_beyond = (steps < 0.05 * last) | (steps > last)
+        shown += losses[~is_beyond].tolist()
     low = min(shown)
     span = max(shown) - low
     margin = 0.08 * span + 0.01

@@ -2,10 +2,10 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from gpt2.errors import tell
-from gpt2.telemetry.writers import Writer
+from gpt2.telemetry.writers import Metrics, Writer
 from gpt2.utils.text import format_count, format_duration
 
 # How each metric reads in a line, in this order. A line fits 80 columns, without MFU.
@@ -41,7 +41,7 @@ class Progress(Writer):
         self._work = work
         self._names = names
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
         shown = list[str]()
         for name, text in _SHOWN.items():

@@ -32,7 +32,7 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
             f"Use {names}, or a table of numbers that begins with the line tokens,loss"
         )
         raise UserError(what, how) from None
-    return {name: np.array(sorted(points)) for name, points in curves.items()}
+    return {name: np.array(sorted(curves[name])) for name in curves}
 
 
 def _read_table(path: Path) -> Mapping[str, list[Point]]:

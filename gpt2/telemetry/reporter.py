@@ -17,7 +17,7 @@ from gpt2.errors import DivergedError, tell, warn
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
-from gpt2.telemetry.writers import EventFile, Wandb, Writer
+from gpt2.telemetry.writers import EventFile, Metrics, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
 # A step, its metrics, what to say, and the norms of its tensors.
@@ -114,7 +114,7 @@ class Reporter(AbstractContextManager):
         text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
         self._each(lambda writer: writer.say(text))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Metrics) -> None:
         """Hands metrics to every writer."""
         self._each(lambda writer: writer.write(step, values))
 

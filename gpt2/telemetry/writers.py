@@ -5,6 +5,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+Metrics = Mapping[str, float]  # by name
+
 
 class Writer:
     """Takes the metrics of a run, or some of them. An OSError is told once, and ends no run."""
@@ -12,7 +14,7 @@ class Writer:
     def step(self, step: int) -> None:
         """Hears that a step is done, with metrics or not."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Adds metrics of a step, by name."""
 
     def say(self, text: str) -> None:
@@ -44,10 +46,11 @@ class EventFile(Writer):
         self._add(resume_step + 1, session_log=start)
 
     def _add(self, step: int, **content: object) -> None:
-        event = self._event(step=step, wall_time=time.time(), **content)
+        now = time.time()
+        event = self._event(step=step, wall_time=now, **content)
         self._file.write_event(event)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Writes scalars by name."""
         for name, value in metrics.items():
             scalar = self._summary.scalar(name, value)
@@ -82,7 +85,7 @@ class Wandb(Writer):
             config=dict(config),
         )
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Logs metrics by name."""
         self._run.log(dict(metrics), step=step)
 

@@ -120,7 +120,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         Of several processes the others know of no failure, and would not save their parts.
         """
-        if jax.process_count() > 1 or step in {0, *self.all_steps()}:
+        several = jax.process_count() > 1
+        if several or step == 0 or step in self.all_steps():
             return False
         leaves = jax.tree.leaves(state)
         return not any(leaf.is_deleted() for leaf in leaves)
@@ -183,8 +184,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if "guard" in parts:
             guard = items["guard"].capped()
         else:
-            zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
-            guard = jax.tree.map(zeros, shapes.guard)
+            guard = jax.tree.map(_zeros, shapes.guard)
         rest = items["rest"] | {"params": items["params"], "guard": guard}
         return _in_layout_of(shapes, TrainState(**rest))
 
@@ -208,7 +208,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            args = ocp.args.Composite(**items)
+            return self._manager.restore(step, args=args)
         except Exception as error:  # Orbax and TensorStore raise many kinds
             place = self._directory / str(step)
             what = f"checkpoint {place} cannot be read ({_first_line(error)})"
@@ -278,7 +279,8 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     The options that suited the run's devices are set to their defaults.
     """
     defaults = {"model.attention": "auto", "memory.remat": "none"}
-    config = with_options(load_config(Path(workdir)), defaults)
+    workdir = Path(workdir)
+    config = with_options(load_config(workdir), defaults)
     config = dataclasses.replace(config, parallel=ParallelConfig())
     saved = saved_steps(workdir)
     if not saved:
@@ -349,6 +351,10 @@ def _gathered(leaf: jax.Array) -> np.ndarray:
     return np.zeros((), leaf.dtype)
 
 
+def _zeros(leaf: Shape) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
@@ -373,11 +379,13 @@ def _as_saved(target: Tree, scanned: bool) -> Tree:
         return Shape(shape, leaf.dtype, sharding=sharding)
 
     def stack(leaf: Shape, *others: Shape) -> Shape:
-        shape = (1 + len(others), *leaf.shape)
+        num_layers = 1 + len(others)
+        shape = (num_layers, *leaf.shape)
         return reshaped(leaf, shape, lambda spec: (None, *spec))
 
     def take(leaf: Shape, _: int) -> Shape:
-        return reshaped(leaf, leaf.shape[1:], lambda spec: spec[1:])
+        _, *shape = leaf.shape
+        return reshaped(leaf, tuple(shape), lambda spec: spec[1:])
 
     return in_layout(target, scanned=scanned, stack=stack, take=take)
 

@@ -24,7 +24,7 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.training.steps import Batch, Sums, evaluation_loss, on_one_device
+from gpt2.training.steps import Batch, MapSum, Sums, evaluation_loss, on_one_device
 from gpt2.training.workdir import find_start
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
@@ -170,11 +170,16 @@ def _make_probe(
                 flags[f"the gradient of {name}"] = _is_bad(grads[name])
             names[:] = flags
             found = jnp.stack(list(flags.values()))
-            return jnp.outer(jnp.arange(number) == index, found).astype(jnp.int32)
+            is_own = jnp.arange(number) == index
+            return jnp.outer(is_own, found).astype(jnp.int32)
 
         return accumulate(flags_for, rows, number), None
 
-    return lambda params, batch, map_sum=on_one_device: map_sum(look)(params, batch)[0]
+    def probe(params: Params, batch: Batch, map_sum: MapSum = on_one_device):
+        flags, _ = map_sum(look)(params, batch)
+        return flags
+
+    return probe
 
 
 def _is_bad(tree: Any) -> jax.Array:

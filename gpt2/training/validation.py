@@ -40,8 +40,9 @@ def validate(
         if not num_targets:
             raise UserError("the validation split has no token to predict")
         for name in sums[0]:
-            total = math.fsum(each[name][0] for each in sums)
-            count = math.fsum(each[name][1] for each in sums)
+            totals, counts = zip(*(each[name] for each in sums), strict=True)
+            total = math.fsum(totals)
+            count = math.fsum(counts)
             mean = total / count if count else total
             scores[f"eval/{name}"] += share * mean
             if part and name == "loss":
@@ -49,5 +50,6 @@ def validate(
     loss = scores["eval/loss"]
     scores["eval/perplexity"] = math.exp(min(loss, 700.0))
     if targets_per_byte is not None:
-        scores["eval/bits_per_byte"] = loss * targets_per_byte / math.log(2.0)
+        nats_per_byte = loss * targets_per_byte
+        scores["eval/bits_per_byte"] = nats_per_byte / math.log(2.0)
     return dict(scores)

@@ -75,7 +75,8 @@ def check_options(workdir: Path, config: Config) -> None:
     nearest = workdir.absolute()
     while not nearest.exists():
         nearest = nearest.parent
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+    is_writable = os.access(nearest, os.W_OK)
+    if not (nearest.is_dir() and is_writable):
         what = f"nothing can be written in {workdir}"
         raise UserError(what, "Give another --workdir")
     # Which refuses what cannot be drawn at the end.
@@ -289,7 +290,8 @@ def _begin(
         _set_aside(workdir, logged.name)
     # It forgets steps that are lost, which count once.
     metrics.MetricsFile(logged, start).close()
-    _add_downtime(seconds, [*map(json.loads, text.splitlines()), line])
+    before = map(json.loads, text.splitlines())
+    _add_downtime(seconds, [*before, line])
     return seconds
 
 
@@ -298,7 +300,8 @@ def _add_downtime(seconds: dict[str, float], starts: list[dict]) -> None:
     began = datetime.fromisoformat(starts[0]["time"])
     now = datetime.fromisoformat(starts[-1]["time"])
     age = (now - began).total_seconds()
-    seconds["lost"] = sum(start.get("lost_seconds", 0.0) for start in starts)
+    lost = [start.get("lost_seconds", 0.0) for start in starts]
+    seconds["lost"] = sum(lost)
     spent = sum(seconds.values())
     seconds["down"] = max(0.0, age - spent)
     seconds.setdefault("start and end", 0.0)
