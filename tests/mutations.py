@@ -213,7 +213,7 @@ bits by characters in enwik8 and text8: evals/perplexity.py, evals -k not_ascii
 bytes that are not UTF-8 are left out: evals/perplexity.py, evals -k not_utf_8
     - getincrementaldecoder("utf-8")()
     + getincrementaldecoder("utf-8")("ignore")
-bits per byte with the logarithm to base 10: evals/validation.py, evals -k bits_per_byte
+bits per byte with the logarithm to base 10: training/validation.py, evals -k bits_per_byte
     - / math.log(2.0)
     + / math.log10(2.0)
 a pause counts as a hang: telemetry/reporter.py, telemetry -k watchdog
@@ -256,8 +256,8 @@ small programs are compiled at every start: utils/launch.py, train -k second_sta
     - cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     + cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "9"
 a run continues with another optimizer: training/workdir.py, workdir -k continues_unless
-    - return not aside and name not in _MAY_CHANGE
-    + return name.startswith("model.")
+    - if not (group or name in _LEAVE_WEIGHTS or name in _MAY_CHANGE):
+    + if name.startswith("model."):
 runs of different code are pooled: ablate/sweep.py, ablate -k different_code
     - pools = len(labels) > len(
     + pools = len(labels) > 1 + len(
@@ -280,7 +280,7 @@ one noisy size decides that differences differ: ablate/power.py, ablate -k one_d
     - df = 1 / (3 * slack)
     + df = dfs.sum()
 what a kill undid counts as done: telemetry/metrics.py, workdir -k add_up
-    - r["step"] <= step and f"
+    - record["step"] <= step and f"
     + f"
 the hash of the code sees docstrings: training/code.py, workdir -k hash_of_the_code
     - del node.body[0]
@@ -304,14 +304,17 @@ a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k o
     - backend = self._backend if starts else self._rest
     + backend = self._backend
 marks are sent among what they mark: utils/stores.py, stores -k mark_comes
-    - (marks, names - marks) if backwards else (names - marks, marks)
-    + (names,)
-what a store has lost is kept: utils/stores.py, stores -k not_sent_stays
-    - if not is_ours and {name: record[name][2] for name in record} != theirs
-    + if not record
+    - groups = [names - marks, marks]
+    + groups = [names]
+what another run replaces is not set aside: utils/stores.py, stores -k not_sent_stays
+    - if known.time != mtime or not (name in theirs or is_superseded)
+    + if False
+what a store has lost is deleted here: utils/stores.py, stores -k has_lost
+    - if step > newest
+    + if False
 half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
-    - if _mark(n) in theirs and not _WEIGHTS
-    + if not _WEIGHTS
+    - whole = (name for name in theirs if _mark(name) in theirs)
+    + whole = iter(theirs)
 """
 
 
