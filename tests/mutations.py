@@ -262,8 +262,8 @@ a run on other devices is taken over: ablate/takeover.py, ablate -k not_taken_ov
     - "devices",
     + "clean",
 a run that is cut short is scored: ablate/runs.py, ablate -k damaged
-    - if last["step"] != steps:
-    + if last["step"] > steps:
+    - if step != steps or not
+    + if not
 another run's folder is believed: ablate/runs.py, ablate -k damaged
     - if found != value:
     + if found is None:
