@@ -267,6 +267,21 @@ steps that a run no longer has count as its own: training/code.py, ablate -k dif
 a run of other code is taken over: ablate/takeover.py, ablate -k taken_over
     - if _facts(starts) != here(
     + if not here(
+a run on other devices is taken over: ablate/takeover.py, ablate -k not_taken_over
+    - "devices",
+    + "clean",
+a run that is cut short is scored: ablate/runs.py, ablate -k damaged
+    - if step != steps or not
+    + if not
+another run's folder is believed: ablate/runs.py, ablate -k damaged
+    - if found != value:
+    + if found is None:
+equal tokens are those of the largest step: ablate/terms.py, ablate -k batches_grow
+    - config.shapes.tokens(config.train.num_steps)
+    + config.tokens_per_step * config.train.num_steps
+p-values by size are those of one change: ablate/tables.py, ablate -k at_each_size
+    - p_value = len(changes) * float(
+    + p_value = float(
 a run on another text is taken over: ablate/takeover.py, ablate -k taken_over
     - if own_text != text(run.config.data):
     + if not text(run.config.data):
