@@ -96,19 +96,15 @@ class Reporter(AbstractContextManager):
             self.write(step, values)
 
     def _judge(self, step: int, values: dict[str, float]) -> None:
-        """Raises if a step ends the run, tells of one that is skipped, and keeps its loss.
-
-        What the step decided stands beside its metrics, and is taken out of them here.
-        """
+        """Raises if a step ends the run, tells of one that is skipped, and keeps its loss."""
         loss = values["train/loss"]
         grad_norm = values["train/grad_norm"]
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        bad_in_a_row = values.pop("bad_in_a_row", float(not is_finite))
-        is_skipped = values.pop("skipped", 0.0) > 0
+        bad_in_a_row = values.get("train/bad_in_a_row", float(not is_finite))
         if bad_in_a_row > self._options.skip_bad_steps:
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
-        if not is_skipped:
+        if not bad_in_a_row:
             self._losses.append(loss)
             return
         text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
