@@ -81,10 +81,19 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         for index, name in enumerate(question.term_names):
             found[name] = added[index, 0], counts[0]
         if METRICS in variables:
-            found |= reported(variables[METRICS])
+            found = _with_reported(found, reported(variables[METRICS]))
         return found
 
     return loss
+
+
+def _with_reported(sums: Sums, reports: dict[str, tuple[Array, Array, Array]]) -> Sums:
+    """Adds what modules report; their auxiliary losses are in the loss' derivative alone."""
+    total, count = sums["loss"]
+    for name, (reported_total, reported_count, weighted) in reports.items():
+        sums[name] = reported_total, reported_count
+        total += weighted - jax.lax.stop_gradient(weighted)
+    return sums | {"loss": (total, count)}
 
 
 def on_one_device(function: Callable) -> Callable:
