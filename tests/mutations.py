@@ -46,50 +46,50 @@ a guard keeps NaN and Inf: training/guard.py, guard -k never_been
     - keep = finite & (
     + keep = (
 a skipped step keeps its moments: training/steps.py, guard -k never_been
-    - return state.params, state.opt_state, jax.tree.map(
-    + return state.params, take()[1], jax.tree.map(
+    - opt_state = _choose(keep, opt_state, state.opt_state)
+    + pass
 a bad step that is skipped lowers the loss scale: training/steps.py, guard -k float16
     - loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
     + pass
 the gradient that is named is the last that broke: training/diagnosis.py, diagnosis -k gradient
-    - sorted(grads, key=place, reverse=True)
-    + sorted(grads, key=place)
+    - grads, key=place, reverse=True
+    + grads, key=place
 micro-batches are named in the wrong order: training/diagnosis.py, diagnosis -k named
     - jnp.arange(number) == index
     + jnp.arange(number)[::-1] == index
-alibi favours far tokens: ops/attention.py, switch_values -k alibi
+alibi favours far tokens: ops/terms.py, switch_values -k alibi
     - slopes[:, None, None] * (key - query)
     + slopes[:, None, None] * (query - key)
 nothing is dropped of the embedding: model/gpt.py, switch_values -k dropout
-    - x = self.dropout(x, deterministic=deterministic)
-    + x = self.dropout(x, deterministic=True)
+    - (x, deterministic=flow.deterministic)
+    + (x, deterministic=True)
 qk_norm takes its own epsilon: model/layers.py, hf -k qwen3
     - center=center, eps=cfg.norm_eps
     + center=center, eps=1e-5 if self.axis == 'head_size' else cfg.norm_eps
 blocks of queries begin a key too late under a window: ops/blocked_attention.py, ops -k scoring
-    - end - block - scoring.window + 1
-    + end - block - scoring.window + 2
-the heads of keys are repeated in the wrong order: ops/attention.py, switch_values -k grouped
-    - jnp.repeat(x, times, axis=2) for x in (k, v)
-    + jnp.tile(x, (1, 1, times, 1)) for x in (k, v)
+    - end - block - window + 1
+    + end - block - window + 2
+the heads of keys are repeated in the wrong order: ops/plain.py, switch_values -k grouped
+    - k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    + k = jnp.tile(k, (1, 1, q.shape[2] // k.shape[2], 1))
 the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention.py, ops -k scoring
-    - 1.0 - (capped / scoring.softcap) ** 2
-    + 1.0 - (capped / scoring.softcap)
-post-norm leaves the sum as it is: model/block.py, switch_values -k post
-    - Norm(self.config, name=name)(x) if self.config.norm_position == "post"
-    + x if self.config.norm_position == "post"
-a parallel block's MLP reads what attention wrote: model/block.py, switch_values -k parallel_block
-    - x if cfg.parallel_block else read
-    + read
-no layer keeps its values for the others: model/attention.py, switch_values -k value_residual
-    - jnp.where(layer == 0, v, first_values)
-    + first_values
-label smoothing forgets a token: ops/cross_entropy.py, switch_values -k label_smoothing
-    - target_logits - mean / self.vocab_size
-    + target_logits - mean / (self.vocab_size - 1)
+    - 1.0 - (capped / how.softcap) ** 2
+    + 1.0 - (capped / how.softcap)
+post-norm leaves the sum as it is: ingredients/norm_position.py, switch_values -k post
+    - branch.norm(branch.add(y))
+    + branch.add(y)
+a parallel MLP reads what attention wrote: ingredients/parallel_block.py, switch_values -k parallel
+    - branch._replace(read=entered)
+    + branch
+no layer keeps its values: ingredients/value_residual.py, switch_values -k value_residual
+    - flow.carried[self.option] = first
+    + pass
+label smoothing forgets a token: losses/label_smoothing.py, switch_values -k label_smoothing
+    - logits.mean(axis=-1, keepdims=True)
+    + logits.sum(axis=-1, keepdims=True) / (logits.shape[-1] - 1)
 validation smooths labels too: training/steps.py, switch_values -k validation
-    - return next_token_loss(GPT(dataclasses.replace(model.config, logits_dtype="float32")))
-    + return next_token_loss(GPT(model.config), LossConfig(label_smoothing=0.1))
+    - next_token_loss(model.clone(config=config))
+    + next_token_loss(model.clone(config=config), LossConfig(label_smoothing=0.1))
 weight decay on norms and biases: optim/parameters.py, optim -k 'formulas and adamw'
     - return map_parameters(lambda path, _: path[-1] in _DECAYED, params)
     + return map_parameters(lambda path, _: True, params)
@@ -112,74 +112,74 @@ muP leaves the rates of kernels alone: optim/optimizers.py, coordinates
     - optax.scale(factor)
     + optax.identity()
 layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k layer_rates
-    - next((i for i, (p, _) in enumerate(optim.rates) if
-    + next((i for i, (p, _) in reversed([*enumerate(optim.rates)]) if
+    - for i, (p, _) in enumerate(optim.rates) if
+    + for i, (p, _) in reversed([*enumerate(optim.rates)]) if
 an option that the optimizer does not read passes: config/run.py, config -k 'sgd and refused'
     - {*reads}
     + {*reads, 'beta1'}
-the mask hides the token itself: ops/scores.py, switch_values -k gelu
-    - seen = query >= key
-    + seen = (query > key) | (query == 0)
-a window sees one token more: ops/scores.py, switch_values -k window
-    - query - key < self.window
-    + query - key <= self.window
-dropped weights of attention are not made up for: ops/attention.py, switch_values -k dropout
-    - weights / (1.0 - dropout)
-    + weights
+the mask hides the token itself: ops/plain.py, switch_values -k gelu
+    - visible = query >= key
+    + visible = (query > key) | (query == 0)
+a window sees one token more: ops/plain.py, switch_values -k window
+    - query - key < window
+    + query - key <= window
+dropped weights of attention are not made up for: ops/plain.py, switch_values -k dropout
+    - jnp.where(kept, weights / share, 0.0)
+    + jnp.where(kept, weights, 0.0)
 a scan gives the window to the layers that see all: utils/scan.py, switches -k 'cached and gemma'
     - different.index(value) for value in values
     + different.index(value) for value in values[::-1]
-values mix with the layer before: model/attention.py, switch_values -k third_layer
-    - jnp.where(layer == 0, v, first_values)
-    + jnp.where(layer <= 1, v, first_values)
-sinusoids are not scaled with the embedding: model/gpt.py, switch_values -k sinusoidal
+values mix with the layer before: ingredients/value_residual.py, switch_values -k four_layers
+    - jnp.where(flow.layer == 0, heads.v
+    + jnp.where(flow.layer <= 1, heads.v
+an embedding with sinusoids is not scaled: ingredients/sinusoidal.py, switch_values -k sinusoidal
     - x * scale + waves
     + x + waves
-muP leaves the head's multiplier out: model/gpt.py, switch_values -k mup
-    - x / cfg.width_ratio if cfg.mup_base_width else x
-    + x
-the first cached token has none before it: model/gpt.py, switches -k 'cached and modded'
-    - first = x[:, :1] if cache is None
-    + first = x[:, :1] if True
+muP leaves the head's multiplier out: ingredients/mup.py, switch_values -k mup
+    - return x / self.width_ratio
+    + return x
+the first cached token is alone: ingredients/previous_token.py, switches -k 'cached and modded'
+    - if flow.cached is None:
+    + if True:
 padding has a target: data/loader.py, packing -k mean_over
     - np.full_like(tokens, IGNORED)
     + np.zeros_like(tokens)
 own batches go on from where they were read ahead: data/own.py, packing -k go_on_from
     - self._states.get(step, "")
     + self._states[max(self._states)]
-a document smears into the next: model/gpt.py, model -k segments
-    - cfg, exists = self.config, positions > 0
-    + cfg, exists = self.config, jnp.arange(x.shape[1])[None] > 0
+a document smears into the next: ingredients/previous_token.py, model -k segments
+    - exists = flow.positions > 0
+    + exists = jnp.arange(x.shape[1])[None] > 0
 positions run on into the next document: model/gpt.py, model -k segments
-    - jnp.arange(T)[None] if segments is None else positions_within(segments)
-    + jnp.arange(T)[None]
-a pair of tokens is looked up without its order: model/layers.py, switch_values -k bigram
+    - positions = positions_within(segments)
+    + pass
+a pair of tokens has no order: ingredients/bigram_embeddings.py, switch_values -k bigram
     - (before.astype(jnp.uint32) * 27191)
     + (before.astype(jnp.uint32) * 36313)
-the stream of another layer is backed out: model/block.py, switch_values -k backout
-    - layer == cfg.num_layers // 2, x
-    + layer == 0, x
-a stream is mixed by another's weights: model/layers.py, switch_values -k hyper
-    - sum(map(jnp.multiply, w, x))
-    + sum(map(jnp.multiply, w, jnp.roll(x, 1, axis=0)))
-the part along the value is not squared: model/attention.py, switch_values -k exclusive
+another stream is backed out: ingredients/backout.py, switch_values -k 'four_layers and backout'
+    - flow.layer == self.config.num_layers // 2
+    + flow.layer == 1
+a stream is mixed by another's weights: ingredients/hyper_connections.py, switch_values -k hyper
+    - (w * x).sum(0)
+    + (w * jnp.roll(x, 1, axis=0)).sum(0)
+a value's length is not squared: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
     + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))
 a sink has half its gradient in blocks: ops/blocked_attention.py, ops -k scoring
-    - dsinks = -(jnp.exp(
-    + dsinks = -0.5 * (jnp.exp(
-a sink gives its weight to the last key: ops/attention.py, switch_values -k attention_sink
-    - axis=-1))[..., :-1]
-    + axis=-1))[..., 1:]
-attention's gate is another head's: model/attention.py, switch_values -k attention_gate
-    - constrain(gate, "batch", "length", "heads"))
-    + jnp.roll(gate, 1, axis=-1))
-losses ahead cross from one document to the next: model/gpt.py, switch_values -k losses_ahead
-    - seen = valid if segments is None else
-    + seen = valid if True else
-losses ahead do not fade: training/steps.py, switch_values -k losses_ahead
-    - jnp.maximum(1 - step / fade, 0.0)
-    + jnp.maximum(1 - 0 / fade, 0.0)
+    - dsinks = -(share * delta)
+    + dsinks = -0.5 * (share * delta)
+a sink gives its weight to the last key: ops/plain.py, switch_values -k attention_sink
+    - axis=-1))[..., :S]
+    + axis=-1))[..., -S:]
+a gate is another head's: ingredients/attention_gate.py, switch_values -k attention_gate
+    - jax.nn.sigmoid(gate)[..., None]
+    + jax.nn.sigmoid(jax.numpy.roll(gate, 1, axis=-1))[..., None]
+losses ahead cross into the next document: losses/ahead.py, switch_values -k losses_ahead
+    - if segments is not None:
+    + if False:
+losses ahead do not fade: losses/ahead.py, switch_values -k losses_ahead
+    - 1 - step / self.options.ahead_fade
+    + 1 - 0 / self.options.ahead_fade
 a shape holds a step too long: config/shapes.py, loader -k schedule
     - if start < step)]
     + if start < step - 1 or not start)]
@@ -190,14 +190,11 @@ a window stays as it was at first: training/program.py, train -k by_hand
     - return self if same else
     + return self if True else
 SwiGLU's gate and value are swapped: model/layers.py, switch_values -k swiglu
-    - GATES[cfg.activation](gate) * hidden
-    + GATES[cfg.activation](hidden) * gate
-relu_squared's derivative without the factor 2: ops/activation.py, ops -k activations
-    - else 2 * jnp.maximum(x, 0) * dy
-    + else jnp.maximum(x, 0) * dy
-z-loss has half its gradient: ops/cross_entropy.py, ops -k cross_entropy
-    - 1.0 + 2.0 * self.z_loss
-    + 1.0 + self.z_loss
+    - ops.activation(cfg.activation)(gate) * hidden
+    + ops.activation(cfg.activation)(hidden) * gate
+relu_squared's derivative without the factor 2: ops/linear.py, ops -k activations
+    - (2 * jnp.maximum(x, 0) * dy,)
+    + (jnp.maximum(x, 0) * dy,)
 cautious updates are not scaled up: optim/transforms.py, optim -k formulas
     - update * (agrees / jnp.maximum(share, _MIN_SHARE))
     + update * agrees
@@ -226,25 +223,22 @@ muon's momentum warms up a step early: optim/muon.py, optim_matrices -k 'formula
     - momentum(state.count)
     + momentum(state.count + 1)
 soap does not turn its second moment with the basis: optim/soap.py, optim_matrices -k formula
-    - return row_basis, column_basis, jnp.take_along_axis(nu, columns[:, None, :], axis=2)
-    + return row_basis, column_basis, nu
-FLOPs count a gated MLP as a plain one: telemetry/flops.py, switches -k 'flops and swiglu'
-    - into_mlp = 2 if cfg.is_gated else 1
-    + into_mlp = 1
+    - jnp.take_along_axis(nu, columns[:, None, :], axis=2)
+    + nu
 rope turns a part by the whole's wavelengths: model/gpt.py, switch_values -k rope_share
-    - rotation(positions, cfg.rope_size, cfg.rope_base
-    + rotation(positions, cfg.rope_size, cfg.rope_base**cfg.rope_share
-Llama 3.1 slows the fast turns, not the slow ones: ops/scores.py, switch_values -k llama3
+    - rope_frequencies(self.config.rope_size, self.config.rope_base)
+    + rope_frequencies(self.config.rope_size, self.config.rope_base**self.config.rope_share)
+Llama 3.1 slows the fast turns: ingredients/rope_scaling.py, switch_values -k llama3
     - kept * frequencies + (1 - kept) * frequencies / factor
     + (1 - kept) * frequencies + kept * frequencies / factor
-YaRN's scores spread over more tokens: ops/scores.py, switch_values -k yarn
-    - 0.1 * math.log(factor) + 1 if scaling
-    + 1 if scaling
-YaRN slows a dimension too many: ops/scores.py, switch_values -k yarn
-    - min(math.ceil(last)
-    + min(math.floor(last)
-FLOPs count heads as wide as the model: telemetry/flops.py, switches -k 'flops and head_dim'
-    - heads = cfg.num_heads * H
+YaRN's scores spread over more tokens: ingredients/rope_scaling.py, switch_values -k yarn
+    - 0.1 * math.log(factor) + 1 if
+    + 1 if
+YaRN slows a dimension too many: ingredients/rope_scaling.py, switch_values -k yarn
+    - min(math.ceil(one)
+    + min(math.floor(one)
+FLOPs count heads as wide as the model: model/flops.py, switches -k 'flops and head_dim'
+    - heads = cfg.num_heads * cfg.head_size
     + heads = cfg.embed_dim
 altered values are not noticed: training/checkpoint_files.py, checkpoint -k damage_to_any
     - files.find_damage(folder, found, read=read)
@@ -330,6 +324,36 @@ what a store has lost is deleted here: utils/stores.py, stores -k has_lost
 half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
     - is_whole = _mark(name) in theirs
     + is_whole = True
+alibi favours far tokens in blocks: ops/blocked_attention.py, ops -k scoring
+    - return key - query[:, None]
+    + return query[:, None] - key
+blocks repeat the heads of values in the wrong order: ops/blocked_attention.py, ops -k scoring
+    - v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    + v = jnp.tile(v, (1, 1, q.shape[2] // v.shape[2], 1))
+all branches begin on one stream: ingredients/hyper_connections.py, switch_values -k hyper
+    - jnp.eye(n)[branch % n]
+    + jnp.eye(n)[0]
+a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
+    - jnp.repeat(heads.v, y.shape[2] // heads.v.shape[2], axis=2)
+    + jnp.tile(heads.v, (1, 1, y.shape[2] // heads.v.shape[2], 1))
+a loss term has no gradient of the normaliser: ops/cross_entropy.py, ops -k cross_entropy
+    - (share + by_normaliser)
+    + share
+z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
+    - self.weight * log_normaliser**2
+    + self.weight * log_normaliser**2 / 2
+a term with numbers to learn is taken for one without: ops/cross_entropy.py, ops -k numbers_to_learn
+    - if not (dataclasses.is_dataclass(term) and isinstance(term, Hashable)):
+    + if False:
+a term that blocks do not know is left out: ops/terms.py, ops -k scoring
+    - [*map(type, terms)] != [kind for kind in KNOWN if kind in by_kind]
+    + False
+scanned layers drop by one mask: utils/scan.py, model -k mask
+    - "dropout": True
+    + "dropout": False
+FLOPs count a table that is looked up: model/flops.py, switches -k 'flops and modded'
+    - if "table" not in box.names:
+    + if True:
 """
 
 
@@ -341,6 +365,8 @@ def faults() -> list[Fault]:
         name, file, tests, chosen = re.fullmatch(
             r"(.*): (.*), (\w+)( -k .*)?", line
         ).groups("")
+        if file.startswith(("ingredients/", "losses/")):
+            file = f"model/{file}"
         file = file if file == "train.py" else f"gpt2/{file}"
         found.append(
             Fault(name, file, f"tests/test_{tests}.py{chosen}", right[6:], wrong[6:])

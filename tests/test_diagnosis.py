@@ -76,7 +76,7 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
             values = [
                 float(metrics[name]) for name in ("train/loss", "train/grad_norm")
             ]
-            in_a_row = metrics.get("bad_in_a_row", not np.isfinite(values).all())
+            in_a_row = metrics.get("train/bad_in_a_row", not np.isfinite(values).all())
             if in_a_row > program.config.train.skip_bad_steps:
                 what = "the gradients are" if np.isfinite(values[0]) else "the loss is"
                 raise DivergedError(number, what, before=True)

@@ -16,7 +16,7 @@ from gpt2.config import (
     ParallelConfig,
     TrainConfig,
 )
-from gpt2.model import layers
+from gpt2.parallel import kernels
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import Guard
 from gpt2.training.program import Program
@@ -122,8 +122,16 @@ def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout):
         assert [metrics[name] for metrics in kept] == [
             metrics[name] for metrics in others
         ]
-    assert [metrics["skipped"] for metrics in seen] == [0, 0, 1, 1, 0, 0, 1, 0]
-    assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 0, 0, 1, 0]
+    assert [metrics["train/bad_in_a_row"] for metrics in seen] == [
+        0,
+        0,
+        1,
+        2,
+        0,
+        0,
+        1,
+        0,
+    ]
     assert [metrics["train/skipped_steps"] for metrics in seen] == [
         0,
         0,
@@ -150,9 +158,9 @@ break_gradient.defvjp(
 @pytest.fixture
 def breaking_norms(monkeypatch):
     """The gradient alone breaks, where the stream is large: for a token with large weights."""
-    norm = layers.norm
+    norm = kernels.norm
     monkeypatch.setattr(
-        layers, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw)
+        kernels, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw)
     )
 
 
@@ -176,7 +184,7 @@ def test_a_step_whose_gradient_alone_is_bad_is_skipped_too(breaking_norms):
         1,
         1,
     ]
-    assert [metrics["skipped"] for metrics in seen] == [0, 0, 1, 0, 0]
+    assert [metrics["train/skipped_steps"] for metrics in seen] == [0, 0, 1, 1, 1]
     chex.assert_trees_all_equal(
         (whole.params, whole.opt_state), (without.params, without.opt_state)
     )
@@ -185,7 +193,7 @@ def test_a_step_whose_gradient_alone_is_bad_is_skipped_too(breaking_norms):
 def test_without_the_option_the_same_step_spoils_the_run():
     state, seen = train(make_program(), range(4), {2})
     assert not np.isfinite(seen[3]["train/loss"])
-    assert state.guard is None and "skipped" not in seen[0]
+    assert state.guard is None and "train/skipped_steps" not in seen[0]
 
 
 def test_after_too_many_bad_steps_the_state_stays_to_be_looked_at():
@@ -193,7 +201,7 @@ def test_after_too_many_bad_steps_the_state_stays_to_be_looked_at():
     before, _ = train(program, range(2))
     state, seen = train(program, range(7), {2, 3, 4})
     chex.assert_trees_all_equal(state.params, before.params)
-    assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 3, 4, 5]
+    assert [metrics["train/bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.thorough
@@ -205,14 +213,14 @@ def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
     before, _ = train(program, range(2), (), jax.tree.map(jnp.copy, loud))
     state, seen = train(program, range(3), {2}, loud)
     assert not np.isfinite(seen[0]["train/grad_norm"])
-    assert [metrics["skipped"] for metrics in seen] == [0, 0, 1]
+    assert [metrics["train/skipped_steps"] for metrics in seen] == [0, 0, 1]
     assert before.loss_scale.scale < 2.0**24
     chex.assert_trees_all_equal(state.loss_scale, before.loss_scale)
     least = state.loss_scale.replace(scale=jnp.float32(1.0))
     program = make_program(compute="float16")
     state = first_state(program).replace(loss_scale=least)
     _, seen = train(program, range(2), {1}, state)
-    assert [metrics["bad_in_a_row"] for metrics in seen] == [0, 1]
+    assert [metrics["train/bad_in_a_row"] for metrics in seen] == [0, 1]
 
 
 @pytest.mark.thorough
@@ -238,9 +246,10 @@ def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
         chex.assert_trees_all_equal(fresh.guard, Guard.create(program.config.train))
         # A streak that is longer than a lower limit ends no run.
         saved, _ = train(program, range(4), {1, 2, 3})
-        assert saved.guard.bad_in_a_row == 3
+        assert saved.guard.bad_in_a_row == saved.guard.skipped == 3
         checkpointer.save(saved.replace(step=jnp.int32(5)), 5)
         checkpointer.wait()
         lower = make_program(skip_bad_steps=1)
         after, seen = train(lower, [4], (), checkpointer.restore(5, lower.state_shapes))
-        assert (seen[0]["skipped"], after.guard.bad_in_a_row) == (0, 0)
+        assert seen[0]["train/skipped_steps"] == 3
+        assert after.guard.bad_in_a_row == 0

@@ -192,7 +192,7 @@ def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
 def test_the_variants_of_other_platforms_train_alike_in_shards(
     monkeypatch, reference, platform
 ):
-    monkeypatch.setattr("gpt2.utils.platform.platform_of", lambda _: platform)
+    monkeypatch.setattr("gpt2.parallel.kernels.platform_of", lambda _: platform)
     for layout in ("data 2 x fsdp 2 x tensor 2", "fsdp 8 by layer"):
         result = Setup(Case(layout, remat="full", scanned=True)).train()
         assert difference(result, reference) < TOLERANCE

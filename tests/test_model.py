@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import importlib
+from functools import partial
 from types import SimpleNamespace
 
 import chex
@@ -12,8 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.model import GPT, GPTConfig, layers, num_params, resolve_attention
-from gpt2.utils.platform import plain_ops
+from gpt2.model import GPT, GPTConfig, ingredients, num_params, with_kernels
+from gpt2.model.ingredients.base import Ingredient
+from gpt2.model.layers import named_param
+from gpt2.ops import Objective, Ops, plain
+from gpt2.ops import cross_entropy as cross_entropy_module
+from gpt2.ops.cross_entropy import look_up_padded, pad_vocab
+from gpt2.parallel.kernels import choose_attention
+from gpt2.utils.scan import METRICS
+from tests import plain as in_numpy
 from tests.helpers import thorough
 
 SMALL = GPTConfig(
@@ -39,39 +46,58 @@ def logits_of(config, params, tokens, segments=None):
     return GPT(config).apply({"params": params}, tokens, segments=segments)
 
 
+def mean_loss(model, params, tokens, key=None, objective=Objective()):
+    """The mean loss of predicting each token from those before; with dropout if there is a key."""
+    sums, _ = model.apply(
+        {"params": params},
+        tokens,
+        jnp.roll(tokens, -1, axis=1)[..., None],
+        method="loss",
+        objective=objective,
+        deterministic=key is None,
+        rngs={} if key is None else {"dropout": key},
+    )
+    return sums[0] / tokens.size
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def loss(config, params, tokens, key=None):
-    """The mean loss of predicting each token from those before; with dropout if there is a key."""
-    options = {} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
-    targets = jnp.roll(tokens, -1, axis=1)
-    sums = GPT(config).apply(
-        {"params": params}, tokens, targets, method="loss", **options
-    )
-    total, count = sums["loss"]
-    return total / count
+    """The mean loss by kernels."""
+    return mean_loss(with_kernels(GPT(config)), params, tokens, key)
 
 
 gradient_of = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
 
 
 @pytest.mark.parametrize("tied", [True, thorough(False)])
-def test_a_padded_table_gives_the_gradients_of_one_that_is_not(monkeypatch, tied):
+def test_a_padded_table_gives_the_gradients_of_one_that_is_not(tied):
     config = replaced(tie_embeddings=tied)
     params, tokens = init(config), tokens_of(0)
+    kernels = with_kernels(GPT(config))
+    padded = dataclasses.replace(
+        kernels.ops,
+        pad_vocab=partial(pad_vocab, multiple=128, constrain=plain.constrain),
+        look_up_tokens=partial(
+            look_up_padded, look_up=plain.look_up, vocab_size=config.vocab_size
+        ),
+    )
 
-    def program(tokens=tokens):
-        step = jax.value_and_grad(loss.__wrapped__, argnums=1)
-        return jax.jit(lambda params: step(config, params, tokens))
+    def program(model, tokens=tokens):
+        step = jax.value_and_grad(mean_loss, argnums=1)
+        return jax.jit(lambda params: step(model, params, tokens))
 
-    def barriers():
-        return str(jax.make_jaxpr(program())(params)).count("optimization_barrier")
+    def barriers(model):
+        text = str(jax.make_jaxpr(program(model))(params))
+        return text.count("optimization_barrier")
 
-    expected, unpadded = program()(params), barriers()
-    monkeypatch.setattr(layers, "vocab_multiple", lambda: 128)
-    assert config.vocab_size % 128 and barriers() == unpadded + 1
-    chex.assert_trees_all_close(program()(params), expected, rtol=1e-5, atol=1e-6)
+    model = kernels.clone(ops=padded)
+    expected = program(kernels)(params)
+    assert config.vocab_size % 128 and barriers(model) == barriers(kernels) + 1
+    chex.assert_trees_all_close(program(model)(params), expected, rtol=1e-5, atol=1e-6)
     for beyond in (config.vocab_size, -config.vocab_size - 1):
-        assert jnp.isnan(program(tokens.at[0, 0].set(beyond))(params)[0])
+        wrong = tokens.at[0, 0].set(beyond)
+        assert jnp.isnan(program(model, wrong)(params)[0])
+        assert jnp.isnan(program(GPT(config), wrong)(params)[0])
 
 
 def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothing(
@@ -80,20 +106,142 @@ def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothi
     params, tokens = init(SMALL), tokens_of(1)
 
     def traced():
-        def mean_loss(params):
-            return loss.__wrapped__(SMALL, params, tokens)
-
-        run = jax.jit(jax.value_and_grad(mean_loss))
+        model = with_kernels(GPT(SMALL))
+        run = jax.jit(jax.value_and_grad(lambda p: mean_loss(model, p, tokens)))
         return str(jax.make_jaxpr(run)(params)), run(params)
 
     whole_jaxpr, whole = traced()
-    module = importlib.import_module("gpt2.ops.cross_entropy")  # not the function
-    monkeypatch.setattr(module, "CPU_ROWS", 10)
-    monkeypatch.setattr(module, "CPU_LOGITS_BYTES", 0)
+    monkeypatch.setattr(cross_entropy_module, "CPU_ROWS", 10)
+    monkeypatch.setattr(cross_entropy_module, "CPU_LOGITS_BYTES", 0)
     chunked_jaxpr, chunked = traced()
     assert "f32[2,16,300]" in whole_jaxpr and "f32[2,4,300]" not in whole_jaxpr
     assert "f32[2,4,300]" in chunked_jaxpr and "f32[2,16,300]" not in chunked_jaxpr
     chex.assert_trees_all_close(chunked, whole, atol=1e-6)
+
+
+KERNELS = [
+    each.name
+    for each in dataclasses.fields(Ops)
+    if getattr(with_kernels(GPT(SMALL)).ops, each.name) != getattr(Ops(), each.name)
+]
+
+
+@pytest.mark.parametrize("name", [KERNELS[0], *map(thorough, KERNELS[1:])])
+def test_a_kernel_that_is_taken_out_changes_nothing(name):
+    config = replaced(attention="blocked", position="none", activation="relu_squared")
+    model, params, tokens = with_kernels(GPT(config)), init(config), tokens_of(1)
+    without = dataclasses.replace(model.ops, **{name: getattr(Ops(), name)})
+    found, expected = (
+        jax.jit(jax.value_and_grad(partial(mean_loss, each)))(params, tokens)
+        for each in (model.clone(ops=without), model)
+    )
+    chex.assert_trees_all_close(found, expected, atol=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_tables_of_other_platforms_give_the_gradients_of_the_formulas(
+    monkeypatch, platform, tied
+):
+    model = GPT(replaced(tie_embeddings=tied))
+    params, tokens = drawn(model.config), tokens_of(1)
+    monkeypatch.setattr("gpt2.parallel.kernels.platform_of", lambda _: platform)
+    other = with_kernels(model)
+    found, expected = (
+        jax.jit(jax.value_and_grad(partial(mean_loss, each)))(params, tokens)
+        for each in (other, model)
+    )
+    program = str(jax.make_jaxpr(partial(mean_loss, other))(params, tokens))
+    assert "f32[384,32]" in program  # whole tiles of the vocabulary
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_without_jit_a_model_computes_by_the_formulas():
+    with jax.disable_jit():
+        assert with_kernels(GPT(SMALL)).ops == Ops()
+    assert with_kernels(GPT(SMALL)).ops != Ops()
+
+
+class Parity(Ingredient):
+    """A person's own: each head learns how much less keys an odd distance away weigh."""
+
+    option = "attention_sink"  # one that is there, to ask for it
+
+    def score_terms(self, attention):
+        shape = (self.config.num_heads,)
+        ones = nn.initializers.ones
+        weights = named_param(attention, "parity", ones, shape, ("heads",))
+
+        def term(scores, query, key):
+            return scores - weights[:, None, None] * ((query - key) % 2)
+
+        return (term,)
+
+
+@pytest.mark.parametrize("attention", ["auto", "blocked", "xla"])
+def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(
+    monkeypatch, attention
+):
+    monkeypatch.setattr(ingredients, "INGREDIENTS", (Parity,))
+    ingredients.ingredients_of.cache_clear()
+    try:
+        config = replaced(attention=attention, attention_sink=True, context_length=128)
+        model, tokens = GPT(config), jnp.tile(tokens_of(1), 8)
+        params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
+        params = jax.tree.map(lambda x: 3.0 * x, params)
+        found, expected = (
+            jax.jit(jax.value_and_grad(partial(mean_loss, each)))(params, tokens)
+            for each in (with_kernels(model), model)
+        )
+    finally:
+        ingredients.ingredients_of.cache_clear()
+    assert jnp.abs(expected[1]["h_1"]["attn"]["parity"]).min() > 1e-6
+    chex.assert_trees_all_close(found, expected, atol=1e-5)
+
+
+def test_a_term_of_the_logits_with_numbers_to_learn_is_the_formulas_in_kernels():
+    params, tokens = init(SMALL), tokens_of(1)
+    scales = jnp.linspace(0.5, 2.0, SMALL.vocab_size)
+
+    def step(model):
+        def scaled(params, scales):
+            objective = Objective(logit_terms=(lambda logits: scales * logits,))
+            return mean_loss(model, params, tokens, objective=objective)
+
+        return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1)))(params, scales)
+
+    found, expected = step(with_kernels(GPT(SMALL))), step(GPT(SMALL))
+    assert jnp.abs(expected[1][1]).max() > 1e-4
+    chex.assert_trees_all_close(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_every_layer_and_branch_drops_by_a_mask_of_its_own(scan_layers):
+    config = replaced(num_layers=4, scan_layers=scan_layers, dropout=0.5)
+    params, tokens = init(config), tokens_of(1)
+
+    def note(next_method, args, kwargs, context):
+        y = next_method(*args, **kwargs)
+        if isinstance(context.module, nn.Dropout):
+            context.module.sow(METRICS, "mask", y != 0)
+        return y
+
+    with nn.intercept_methods(note):
+        _, noted = GPT(config).apply(
+            {"params": params},
+            tokens,
+            deterministic=False,
+            rngs={"dropout": jax.random.key(0)},
+            mutable=[METRICS],
+        )
+    each = [np.asarray(mask) for mask in jax.tree.leaves(noted)]
+    masks = [row for mask in each for row in (mask if mask.ndim == 4 else [mask])]
+    assert len(masks) == 1 + 2 * 4
+    for index, one in enumerate(masks):
+        assert 0.4 < one.mean() < 0.6
+        for other in masks[:index]:
+            assert 0.4 < (one == other).mean() < 0.6
 
 
 @pytest.mark.thorough
@@ -119,13 +267,29 @@ def test_turns_of_several_layers_equal_turns_of_one(unroll):
 )
 def test_segments_see_only_themselves(switch):
     config = replaced(**switch)
-    params, tokens = jax.tree.map(lambda x: x + 0.1, init(config)), tokens_of(1)
+    params, tokens = drawn(config), tokens_of(1)
     segments = (jnp.arange(16) >= 6).astype(jnp.int32)[None].repeat(2, axis=0)
     together = logits_of(config, params, tokens, segments)
-    np.testing.assert_allclose(
-        together[:, 6:], logits_of(config, params, tokens[:, 6:]), atol=3e-5
-    )
-    assert np.abs(together - logits_of(config, params, tokens)).max() > 1e-3
+    exact = jax.tree.map(np.float64, params)
+    rows = np.asarray(tokens)
+    wanted = np.stack([in_numpy.logits(config, exact, row) for row in rows[:, 6:]])
+    alone = logits_of(config, params, tokens[:, 6:])
+    rounding = np.abs(alone - wanted).max()
+    assert rounding < 1e-5 * np.abs(wanted).max()  # or the sums are ill-conditioned
+    assert np.abs(together[:, 6:] - wanted).max() < 4 * rounding
+    assert np.abs(together - logits_of(config, params, tokens)).max() > 1e3 * rounding
+
+
+def drawn(config):
+    """Parameters away from 0 and 1, of the sizes that trained ones have."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        is_weight = path[-1].key in ("kernel", "embedding", "bias")
+        noise = 0.1 * rng.standard_normal(leaf.shape)
+        return np.float32(noise if is_weight else 0.8 + noise)
+
+    return jax.tree_util.tree_map_with_path(draw, init(config))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -149,35 +313,33 @@ def test_narrow_compute_is_close_to_float32_and_leaves_float32_gradients(dtype):
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", thorough("relu_squared")])
-def test_plain_operations_have_forward_derivatives_and_the_same_gradients(activation):
+def test_the_formulas_have_forward_derivatives_and_the_gradients_of_kernels(activation):
     config = replaced(attention="blocked", activation=activation)
     params, tokens = init(config), tokens_of(1)
     direction = jax.tree.map(
         lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params
     )
 
-    def mean_loss(params):
-        return loss.__wrapped__(config, params, tokens)
-
     def product(a, b):
         return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, a, b)))
 
-    def slopes(params, direction):
-        along = (params,), (direction,)
-        return jax.jvp(mean_loss, *along)[1], jax.jvp(jax.grad(mean_loss), *along)[1]
+    def slopes(model):
+        def along(function):
+            return jax.jvp(function, (params,), (direction,))[1]
+
+        find = partial(mean_loss, model, tokens=tokens)
+        return along(find), along(jax.grad(find))
 
     def curvature(params):  # by two backward passes
-        return jax.grad(lambda params: product(jax.grad(mean_loss)(params), direction))(
-            params
-        )
+        gradient = jax.grad(partial(mean_loss, GPT(config)))
+        return jax.grad(lambda p: product(gradient(p, tokens), direction))(params)
 
     with pytest.raises(TypeError, match="custom_vjp"):
-        slopes(params, direction)
-    with plain_ops():
-        slope, along = jax.jit(slopes)(params, direction)
-        expected = jax.jit(curvature)(params)
+        slopes(with_kernels(GPT(config)))
+    slope, along = jax.jit(lambda: slopes(GPT(config)))()
     gradient = gradient_of(config, params, tokens)
     np.testing.assert_allclose(slope, product(gradient, direction), rtol=1e-4)
+    expected = jax.jit(curvature)(params)
     for found, wanted in zip(*map(jax.tree.leaves, (along, expected)), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-3 * np.abs(wanted).max())
 
@@ -201,4 +363,4 @@ def test_older_devices_take_attention_that_they_can_compile(
 ):
     device = SimpleNamespace(device_kind=kind, platform=platform, **capability)
     cfg = replaced(compute_dtype="bfloat16", context_length=128)
-    assert resolve_attention(cfg, device) == expected
+    assert choose_attention(cfg, device, {})[0] == expected

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 
 from gpt2.config import GPTConfig, OptimConfig, ParallelConfig
 from gpt2.model import GPT
-from gpt2.ops.variants import Variants
 from gpt2.optim import muon, optimizers
 from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.soap import scale_by_soap
 from gpt2.parallel import rules
+from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import make_mesh
 from gpt2.plan.collectives import collectives
 from gpt2.utils.scan import in_layout
@@ -48,8 +48,10 @@ OPTIMIZERS = {
     "muon without nesterov": scale_by_muon(**MUON | dict(nesterov=False)),
     "muon by polar express": scale_by_muon(**MUON | dict(method="polar_express")),
     "normuon": scale_by_muon(**MUON | dict(neurons=True)),
-    "muon, its momentum warmed up": optimizers.OPTIMIZERS["muon"](
-        OptimConfig(name="muon", momentum=MOMENTUM, momentum_warmup=WARMUP), NUM_STEPS
+    "muon, its momentum warmed up": optimizers.OPTIMIZERS["muon"].direction(
+        OptimConfig(name="muon", momentum=MOMENTUM, momentum_warmup=WARMUP),
+        NUM_STEPS,
+        Matrices(),
     ),
     "soap": scale_by_soap(beta1=BETA1, beta2=BETA2, eps=EPS, every=EVERY),
 }
@@ -298,15 +300,15 @@ def test_ten_steps_equal_pytorch(name, monkeypatch):
 
 
 def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all():
-    optimizer, config, mesh = OPTIMIZERS["muon"], PLAIN, MESH
+    config, mesh = PLAIN, MESH
+    optimizer = scale_by_muon(**MUON, matrices=Matrices(mesh))
     specs = hidden(rules.specs(GPT(config).logical_axes(), RULES.storage))
     shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
     grads = jax.device_put(gradients(0, config), shardings)
 
     @jax.jit
     def update(grads, state):  # as the pjit backend traces it
-        with rules.spread_over(mesh, RULES):
-            return optimizer.update(grads, state)
+        return optimizer.update(grads, state)
 
     text = (
         update.lower(grads, jax.eval_shape(optimizer.init, grads)).compile().as_text()
@@ -329,10 +331,10 @@ def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all
 
 
 @pytest.mark.thorough
-def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(monkeypatch):
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(platform):
     wanted = directions(OPTIMIZERS["muon"])
-    monkeypatch.setattr(muon, "variants", lambda: Variants(rounds_float32=True))
-    optimizer = scale_by_muon(**MUON)
+    optimizer = scale_by_muon(**MUON, matrices=Matrices(platform=platform))
     found = directions(optimizer)
     assert all(x.dtype == np.float32 for x in found.values())
     assert 1e-4 < difference(found, wanted) < 0.1

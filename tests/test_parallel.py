@@ -16,12 +16,12 @@ from configs import gpt2_1558m, quickstart
 from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig, with_options
 from gpt2.errors import UserError
 from gpt2.model import GPT
+from gpt2.ops.fsdp import Shards, torus_sides
 from gpt2.parallel import abstract_state, make_backend, state_bytes
-from gpt2.parallel.fsdp import Shards, torus_sides
 from gpt2.parallel.mesh import batch_sharding, local_rows, make_mesh, mesh_sizes
 from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
-from gpt2.training.steps import make_train_step, next_token_loss
+from gpt2.training.steps import make_train_step, make_update, next_token_loss
 from tests.helpers import thorough
 
 SMALL = GPTConfig(
@@ -189,17 +189,15 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
 def test_a_step_lowers_for_tpus_with_their_own_attention(
     monkeypatch, parallel, scan_layers
 ):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr("gpt2.parallel.rules.platform_of", lambda _: "tpu")
-    monkeypatch.setattr("gpt2.parallel.rules.kernels_for", lambda _: "tpu")
+    monkeypatch.setattr("gpt2.parallel.kernels.platform_of", lambda _: "tpu")
     cfg = dataclasses.replace(
         SMALL, context_length=128, scan_layers=scan_layers, remat="dots"
     )
     backend, state = state_of(parallel, cfg=cfg)
-    loss = next_token_loss(GPT(cfg))
-    step = make_train_step(
-        loss, optax.adamw(1e-3), lambda _: 1e-3, seed=0, accumulate_steps=2
-    )
+    loss = next_token_loss(GPT(cfg, backend.make_ops(cfg, {})))
+    chain = optax.adamw(1e-3)
+    update = make_update(loss, chain, lambda _: 1e-3, seed=0, accumulate_steps=2)
+    step = make_train_step(update)
     batch = {
         name: np.zeros((16, 128), np.int32)
         for name in ("tokens", "targets", "segments")

@@ -10,10 +10,11 @@ import jax
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
+from gpt2.model import GPT, with_kernels
 from gpt2.utils.remat import KEPT, compiler_options
 from tests import test_model
 from tests.helpers import thorough
-from tests.test_model import tokens_of
+from tests.test_model import mean_loss, tokens_of
 
 ATTENTION = {
     "attn/c_attn": 3,
@@ -31,7 +32,12 @@ KEEPS = {
 
 
 replaced = functools.partial(test_model.replaced, attention="blocked")
-loss = test_model.loss.__wrapped__
+
+
+def loss(config, params, tokens, key=None):
+    return mean_loss(with_kernels(GPT(config)), params, tokens, key)
+
+
 loss_and_gradient = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
 
 

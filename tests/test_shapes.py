@@ -3,17 +3,26 @@
 import dataclasses
 import functools
 from functools import partial
+from unittest import mock
 
 import chex
 import flax.errors
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
 from configs import default
-from gpt2 import ops
 from gpt2.config import SIZES, Config
 from gpt2.model import KVCache, layers, num_params
+from gpt2.model.attention import Attention
+from gpt2.model.ingredients import Flow, Heads, Ingredient
+from gpt2.ops import Objective, Ops
+from gpt2.ops.cross_entropy import cross_entropy
+from gpt2.ops.linear import linear
+from gpt2.ops.norm import norm
+from gpt2.ops.variants import VARIANTS
+from gpt2.parallel.kernels import attention_by
 from gpt2.training.program import Program
 from tests.helpers import thorough
 
@@ -21,7 +30,7 @@ TOTALS = dict(
     zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True)
 )
 B, T, V = 16, 1024, 50257
-IMPLEMENTATIONS = ("reference", "blocked", "xla", "splash")
+IMPLEMENTATIONS = ("plain", "blocked", "xla", "splash")
 WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
 
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -101,9 +110,18 @@ def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_n
 
 
 def attend(name):
-    return lambda q, k, v, segments: ops.attention(
-        q, k, v, segments=segments, implementation=name
-    )
+    """Returns attention of queries, keys and values that an ingredient gives."""
+
+    def attended(q, k, v):
+        extra = Ingredient(CONFIG)
+        extra.heads = lambda *_: Heads(q, k, v)
+        ops = Ops(attention=attention_by(name, "cpu"))
+        flow = Flow(jnp.zeros((2, 128), int), jnp.arange(128)[None])
+        with mock.patch("gpt2.model.attention.ingredients_of", lambda _: (extra,)):
+            make = Attention(CONFIG, ops).init_with_output
+            return make(jax.random.key(0), jnp.zeros((2, 128, 32)), None, flow)[0][0]
+
+    return attended
 
 
 def small(accumulate_steps=1):
@@ -126,8 +144,18 @@ def cache_of(batch_size, **changes):
 
 
 def module(kind, *fields):
-    made = kind(CONFIG, *fields)
+    made = kind(CONFIG, Ops(), *fields)
     return lambda *args: made.init_with_output(jax.random.key(0), *args)[0]
+
+
+CPU = VARIANTS["cpu"]
+score = partial(
+    cross_entropy, objective=Objective(vocab_size=11), variants=CPU, rows=512
+)
+
+
+def in_segments(params, tokens, segments):
+    return MODEL.apply(params, tokens, segments=segments)
 
 
 def on_batch(step):
@@ -140,19 +168,16 @@ def all_of(make, *others):
 
 
 X, ROWS, LENGTHS = floats(2, 8, 32), ints(2, 8), ints(2)
-Q, KV = floats(2, 128, 4, 16), floats(2, 4, 64, 16)
+Q = floats(2, 128, 2, 16)
 W, WB, VECTOR, TABLE = floats(32, 3, 5), floats(3, 5), floats(32), floats(12, 32)
 # What is wrong in the place of each: first whatever broadcasts.
 NOT_X = all_of(floats, (2, 8, 1), (2, 8, 31))
 NOT_ROWS = [*all_of(ints, (1, 8), (2, 1), (8,), (2, 7), (2, 8, 1)), floats(2, 8)]
 NOT_TOKENS = [ints(8), ints(2, 8, 1), ints(2, 17), floats(2, 8)]
 NOT_LENGTHS = [*all_of(ints, (1,), (3,), (2, 1))]
-NOT_Q = all_of(floats, (1, 128, 4, 16), (2, 1, 4, 16), (2, 128, 4, 1), (2, 127, 4, 16))
-NOT_Q += [floats(2, 128, 64), halves(2, 128, 4, 16)]
+NOT_Q = all_of(floats, (1, 128, 2, 16), (2, 1, 2, 16), (2, 128, 2, 1), (2, 127, 2, 16))
+NOT_Q += [floats(2, 128, 32), halves(2, 128, 2, 16)]
 NOT_K = [*NOT_Q, floats(2, 128, 1, 16), floats(2, 128, 3, 16)]
-NOT_KV = all_of(floats, (1, 4, 64, 16), (2, 1, 64, 16), (2, 4, 1, 16), (2, 4, 64, 1))
-NOT_KV += [floats(4, 64, 16), halves(2, 4, 64, 16)]
-NOT_SEGMENTS = [*all_of(ints, (1, 128), (2, 1), (128,), (2, 127)), floats(2, 128)]
 NOT_CACHE = [cache_of(1), cache_of(3), cache_of(2).replace(length=ints(1))]
 NOT_CACHE += [cache_of(2, num_heads=4), cache_of(2, compute_dtype="bfloat16")]
 NOT_VECTOR = all_of(floats, (), (1,), (1, 32), (8, 32))
@@ -161,32 +186,45 @@ NOT_W, NOT_TABLE = (
     [floats(1, 3, 5), floats(5, 32)],
     all_of(floats, (10, 32), (12, 1), (32, 12)),
 )
+NOT_TARGETS = all_of(
+    ints, (1, 8, 1), (2, 1, 1), (8, 1), (2, 7, 1), (2, 8), (2, 8, 1, 1)
+)
+NOT_TARGETS += [floats(2, 8, 1)]
 EXTEND = (PARAMS, ROWS, LENGTHS, cache_of(2)), (), NOT_TOKENS, NOT_LENGTHS, NOT_CACHE
 NOT_BATCH = NOT_ROWS, NOT_ROWS, NOT_ROWS
 BORDERS = {
     "apply": (MODEL.apply, (PARAMS, ROWS), (), NOT_TOKENS),
-    "loss": (method(MODEL, "loss"), (PARAMS, ROWS, ROWS), (), NOT_ROWS, NOT_ROWS),
+    "loss": (
+        method(MODEL, "loss"),
+        (PARAMS, ROWS, ints(2, 8, 1)),
+        (),
+        NOT_ROWS,
+        NOT_TARGETS,
+    ),
     "extend": (method(MODEL, "extend"), *EXTEND),
     "Norm": (module(layers.Norm), (X,), NOT_X),
     "MLP": (module(layers.MLP), (X,), [*NOT_X, floats(8, 32)]),
-    "attention_cached": (
-        *(ops.attention_cached, (floats(2, 1, 4, 16), KV, KV, LENGTHS)),
-        *([], NOT_KV, NOT_KV, NOT_LENGTHS),
+    "segments": (in_segments, (PARAMS, ROWS, ROWS), (), NOT_TOKENS, NOT_ROWS),
+    "linear": (
+        partial(linear, dtype="float32", variants=CPU),
+        (X, W, WB),
+        [*NOT_X, ints(2, 32)],
+        NOT_W,
+        NOT_BIAS,
     ),
-    "linear": (ops.linear, (X, W, WB), [*NOT_X, ints(2, 32)], NOT_W, NOT_BIAS),
     "norm": (
-        ops.norm,
+        partial(norm, dtype="float32", variants=CPU),
         (X, VECTOR, VECTOR),
         [*NOT_X, ints(2, 32)],
         NOT_VECTOR,
         NOT_VECTOR,
     ),
     "cross_entropy": (
-        *(partial(ops.cross_entropy, vocab_size=11), (X, TABLE, ROWS)),
+        *(score, (X, TABLE, ints(2, 8, 1))),
         *(
             [*NOT_X, floats(8, 32)],
             NOT_TABLE,
-            [*NOT_ROWS[:-2], ints(2, 8, 1, 1), floats(2, 8)],
+            NOT_TARGETS,
         ),
     ),
     "train": (on_batch(small().train_step), (STATE, ROWS, ROWS, ROWS), (), *NOT_BATCH),
@@ -206,11 +244,10 @@ BORDERS = {
 for name in IMPLEMENTATIONS:
     BORDERS[name] = (
         attend(name),
-        (Q, Q, Q, ints(2, 128)),
+        (Q, Q, Q),
         NOT_Q,
         NOT_K,
         NOT_K,
-        NOT_SEGMENTS,
     )
 
 

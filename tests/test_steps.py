@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from functools import partial
 
 import chex
 import flax.linen as nn
@@ -13,7 +14,7 @@ import optax
 import pytest
 
 from gpt2.config import OptimConfig, ParallelConfig
-from gpt2.model import GPT, GPTConfig
+from gpt2.model import GPT, GPTConfig, with_kernels
 from gpt2.model.layers import MLP
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import make_backend
@@ -22,6 +23,7 @@ from gpt2.training.steps import (
     evaluation_loss,
     make_eval_step,
     make_train_step,
+    make_update,
     next_token_loss,
 )
 from gpt2.utils.prng import dropout_key, init_key, sample_key
@@ -46,13 +48,14 @@ def make_batch(seed, batch_size=8, ignored=()):
 
 @functools.cache
 def setup(config=CONFIG, optim=OPTIM, **options):
-    model = GPT(config)
+    model = with_kernels(GPT(config))
     schedule = make_schedule(optim, 10)
     optimizer = make_optimizer(optim, schedule, num_steps=10)
     params = jax.jit(model.init)(init_key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     state = TrainState.create(params, optimizer, config.compute_dtype)
     loss = options.pop("loss", next_token_loss)(model)
-    return state, jax.jit(make_train_step(loss, optimizer, schedule, seed=0, **options))
+    update = make_update(loss, optimizer, schedule, seed=0, **options)
+    return state, jax.jit(make_train_step(update))
 
 
 def test_accumulated_gradients_equal_full_batch():
@@ -99,9 +102,7 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     state, step = setup()
 
     def mean_loss(params):
-        total, count = GPT(CONFIG).apply({"params": params}, **batch, method="loss")[
-            "loss"
-        ]
+        total, count = next_token_loss(GPT(CONFIG))(params, batch)["loss"]
         return total / count
 
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(state.params)
@@ -165,9 +166,9 @@ def on_devices(parallel, config=CONFIG, loss=next_token_loss):
     model, schedule = GPT(config), make_schedule(OPTIM, 10)
     optimizer = make_optimizer(OPTIM, schedule, num_steps=10)
     backend = make_backend(ParallelConfig(**parallel), model.logical_axes())
-    step = backend.compile_train(
-        make_train_step(loss(model), optimizer, schedule, seed=0)
-    )
+    model = model.clone(ops=backend.make_ops(config, {}))
+    update = make_update(loss(model), optimizer, schedule, seed=0)
+    step = backend.compile_train(make_train_step(update))
 
     def first_state(key):
         params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
@@ -270,12 +271,13 @@ def test_gradients_equal_an_unfused_reference():
     state, _ = setup()
     batch = make_batch(3, batch_size=2)
 
-    def total_loss(params):
-        return GPT(CONFIG).apply({"params": params}, **batch, method="loss")["loss"][0]
+    def total_loss(model, params):
+        return next_token_loss(model)(params, batch)["loss"][0]
 
     with jax.disable_jit():
-        unfused = jax.grad(total_loss)(state.params)
-    fused = jax.jit(jax.grad(total_loss))(state.params)
+        unfused = jax.grad(partial(total_loss, GPT(CONFIG)))(state.params)
+    kernels = with_kernels(GPT(CONFIG))
+    fused = jax.jit(jax.grad(partial(total_loss, kernels)))(state.params)
     chex.assert_trees_all_close(fused, unfused, rtol=1e-4, atol=1e-5)
 
 

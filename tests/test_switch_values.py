@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from gpt2.model import GPT, GPTConfig
-from gpt2.ops import alibi_slopes
+from gpt2.model.ingredients.alibi import alibi_slopes
 from gpt2.training.steps import evaluation_loss, make_eval_step, next_token_loss
+from gpt2.utils.scan import in_layout
 from tests import plain
+from tests.helpers import thorough
 from tests.test_switches import (
+    ALL,
     config_of,
-    each_switch,
+    groups,
     in_numpy,
     mean_loss,
     model_of,
@@ -23,8 +26,11 @@ from tests.test_switches import (
     tokens_of,
 )
 
+# As many as go together, of which each seed joins others: most pairs are among them.
+JOINED = [*groups(), *(name for seed in range(2) for name in groups(seed))]
 
-@each_switch
+
+@pytest.mark.parametrize("name", [*ALL, *map(thorough, JOINED)])
 def test_logits_and_loss_are_those_of_plain_numpy(name):
     model, params, tokens = model_of(name), params_of(name), tokens_of(5)
     wanted, loss = in_numpy(name, params, tokens)
@@ -64,15 +70,46 @@ def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
     np.testing.assert_allclose(dropped[0], wanted, atol=1e-4 * np.abs(wanted).max())
 
 
-def test_a_third_layer_mixes_the_values_of_the_first():
-    cfg = dataclasses.replace(model_of("value_residual").config, num_layers=3)
-    params = jax.jit(GPT(cfg).init)(jax.random.key(0), tokens_of(0))["params"]
+FOUR_LAYERS = ("value_residual", "backout", "hyper_connections", "window_pattern")
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("name", [*FOUR_LAYERS, thorough("modded")])
+def test_four_layers_are_those_of_plain_numpy_before_and_after_a_step(name, scanned):
+    config = dataclasses.replace(model_of(name).config, num_layers=4)
+    model = GPT(dataclasses.replace(config, scan_layers=scanned))
+    params = jax.jit(GPT(config).init)(jax.random.key(0), tokens_of(0))["params"]
     params = jax.tree.map(lambda x: 2.0 * x, params)
-    wanted = plain.logits(
-        cfg, jax.tree.map(np.asarray, params), np.asarray(tokens_of(5)[0])
-    )
-    logits = jax.jit(GPT(cfg).apply)({"params": params}, tokens_of(5)[:1])[0]
-    np.testing.assert_allclose(logits, wanted, atol=1e-4 * np.abs(wanted).max())
+    tokens = tokens_of(5)
+
+    @jax.jit
+    def gradient(params):
+        return jax.grad(lambda p: mean_loss(name, model, p, tokens))(params)
+
+    seen = []
+    for _ in range(2):
+        stacked = in_layout(params, scanned=scanned)
+        exact = jax.tree.map(np.float64, params)
+        wanted = plain.logits(config, exact, np.asarray(tokens[0]))
+        logits = jax.jit(model.apply)({"params": stacked}, tokens[:1])[0]
+        np.testing.assert_allclose(logits, wanted, atol=1e-4 * np.abs(wanted).max())
+        seen.append(wanted)
+        moved = jax.tree.map(lambda x, dx: x - dx, stacked, gradient(stacked))
+        params = in_layout(moved, scanned=False)
+    assert np.abs(seen[1] - seen[0]).max() > 1e-2 * np.abs(seen[0]).max()
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_each_branch_of_hyper_connections_begins_on_the_next_stream(scanned):
+    """Zhu et al. 2024, equation 14: branch k reads stream k mod n."""
+    config = dataclasses.replace(model_of("hyper_connections").config, num_layers=4)
+    model = GPT(dataclasses.replace(config, scan_layers=scanned))
+    params = model.init(jax.random.key(0), tokens_of(0))["params"]
+    params = in_layout(params, scanned=False)
+    for branch in range(2 * 4):
+        weights = params[f"h_{branch // 2}"][f"connect_{1 + branch % 2}"]["weights"]
+        reads = [float(stream == branch % 3) for stream in range(3)]
+        np.testing.assert_array_equal(weights, [reads, *np.eye(3), np.ones(3)])
 
 
 @pytest.mark.parametrize("num_heads", plain.ALIBI)

@@ -7,6 +7,10 @@ says in tests/test_switch_values.py.
 import contextlib
 import dataclasses
 import functools
+import inspect
+import random
+import re
+from pathlib import Path
 
 import chex
 import jax
@@ -17,13 +21,15 @@ import pytest
 from configs import default
 from gpt2.config import CHOICES, Config
 from gpt2.errors import UserError
-from gpt2.model import GPT, KVCache
+from gpt2.model import GPT, KVCache, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
+from gpt2.model.ingredients import INGREDIENTS, ingredients_of
+from gpt2.model.losses import LOSSES
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
 from gpt2.utils.scan import in_layout
 from tests import plain
-from tests.helpers import thorough
+from tests.helpers import ROOT, thorough
 
 # Of 8 frequencies one is kept, two are slowed a little, and five 8 times.
 LLAMA3 = {
@@ -72,6 +78,10 @@ SWITCHES = {
     "hyper_connections": {"model.hyper_connections": 3},
     "attention_gate": {"model.attention_gate": True},
     "exclusive_attention": {"model.exclusive_attention": True},
+    "grouped exclusive": {
+        "model.num_kv_heads": 2,
+        "model.exclusive_attention": True,
+    },
     "attention_sink": {"model.attention_sink": True},
     "parallel_block": {"model.parallel_block": True},
     "no bias": {"model.bias": False},
@@ -177,16 +187,18 @@ def config_of(name, **changes):
     return Config.from_dict(options)
 
 
-def groups():
+def groups(seed=None):
     """Joins switches that go together: to compile each by itself would take minutes."""
-    found = []
-    for name in SWITCHES:
+    names, found = [*SWITCHES], []
+    if seed is not None:
+        random.Random(seed).shuffle(names)
+    for name in names:
         for group in sorted(found, key=len):
             if not set(SWITCHES[name]) & {
                 key for other in group for key in SWITCHES[other]
             }:
                 with contextlib.suppress(UserError):
-                    config_of("+".join([*group, name]))
+                    ingredients_of(config_of("+".join([*group, name])).gpt())
                     group.append(name)
                     break
         else:
@@ -227,15 +239,12 @@ def params_of(name):
 def mean_loss(name, model, params, tokens):
     """The mean loss in step 2 with the weighted ones ahead, which have no gradient of their own."""
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
-    sums = next_token_loss(model, config_of(name).loss)(
-        params, batch, step=jnp.int32(2)
-    )
-    each = zip(
-        [1.0, *plain.ahead_weights(config_of(name).loss, step=2)],
-        sums.values(),
-        strict=True,
-    )
-    return sum(weight * total for weight, (total, _) in each) / sums["loss"][1]
+    options = config_of(name).loss
+    sums = next_token_loss(model, options)(params, batch, step=jnp.int32(2))
+    total, count = sums["loss"]
+    for k, weight in enumerate(plain.ahead_weights(options, step=2), 2):
+        total += weight * sums[f"loss_ahead_{k}"][0]
+    return total / count
 
 
 def in_numpy(name, params, tokens):
@@ -267,6 +276,54 @@ def test_every_option_of_the_model_and_the_loss_has_a_switch():
         if option.startswith("model.") and option != "model.attention":
             for choice in set(choices) - {tree.model[option.removeprefix("model.")]}:
                 assert (option, choice) in values, (option, choice)
+
+
+@pytest.mark.parametrize("kind", [*INGREDIENTS, *LOSSES], ids=lambda k: k.__name__)
+def test_an_ingredient_is_a_file_with_a_source_and_an_option_that_a_switch_covers(kind):
+    path = Path(inspect.getfile(kind))
+    group = "loss" if kind in LOSSES else "model"
+    folder = "losses" if kind in LOSSES else "ingredients"
+    assert path.parent == ROOT / "gpt2" / "model" / folder
+    words = re.findall("[A-Z]+(?![a-z])|[A-Z][a-z]+", kind.__name__)
+    assert "".join(words).lower() == path.stem.replace("_", "")
+    assert sum(inspect.getfile(each) == str(path) for each in INGREDIENTS + LOSSES) == 1
+    assert kind.option in default.get_config()[group]
+    assert any(f"{group}.{kind.option}" in options for options in SWITCHES.values())
+    source = r"\b(19|20)\d\d\b|arXiv|\d{4}\.\d{5}|modded-nanogpt|nanochat|GPT-J"
+    assert re.search(source, inspect.getmodule(kind).__doc__)
+    wanted = [name for name in SWITCHES if is_wanted(kind, name)]
+    assert wanted and not is_wanted(kind, "default")
+    assert all(f"{group}.{kind.option}" in SWITCHES[name] for name in wanted)
+
+
+def is_wanted(kind, name):
+    config = config_of(name)
+    return kind.is_wanted(config.loss if kind in LOSSES else config.gpt())
+
+
+def steps_of(name, model, tokens):
+    """Returns the loss and the gradients of a model with the parameters of a switch."""
+    step = jax.value_and_grad(lambda params: mean_loss(name, model, params, tokens))
+    return jax.jit(step)(params_of(name))
+
+
+@pytest.mark.parametrize("name", [*COMBINED, *map(thorough, groups())])
+def test_kernels_give_the_loss_and_the_gradients_of_the_formulas(name):
+    model, tokens = model_of(name), tokens_of(2)
+    blocked = GPT(dataclasses.replace(model.config, attention="blocked"))
+    wanted, gradients = steps_of(name, model, tokens)
+    found, others = steps_of(name, with_kernels(blocked), tokens)
+    # Sums of 64 to 256 products, some 20 of them one after another, round like a walk.
+    rounding = 100 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(found, wanted, rtol=rounding)
+    # The gradient of a bias on all keys alike is 0 in theory.
+    most = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradients))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        other = functools.reduce(lambda tree, key: tree[key.key], path, others)
+        atol = rounding * (float(jnp.abs(leaf).max()) + 1e-2 * most)
+        np.testing.assert_allclose(
+            other, leaf, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 @each_switch
@@ -392,7 +449,7 @@ def test_flops_and_compute_parameters_are_those_of_the_program(name):
     sizes = dict(model__embed_dim=256, model__context_length=32, model__num_layers=3)
     if "model.mlp_dim" in ALL[name]:
         sizes["model__mlp_dim"] = 320
-    cfg = dataclasses.replace(config_of(name, **sizes).gpt(), attention="reference")
+    cfg = dataclasses.replace(config_of(name, **sizes).gpt(), attention="plain")
     model, tokens = GPT(cfg), jax.ShapeDtypeStruct((8, 32), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     leaves = jax.tree_util.tree_leaves_with_path(params)

@@ -46,6 +46,9 @@ class Attention(nn.Module):
         for extra in extras:
             heads = extra.heads(self, heads, flow)
         q, k, v = heads
+        chex.assert_shape(q, (*x.shape[:2], N, H))  # fewer would broadcast
+        chex.assert_shape([k, v], (*x.shape[:2], cfg.kv_heads, H))
+        chex.assert_trees_all_equal_dtypes(q, k, v)
         if flow.rotation is not None:
             q = rope(q, *flow.rotation)
             k = rope(k, *flow.rotation)

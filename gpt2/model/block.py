@@ -47,6 +47,7 @@ class Block(nn.Module):
             x = ops.constrain(branch.add(branch.drop(y)), "batch", "sequence", "embed")
         return (x, flow.carried), cache
 
+    @nn.nowrap
     def _branch(
         self,
         number: int,

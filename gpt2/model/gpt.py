@@ -328,6 +328,7 @@ def _flow(tokens: Array, segments: Array | None, deterministic: bool) -> Flow:
     positions = jnp.arange(tokens.shape[1])[None]
     if segments is not None:
         chex.assert_equal_shape([tokens, segments])
+        chex.assert_type(segments, int)
         positions = positions_within(segments)
     return Flow(tokens, positions, segments, deterministic=deterministic)
 

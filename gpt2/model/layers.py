@@ -74,6 +74,7 @@ class Linear(nn.Module):
         y = self.ops.linear_parts(x, self.kernel, self.bias, dtype=dtype)
         return checkpoint_name(y, "/".join(self.path[-2:]))
 
+    @nn.nowrap
     def _draw(self, key: Array, shape: Shape, dtype: str) -> Array:
         """Draws the kernel.
 

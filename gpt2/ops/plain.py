@@ -23,7 +23,7 @@ Activation = Callable[[Array], Array]
 # From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] (or [B, 1, T, 1]), to
 # scores. It may append columns: keys that take weight and have no value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
-# From logits [B, T, V] to logits.
+# From logits [B, T, V] to logits, each from itself alone: the last may be padding.
 LogitTerm = Callable[[Array], Array]
 # From logits, log normalisers [B, T, 1] and the targets' logits [B, T, K] to losses [B, T, K].
 LossTerm = Callable[[Array, Array, Array], Array]

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -27,13 +28,14 @@ class SoftCap:
 
 @dataclasses.dataclass(frozen=True)
 class Alibi:
-    """Adds a bias by distance (Press et al. 2022); `slopes` are `[N]` float32."""
+    """Adds a bias by distance (Press et al. 2022); `slopes` `[N]` float32 are not learned."""
 
     slopes: Array
 
     def __call__(self, scores: Array, query: Array, key: Array) -> Array:
         """Returns scores less each head's slope times how far back a key is."""
-        return scores + self.slopes[:, None, None] * (key - query)
+        slopes = jax.lax.stop_gradient(self.slopes)  # kernels give no derivative
+        return scores + slopes[:, None, None] * (key - query)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,8 @@ class KnownTerms(NamedTuple):
         cap = by_kind.get(SoftCap)
         alibi = by_kind.get(Alibi)
         sinks = by_kind.get(Sinks)
+        if isinstance(cap, SoftCap) and not isinstance(cap.cap, float | int):
+            return None  # it may be learned
         return cls(
             softcap=cap.cap if isinstance(cap, SoftCap) else 0.0,
             slopes=alibi.slopes if isinstance(alibi, Alibi) else None,

@@ -29,5 +29,6 @@ class Mix(nn.Module):
         weights = named_param(self, "weights", self._init, (2,), ("mix",))
         return (weights[0] * x + weights[1] * other).astype(self.config.compute_dtype)
 
+    @nn.nowrap
     def _init(self, key: Array, shape: Shape, dtype: str) -> Array:
         return jnp.array(self.init_weights, dtype)
