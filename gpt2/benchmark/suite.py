@@ -193,7 +193,8 @@ def describe_run(workdir: Path) -> list[Row]:
         "name": "train.py",
         "turns": [line["perf/step_seconds"] for line in steady],  # means of lines
     }
-    medians = pd.DataFrame(steady).filter(like="perf/").median()
+    measured = pd.DataFrame(steady).filter(like="perf/")
+    medians = measured.median()
     for name, value in medians.items():
         row[str(name).removeprefix("perf/")] = value
     row["peak_bytes"] = row.get("peak_memory_bytes")  # a CPU does not tell
