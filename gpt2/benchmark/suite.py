@@ -208,7 +208,7 @@ def report(rows: list[Row]) -> str:
     for row in rows:
         status = row.get("status")
         if row["part"] == "machine":
-            machine |= row
+            machine = machine or row  # its figures come before its status
         elif status != "done":
             others.append({"name": status} | row)
     lines = [f"- {name}: {machine[name]}" for name in machine]
